@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands do everything on a fresh Debian or Ubuntu machine:
+#   make demo    train on 2 ranks and write report.png
+#   make test    all tests
+# Choices: PY=python3.12 (the Python that makes the environment), TF=2.18.1
+# (another TensorFlow, in an environment of its own), TFDIST_CUDA=0 or 1.
+
+PY ?= python3
+TF_DEFAULT := 2.21.0
+TF ?= $(TF_DEFAULT)
+TF_MINOR := $(basename $(TF))
+VENV ?= $(if $(filter $(TF),$(TF_DEFAULT)),.venv,.venv-$(TF))
+BIN := $(VENV)/bin
+REQUIREMENTS := requirements.txt requirements-dev.txt \
+    requirements-tf$(TF_MINOR).txt
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+PYTHON_SOURCES := tfdist_ext build_ops tests examples benchmarks setup.py
+CXX_SOURCES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+WORKLOAD ?= timelines
+RANKS ?= 4
+EGRESS ?= 150mbps
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: help demo test test-fast test-process test-fault test-asan build \
+    environment lint format wheel bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
+	@echo 'Also: build lint format test-fast test-process test-fault' \
+	    'test-asan wheel bench clean'
+
+demo: build
+	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
+
+test: test-fast test-process test-fault
+
+test-fast: build
+	$(PYTEST) -m 'not process and not fault'
+
+test-process: build
+	$(PYTEST) -m process
+
+test-fault: build
+	$(PYTEST) -m fault
+
+# The installed package is the source tree itself (editable); only the library
+# has to be built again, and that compiles only what has changed.
+build: $(VENV)/.editable
+	$(BIN)/python setup.py -q build_ext --inplace
+
+environment: $(VENV)/.installed
+
+$(VENV)/.editable: $(VENV)/.installed setup.py pyproject.toml
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.installed: $(REQUIREMENTS)
+	build_ops/system_packages.sh $(PY)
+	$(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements-dev.txt \
+	    -c requirements-tf$(TF_MINOR).txt tensorflow==$(TF)
+	@touch $@
+
+# LD_PRELOAD because the sanitizers must be loaded before Python; TensorFlow
+# and Python keep memory until the end, so leaks say nothing about the ops.
+test-asan: $(VENV)/.editable
+	TFDIST_ASAN=1 $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" \
+	$(PYTEST) tests/ops -m 'not process and not fault'
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: environment
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+wheel: $(VENV)/.installed
+	build_ops/wheel.sh $(BIN)/python $(PY)
+
+bench: build
+	$(BIN)/python -m benchmarks.run --workload $(WORKLOAD) --ranks $(RANKS) \
+	    --egress $(EGRESS)
+
+clean:
+	rm -rf build dist *.egg-info .venv .venv-* tfdist_ext/_build_info.py \
+	    tfdist_ext/ops/*.so report.png
+	find . -name __pycache__ -prune -exec rm -rf {} +

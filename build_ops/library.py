@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles `custom_ops/` to one shared library, only what has changed.
+
+An object is compiled again when its command line, its source or a header it
+read last time (gcc's `-MMD` list) has changed. Objects of different TensorFlow
+versions and of the sanitizer build live in folders of their own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import shlex
+import subprocess
+
+from build_ops import toolchain
+
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare"]
+OPTIMIZE = ["-O3", "-DNDEBUG"]
+# vptr checks need type information that TensorFlow's library does not export;
+# with the null checks gcc does not take an address for a constant, and absl
+# needs that (AddressSanitizer reports null pointers all the same).
+SANITIZE = [
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr,null,nonnull-attribute,returns-nonnull-attribute",
+    "-fno-sanitize-recover=undefined",
+]
+
+
+def build(
+    root: pathlib.Path, target: pathlib.Path, sanitize: bool
+) -> dict[str, object]:
+    """Builds the library.
+
+    Args:
+        root: the folder that holds `custom_ops/`.
+        target: the file to write.
+        sanitize: build with AddressSanitizer and UBSan, without CUDA.
+
+    Returns:
+        The contents of `_build_info.py`.
+
+    Raises:
+        toolchain.BuildError: something is missing or does not compile.
+    """
+    tools = toolchain.find()
+    cuda_sources = sorted((root / "custom_ops").rglob("*.cu.cc"))
+    cuda = bool(tools.nvcc and cuda_sources and not sanitize)
+    print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, sanitize)}")
+    try:
+        flags = _build(tools, root, target, cuda, sanitize)
+    except toolchain.BuildError as error:
+        if not cuda or os.environ.get("TFDIST_CUDA") == "1":
+            raise
+        print(f"{error}tfdist_ext: CUDA kernels failed, building without")
+        cuda = False
+        flags = _build(tools, root, target, cuda, sanitize)
+    return {
+        "TENSORFLOW_VERSION": tools.tensorflow.minor,
+        "TENSORFLOW_BUILT_WITH": tools.tensorflow.version,
+        "CUDA": cuda,
+        "COMPILE_FLAGS": " ".join(flags),
+    }
+
+
+def _yes_or_no(tools: toolchain.Toolchain, cuda: bool, sanitize: bool) -> str:
+    if cuda:
+        return f"yes ({tools.cuda_reason})"
+    if sanitize:
+        return "no (sanitizer build)"
+    return f"no ({'no sources' if tools.nvcc else tools.cuda_reason})"
+
+
+def _build(
+    tools: toolchain.Toolchain,
+    root: pathlib.Path,
+    target: pathlib.Path,
+    cuda: bool,
+    sanitize: bool,
+) -> list[str]:
+    """Compiles and links; returns the flags that do not name a folder."""
+    variant = "asan" if sanitize else "cuda" if cuda else "cpu"
+    folder = root / "build" / f"ops-{tools.tensorflow.version}-{variant}"
+    own = ["-std=c++17", "-fPIC", *(SANITIZE if sanitize else OPTIMIZE)]
+    if cuda:
+        own += ["-DTFDIST_CUDA=1"]
+        where = [f"-isystem{_cuda_home(tools) / 'include'}"]
+    else:
+        where = []
+    own += shlex.split(os.environ.get("CXXFLAGS", ""))
+    commands = {}
+    for source in sorted((root / "custom_ops").rglob("*.cc")):
+        name = source.relative_to(root)
+        output = folder / name.with_suffix(".o")
+        if not name.name.endswith(".cu.cc"):
+            commands[output] = _cxx_command(
+                tools, root, source, output, [*where, *own]
+            )
+        elif cuda:
+            commands[output] = _nvcc_command(tools, root, source, output)
+    if not commands:
+        raise toolchain.BuildError(f"no sources under {root / 'custom_ops'}")
+    _compile_all(commands)
+    _link(tools, list(commands), target, cuda, sanitize)
+    return own
+
+
+def _cxx_command(
+    tools: toolchain.Toolchain,
+    root: pathlib.Path,
+    source: pathlib.Path,
+    output: pathlib.Path,
+    flags: list[str],
+) -> list[str]:
+    # TensorFlow's headers as system headers: their warnings are not ours.
+    theirs = [
+        "-isystem" + flag[2:] if flag.startswith("-I") else flag
+        for flag in tools.compile_flags
+    ]
+    return [
+        *tools.cxx,
+        *theirs,
+        f"-I{root}",
+        *WARNINGS,
+        *flags,
+        *("-MMD", "-MP", "-MF", str(output.with_suffix(".d"))),
+        *("-c", str(source), "-o", str(output)),
+    ]
+
+
+def _nvcc_command(
+    tools: toolchain.Toolchain,
+    root: pathlib.Path,
+    source: pathlib.Path,
+    output: pathlib.Path,
+) -> list[str]:
+    assert tools.nvcc is not None
+    theirs = [f for f in tools.compile_flags if not f.startswith("--std")]
+    return [
+        *tools.nvcc,
+        *theirs,
+        f"-I{root}",
+        *("-std=c++17", "-O3", "-DNDEBUG", "-DTFDIST_CUDA=1"),
+        *("-x", "cu", "--expt-relaxed-constexpr", "-cudart=static"),
+        *("-Xcompiler", "-fPIC", "-ccbin", tools.cxx[0]),
+        *toolchain.CUDA_FLAGS,
+        *shlex.split(os.environ.get("NVCCFLAGS", "")),
+        *("-MMD", "-MF", str(output.with_suffix(".d"))),
+        *("-c", str(source), "-o", str(output)),
+    ]
+
+
+def _cuda_home(tools: toolchain.Toolchain) -> pathlib.Path:
+    """The toolkit's folder, which nvcc itself knows (it may be a wrapper)."""
+    assert tools.nvcc is not None
+    done = subprocess.run(
+        [*tools.nvcc, "--dryrun", "-c", "-x", "cu", os.devnull],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    for line in done.stderr.splitlines():
+        if "TOP=" in line:
+            return pathlib.Path(line.split("TOP=", 1)[1].strip()).resolve()
+    return pathlib.Path(tools.nvcc[0]).resolve().parent.parent
+
+
+def _compile_all(commands: dict[pathlib.Path, list[str]]) -> None:
+    stale = {o: c for o, c in commands.items() if not _up_to_date(o, c)}
+    jobs = int(os.environ.get("TFDIST_JOBS", "2"))
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        runs = [pool.submit(_compile, o, c) for o, c in stale.items()]
+        try:
+            for run in concurrent.futures.as_completed(runs):
+                run.result()
+        except toolchain.BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _compile(output: pathlib.Path, command: list[str]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    stamp = output.with_suffix(".cmd")
+    stamp.unlink(missing_ok=True)
+    source = command[command.index("-c") + 1]
+    print(
+        f"tfdist_ext: compiling {os.path.relpath(source)}\n", end="", flush=True
+    )
+    _run(command)
+    stamp.write_text(shlex.join(command))
+
+
+def _up_to_date(output: pathlib.Path, command: list[str]) -> bool:
+    stamp, depends = output.with_suffix(".cmd"), output.with_suffix(".d")
+    if not (output.exists() and stamp.exists() and depends.exists()):
+        return False
+    if stamp.read_text() != shlex.join(command):
+        return False
+    built = output.stat().st_mtime
+    rule = depends.read_text().replace("\\\n", " ").splitlines()[0]
+    headers = map(pathlib.Path, rule.split(":", 1)[1].split())
+    return all(h.exists() and h.stat().st_mtime <= built for h in headers)
+
+
+def _link(
+    tools: toolchain.Toolchain,
+    objects: list[pathlib.Path],
+    target: pathlib.Path,
+    cuda: bool,
+    sanitize: bool,
+) -> None:
+    command = [
+        *tools.cxx,
+        "-shared",
+        *(SANITIZE if sanitize else []),
+        *map(str, objects),
+        *shlex.split(os.environ.get("LDFLAGS", "")),
+        *tools.link_flags,
+        "-lgloo",
+        *("-o", str(target)),
+    ]
+    if cuda:
+        command += [f"-L{_cuda_home(tools) / 'lib64'}", "-lcudart_static"]
+        command += ["-lrt", "-ldl", "-lpthread"]
+    _run(command)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=3600, check=False
+    )
+    if done.returncode:
+        raise toolchain.BuildError(
+            f"this command failed ({done.returncode}):\n"
+            f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+        )
+    if done.stderr:
+        print(done.stderr, flush=True)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine offers: TensorFlow, the compilers, Gloo and CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+SUPPORTED = ("2.18", "2.19", "2.20", "2.21")
+
+# Ampere and Hopper as machine code, PTX of the newest for what comes later.
+CUDA_FLAGS = [
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+]
+
+
+class BuildError(SystemExit):
+    """Ends the build with a message a user can act upon, no traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"\ntfdist_ext: {message}\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Installed:
+    """The TensorFlow distribution found, without importing it."""
+
+    distribution: str
+    version: str
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """Compilers and flags of one build."""
+
+    tensorflow: Installed
+    cxx: list[str]
+    compile_flags: list[str]
+    link_flags: list[str]
+    nvcc: list[str] | None
+    cuda_reason: str
+
+
+def installed_tensorflow() -> Installed | None:
+    """Returns the installed TensorFlow, None where there is none."""
+    for name in ("tensorflow", "tensorflow-cpu"):
+        try:
+            return Installed(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def find() -> Toolchain:
+    """Looks for everything the build needs.
+
+    Raises:
+        BuildError: TensorFlow, the compiler or Gloo is missing, or CUDA was
+            asked for by TFDIST_CUDA=1 and is missing.
+    """
+    tensorflow = _require_tensorflow()
+    cxx = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(cxx[0]) is None:
+        raise BuildError(
+            f"C++ compiler {cxx[0]} not found: `apt-get install g++`, or name "
+            "one with CXX=..."
+        )
+    flags = _tensorflow_flags()
+    _require_gloo(cxx)
+    nvcc, cuda_reason = _choose_nvcc(flags["cuda"])
+    return Toolchain(
+        tensorflow=tensorflow,
+        cxx=cxx,
+        compile_flags=flags["compile"],
+        link_flags=flags["link"],
+        nvcc=nvcc,
+        cuda_reason=cuda_reason,
+    )
+
+
+def write_build_info(path: pathlib.Path, info: dict[str, object]) -> None:
+    """Writes `_build_info.py`, which the version check at load time reads."""
+    lines = [
+        "# SPDX-License-Identifier: Apache-2.0",
+        '"""Written by setup.py: what the shared library was built with."""',
+        "",
+        *(f"{key} = {value!r}" for key, value in info.items()),
+        "",
+    ]
+    text = "\n".join(lines)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _require_tensorflow() -> Installed:
+    found = installed_tensorflow()
+    if found is None:
+        raise BuildError(
+            "TensorFlow is not installed in the environment that builds. The "
+            "library is compiled against your TensorFlow, so install that "
+            "first and let pip see it:\n"
+            "    pip install 'tensorflow~=2.21.0' setuptools wheel\n"
+            "    pip install --no-build-isolation ."
+        )
+    if found.minor not in SUPPORTED:
+        raise BuildError(
+            f"TensorFlow {found.version} is installed; supported are "
+            f"{', '.join(SUPPORTED)}."
+        )
+    return found
+
+
+def _tensorflow_flags() -> dict[str, list[str]]:
+    """Asks tf.sysconfig in a process of its own, whose log is not shown."""
+    script = (
+        "import json, tensorflow as tf; s = tf.sysconfig; print(json.dumps({"
+        "'compile': s.get_compile_flags(), 'link': s.get_link_flags(),"
+        "'cuda': bool(s.get_build_info().get('is_cuda_build'))}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if done.returncode:
+        raise BuildError(f"TensorFlow does not import:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _require_gloo(cxx: list[str]) -> None:
+    flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+    done = subprocess.run(
+        [*cxx, *flags, "-std=c++17", "-E", "-x", "c++", "-", "-o", os.devnull],
+        input="#include <gloo/context.h>\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        raise BuildError(
+            "Gloo's headers are not found. On Debian and Ubuntu: `apt-get "
+            "install libgloo-dev`; elsewhere give their folder with "
+            "CXXFLAGS=-I... and the library's with LDFLAGS=-L... The compiler "
+            f"says:\n{done.stderr[-1000:]}"
+        )
+
+
+def _choose_nvcc(tensorflow_has_cuda: object) -> tuple[list[str] | None, str]:
+    """Returns nvcc's command, None for a CPU build, and the reason."""
+    wish = os.environ.get("TFDIST_CUDA", "auto")
+    if wish not in ("0", "1", "auto"):
+        raise BuildError(f"TFDIST_CUDA must be 0, 1 or unset. Received: {wish}")
+    if wish == "0":
+        return None, "TFDIST_CUDA=0"
+    nvcc = shlex.split(os.environ.get("NVCC", "nvcc"))
+    found = shutil.which(nvcc[0]) or shutil.which("/usr/local/cuda/bin/nvcc")
+    if wish == "1" and found is None:
+        raise BuildError(
+            "TFDIST_CUDA=1 asks for the CUDA kernels, but nvcc is not found: "
+            "put it on PATH, or name it with NVCC=..., or unset TFDIST_CUDA."
+        )
+    if found is None:
+        return None, "nvcc not found"
+    if wish == "auto" and not tensorflow_has_cuda:
+        return None, "this TensorFlow is built without CUDA"
+    return [found, *nvcc[1:]], found

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the shared library from `custom_ops/` against installed TensorFlow.
+
+Metadata and tool settings stand in `pyproject.toml`; this file holds only what
+depends on the TensorFlow found at build time: the library, the pinned minor
+version in the wheel's metadata, and `tfdist_ext/_build_info.py`.
+
+Environment:
+    TFDIST_CUDA: 0 never builds the CUDA sources, 1 insists on them; by default
+        they are built when nvcc is found and TensorFlow is a CUDA build.
+    TFDIST_ASAN: 1 builds a second library with AddressSanitizer and UBSan.
+    TFDIST_JOBS: compilations that run at once (2).
+    CXX, CXXFLAGS, LDFLAGS, NVCC, NVCCFLAGS: compilers and additional flags.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import sys
+
+from setuptools import Extension
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # PEP 517 front ends leave the root out.
+
+from build_ops import library  # noqa: E402
+from build_ops import toolchain  # noqa: E402
+
+VERSION = "0.1.0"
+LIBRARY = "tfdist_ext.ops._tfdist_ops"
+
+
+class BuildLibrary(build_ext):
+    """Compiles `custom_ops/` to one library that is not tied to a Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", os.sep) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("TFDIST_ASAN", "0") == "1":
+            target = target.with_name(target.stem + "_asan.so")
+            library.build(ROOT, target, sanitize=True)
+            self._built = [target]
+        else:
+            info = target.parent.parent / "_build_info.py"
+            built_with = library.build(ROOT, target, sanitize=False)
+            toolchain.write_build_info(info, built_with)
+            self._built = [target, info]
+
+    def copy_extensions_to_source(self) -> None:
+        """Copies by rename: a process that runs the old library keeps it."""
+        for built in self._built:
+            place = ROOT / built.relative_to(
+                pathlib.Path(self.build_lib).resolve()
+            )
+            partial = place.with_name(place.name + ".partial")
+            shutil.copy2(built, partial)
+            partial.replace(place)
+            print(f"tfdist_ext: built {os.path.relpath(place)}", flush=True)
+
+    def get_source_files(self) -> list[str]:
+        return []  # MANIFEST.in lists the sources.
+
+
+class TaggedWheel(bdist_wheel):
+    """The library has no Python ABI: one wheel serves 3.10 to 3.12."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def version(tensorflow: toolchain.Installed | None) -> str:
+    """The local part keeps wheels for several TensorFlow minors apart."""
+    return f"{VERSION}+tf{tensorflow.minor}" if tensorflow else VERSION
+
+
+def requirements(tensorflow: toolchain.Installed | None) -> list[str]:
+    """The minor that was built against, or the supported range in an sdist."""
+    if tensorflow is None:
+        return ["tensorflow>=2.18,<2.22"]
+    return [f"{tensorflow.distribution}~={tensorflow.minor}.0"]
+
+
+if __name__ == "__main__":
+    found = toolchain.installed_tensorflow()
+    setup(
+        version=version(found),
+        install_requires=requirements(found),
+        ext_modules=[Extension(LIBRARY, sources=[])],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": TaggedWheel},
+    )
