@@ -24,7 +24,7 @@ EGRESS ?= 150mbps
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan build \
-    environment lint format wheel bench clean
+    library environment lint format wheel bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
@@ -47,7 +47,10 @@ test-fault: build
 
 # The installed package is the source tree itself (editable); only the library
 # has to be built again, and that compiles only what has changed.
-build: $(VENV)/.editable
+build: library
+	@$(MAKE) -s $(VENV)/.editable
+
+library: $(VENV)/.installed
 	$(BIN)/python setup.py -q build_ext --inplace
 
 environment: $(VENV)/.installed
@@ -63,13 +66,15 @@ $(VENV)/.installed: $(REQUIREMENTS)
 	    -c requirements-tf$(TF_MINOR).txt tensorflow==$(TF)
 	@touch $@
 
-# LD_PRELOAD because the sanitizers must be loaded before Python; TensorFlow
-# and Python keep memory until the end, so leaks say nothing about the ops.
-test-asan: $(VENV)/.editable
+# LD_PRELOAD because AddressSanitizer must be loaded before Python, and libstdc++
+# with it so that it finds the exceptions it wraps. TensorFlow and Python keep
+# memory until the end: leaks would say nothing about the ops.
+test-asan: build
 	TFDIST_ASAN=1 $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" \
+	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
+	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(PYTEST) tests/ops -m 'not process and not fault'
 
 lint: environment
