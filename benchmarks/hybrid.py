@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ours: partitioned FullSparse layers under HybridParallelStrategy."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from benchmarks import models
+from benchmarks import workloads
+
+_OPTIMIZERS = {
+    "sgd": tfdist_ext.optimizers.SGD,
+    "adagrad": tfdist_ext.optimizers.Adagrad,
+}
+
+
+class HybridVariant:
+    """HybridParallelStrategy; every rank holds a shard of every table."""
+
+    def __init__(self, options: dict[str, Any], ranks: int):
+        del ranks  # The strategy reads TF_CONFIG.
+        self.options = options
+        self.strategy = tfdist_ext.HybridParallelStrategy()
+
+    def make_model(self, workload: workloads.Workload) -> models.SparseTower:
+        """Builds the model; call inside the strategy's scope."""
+        return models.SparseTower(workload, self._make_layer)
+
+    def make_optimizer(self) -> tf.keras.optimizers.Optimizer:
+        """Makes the optimizer with fused updates of shards."""
+        return _OPTIMIZERS[self.options["optimizer"]](
+            learning_rate=self.options["learning_rate"]
+        )
+
+    def make_feature(
+        self, ids: np.ndarray, table: workloads.Table
+    ) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
+        """Turns ids `[n, hotness]` into the kind of input asked for."""
+        kind = self.options["input"]
+        if kind == "ids":
+            return tf.constant(ids)
+        samples, hotness = ids.shape
+        if kind == "ragged":
+            return tf.RaggedTensor.from_row_splits(
+                ids.reshape(-1), np.arange(samples + 1) * hotness
+            )
+        sample = np.repeat(np.arange(samples), hotness)
+        places = np.stack([sample, np.sort(ids, axis=1).reshape(-1)], axis=1)
+        return tf.SparseTensor(
+            places, tf.ones(len(places)), (samples, table.rows)
+        )
+
+    def _make_layer(
+        self, table: workloads.Table, index: int
+    ) -> tf.keras.layers.Layer:
+        layer = tfdist_ext.layers.FullSparse(
+            table.width,
+            input_dim=table.rows,
+            sharding=self.options["sharding"],
+            wire_dtype=self.options["wire_dtype"],
+            kernel_initializer=models.row_initializer(index),
+            use_bias=False,
+            binary_values=True,
+            name=f"table{index}",
+        )
+        layer.build((None, table.hotness))
+        return layer

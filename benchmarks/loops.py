@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ways to run training steps: a custom loop and Keras `fit`."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks import measure
+from benchmarks import models
+from benchmarks import workloads
+
+# Per-table inputs and the labels of one rank's batch.
+Inputs = tuple[tuple[Any, ...], tf.Tensor]
+
+
+class Variant(Protocol):
+    """A strategy with the layers and the optimizer that go with it."""
+
+    strategy: tf.distribute.Strategy
+
+    def make_model(self, workload: workloads.Workload) -> models.SparseTower:
+        """Builds the model; called inside the strategy's scope."""
+
+    def make_optimizer(self) -> tf.keras.optimizers.Optimizer:
+        """Makes the optimizer; called inside the strategy's scope."""
+
+    def make_feature(self, ids: np.ndarray, table: workloads.Table) -> Any:
+        """Turns ids `[n, hotness]` into what the sparse layer takes."""
+
+
+class Trainee:
+    """A variant's model and optimizer, built for one workload."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        workload: workloads.Workload,
+        global_batch_size: int,
+    ):
+        self.variant = variant
+        self.workload = workload
+        self.global_batch_size = global_batch_size
+        with variant.strategy.scope():
+            self.model = variant.make_model(workload)
+            self.optimizer = variant.make_optimizer()
+            self.optimizer.build(self.model.trainable_variables)
+        self._lookups = [
+            tf.function(self._replicated(layer), reduce_retracing=True)
+            for layer in self.model.sparse_layers
+        ]
+
+    def inputs(self, batch: workloads.Batch) -> Inputs:
+        """Turns a batch into tensors, once, outside the timed steps."""
+        pairs = zip(batch.ids, self.workload.tables, strict=True)
+        features = tuple(self.variant.make_feature(*pair) for pair in pairs)
+        return features, tf.constant(batch.labels)
+
+    def dense(self) -> tuple[np.ndarray, ...]:
+        """Returns kernels and biases of the dense tower."""
+        return tuple(
+            np.asarray(variable.numpy())
+            for variable in self.model.tower.trainable_variables
+        )
+
+    def rows(self, touched: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        """Looks up one row per id, per table: what the model really holds.
+
+        A collective under our strategy: every rank calls it.
+        """
+        return tuple(
+            self._lookup(index, ids) for index, ids in enumerate(touched)
+        )
+
+    def _lookup(self, index: int, ids: np.ndarray) -> np.ndarray:
+        table = self.workload.tables[index]
+        rows = self._lookups[index](
+            self.variant.make_feature(ids[:, None], table)
+        )
+        strategy = self.variant.strategy
+        return strategy.experimental_local_results(rows)[0].numpy()
+
+    def _replicated(self, layer: tf.keras.layers.Layer) -> Callable[..., Any]:
+        strategy = self.variant.strategy
+        return lambda feature: strategy.run(layer, args=(feature,))
+
+
+class CustomLoop:
+    """`strategy.run` of a replica step inside one `tf.function`."""
+
+    def __init__(self, trainee: Trainee):
+        self.trainee = trainee
+        self.step = tf.function(self._step)
+
+    def run(
+        self, inputs: list[Inputs], count: int
+    ) -> tuple[list[float], list[float]]:
+        """Runs `count` steps, cycling; returns seconds and local losses."""
+        losses = []
+
+        def step(index: int) -> None:
+            losses.append(float(self.step(*inputs[index % len(inputs)])))
+
+        return measure.time_steps(step, count), losses
+
+    def _step(self, features: tuple[Any, ...], labels: tf.Tensor) -> tf.Tensor:
+        strategy = self.trainee.variant.strategy
+        loss = strategy.run(self._replica_step, args=(features, labels))
+        return strategy.experimental_local_results(loss)[0]
+
+    def _replica_step(
+        self, features: tuple[Any, ...], labels: tf.Tensor
+    ) -> tf.Tensor:
+        model, optimizer = self.trainee.model, self.trainee.optimizer
+        with tf.GradientTape() as tape:
+            logits = model(features, training=True)
+            entropy = tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_sum(entropy) / self.trainee.global_batch_size
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss
+
+
+class FitLoop:
+    """`model.fit` without validation, metrics or progress bar."""
+
+    def __init__(self, trainee: Trainee):
+        self.trainee = trainee
+        with trainee.variant.strategy.scope():
+            trainee.model.compile(
+                optimizer=trainee.optimizer,
+                loss=tf.keras.losses.BinaryCrossentropy(from_logits=True),
+            )
+
+    def run(
+        self, inputs: list[Inputs], count: int
+    ) -> tuple[list[float], list[float]]:
+        """Fits on `count` batches, cycling; returns seconds per step.
+
+        `fit` reports only averages over an epoch: there are no local losses.
+        """
+        timer = _StepTimer()
+        self.trainee.model.fit(
+            self._distributed(inputs),
+            epochs=1,
+            steps_per_epoch=count,
+            verbose=0,
+            callbacks=[timer],
+        )
+        return timer.seconds, []
+
+    def _distributed(
+        self, inputs: list[Inputs]
+    ) -> tf.distribute.DistributedDataset:
+        parts = [tf.data.Dataset.from_tensors(batch) for batch in inputs]
+        whole = functools.reduce(tf.data.Dataset.concatenate, parts).repeat()
+        strategy = self.trainee.variant.strategy
+        return strategy.distribute_datasets_from_function(lambda _: whole)
+
+
+class _StepTimer(tf.keras.callbacks.Callback):
+    """Seconds from the end of a step to the end of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts the clock."""
+        self.last = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Takes the time; reading the loss waits for the step."""
+        if logs and "loss" in logs:
+            float(logs["loss"])
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.last = now
+
+
+LOOPS = {"custom": CustomLoop, "fit": FitLoop}

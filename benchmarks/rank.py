@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry of a rank process: `python -m benchmarks.rank JOB_FILE RANK`.
+
+The harness writes the job file and sets TF_CONFIG. Ranks meet in the run
+folder, not on the network under test: `barrier` and `agree` use files.
+"""
+
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.002
+
+# Task of a job -> module with a function `run_rank(context) -> dict`.
+TASKS = {
+    "training": "benchmarks.training",
+    "collectives": "benchmarks.collectives",
+    "overhead": "benchmarks.overhead",
+}
+
+
+class CheckError(Exception):
+    """A variant computes something else than the reference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankContext:
+    """What a task knows about its job.
+
+    Attributes:
+        rank: index of this process.
+        ranks: number of processes.
+        hosts: address of every rank.
+        interface: interface to count bytes on, or "".
+        folder: the run folder, shared by all ranks.
+        options: options of the task, JSON values.
+    """
+
+    rank: int
+    ranks: int
+    hosts: tuple[str, ...]
+    interface: str
+    folder: pathlib.Path
+    options: dict[str, Any]
+
+    def barrier(self, phase: str) -> None:
+        """Waits until every rank has come to `phase` (a unique name).
+
+        The harness ends ranks that wait in vain, so there is no limit here.
+        """
+        self._write(f"{phase}.{self.rank}.phase", "")
+        for rank in range(self.ranks):
+            self._read(f"{phase}.{rank}.phase")
+
+    def agree(self, name: str, value: Any) -> Any:
+        """Returns rank 0's `value` on every rank (`name` is unique)."""
+        if self.rank == 0:
+            self._write(f"{name}.agreed", json.dumps(value))
+        return json.loads(self._read(f"{name}.agreed"))
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self.folder / f".{name}.{self.rank}.partial"
+        partial.write_text(text)
+        partial.rename(self.folder / name)
+
+    def _read(self, name: str) -> str:
+        path = self.folder / name
+        while not path.exists():
+            time.sleep(_POLL_SECONDS)
+        return path.read_text()
+
+
+def load_context(job_file: str, rank: int) -> tuple[str, RankContext]:
+    """Returns the task's name and the context of `rank`."""
+    path = pathlib.Path(job_file)
+    job = json.loads(path.read_text())
+    context = RankContext(
+        rank=rank,
+        ranks=len(job["hosts"]),
+        hosts=tuple(job["hosts"]),
+        interface=job["interface"],
+        folder=path.parent,
+        options=job["options"],
+    )
+    return job["task"], context
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the harness is gone."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Runs the task and writes its result next to the job file."""
+    die_with_parent()
+    task, context = load_context(sys.argv[1], int(sys.argv[2]))
+    result = importlib.import_module(TASKS[task]).run_rank(context)
+    (context.folder / f"result.{context.rank}.json").write_text(
+        json.dumps(result)
+    )
+    context.barrier("done")
+    # TensorFlow's servers of several ranks wait for each other when they are
+    # torn down, and some never return. Everything is written: leave.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: the same training in one process, from stock ops only.
+
+Only the rows that the batches touch exist here, so the oracle of a table of a
+gigabyte needs no gigabyte: `compact` renumbers the ids.
+"""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks import workloads
+
+# Keras's defaults for Adagrad.
+_INITIAL_ACCUMULATOR = 0.1
+_EPSILON = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """Global batches whose ids count the touched rows only.
+
+    Attributes:
+        touched: per table the ascending ids that occur, int64 `[u]`.
+        steps: per step and rank a batch whose ids index `touched`.
+    """
+
+    touched: tuple[np.ndarray, ...]
+    steps: tuple[tuple[workloads.Batch, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What the oracle arrives at.
+
+    Attributes:
+        losses: per step and rank the summed loss over the rank's samples,
+            divided by the size of the global batch.
+        rows: per table the touched rows, float32 `[u, width]`.
+        dense: kernels and biases of the tower, in order.
+    """
+
+    losses: np.ndarray
+    rows: tuple[np.ndarray, ...]
+    dense: tuple[np.ndarray, ...]
+
+
+def compact(
+    steps: tuple[tuple[workloads.Batch, ...], ...], tables: int
+) -> Compact:
+    """Renumbers the ids of `steps` (per step one batch per rank)."""
+    touched = tuple(
+        np.unique([batch.ids[table] for step in steps for batch in step])
+        for table in range(tables)
+    )
+    renumbered = tuple(
+        tuple(
+            workloads.Batch(
+                tuple(
+                    np.searchsorted(rows, ids)
+                    for rows, ids in zip(touched, batch.ids, strict=True)
+                ),
+                batch.labels,
+            )
+            for batch in step
+        )
+        for step in steps
+    )
+    return Compact(touched, renumbered)
+
+
+def train(
+    data: Compact,
+    rows: tuple[np.ndarray, ...],
+    dense: tuple[np.ndarray, ...],
+    optimizer: str,
+    learning_rate: float,
+) -> Trained:
+    """Trains on all steps of `data`, starting from `rows` and `dense`."""
+    tables = [tf.Variable(value) for value in rows]
+    tower = [tf.Variable(value) for value in dense]
+    slots = [
+        tf.Variable(tf.fill(variable.shape, _INITIAL_ACCUMULATOR))
+        for variable in tables + tower
+    ]
+    losses = []
+    for step in data.steps:
+        with tf.GradientTape() as tape:
+            by_rank = _losses(step, tables, tower)
+            loss = tf.add_n(by_rank)
+        losses.append([float(value) for value in by_rank])
+        gradients = tape.gradient(loss, tables + tower)
+        for variable, gradient, slot in zip(
+            tables + tower, gradients, slots, strict=True
+        ):
+            change = tf.convert_to_tensor(gradient)
+            if optimizer == "adagrad":
+                slot.assign_add(tf.square(change))
+                change /= tf.sqrt(slot + _EPSILON)
+            variable.assign_sub(learning_rate * change)
+    return Trained(
+        np.asarray(losses),
+        tuple(table.numpy() for table in tables),
+        tuple(variable.numpy() for variable in tower),
+    )
+
+
+def _losses(
+    step: tuple[workloads.Batch, ...],
+    tables: list[tf.Variable],
+    tower: list[tf.Variable],
+) -> list[tf.Tensor]:
+    samples = sum(len(batch.labels) for batch in step)
+    losses = []
+    for batch in step:
+        pooled = [
+            tf.reduce_sum(tf.gather(table, ids), axis=1)
+            for table, ids in zip(tables, batch.ids, strict=True)
+        ]
+        logits = _tower(tf.concat(pooled, axis=1), tower)
+        entropy = tf.nn.sigmoid_cross_entropy_with_logits(batch.labels, logits)
+        losses.append(tf.reduce_sum(entropy) / samples)
+    return losses
+
+
+def _tower(x: tf.Tensor, tower: list[tf.Variable]) -> tf.Tensor:
+    for kernel, bias in zip(tower[:-2:2], tower[1:-2:2], strict=True):
+        x = tf.nn.relu(tf.matmul(x, kernel) + bias)
+    return tf.matmul(x, tower[-2]) + tower[-1]
