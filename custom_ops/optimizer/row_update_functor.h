@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The update rules of the row optimizers, without TensorFlow. Every rule has
+//   kNumSlots                     slot buffers it keeps beside the table
+//   Apply(batch, buffers, begin, end)   updates rows begin to end - 1
+// and touches nothing but the given rows: rows of a shard that a step did not
+// look up keep their weights and their slots ("lazy" updates).
+#ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_
+#define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_
+
+#include <cstdint>
+
+namespace tfdist {
+
+// Unique rows of a shard and the gradient of each.
+struct RowBatch {
+  const int64_t* rows;  // [size]
+  const float* grads;   // [size, dim]
+  int64_t size;
+  int64_t dim;
+};
+
+// The table and its slots, all [num_rows, dim] unless a rule says otherwise.
+struct RowBuffers {
+  float* table;
+  float* slots[3];
+};
+
+// w -= learning_rate * g
+struct SgdRule {
+  static constexpr int kNumSlots = 0;
+  float learning_rate;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// m = momentum * m - learning_rate * g
+// w += m, or with nesterov w += momentum * m - learning_rate * g
+struct MomentumRule {
+  static constexpr int kNumSlots = 1;
+  float learning_rate;
+  float momentum;
+  bool nesterov;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// a += g^2;  w -= learning_rate * g / sqrt(a + epsilon)
+struct AdagradRule {
+  static constexpr int kNumSlots = 1;
+  float learning_rate;
+  float epsilon;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// As Adagrad with one accumulator per row, a slot [num_rows]: a += mean(g^2).
+// mean_squares [batch.size] are those means where a rank holds only some of
+// the columns; nullptr computes them from the gradients.
+struct RowWiseAdagradRule {
+  static constexpr int kNumSlots = 1;
+  float learning_rate;
+  float epsilon;
+  const float* mean_squares;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// m += (1 - beta_1) * (g - m);  v += (1 - beta_2) * (g^2 - v)
+// w -= alpha * m / (sqrt(v) + epsilon), alpha the bias-corrected learning
+// rate; with amsgrad the third slot keeps max(v) and takes its place.
+struct AdamRule {
+  static constexpr int kNumSlots = 3;
+  float alpha;
+  float one_minus_beta_1;
+  float one_minus_beta_2;
+  float epsilon;
+  bool amsgrad;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// values[i] *= factor for i in [begin, end).
+void ScaleValues(float* values, int64_t begin, int64_t end, float factor);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The ops of the row optimizers. All of them update a shard in place and take
+//   table, slots     resource variables [num_rows, dim]
+//   rows [n]         local rows; repeated rows count once, with the sum of
+//                    their gradients
+//   grads [n, dim]   gradient of each row
+// and scalar hyperparameters of dtype float64. Nothing is written when an
+// input is wrong. Rows that are not named keep their weights and slots.
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfdist {
+namespace {
+
+namespace tf = ::tensorflow;
+using tf::shape_inference::DimensionHandle;
+using tf::shape_inference::InferenceContext;
+using tf::shape_inference::ShapeHandle;
+
+// Checks rows [n] and grads [n, dim]; sets *num_rows to n.
+absl::Status CheckRowGradients(InferenceContext* c, DimensionHandle* num_rows) {
+  std::vector<ShapeHandle> rows;
+  std::vector<ShapeHandle> grads;
+  ShapeHandle checked;
+  TF_RETURN_IF_ERROR(c->input("rows", &rows));
+  TF_RETURN_IF_ERROR(c->input("grads", &grads));
+  TF_RETURN_IF_ERROR(c->WithRank(rows[0], 1, &checked));
+  TF_RETURN_IF_ERROR(c->WithRank(grads[0], 2, &checked));
+  return c->Merge(c->Dim(rows[0], 0), c->Dim(grads[0], 0), num_rows);
+}
+
+absl::Status ApplyRowsShape(InferenceContext* c) {
+  DimensionHandle num_rows;
+  return CheckRowGradients(c, &num_rows);
+}
+
+absl::Status SumDuplicateRowsShape(InferenceContext* c) {
+  DimensionHandle num_rows;
+  TF_RETURN_IF_ERROR(CheckRowGradients(c, &num_rows));
+  const DimensionHandle unique = c->UnknownDim();
+  c->set_output(0, c->Vector(unique));
+  c->set_output(1, c->Matrix(unique, c->Dim(c->input(1), 1)));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+REGISTER_OP("Tfdist>ApplyRowSgd")
+    .Input("table: resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("learning_rate: double")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc("table[rows] -= learning_rate * grads.");
+
+REGISTER_OP("Tfdist>ApplyRowMomentum")
+    .Input("table: resource")
+    .Input("velocity: resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("learning_rate: double")
+    .Input("momentum: double")
+    .Attr("nesterov: bool = false")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc(
+        "velocity[rows] = momentum * velocity[rows] - learning_rate * grads; "
+        "table[rows] += velocity[rows], or with nesterov += momentum * "
+        "velocity[rows] - learning_rate * grads.");
+
+REGISTER_OP("Tfdist>ApplyRowAdagrad")
+    .Input("table: resource")
+    .Input("accumulator: resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("learning_rate: double")
+    .Input("epsilon: double")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc(
+        "accumulator[rows] += grads^2; table[rows] -= learning_rate * grads "
+        "/ sqrt(accumulator[rows] + epsilon).");
+
+REGISTER_OP("Tfdist>ApplyRowWiseAdagrad")
+    .Input("table: resource")
+    .Input("accumulator: resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("mean_squares: T")
+    .Input("learning_rate: double")
+    .Input("epsilon: double")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc(
+        "Adagrad with one accumulator [num_rows] per row, which grows by the "
+        "row's mean of grads^2. mean_squares [n] are those means where this "
+        "rank holds only some of the columns; empty computes them.");
+
+REGISTER_OP("Tfdist>ApplyRowAdam")
+    .Input("table: resource")
+    .Input("momentum: resource")
+    .Input("velocity: resource")
+    .Input("velocity_hats: num_hats * resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("learning_rate: double")
+    .Input("beta_1: double")
+    .Input("beta_2: double")
+    .Input("epsilon: double")
+    .Input("step: int64")
+    .Attr("num_hats: int >= 0 = 0")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc(
+        "Adam on the given rows only, bias-corrected by step (from 1), the "
+        "global count of updates. One velocity_hat makes it AMSGrad.");
+
+REGISTER_OP("Tfdist>SumDuplicateRows")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Output("unique_rows: int64")
+    .Output("sums: T")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetShapeFn(SumDuplicateRowsShape)
+    .Doc(
+        "Rows in ascending order, each once, with the sum of its gradients. "
+        "Strictly ascending rows are passed on without a copy.");
+
+REGISTER_OP("Tfdist>ScaleTable")
+    .Input("table: resource")
+    .Input("factor: double")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(tf::shape_inference::NoOutputs)
+    .Doc("table *= factor in place: decoupled weight decay without a copy.");
+
+}  // namespace tfdist

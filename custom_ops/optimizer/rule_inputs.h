@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From the inputs and attributes of an op to its rule.
+#ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_RULE_INPUTS_H_
+#define TFDIST_CUSTOM_OPS_OPTIMIZER_RULE_INPUTS_H_
+
+#include <cmath>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "custom_ops/optimizer/row_update_functor.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tfdist {
+
+namespace tf = ::tensorflow;
+
+// The inputs after the variables, rows and grads: scalars of dtype float64, so
+// that 1 - beta_2 has the precision of its float32 result.
+inline absl::Status Scalar(tf::OpKernelContext* context, const char* name,
+                           double* value) {
+  const tf::Tensor* tensor;
+  TF_RETURN_IF_ERROR(context->input(name, &tensor));
+  if (tensor->dims() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be a scalar; received ", tensor->shape().DebugString()));
+  }
+  *value = tensor->scalar<double>()();
+  return absl::OkStatus();
+}
+
+inline absl::Status Scalar(tf::OpKernelContext* context, const char* name,
+                           float* value) {
+  double wide = 0;
+  TF_RETURN_IF_ERROR(Scalar(context, name, &wide));
+  *value = static_cast<float>(wide);
+  return absl::OkStatus();
+}
+
+// What distinguishes the ops beside their rule. Read() fills the rule from the
+// kernel's attributes (once) or inputs (each step).
+template <typename Rule>
+struct RuleInputs;
+
+template <>
+struct RuleInputs<SgdRule> {
+  explicit RuleInputs(tf::OpKernelConstruction*) {}
+  int NumSlots() const { return 0; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t, SgdRule* rule) {
+    return Scalar(context, "learning_rate", &rule->learning_rate);
+  }
+};
+
+template <>
+struct RuleInputs<MomentumRule> {
+  explicit RuleInputs(tf::OpKernelConstruction* context) {
+    OP_REQUIRES_OK(context, context->GetAttr("nesterov", &nesterov));
+  }
+  int NumSlots() const { return 1; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t, MomentumRule* rule) {
+    rule->nesterov = nesterov;
+    TF_RETURN_IF_ERROR(Scalar(context, "momentum", &rule->momentum));
+    return Scalar(context, "learning_rate", &rule->learning_rate);
+  }
+  bool nesterov;
+};
+
+template <>
+struct RuleInputs<AdagradRule> {
+  explicit RuleInputs(tf::OpKernelConstruction*) {}
+  int NumSlots() const { return 1; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t, AdagradRule* rule) {
+    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
+    return Scalar(context, "learning_rate", &rule->learning_rate);
+  }
+};
+
+template <>
+struct RuleInputs<RowWiseAdagradRule> {
+  explicit RuleInputs(tf::OpKernelConstruction*) {}
+  int NumSlots() const { return 1; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t num_rows,
+                    RowWiseAdagradRule* rule) {
+    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
+    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &rule->learning_rate));
+    const tf::Tensor* means;
+    TF_RETURN_IF_ERROR(context->input("mean_squares", &means));
+    if (means->dims() != 1 ||
+        (means->dim_size(0) != 0 && means->dim_size(0) != num_rows)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "mean_squares must be empty or have one value per row (", num_rows,
+          "); received shape ", means->shape().DebugString()));
+    }
+    rule->mean_squares =
+        means->dim_size(0) == 0 ? nullptr : means->flat<float>().data();
+    return absl::OkStatus();
+  }
+};
+
+template <>
+struct RuleInputs<AdamRule> {
+  explicit RuleInputs(tf::OpKernelConstruction* context) {
+    OP_REQUIRES_OK(context, context->GetAttr("num_hats", &num_hats));
+  }
+  int NumSlots() const { return 2 + num_hats; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t, AdamRule* rule) {
+    double learning_rate = 0;
+    double beta_1 = 0;
+    double beta_2 = 0;
+    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &learning_rate));
+    TF_RETURN_IF_ERROR(Scalar(context, "beta_1", &beta_1));
+    TF_RETURN_IF_ERROR(Scalar(context, "beta_2", &beta_2));
+    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
+    const tf::Tensor* step;
+    TF_RETURN_IF_ERROR(context->input("step", &step));
+    if (step->dims() != 0 || step->scalar<int64_t>()() < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("step must be a scalar counting from 1; received ",
+                       step->SummarizeValue(1)));
+    }
+    const auto count = static_cast<double>(step->scalar<int64_t>()());
+    rule->alpha = static_cast<float>(learning_rate *
+                                     std::sqrt(1 - std::pow(beta_2, count)) /
+                                     (1 - std::pow(beta_1, count)));
+    rule->one_minus_beta_1 = static_cast<float>(1 - beta_1);
+    rule->one_minus_beta_2 = static_cast<float>(1 - beta_2);
+    rule->amsgrad = num_hats == 1;
+    return absl::OkStatus();
+  }
+  int num_hats;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_RULE_INPUTS_H_

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "custom_ops/optimizer/shard_access.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+
+namespace tfdist {
+
+namespace tf = ::tensorflow;
+
+absl::Status ShardAccess::Lock(tf::OpKernelContext* context,
+                               int num_variables) {
+  std::vector<decltype(variables_[0]->mu())> mutexes;
+  for (int index = 0; index < num_variables; ++index) {
+    const tf::ResourceHandle& handle = tf::HandleFromInput(context, index);
+    tf::core::RefCountPtr<tf::Var> variable;
+    TF_RETURN_IF_ERROR(tf::LookupResource(context, handle, &variable));
+    mutexes.push_back(variable->mu());
+    names_.push_back(handle.name());
+    variables_.push_back(std::move(variable));
+  }
+  std::sort(mutexes.begin(), mutexes.end());
+  if (std::adjacent_find(mutexes.begin(), mutexes.end()) != mutexes.end()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the table and its slots must be different variables; received the "
+        "same variable twice for ",
+        names_[0]));
+  }
+  // Reserved, so that no lock moves while it is held.
+  locks_.reserve(mutexes.size());
+  for (auto* mutex : mutexes) locks_.emplace_back(*mutex);
+  for (int index = 0; index < num_variables; ++index) {
+    if (!tensor(index).IsInitialized()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("variable ", names_[index], " is not initialized"));
+    }
+    if (tensor(index).dtype() != tf::DT_FLOAT) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "variable ", names_[index], " must be float32; received ",
+          tf::DataTypeString(tensor(index).dtype())));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* context) {
+  for (auto& variable : variables_) {
+    tf::Tensor* values = variable->tensor();
+    // In copy-on-read mode nothing may alias the buffer; otherwise one
+    // reference means nothing does, and under the lock nothing will.
+    if (variable->copy_on_read_mode.load() || values->RefCountIsOne()) {
+      continue;
+    }
+    tf::Tensor copy;
+    TF_RETURN_IF_ERROR(
+        context->allocate_temp(values->dtype(), values->shape(), &copy));
+    std::memcpy(copy.data(), values->data(), values->TotalBytes());
+    *values = copy;
+    variable->copy_on_read_mode.store(true);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfdist

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_SHARD_ACCESS_H_
+#define TFDIST_CUSTOM_OPS_OPTIMIZER_SHARD_ACCESS_H_
+
+#include <string>
+#include <vector>
+
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/lib/core/refcount.h"
+#include "tensorflow/core/platform/mutex.h"
+
+namespace tfdist {
+
+// Exclusive access to the variables in the first resource inputs of a kernel:
+// a table and its slots. Locked while this object lives, in address order so
+// that two kernels sharing variables cannot deadlock.
+class ShardAccess {
+ public:
+  // Looks up and locks inputs 0 to num_variables - 1. Each must be initialized
+  // with values of dtype float.
+  absl::Status Lock(tensorflow::OpKernelContext* context, int num_variables);
+
+  // Makes the buffers safe to write in place. Call it once every input has
+  // been checked: it copies a buffer that somebody else still reads, once,
+  // and makes later reads of that variable copy instead.
+  absl::Status PrepareToWrite(tensorflow::OpKernelContext* context);
+
+  const tensorflow::Tensor& tensor(int index) const {
+    return *variables_[index]->tensor();
+  }
+  float* data(int index) const {
+    return variables_[index]->tensor()->flat<float>().data();
+  }
+  const std::string& name(int index) const { return names_[index]; }
+
+ private:
+  // The references outlive the locks: members are destroyed last to first.
+  std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
+  std::vector<std::string> names_;
+  std::vector<tensorflow::mutex_lock> locks_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_SHARD_ACCESS_H_

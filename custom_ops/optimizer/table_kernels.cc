@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the optimizers need around an update: unique rows for clipping, and
+// weight decay of a whole table.
+#include <algorithm>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "custom_ops/optimizer/row_order.h"
+#include "custom_ops/optimizer/row_update_functor.h"
+#include "custom_ops/optimizer/shard_access.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace tfdist {
+namespace {
+
+namespace tf = ::tensorflow;
+
+class SumDuplicateRowsOp : public tf::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    const tf::Tensor& rows = context->input(0);
+    const tf::Tensor& grads = context->input(1);
+    OP_REQUIRES(
+        context,
+        rows.dims() == 1 && grads.dims() == 2 &&
+            grads.dim_size(0) == rows.dim_size(0),
+        absl::InvalidArgumentError(absl::StrCat(
+            name(), ": expected rows [n] and grads [n, dim]; received ",
+            rows.shape().DebugString(), " and ", grads.shape().DebugString())));
+    const int64_t* data = rows.flat<int64_t>().data();
+    if (StrictlyAscending(data, rows.NumElements())) {
+      context->set_output(0, rows);
+      context->set_output(1, grads);
+      return;
+    }
+    SumGrouped(context, GroupRows(data, rows.NumElements()), grads);
+  }
+
+ private:
+  static void SumGrouped(tf::OpKernelContext* context, const RowGroups& groups,
+                         const tf::Tensor& grads) {
+    const auto num_groups = static_cast<int64_t>(groups.rows.size());
+    const int64_t dim = grads.dim_size(1);
+    tf::Tensor* unique_rows;
+    tf::Tensor* sums;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(0, {num_groups}, &unique_rows));
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(1, {num_groups, dim}, &sums));
+    std::copy(groups.rows.begin(), groups.rows.end(),
+              unique_rows->flat<int64_t>().data());
+    float* data = sums->flat<float>().data();
+    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
+    tf::Shard(workers.num_threads, workers.workers, num_groups, 50 + 2 * dim,
+              [&](int64_t begin, int64_t end) {
+                SumGroups(groups, grads.flat<float>().data(), dim, begin, end,
+                          data + begin * dim);
+              });
+  }
+};
+
+class ScaleTableOp : public tf::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    const tf::Tensor& factor = context->input(1);
+    OP_REQUIRES(context, factor.dims() == 0,
+                absl::InvalidArgumentError(
+                    absl::StrCat(name(), ": factor must be a scalar; received ",
+                                 factor.shape().DebugString())));
+    ShardAccess shard;
+    OP_REQUIRES_OK(context, shard.Lock(context, 1));
+    OP_REQUIRES_OK(context, shard.PrepareToWrite(context));
+    float* table = shard.data(0);
+    const auto scale = static_cast<float>(factor.scalar<double>()());
+    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
+    tf::Shard(workers.num_threads, workers.workers,
+              shard.tensor(0).NumElements(), 1,
+              [&](int64_t begin, int64_t end) {
+                ScaleValues(table, begin, end, scale);
+              });
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>SumDuplicateRows")
+                            .Device(tf::DEVICE_CPU)
+                            .TypeConstraint<float>("T"),
+                        SumDuplicateRowsOp);
+
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>ScaleTable").Device(tf::DEVICE_CPU).TypeConstraint<float>("T"),
+    ScaleTableOp);
+
+}  // namespace
+}  // namespace tfdist
