@@ -47,6 +47,7 @@ class Trainee:
         self.global_batch_size = global_batch_size
         with variant.strategy.scope():
             self.model = variant.make_model(workload)
+            self.model.build()
             self.optimizer = variant.make_optimizer()
             self.optimizer.build(self.model.trainable_variables)
         self._lookups = [

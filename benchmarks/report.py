@@ -103,6 +103,7 @@ def make_row(variant: str, outcome: launch.Outcome) -> Row:
     return Row(
         variant,
         "ok",
+        max(result["problem"] for result in results),
         milliseconds=worst("step_ms", "p50"),
         p99=worst("step_ms", "p99"),
         egress=worst("per_step", "egress_bytes"),
@@ -135,6 +136,8 @@ def table(rows: list[Row], counted: bool) -> str:
     for row in rows:
         if row.status == "ok":
             lines.append(_line(_cells(row, stock, counted)))
+            if row.reason:
+                lines.append(f"{'':<15}  {row.reason}")
         else:
             lines.append(f"{row.variant:<15}  {row.status}: {row.reason}")
     return "\n".join(lines)

@@ -26,7 +26,13 @@ _FIRST_TIMED_STEP = 1000
 
 
 def run_rank(context: rank.RankContext) -> dict[str, Any]:
-    """Returns this rank's errors, step times, bytes and memory."""
+    """Returns this rank's errors, step times, bytes and memory.
+
+    Raises:
+        rank.CheckError: our results are wrong. Where stock's are wrong
+            (Keras 3 squares the gradient of a duplicate row once per
+            duplicate), the result says so and stock is still timed.
+    """
     options = context.options
     workload = workloads.WORKLOADS[options["workload"]]
     context.barrier("started")
@@ -36,11 +42,15 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
     context.barrier("built")
     loop = loops.LOOPS[options["loop"]](trainee)
     errors = check.check(context, trainee, loop)
+    problem = check.problem(errors, options["wire_dtype"])
+    if problem and options["variant"] == "hybrid":
+        raise rank.CheckError(f"{problem} ({errors})")
     context.barrier("checked")
     figures = _time(context, trainee, loop)
     return {
         **figures,
         "errors": errors,
+        "problem": problem,
         "peak_rss_bytes": measure.peak_rss_bytes(),
     }
 
