@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rating model of tensorflow-recommenders on MovieLens, any number of ranks.
+
+python examples/movielens.py --data ml-100k
+tfdist-run -n 4 examples/movielens.py --data ml-100k
+
+The user and item tables are spread over the ranks. A fifth of the ratings,
+drawn at random, is for the test. Without --data it generates ratings.
+"""
+
+import argparse
+import os
+import pathlib
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"  # What tensorflow-recommenders needs.
+
+import tensorflow as tf
+import tensorflow_recommenders as tfrs
+from data import ratings
+
+import tfdist_ext
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", metavar="DIR", help="directory with u.data")
+    add("--epochs", type=int, default=15, help="default: %(default)s")
+    add(
+        "--batch-size",
+        type=int,
+        default=1000,
+        help="samples per step, over all ranks (default: %(default)s)",
+    )
+    add("--dim", type=int, default=32, help="default: %(default)s")
+    add(
+        "--learning-rate",
+        type=float,
+        default=0.005,
+        help="of Adam (default: %(default)s)",
+    )
+    add(
+        "--penalty",
+        type=float,
+        default=0.1,
+        help="on the squares of the looked-up rows (default: %(default)s)",
+    )
+    add(
+        "--sharding",
+        default="row",
+        choices=("auto", "row", "column", "replicated"),
+        help="placement of the tables (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    return parser.parse_args()
+
+
+class RatingModel(tfrs.Model):
+    """Score = mean + user's bias + item's bias + user's row x item's row."""
+
+    def __init__(
+        self,
+        users: int,
+        items: int,
+        mean: float,
+        replicas: int,
+        arguments: argparse.Namespace,
+    ) -> None:
+        super().__init__()
+        self.user_rows = _table(users, arguments.dim, arguments.sharding)
+        self.item_rows = _table(items, arguments.dim, arguments.sharding)
+        self.user_bias = _table(users, 1, arguments.sharding)
+        self.item_bias = _table(items, 1, arguments.sharding)
+        self._mean = mean
+        self._replicas = replicas
+        self._penalty = arguments.penalty
+        self.task = tfrs.tasks.Ranking(
+            loss=tf.keras.losses.MeanSquaredError(
+                reduction=tf.keras.losses.Reduction.NONE
+            ),
+            metrics=[tf.keras.metrics.RootMeanSquaredError(name="rmse")],
+        )
+
+    def call(self, features: dict[str, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        """Scores, float32 `[b, 1]`, and penalties of their rows, `[b]`."""
+        user, item = features["user"], features["item"]
+        user_row, item_row = self.user_rows(user), self.item_rows(item)
+        biases = self.user_bias(user) + self.item_bias(item)
+        products = user_row * item_row
+        scores = self._mean + biases
+        scores += tf.reduce_sum(products, axis=1, keepdims=True)
+        rows = tf.concat([user_row, item_row, biases], axis=1)
+        return scores, tf.reduce_sum(rows * rows, axis=1)
+
+    def compute_loss(
+        self, inputs: dict[str, tf.Tensor], training: bool = False
+    ) -> tf.Tensor:
+        """This rank's part of the mean loss over the batch of all ranks."""
+        scores, penalties = self(inputs, training=training)
+        labels = inputs["score"][:, tf.newaxis]
+        losses = self.task(labels=labels, predictions=scores)
+        if training:
+            losses += self._penalty * penalties
+        return tf.reduce_mean(losses) / self._replicas
+
+
+def _table(rows: int, dim: int, sharding: str) -> tf.keras.layers.Layer:
+    return tfdist_ext.layers.FullSparse(
+        dim,
+        rows,
+        use_bias=False,
+        kernel_initializer=tf.keras.initializers.RandomNormal(stddev=0.1)
+        if dim > 1
+        else "zeros",
+        sharding=sharding,
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    tf.keras.utils.set_random_seed(arguments.seed)
+    directory = arguments.data or ratings.synthetic_directory()
+    known = ratings.read(pathlib.Path(directory) / "u.data")
+    train, test = ratings.split(known, test=0.2, seed=arguments.seed)
+    strategy = tfdist_ext.HybridParallelStrategy()
+    with strategy.scope():
+        model = RatingModel(
+            users=int(known.users.max()) + 1,
+            items=int(known.items.max()) + 1,
+            mean=float(train.scores.mean()),
+            replicas=strategy.num_replicas_in_sync,
+            arguments=arguments,
+        )
+        model.compile(tfdist_ext.optimizers.Adam(arguments.learning_rate))
+    model.fit(
+        train.dataset(arguments.batch_size, shuffle=True, seed=arguments.seed),
+        epochs=arguments.epochs,
+        verbose=2 if strategy.rank == 0 else 0,
+    )
+    scores = model.evaluate(
+        test.dataset(arguments.batch_size), verbose=0, return_dict=True
+    )
+    if strategy.rank == 0:
+        print(f"test RMSE: {scores['rmse']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
