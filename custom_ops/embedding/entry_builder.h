@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_ENTRY_BUILDER_H_
+#define TFDIST_EMBEDDING_ENTRY_BUILDER_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "id_codec.h"
+#include "id_lists.h"
+#include "placement.h"
+#include "radix_sort.h"
+#include "table_attrs.h"
+
+namespace tfdist {
+
+// Turns the ids of a range of samples into entries: distinct rows per sample,
+// grouped by owner, ascending by (owner, sample, row).
+//
+// An id becomes one 64-bit key, owner | sample | local row from the top, so a
+// radix sort of the keys does the bucketing, the ordering and brings
+// duplicates together. Ids that ascend within their samples already are only
+// bucketed.
+class EntryBuilder {
+ public:
+  EntryBuilder(const TableAttrs& attrs, bool ignore_bad_ids)
+      : attrs_(attrs), ignore_bad_ids_(ignore_bad_ids) {
+    row_bits_ = BitWidth(std::max<int64_t>(attrs.RowLimit() - 1, 0));
+    owner_bits_ = attrs.row_placement ? BitWidth(attrs.world_size - 1) : 0;
+  }
+
+  // Samples that one builder can take, by the width of its keys.
+  static int64_t MaxSamples(const TableAttrs& attrs) {
+    const EntryBuilder builder(attrs, false);
+    const int bits = 64 - builder.row_bits_ - builder.owner_bits_;
+    return int64_t{1} << std::min(bits, 31);
+  }
+
+  // Builds the entries of samples [begin, end), end - begin <= MaxSamples().
+  template <typename Tids>
+  void Build(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
+    first_sample_ = begin;
+    sample_bits_ = BitWidth(std::max<int64_t>(end - begin - 1, 0));
+    const int64_t ids = lists.CountIds(begin, end);
+    key_memory_.reset(new uint64_t[2 * ids]);
+    value_memory_.reset(new uint32_t[2 * ids]);
+    sort_.keys = key_memory_.get();
+    sort_.spare_keys = sort_.keys + ids;
+    if (lists.weighted) {
+      sort_.values = value_memory_.get();
+      sort_.spare_values = sort_.values + ids;
+    }
+    attrs_.row_placement ? MakeKeys<true>(lists, begin, end)
+                         : MakeKeys<false>(lists, begin, end);
+    if (bad_id_.found) return;
+    const int bits = row_bits_ + sample_bits_;
+    RadixSort(count_, sorted_ ? bits : 0, bits + owner_bits_, &sort_);
+    lists.weighted ? CombineWeights() : CombineCounts();
+  }
+
+  const BadId& bad_id() const { return bad_id_; }
+
+  // Whether some weight is not 1. Only for weighted lists.
+  bool has_weights() const { return has_weights_; }
+
+  // Index of the first entry of `owner`; of owner world_size: of the end.
+  int64_t Begin(uint64_t owner) const {
+    const int shift = row_bits_ + sample_bits_;
+    if (owner_bits_ == 0) return owner == 0 ? 0 : count_;
+    return std::partition_point(
+               sort_.keys, sort_.keys + count_,
+               [=](uint64_t key) { return key >> shift < owner; }) -
+           sort_.keys;
+  }
+
+  // Appends the entries [begin, end), all of one owner, to a message, and their
+  // samples to sample_ids. Returns the end of sample_ids.
+  int32_t* Emit(int64_t begin, int64_t end, bool weighted,
+                MessageWriter* message, int32_t* sample_ids) const {
+    const uint64_t row_mask = (uint64_t{1} << row_bits_) - 1;
+    const uint64_t sample_mask = (uint64_t{1} << sample_bits_) - 1;
+    const bool ones = sort_.values != nullptr && !weighted;
+    uint64_t previous = ~uint64_t{0};
+    for (int64_t i = begin; i < end; ++i) {
+      const uint64_t key = sort_.keys[i];
+      const uint64_t sample = key >> row_bits_ & sample_mask;
+      if (sample != previous) {
+        previous = sample;
+        message->BeginSample();
+        *sample_ids++ = static_cast<int32_t>(first_sample_ + sample);
+      }
+      message->AddEntry(key & row_mask, ones ? 1 : combined_[i]);
+    }
+    return sample_ids;
+  }
+
+ private:
+  template <bool kRowPlacement, typename Tids>
+  void MakeKeys(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
+    const RotatedMod placement(attrs_.world_size);
+    const uint64_t limit = attrs_.vocabulary_size;
+    int64_t count = 0;
+    uint64_t descents = 0;
+    for (int64_t sample = begin; sample < end; ++sample) {
+      const uint64_t sample_key = static_cast<uint64_t>(sample - begin)
+                                  << row_bits_;
+      uint64_t previous = 0;
+      for (const auto& list : lists.lists) {
+        const int64_t last = list.row_splits[sample + 1];
+        for (int64_t i = list.row_splits[sample]; i < last; ++i) {
+          const uint64_t id = static_cast<int64_t>(list.ids[i]);
+          if (id >= limit) {
+            if (ignore_bad_ids_) continue;
+            bad_id_ = {true, sample, static_cast<int64_t>(id)};
+            return;
+          }
+          descents += id < previous;
+          previous = id;
+          uint64_t key = sample_key | id;
+          if (kRowPlacement) {
+            const uint64_t row = placement.LocalRow(id);
+            key = sample_key | row |
+                  placement.Owner(id, row) << (row_bits_ + sample_bits_);
+          }
+          if (lists.weighted) {
+            const float weight = list.weights ? list.weights[i] : 1.0f;
+            std::memcpy(sort_.values + count, &weight, sizeof(float));
+          }
+          sort_.keys[count++] = key;
+        }
+      }
+    }
+    count_ = count;
+    sorted_ = descents == 0;
+  }
+
+  // Equal keys become one entry and the number of them. No branch depends on
+  // the data: duplicates come unpredictably.
+  void CombineCounts() {
+    combined_ = value_memory_.get();
+    uint64_t* keys = sort_.keys;
+    int64_t last = -1;
+    uint64_t previous = ~uint64_t{0};
+    uint32_t occurrences = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      const uint64_t key = keys[i];
+      const bool distinct = i == 0 || key != previous;
+      last += distinct;
+      occurrences = distinct ? 1 : occurrences + 1;
+      keys[last] = previous = key;
+      combined_[last] = occurrences;
+    }
+    count_ = last + 1;
+  }
+
+  // The same with float weights, summed in the order of the input.
+  void CombineWeights() {
+    combined_ = sort_.values;
+    uint64_t* keys = sort_.keys;
+    int64_t last = -1;
+    for (int64_t i = 0; i < count_; ++i) {
+      float weight;
+      std::memcpy(&weight, sort_.values + i, sizeof(float));
+      if (last >= 0 && keys[last] == keys[i]) {
+        float sum;
+        std::memcpy(&sum, combined_ + last, sizeof(float));
+        weight += sum;
+      } else {
+        keys[++last] = keys[i];
+      }
+      std::memcpy(combined_ + last, &weight, sizeof(float));
+    }
+    count_ = last + 1;
+    for (int64_t i = 0; i < count_; ++i) {
+      float weight;
+      std::memcpy(&weight, combined_ + i, sizeof(float));
+      has_weights_ |= weight != 1.0f;
+    }
+  }
+
+  const TableAttrs& attrs_;
+  const bool ignore_bad_ids_;
+  int row_bits_ = 0;
+  int sample_bits_ = 0;
+  int owner_bits_ = 0;
+  int64_t first_sample_ = 0;
+  int64_t count_ = 0;
+  bool sorted_ = false;
+  bool has_weights_ = false;
+  BadId bad_id_;
+  std::unique_ptr<uint64_t[]> key_memory_;
+  std::unique_ptr<uint32_t[]> value_memory_;
+  SortBuffers sort_{};
+  uint32_t* combined_ = nullptr;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_ENTRY_BUILDER_H_

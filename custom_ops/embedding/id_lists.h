@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_ID_LISTS_H_
+#define TFDIST_EMBEDDING_ID_LISTS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tfdist {
+
+// One ragged list of ids: those of sample s are ids[row_splits[s] ..
+// row_splits[s + 1]).
+template <typename Tids>
+struct IdList {
+  const Tids* ids;
+  const int64_t* row_splits;
+  const float* weights;  // nullptr when all are 1
+};
+
+// The ids of a batch: several lists over the same samples, to be merged.
+template <typename Tids>
+struct IdLists {
+  std::vector<IdList<Tids>> lists;
+  int64_t samples = 0;
+  int64_t ids = 0;  // of all lists together
+  bool weighted = false;
+
+  // Ids in the samples [begin, end).
+  int64_t CountIds(int64_t begin, int64_t end) const {
+    int64_t count = 0;
+    for (const auto& list : lists) {
+      count += list.row_splits[end] - list.row_splits[begin];
+    }
+    return count;
+  }
+};
+
+// Checks one list against the batch: ranks, offsets, lengths.
+absl::Status CheckIdList(int index, const tensorflow::Tensor& ids,
+                         const tensorflow::Tensor& row_splits,
+                         const tensorflow::Tensor& weights, int64_t samples);
+
+// Reads the inputs "ids", "row_splits" and "weights" of an op.
+template <typename Tids>
+absl::Status ReadIdLists(tensorflow::OpKernelContext* ctx,
+                         IdLists<Tids>* lists) {
+  tensorflow::OpInputList ids;
+  tensorflow::OpInputList row_splits;
+  tensorflow::OpInputList weights;
+  TF_RETURN_IF_ERROR(ctx->input_list("ids", &ids));
+  TF_RETURN_IF_ERROR(ctx->input_list("row_splits", &row_splits));
+  TF_RETURN_IF_ERROR(ctx->input_list("weights", &weights));
+  lists->samples = row_splits[0].NumElements() - 1;
+  for (int i = 0; i < ids.size(); ++i) {
+    TF_RETURN_IF_ERROR(
+        CheckIdList(i, ids[i], row_splits[i], weights[i], lists->samples));
+    const bool weighted = weights[i].NumElements() > 0;
+    lists->lists.push_back(
+        {static_cast<const Tids*>(ids[i].data()),
+         static_cast<const int64_t*>(row_splits[i].data()),
+         weighted ? static_cast<const float*>(weights[i].data()) : nullptr});
+    lists->ids += ids[i].NumElements();
+    lists->weighted |= weighted;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_ID_LISTS_H_

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_PLACEMENT_H_
+#define TFDIST_EMBEDDING_PLACEMENT_H_
+
+#include <cstdint>
+
+namespace tfdist {
+
+// Which rank owns which rows of a table, and where ("rotated mod").
+//
+// The ids of a table are cut into blocks of `world_size` consecutive ids. Every
+// block has exactly one row on every rank, at local row `block`; which id of
+// the block goes to which rank rotates from block to block by a hash. So
+// sequential ids are spread evenly, and ids that share a stride with the world
+// size are as well.
+//
+//   block = id / W,  owner = (id + hash(block)) mod W,  local row = block
+class RotatedMod {
+ public:
+  // Ids up to 2^40 and worlds up to 2^20 ranks keep the divisions by
+  // multiplication below exact.
+  static constexpr int64_t kMaxRows = int64_t{1} << 40;
+  static constexpr int64_t kMaxWorldSize = int64_t{1} << 20;
+
+  explicit RotatedMod(uint64_t world_size)
+      : world_size_(world_size),
+        inverse_(world_size == 1 ? 0 : ~uint64_t{0} / world_size + 1) {}
+
+  uint64_t LocalRow(uint64_t id) const {
+    return world_size_ == 1 ? id : HighProduct(inverse_, id);
+  }
+
+  uint64_t Owner(uint64_t id, uint64_t local_row) const {
+    const uint64_t owner = id - local_row * world_size_ + Rotation(local_row);
+    return owner >= world_size_ ? owner - world_size_ : owner;
+  }
+
+  uint64_t Id(uint64_t rank, uint64_t local_row) const {
+    const uint64_t rotation = Rotation(local_row);
+    const uint64_t offset =
+        rank >= rotation ? rank - rotation : rank + world_size_ - rotation;
+    return local_row * world_size_ + offset;
+  }
+
+  // Rows of every shard, padding included.
+  static int64_t LocalRows(int64_t rows, int64_t world_size) {
+    return (rows + world_size - 1) / world_size;
+  }
+
+ private:
+  static uint64_t HighProduct(uint64_t a, uint64_t b) {
+    return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+  }
+
+  // hash(block) mod world_size, without a division (Lemire's fastmod).
+  uint64_t Rotation(uint64_t block) const {
+    const uint64_t hash = (block * 0x9E3779B97F4A7C15ull) >> 32;
+    return HighProduct(inverse_ * hash, world_size_);
+  }
+
+  uint64_t world_size_;
+  uint64_t inverse_;  // ceil(2^64 / world_size), 0 for one rank
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_PLACEMENT_H_
