@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam that touches only the rows with a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class Adam(RowOptimizer, tf.keras.optimizers.Adam):
+    """Keras's Adam; lazy, fused and in place for sparse gradients.
+
+    Takes the arguments of `keras.optimizers.Adam`, with the same defaults.
+
+    Dense gradients get Keras's Adam. In a table, a step updates the moments
+    and the weights of the rows it looked up and nothing else; the bias
+    correction counts all steps. Keras's own Adam decays the moments of every
+    row and moves every row in every step, so results differ unless every step
+    looks up every row. It trains partitioned tables too, at the cost of
+    several passes over the shard.
+    """
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        step = tf.cast(self.iterations, tf.int64) + 1
+        hats = []
+        if self.amsgrad:
+            hats = [self._slot(self._velocity_hats, variable)]
+        optimizer_ops.apply_row_adam(
+            variable,
+            self._slot(self._momentums, variable),
+            self._slot(self._velocities, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            beta_1=self.beta_1,
+            beta_2=self.beta_2,
+            epsilon=self._epsilon_hat(step),
+            step=step,
+            velocity_hats=hats,
+        )
+
+    def _epsilon_hat(self, step: tf.Tensor) -> Any:
+        if not getattr(self, "adaptive_epsilon", False):
+            return self.epsilon
+        power = tf.cast(self.beta_2, tf.float64) ** tf.cast(step, tf.float64)
+        return self.epsilon * tf.sqrt(1 - power)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer options are right on a part of a table.
+
+No imports of TensorFlow or Keras: plans and strategies may ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Optimizers that mix the values of a whole variable (norms, means of rows and
+# columns), which one rank does not hold, or that skip steps by what one rank
+# sees.
+_WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
+
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def shard_spec(variable: Any) -> Any:
+    """What part of a table a variable holds.
+
+    Args:
+        variable: a variable of TensorFlow or of Keras.
+
+    Returns:
+        Its `ShardSpec`, None if it is no shard.
+    """
+    inner = getattr(variable, "_value", variable)
+    return getattr(inner, "_tfdist_shard", None)
+
+
+def check_supported(optimizer: Any) -> None:
+    """Refuses an optimizer that would train a partitioned table wrongly.
+
+    Optimizers of `tfdist_ext.optimizers` pass with clipping and loss scaling,
+    which they do over all ranks. Others must update every element for itself.
+
+    Args:
+        optimizer: a Keras optimizer, of either Keras.
+
+    Raises:
+        ValueError: for an option or an optimizer that is wrong when a rank
+            holds only a part of a variable; says what to do.
+    """
+    name = type(optimizer).__name__
+    _refuse(
+        optimizer,
+        "gradient_accumulation_steps",
+        "it would keep a dense gradient of the whole table. Use a larger "
+        "batch, or sharding='replicated'.",
+    )
+    if getattr(optimizer, "_tfdist_row_updates", False):
+        return
+    for ancestor in type(optimizer).__mro__:
+        if ancestor.__name__.startswith(_WHOLE_VARIABLE):
+            raise ValueError(
+                f"Optimizer {name} cannot train a partitioned table: it needs "
+                "values of the whole table on every rank. Use an optimizer of "
+                "tfdist_ext.optimizers, or sharding='replicated'."
+            )
+    for option in _CLIPPING:
+        _refuse(
+            optimizer,
+            option,
+            "Keras would clip the part of every rank by itself. Use the "
+            "optimizer of this kind in tfdist_ext.optimizers, which clips as "
+            "one process would, or sharding='replicated'.",
+        )
+    _refuse(
+        optimizer,
+        "loss_scale_factor",
+        "Keras cannot unscale sparse gradients. Use the optimizer of this "
+        "kind in tfdist_ext.optimizers.",
+    )
+
+
+def _refuse(optimizer: Any, option: str, reason: str) -> None:
+    value = getattr(optimizer, option, None)
+    if value:
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__}: argument `{option}` is "
+            f"not supported with a partitioned table: {reason} Received: "
+            f"{option}={value}."
+        )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping of gradients of which every rank holds a part.
+
+Called with gradients that are sums over the ranks: the result is what one
+process with the global batch would get. The norm of a partitioned table is a
+sum over ranks, each of which holds other rows or columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.checks import shard_spec
+
+GradsAndVars = Sequence[tuple[Any, Any]]
+
+
+def clip_gradients(
+    grads_and_vars: GradsAndVars,
+    *,
+    clipnorm: float | None = None,
+    global_clipnorm: float | None = None,
+    clipvalue: float | None = None,
+) -> list[tuple[Any, Any]]:
+    """Clips gradients by the first option that is set.
+
+    Args:
+        grads_and_vars: pairs of a gradient (tensor, IndexedSlices or None),
+            summed over the ranks, and its variable.
+        clipnorm: largest norm of each gradient.
+        global_clipnorm: largest norm of all gradients together.
+        clipvalue: largest absolute value of an element.
+
+    Returns:
+        The pairs with clipped gradients; IndexedSlices keep their
+        `dense_shape` and have each row once.
+    """
+    pairs = list(grads_and_vars)
+    if not (clipnorm or global_clipnorm or clipvalue):
+        return pairs
+    kept = [i for i, (grad, _) in enumerate(pairs) if grad is not None]
+    grads = [_without_duplicates(pairs[i][0]) for i in kept]
+    variables = [pairs[i][1] for i in kept]
+    if clipnorm:
+        norms = [tf.sqrt(n) for n in _square_norms(grads, variables)]
+        factors = [clipnorm / tf.maximum(norm, clipnorm) for norm in norms]
+    elif global_clipnorm:
+        norm = tf.sqrt(tf.add_n(_square_norms(grads, variables)))
+        factor = global_clipnorm * tf.minimum(1 / norm, 1 / global_clipnorm)
+        # NaN for a norm that is not finite, as Keras: 0 * inf would hide it.
+        factors = [factor + (norm - norm)] * len(grads)
+    for position, i in enumerate(kept):
+        grad = grads[position]
+        if clipnorm or global_clipnorm:
+            factor = factors[position]
+            grad = _map(lambda v, f=factor: v * tf.cast(f, v.dtype), grad)
+        else:
+            grad = _map(
+                lambda v: tf.clip_by_value(v, -clipvalue, clipvalue), grad
+            )
+        pairs[i] = (grad, pairs[i][1])
+    return pairs
+
+
+def _map(fn: Any, grad: Any) -> Any:
+    if not isinstance(grad, tf.IndexedSlices):
+        return fn(grad)
+    # The very dense_shape tensor: it carries the mark of a shard's gradient.
+    return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
+
+
+def _without_duplicates(grad: Any) -> Any:
+    """Sums the values of equal rows, whose squares would be wrong alone."""
+    if not isinstance(grad, tf.IndexedSlices):
+        return tf.convert_to_tensor(grad)
+    if grad.values.shape.rank == 2 and grad.values.dtype == tf.float32:
+        rows, values = optimizer_ops.sum_duplicate_rows(
+            tf.cast(grad.indices, tf.int64), grad.values
+        )
+        rows = tf.cast(rows, grad.indices.dtype)
+        return tf.IndexedSlices(values, rows, grad.dense_shape)
+    rows, positions = tf.unique(grad.indices)
+    values = tf.math.unsorted_segment_sum(
+        grad.values, positions, tf.size(rows)
+    )
+    return tf.IndexedSlices(values, rows, grad.dense_shape)
+
+
+def _square_norms(
+    grads: Sequence[Any], variables: Sequence[Any]
+) -> list[tf.Tensor]:
+    """Sums of squares of whole gradients, bitwise equal on all ranks."""
+    local = [
+        tf.reduce_sum(
+            tf.square(tf.cast(getattr(grad, "values", grad), tf.float32))
+        )
+        for grad in grads
+    ]
+    specs = [shard_spec(variable) for variable in variables]
+    if not any(spec is not None and spec.world_size > 1 for spec in specs):
+        return local
+    # Imported here: the strategy's modules import the optimizers.
+    from tfdist_ext.distribute.collectives import sum_over_ranks
+
+    # Dense gradients are equal on all ranks, but a sum of squares depends on
+    # the number of threads that made it. Their mean over the ranks does not,
+    # and keeps dense weights bitwise equal. The 1 counts the ranks.
+    totals = tf.unstack(
+        sum_over_ranks(tf.stack([tf.ones([]), *local]), "gradient norms"),
+        num=1 + len(local),
+    )
+    return [
+        total if spec is not None else total / totals[0]
+        for total, spec in zip(totals[1:], specs, strict=True)
+    ]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adagrad with one accumulator per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.checks import shard_spec
+from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
+    """Adagrad that keeps one accumulator per row of a matrix.
+
+    A table `[rows, dim]` needs a slot of `rows` values instead of
+    `rows * dim`. In each step, for every row r with gradient g:
+
+        a[r] += mean(g ** 2)
+        w[r] -= learning_rate * g / sqrt(a[r] + epsilon)
+
+    The accumulator is FBGEMM's, the place of epsilon Keras's. Matrices with
+    dense gradients follow the same rule, a row being an index of axis 0;
+    variables of any other rank (biases) follow ordinary Adagrad. Takes the
+    arguments of `keras.optimizers.Adagrad`, with the same defaults.
+
+    Where the columns of a table are spread over the ranks, the mean is over
+    all of them and costs one exchange of a value per touched row.
+    """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if getattr(self, "_built", False):
+            return
+        self._check_shards(variables)
+        # Past Adagrad's own build, which would add full accumulators.
+        super(tf.keras.optimizers.Adagrad, self).build(variables)
+        self._accumulators = [
+            self._add_slot(
+                variable,
+                "accumulator",
+                self.initial_accumulator_value,
+                per_row=len(variable.shape) == 2,
+            )
+            for variable in variables
+        ]
+        self._built = True
+
+    def update_step(
+        self, gradient: Any, variable: Any, *learning_rate: Any
+    ) -> None:
+        """Updates one variable, see `RowOptimizer.update_step`."""
+        if len(variable.shape) != 2 or isinstance(gradient, tf.IndexedSlices):
+            super().update_step(gradient, variable, *learning_rate)
+            return
+        rate = learning_rate[0] if learning_rate else self.learning_rate
+        rate = tf.cast(rate, variable.dtype)
+        variable = self._native(variable)
+        slot = self._native(self._slot(self._accumulators, variable))
+        slot.assign_add(tf.reduce_mean(tf.square(gradient), axis=1))
+        scale = rate / tf.sqrt(slot + self.epsilon)
+        variable.assign_sub(scale[:, tf.newaxis] * gradient)
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        mean_squares = None
+        spec = shard_spec(variable)
+        if spec is not None and spec.placement == "column":
+            rows, grads = optimizer_ops.sum_duplicate_rows(rows, grads)
+            mean_squares = _mean_squares_of_whole_rows(spec, grads)
+        optimizer_ops.apply_row_wise_adagrad(
+            variable,
+            self._slot(self._accumulators, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            epsilon=self.epsilon,
+            mean_squares=mean_squares,
+        )
+
+
+def _mean_squares_of_whole_rows(spec: Any, grads: tf.Tensor) -> tf.Tensor:
+    # Imported here: the strategy's modules import the optimizers.
+    from tfdist_ext.distribute.collectives import sum_over_ranks
+
+    # Every rank looks up the same ids in its columns: its rows are the same.
+    squares = tf.reduce_sum(tf.square(grads), axis=1)
+    label = f"{spec.table}/row-wise accumulator"
+    return sum_over_ranks(squares, label) / spec.dim
