@@ -70,10 +70,10 @@ class RatingModel(tfrs.Model):
         arguments: argparse.Namespace,
     ) -> None:
         super().__init__()
-        self.user_rows = _table(users, arguments.dim, arguments.sharding)
-        self.item_rows = _table(items, arguments.dim, arguments.sharding)
-        self.user_bias = _table(users, 1, arguments.sharding)
-        self.item_bias = _table(items, 1, arguments.sharding)
+        self.user_rows = _table("user_rows", users, arguments.dim, arguments)
+        self.item_rows = _table("item_rows", items, arguments.dim, arguments)
+        self.user_bias = _table("user_bias", users, 1, arguments)
+        self.item_bias = _table("item_bias", items, 1, arguments)
         self._mean = mean
         self._replicas = replicas
         self._penalty = arguments.penalty
@@ -107,15 +107,20 @@ class RatingModel(tfrs.Model):
         return tf.reduce_mean(losses) / self._replicas
 
 
-def _table(rows: int, dim: int, sharding: str) -> tf.keras.layers.Layer:
+def _table(
+    name: str, rows: int, dim: int, arguments: argparse.Namespace
+) -> tf.keras.layers.Layer:
+    # Rows start at random so that they differ; biases have no need to.
+    start = tf.keras.initializers.RandomNormal(
+        stddev=0.1 if dim > 1 else 0.0, seed=arguments.seed
+    )
     return tfdist_ext.layers.FullSparse(
         dim,
         rows,
         use_bias=False,
-        kernel_initializer=tf.keras.initializers.RandomNormal(stddev=0.1)
-        if dim > 1
-        else "zeros",
-        sharding=sharding,
+        kernel_initializer=start,
+        sharding=arguments.sharding,
+        name=name,
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Raw Criteo click logs: label, 13 integers, 26 categories, tab separated.
 
-Any field but the label may be missing. Every field becomes one id, the hash
-of "name=value", and the integers are given as numbers as well.
+Any field but the label may be missing, and a line may end early. Every field
+becomes one id, the hash of "name=value"; integers are given as numbers too.
 """
 
 from collections.abc import Sequence
@@ -34,26 +34,27 @@ def parse_lines(
       number 0; its id, as that of a missing category, is one of its own.
 
     Raises:
-      tf.errors.InvalidArgumentError: A line does not have 40 fields, has no
-        label or an integer that is none.
+      tf.errors.InvalidArgumentError: A line has more than 40 fields, no label
+        or an integer that is none.
     """
-    required = [tf.constant([], tf.float32)]
-    columns = tf.io.decode_csv(
-        lines,
-        record_defaults=required + [""] * len(FIELDS),
-        field_delim="\t",
-        use_quote_delim=False,
+    columns = tf.strings.split(lines, "\t")
+    tf.debugging.assert_less_equal(
+        columns.row_lengths(),
+        tf.constant(1 + len(FIELDS), tf.int64),
+        "a line has more than 40 fields",
     )
-    integers = tf.stack(columns[1 : 1 + len(INTEGERS)], axis=1)
+    columns = columns.to_tensor(shape=[None, 1 + len(FIELDS)])
+    labels = tf.strings.to_number(columns[:, :1])
+    integers = columns[:, 1 : 1 + len(INTEGERS)]
     numbers = _to_numbers(integers)
-    values = [_integer_tokens(integers, numbers)]
-    values.append(tf.stack(columns[1 + len(INTEGERS) :], axis=1))
+    categories = columns[:, 1 + len(INTEGERS) :]
+    values = [_integer_tokens(integers, numbers), categories]
     prefixes = tf.constant([f"{field}=" for field in FIELDS])
     tokens = tf.add(prefixes, tf.concat(values, axis=1))
     tokens = tf.concat([tokens, *_cross_tokens(tokens, crosses)], axis=1)
     ids = tf.strings.to_hash_bucket_fast(tokens, buckets)
     logs = tf.math.log1p(tf.maximum(numbers, 0.0))
-    return {"ids": ids, "numbers": logs}, columns[0][:, tf.newaxis]
+    return {"ids": ids, "numbers": logs}, labels
 
 
 def _to_numbers(texts: tf.Tensor) -> tf.Tensor:

@@ -11,9 +11,10 @@ from data.files import write_once
 
 NUM_INTEGERS = 13
 # Values per category: a few as small as weekdays, a few as large as users.
-VOCABULARY = (1000, 500, 20000, 5000, 200, 20, 5000, 500, 3, 10000, 3000) + (
-    20000, 2000, 26, 5000, 10000, 10, 3000, 1500, 4, 20000, 15, 14, 8000, 80,
-    4000)  # fmt: skip
+VOCABULARY = (
+    *(1000, 500, 20000, 5000, 200, 20, 5000, 500, 3, 10000, 3000, 20000, 2000),
+    *(26, 5000, 10000, 10, 3000, 1500, 4, 20000, 15, 14, 8000, 80, 4000),
+)
 MISSING_INTEGER = 0.2
 MISSING_CATEGORY = 0.05
 _CHUNK = 10_000

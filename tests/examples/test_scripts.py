@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples from end to end, at one and at several ranks."""
+
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+
+RANKS = [1, pytest.param(2, marks=pytest.mark.process)]
+REAL_RANKS = [*RANKS, pytest.param(4, marks=pytest.mark.process)]
+Run = Callable[..., str]
+Find = Callable[[str], pathlib.Path]
+
+
+def last(pattern: str, output: str) -> float:
+    """The last number that `pattern` finds."""
+    found = re.findall(pattern + r"\s*:?\s+([0-9.]+)", output)
+    assert found, f"'{pattern}' not in\n{output}"
+    return float(found[-1])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_quickstart(run_example: Run, ranks: int) -> None:
+    output = run_example("quickstart.py", ranks=ranks)
+    losses = [float(x) for x in re.findall(r" loss: ([0-9.]+)", output)]
+    assert losses[-1] < 0.6 < losses[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_libsvm_logistic_without_files(run_example: Run, ranks: int) -> None:
+    output = run_example("libsvm_logistic.py", ranks=ranks)
+    assert last("test accuracy", output) > 0.75
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_movielens_without_files(run_example: Run, ranks: int) -> None:
+    pytest.importorskip("tensorflow_recommenders")
+    output = run_example("movielens.py", "--epochs", 8, ranks=ranks)
+    assert last("test RMSE", output) < 0.85
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ctr_without_files(
+    run_example: Run, tmp_path: pathlib.Path, ranks: int
+) -> None:
+    pytest.importorskip("matplotlib")
+    output = run_example(
+        "ctr.py",
+        *("--rows", 20_000, "--buckets", 2**14, "--batch-size", 256),
+        *("--cross", "C6*C9", "--epochs", 2),
+        ranks=ranks,
+    )
+    assert last("val_auc", output) > 0.7
+    assert last("steps/s", output) > 0
+    assert last(r"ranks", output) == ranks
+    measured = last(r"this run \(measured\)", output)
+    assert measured > 0 if ranks > 1 else measured == 0
+    assert (tmp_path / "report.png").stat().st_size > 0
+
+
+def test_ctr_refuses_an_unknown_field(run_example: Run) -> None:
+    with pytest.raises(AssertionError, match="--cross names no field: C99"):
+        run_example("ctr.py", "--cross", "C1*C99")
+
+
+@pytest.mark.parametrize("ranks", REAL_RANKS)
+def test_a9a(run_example: Run, real_data: Find, ranks: int) -> None:
+    folder = real_data("a9a")
+    output = run_example(
+        "libsvm_logistic.py",
+        *("--train", folder / "a9a", "--test", folder / "a9a.t"),
+        ranks=ranks,
+    )
+    assert last("test accuracy", output) >= 0.845
+
+
+@pytest.mark.parametrize("ranks", REAL_RANKS)
+def test_ml_100k(run_example: Run, real_data: Find, ranks: int) -> None:
+    pytest.importorskip("tensorflow_recommenders")
+    folder = real_data("ml-100k")
+    output = run_example("movielens.py", "--data", folder, ranks=ranks)
+    assert last("test RMSE", output) <= 0.96
+
+
+@pytest.mark.parametrize("ranks", REAL_RANKS)
+def test_criteo_sample(run_example: Run, real_data: Find, ranks: int) -> None:
+    pytest.importorskip("matplotlib")
+    path = real_data("criteo") / "train_sample.txt"
+    output = run_example(
+        "ctr.py", "--data", path, "--batch-size", 100, ranks=ranks
+    )
+    assert 0 < last("val_loss", output) < 1
