@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/all_reduce.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "collective/process_group.h"
+#include "common/message.h"
+
+namespace tfdist {
+
+namespace {
+
+constexpr size_t kSmallBytes = size_t{32} << 10;
+constexpr size_t kSegmentBytes = size_t{512} << 10;
+// Segments a peer may send ahead of the sum.
+constexpr size_t kWindow = 4;
+
+Header MakeHeader(const AllReduce::Options& options) {
+  Header header;
+  header.dtype = options.dtype;
+  header.agreed = options.count * options.element_bytes;
+  header.shape_hash = options.shape_hash;
+  header.weight = options.weight;
+  return header;
+}
+
+}  // namespace
+
+AllReduce::AllReduce(Operation& operation, const Options& options)
+    : operation_(operation),
+      options_(options),
+      sum_(FindSum(static_cast<tensorflow::DataType>(options.dtype))),
+      small_(IsSmall(options.count * options.element_bytes,
+                     operation.group->world_size())),
+      exchange_(operation, MakeHeader(options)) {}
+
+bool AllReduce::IsSmall(size_t bytes, int world_size) {
+  return bytes * (world_size - 1) <= 2 * kSmallBytes || bytes == 0;
+}
+
+void AllReduce::Post() {
+  exchange_.ExpectAll();
+  const size_t bytes = small_ ? options_.count * options_.element_bytes : 0;
+  for (int peer = 0; peer < operation_.group->world_size(); ++peer) {
+    if (peer != operation_.group->rank()) {
+      exchange_.Send(peer, options_.input, bytes);
+    }
+  }
+}
+
+void AllReduce::Run() {
+  exchange_.AwaitHeaders();
+  if (options_.weighted) ReadWeights();
+  if (small_) {
+    RunSmall();
+  } else {
+    RunLarge();
+  }
+}
+
+void AllReduce::ReadWeights() {
+  const int world_size = operation_.group->world_size();
+  weights_.resize(world_size);
+  double total = 0;
+  bool equal = true;
+  for (int rank = 0; rank < world_size; ++rank) {
+    const double weight = rank == operation_.group->rank()
+                              ? options_.weight
+                              : exchange_.header(rank).weight;
+    weights_[rank] = static_cast<float>(weight);
+    total += weight;
+    equal = equal && weights_[rank] == weights_[0];
+  }
+  scale_ = total > 0 ? static_cast<float>(world_size / total) : 0;
+  // The common case, full batches everywhere, is a plain sum.
+  if (equal && total > 0) weights_.clear();
+}
+
+void AllReduce::RunSmall() {
+  const int world_size = operation_.group->world_size();
+  const size_t bytes = options_.count * options_.element_bytes;
+  std::vector<const void*> inputs(world_size);
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (rank == operation_.group->rank()) {
+      inputs[rank] = options_.input;
+    } else if (const uint8_t* payload = exchange_.InFrame(rank)) {
+      inputs[rank] = payload;
+    } else {
+      std::shared_ptr<uint8_t> memory =
+          operation_.group->scratch().Acquire(bytes);
+      operation_.Keep(memory);
+      exchange_.ReceiveInto(rank, memory.get());
+      inputs[rank] = memory.get();
+    }
+  }
+  exchange_.AwaitPayloads();
+  sum_(options_.output, inputs.data(),
+       weights_.empty() ? nullptr : weights_.data(), world_size, scale_,
+       options_.count);
+  exchange_.Finish();
+}
+
+AllReduce::Chunk AllReduce::ChunkOf(int rank) const {
+  const int world_size = operation_.group->world_size();
+  // Whole cache lines, so that no line is written by two phases at once.
+  const size_t unit = 64 / options_.element_bytes;
+  const size_t units = (options_.count + unit - 1) / unit;
+  const auto boundary = [&](size_t r) {
+    return std::min(units * r / world_size * unit, options_.count);
+  };
+  Chunk chunk;
+  chunk.begin = boundary(rank) * options_.element_bytes;
+  chunk.bytes = boundary(rank + 1) * options_.element_bytes - chunk.begin;
+  chunk.segments = (chunk.bytes + kSegmentBytes - 1) / kSegmentBytes;
+  return chunk;
+}
+
+size_t AllReduce::SegmentBytes(const Chunk& chunk, size_t segment) const {
+  return std::min(kSegmentBytes, chunk.bytes - segment * kSegmentBytes);
+}
+
+// The buffers of both phases by peer; null at this rank's own place.
+struct AllReduce::Phases {
+  explicit Phases(int world_size)
+      : scatter_out(world_size),
+        scatter_in(world_size),
+        gather_out(world_size),
+        gather_in(world_size),
+        window(world_size) {}
+  std::vector<Buffer*> scatter_out, scatter_in, gather_out, gather_in;
+  std::vector<uint8_t*> window;  // of kWindow segments per peer
+  Chunk own;
+};
+
+void AllReduce::PostScatter(Phases& phases) {
+  const int world_size = operation_.group->world_size();
+  const int rank = operation_.group->rank();
+  auto* input = static_cast<uint8_t*>(const_cast<void*>(options_.input));
+  auto* output = static_cast<uint8_t*>(options_.output);
+  phases.own = ChunkOf(rank);
+  const size_t window = std::min(phases.own.segments, kWindow) * kSegmentBytes;
+  for (int step = 1; step < world_size; ++step) {
+    const int peer = (rank + step) % world_size;  // no peer is everyone's first
+    const Chunk theirs = ChunkOf(peer);
+    std::shared_ptr<uint8_t> memory =
+        operation_.group->scratch().Acquire(std::max<size_t>(window, 1));
+    operation_.Keep(memory);
+    phases.window[peer] = memory.get();
+    phases.scatter_in[peer] = operation_.MakeBuffer(memory.get(), window);
+    phases.scatter_out[peer] =
+        operation_.MakeBuffer(input + theirs.begin, theirs.bytes);
+    phases.gather_in[peer] =
+        operation_.MakeBuffer(output + theirs.begin, theirs.bytes);
+    phases.gather_out[peer] =
+        operation_.MakeBuffer(output + phases.own.begin, phases.own.bytes);
+    for (size_t s = 0; s < std::min(phases.own.segments, kWindow); ++s) {
+      operation_.PostReceive(phases.scatter_in[peer], peer, Stream::kRest,
+                             s * kSegmentBytes, SegmentBytes(phases.own, s));
+    }
+    for (size_t s = 0; s < theirs.segments; ++s) {
+      operation_.PostReceive(phases.gather_in[peer], peer, Stream::kReduced,
+                             s * kSegmentBytes, SegmentBytes(theirs, s));
+    }
+    for (size_t s = 0; s < theirs.segments; ++s) {
+      operation_.PostSend(phases.scatter_out[peer], peer, Stream::kRest,
+                          s * kSegmentBytes, SegmentBytes(theirs, s));
+    }
+  }
+}
+
+void AllReduce::ReduceSegment(Phases& phases, size_t segment) {
+  const int world_size = operation_.group->world_size();
+  const int rank = operation_.group->rank();
+  const size_t bytes = SegmentBytes(phases.own, segment);
+  const size_t offset = segment * kSegmentBytes;
+  const size_t place = segment % kWindow * kSegmentBytes;
+  std::vector<const void*> inputs(world_size);
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer == rank) {
+      inputs[peer] = static_cast<const uint8_t*>(options_.input) +
+                     phases.own.begin + offset;
+      continue;
+    }
+    operation_.WaitReceive(phases.scatter_in[peer], peer, "reduce-scatter");
+    operation_.bytes_received += bytes;
+    operation_.group->CountReceived(bytes);
+    inputs[peer] = phases.window[peer] + place;
+  }
+  sum_(static_cast<uint8_t*>(options_.output) + phases.own.begin + offset,
+       inputs.data(), weights_.empty() ? nullptr : weights_.data(), world_size,
+       scale_, bytes / options_.element_bytes);
+  for (int step = 1; step < world_size; ++step) {
+    const int peer = (rank + step) % world_size;
+    operation_.PostSend(phases.gather_out[peer], peer, Stream::kReduced, offset,
+                        bytes);
+    if (segment + kWindow < phases.own.segments) {
+      operation_.PostReceive(phases.scatter_in[peer], peer, Stream::kRest,
+                             place,
+                             SegmentBytes(phases.own, segment + kWindow));
+    }
+  }
+}
+
+void AllReduce::RunLarge() {
+  const int world_size = operation_.group->world_size();
+  Phases phases(world_size);
+  PostScatter(phases);
+  for (size_t s = 0; s < phases.own.segments; ++s) ReduceSegment(phases, s);
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer == operation_.group->rank()) continue;
+    const Chunk theirs = ChunkOf(peer);
+    for (size_t s = 0; s < theirs.segments; ++s) {
+      operation_.WaitReceive(phases.gather_in[peer], peer, "all-gather");
+      operation_.WaitSend(phases.scatter_out[peer], peer, "reduce-scatter");
+    }
+    operation_.bytes_received += theirs.bytes;
+    operation_.group->CountReceived(theirs.bytes);
+    for (size_t s = 0; s < phases.own.segments; ++s) {
+      operation_.WaitSend(phases.gather_out[peer], peer, "all-gather");
+    }
+  }
+  exchange_.Finish();
+}
+
+}  // namespace tfdist

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "collective/all_reduce.h"
+#include "collective/collective_op.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfdist {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+
+REGISTER_OP("Tfdist>AllReduce")
+    .Input("inputs: N * T")
+    .Input("weight: float")
+    .Output("outputs: N * T")
+    .TFDIST_COLLECTIVE_ATTRS.Attr("weighted: bool = false")
+    .Attr("N: int >= 1")
+    .Attr("T: {int32, int64, float, double, bfloat16, half}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(i));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Sums each input over the ranks, all inputs in one exchange.
+
+inputs: tensors of the same shapes on all ranks.
+weight: a scalar; not read unless `weighted`.
+outputs: the sums, bitwise equal on all ranks. If `weighted`,
+  world_size * sum(weight * input) / sum(weight), or zeros if all weights are 0;
+  inputs of a rank with weight 0 do not count even if they hold NaN.
+)doc");
+
+namespace {
+
+struct AllReduceCall {
+  OpKernelContext* context;
+  std::shared_ptr<Operation> operation;
+  AllReduce::Options options;
+  std::string error;
+  std::vector<Tensor*> outputs;
+  std::unique_ptr<AllReduce> reduce;
+
+  void Post() { reduce->Post(); }
+
+  void Run() {
+    reduce->Run();
+    if (outputs.size() > 1) Unpack();
+  }
+
+  // Several tensors travel as one: packed into scratch memory, summed in
+  // place, and unpacked.
+  void Pack(size_t bytes) {
+    std::shared_ptr<uint8_t> memory =
+        operation->group->scratch().Acquire(bytes);
+    operation->Keep(memory);
+    options.input = options.output = memory.get();
+    uint8_t* place = memory.get();
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const Tensor& input = context->input(static_cast<int>(i));
+      if (input.TotalBytes() == 0) continue;
+      std::memcpy(place, input.data(), input.TotalBytes());
+      place += input.TotalBytes();
+    }
+  }
+
+  void Unpack() const {
+    const uint8_t* place = static_cast<const uint8_t*>(options.output);
+    for (Tensor* output : outputs) {
+      if (output->TotalBytes() == 0) continue;
+      std::memcpy(output->data(), place, output->TotalBytes());
+      place += output->TotalBytes();
+    }
+  }
+};
+
+class AllReduceOp : public CollectiveOp {
+ public:
+  explicit AllReduceOp(tensorflow::OpKernelConstruction* context)
+      : CollectiveOp(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("weighted", &weighted_));
+    tensorflow::DataType dtype;
+    OP_REQUIRES_OK(context, context->GetAttr("T", &dtype));
+    OP_REQUIRES(context, !weighted_ || !tensorflow::DataTypeIsInteger(dtype),
+                tensorflow::errors::InvalidArgument(
+                    "a weighted all_reduce needs a floating dtype, received ",
+                    tensorflow::DataTypeString(dtype)));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto call = std::make_shared<AllReduceCall>();
+    call->context = context;
+    call->operation = NewOperation(context, Kind::kAllReduce);
+    if (call->operation == nullptr) return done();
+    OP_REQUIRES_OK_ASYNC(context, Prepare(context, *call), done);
+    const size_t bytes = call->options.count * call->options.element_bytes;
+    const bool small =
+        AllReduce::IsSmall(bytes, call->operation->group->world_size());
+    Start(context, std::move(call), small, std::move(done));
+  }
+
+ private:
+  absl::Status Prepare(OpKernelContext* context, AllReduceCall& call) {
+    const int count = context->num_inputs() - 1;
+    size_t bytes = 0;
+    call.outputs.resize(count);
+    for (int i = 0; i < count; ++i) {
+      const Tensor& input = context->input(i);
+      bytes += input.TotalBytes();
+      call.options.count += input.NumElements();
+      call.options.shape_hash = call.options.shape_hash * 31 +
+                                static_cast<uint64_t>(input.NumElements());
+      TF_RETURN_IF_ERROR(context->forward_input_or_allocate_output(
+          {i}, i, input.shape(), &call.outputs[i]));
+    }
+    AllReduce::Options& options = call.options;
+    options.dtype = context->input(0).dtype();
+    options.element_bytes = tensorflow::DataTypeSize(context->input(0).dtype());
+    options.weighted = weighted_;
+    if (weighted_) ReadWeight(context->input(count), call);
+    if (count == 1) {
+      options.input = context->input(0).data();
+      options.output = call.outputs[0]->data();
+      call.operation->Keep(context->input(0));
+      call.operation->Keep(*call.outputs[0]);
+    } else {
+      call.Pack(bytes);
+    }
+    call.reduce = std::make_unique<AllReduce>(*call.operation, options);
+    if (!call.error.empty()) call.reduce->SetError(call.error);
+    return absl::OkStatus();
+  }
+
+  static void ReadWeight(const Tensor& weight, AllReduceCall& call) {
+    if (weight.NumElements() != 1) {
+      call.error = Message("weight must be a scalar, received shape ",
+                           weight.shape().DebugString());
+      return;
+    }
+    call.options.weight = weight.flat<float>()(0);
+    if (!std::isfinite(call.options.weight) || call.options.weight < 0) {
+      call.error = Message("weight must be finite and not negative, received ",
+                           call.options.weight);
+    }
+  }
+
+  bool weighted_ = false;
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>AllReduce").Device(tensorflow::DEVICE_CPU),
+                        AllReduceOp);
+
+}  // namespace
+}  // namespace tfdist

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+#include <vector>
+
+#include "collective/collective_op.h"
+#include "collective/exchange.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfdist {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("Tfdist>AllToAll")
+    .Input("input: T")
+    .Input("send_splits: int64")
+    .Output("output: T")
+    .Output("recv_splits: int64")
+    .TFDIST_COLLECTIVE_ATTRS
+    .Attr("T: {uint8, int32, int64, float, double, bfloat16, half}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle input, splits, output;
+      TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &input));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &splits));
+      TF_RETURN_IF_ERROR(c->ReplaceDim(input, 0, c->UnknownDim(), &output));
+      c->set_output(0, output);
+      c->set_output(1, splits);
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Sends rows to each rank and receives rows from each, with uneven splits.
+
+input: the rows for rank 0, then those for rank 1, and so on.
+send_splits: how many rows go to each rank; they sum to the rows of `input`.
+output: the rows from rank 0, then those from rank 1, and so on.
+recv_splits: how many rows came from each rank.
+)doc");
+
+namespace {
+
+struct AllToAllCall {
+  OpKernelContext* context;
+  std::shared_ptr<Operation> operation;
+  std::unique_ptr<Exchange> exchange;
+  std::vector<int64_t> splits;
+  uint64_t row_bytes = 0;
+
+  void Post() {
+    const int rank = operation->group->rank();
+    const char* data = static_cast<const char*>(context->input(0).data());
+    exchange->ExpectAll();
+    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
+      const size_t bytes = splits[peer] * row_bytes;
+      if (peer != rank) exchange->Send(peer, data, bytes);
+      data += bytes;
+    }
+  }
+
+  void Run() {
+    exchange->AwaitHeaders();
+    const int world_size = operation->group->world_size();
+    const int rank = operation->group->rank();
+    Tensor* recv_splits = nullptr;
+    CheckOk(context->allocate_output(1, tensorflow::TensorShape({world_size}),
+                                     &recv_splits));
+    auto rows = recv_splits->vec<int64_t>();
+    int64_t total = 0;
+    for (int peer = 0; peer < world_size; ++peer) {
+      rows(peer) = peer == rank ? splits[rank] : RowsFrom(peer);
+      total += rows(peer);
+    }
+    tensorflow::TensorShape shape = context->input(0).shape();
+    CheckOk(shape.SetDimWithStatus(0, total));
+    Tensor* output = nullptr;
+    CheckOk(context->allocate_output(0, shape, &output));
+    operation->Keep(*output);
+    char* place = static_cast<char*>(output->data());
+    char* own_place = nullptr;
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (peer == rank) own_place = place;
+      if (peer != rank) exchange->ReceiveInto(peer, place);
+      place += rows(peer) * row_bytes;
+    }
+    CopyOwn(own_place);  // while the peers' rows travel
+    exchange->AwaitPayloads();
+    exchange->Finish();
+  }
+
+  int64_t RowsFrom(int peer) const {
+    return row_bytes == 0 ? 0 : exchange->header(peer).bytes / row_bytes;
+  }
+
+  void CopyOwn(char* place) const {
+    const int rank = operation->group->rank();
+    const char* data = static_cast<const char*>(context->input(0).data());
+    for (int peer = 0; peer < rank; ++peer) data += splits[peer] * row_bytes;
+    const size_t bytes = splits[rank] * row_bytes;
+    if (bytes > 0) std::memcpy(place, data, bytes);
+  }
+};
+
+class AllToAllOp : public CollectiveOp {
+ public:
+  using CollectiveOp::CollectiveOp;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto call = std::make_shared<AllToAllCall>();
+    call->context = context;
+    call->operation = NewOperation(context, Kind::kAllToAll);
+    if (call->operation == nullptr) return done();
+    const Tensor& input = context->input(0);
+    const std::string error =
+        Check(input, context->input(1), call->operation->group->world_size());
+    Header header;
+    header.dtype = input.dtype();
+    header.shape_hash = HashRowShape(input.shape());
+    header.agreed = call->row_bytes = RowBytes(input);
+    call->exchange = std::make_unique<Exchange>(*call->operation, header);
+    if (error.empty()) {
+      const auto splits = context->input(1).vec<int64_t>();
+      call->splits.assign(splits.data(), splits.data() + splits.size());
+    } else {
+      call->exchange->SetError(error);
+      call->splits.assign(call->operation->group->world_size(), 0);
+    }
+    call->operation->Keep(input);
+    const bool small = input.TotalBytes() <= kPostInline;
+    Start(context, std::move(call), small, std::move(done));
+  }
+
+ private:
+  static std::string Check(const Tensor& input, const Tensor& splits,
+                           int world_size) {
+    if (input.dims() < 1) return "input must have at least one dimension";
+    if (splits.dims() != 1 || splits.dim_size(0) != world_size) {
+      return Message("send_splits must have shape [", world_size,
+                     "], received ", splits.shape().DebugString());
+    }
+    int64_t left = input.dim_size(0);
+    for (int peer = 0; peer < world_size; ++peer) {
+      const int64_t rows = splits.vec<int64_t>()(peer);
+      if (rows < 0 || rows > left) {
+        return Message("send_splits[", peer, "] is ", rows, " where ", left,
+                       " of ", input.dim_size(0), " rows are left");
+      }
+      left -= rows;
+    }
+    if (left == 0) return "";
+    return Message("send_splits sum to ", input.dim_size(0) - left,
+                   ", the input has ", input.dim_size(0), " rows");
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>AllToAll").Device(tensorflow::DEVICE_CPU),
+                        AllToAllOp);
+
+}  // namespace
+}  // namespace tfdist

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+#include <vector>
+
+#include "collective/collective_op.h"
+#include "collective/exchange.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfdist {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+
+REGISTER_OP("Tfdist>Broadcast")
+    .Input("input: T")
+    .Output("output: T")
+    .TFDIST_COLLECTIVE_ATTRS.Attr("root: int >= 0")
+    .Attr("T: {bool, uint8, int8, int32, int64, float, double, bfloat16, half}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->UnknownShape());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Gives every rank the tensor of the rank `root`.
+
+input: read on `root` only; elsewhere any tensor of the dtype.
+output: the root's tensor, in its shape.
+)doc");
+
+REGISTER_OP("Tfdist>Barrier")
+    .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Ends when all ranks have begun it.");
+
+namespace {
+
+// The root sends its shape as the first bytes of the payload.
+struct BroadcastCall {
+  OpKernelContext* context;
+  std::shared_ptr<Operation> operation;
+  std::unique_ptr<Exchange> exchange;
+  int root = 0;
+  std::shared_ptr<uint8_t> message;
+  size_t bytes = 0;
+
+  static constexpr int kMaxDims = 15;
+  static constexpr size_t kShapeBytes = (kMaxDims + 1) * sizeof(int64_t);
+
+  void Pack(const Tensor& input) {
+    bytes = kShapeBytes + input.TotalBytes();
+    message = operation->group->scratch().Acquire(bytes);
+    operation->Keep(message);
+    int64_t shape[kMaxDims + 1] = {input.dims()};
+    for (int i = 0; i < input.dims() && i < kMaxDims; ++i) {
+      shape[i + 1] = input.dim_size(i);
+    }
+    std::memcpy(message.get(), shape, kShapeBytes);
+    if (input.TotalBytes() == 0) return;
+    std::memcpy(message.get() + kShapeBytes, input.data(), input.TotalBytes());
+  }
+
+  void Post() {
+    if (operation->group->rank() != root) return exchange->Expect(root);
+    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
+      if (peer != root) exchange->Send(peer, message.get(), bytes);
+    }
+  }
+
+  void Run() {
+    exchange->AwaitHeaders();
+    if (operation->group->rank() == root) {
+      context->set_output(0, context->input(0));
+    } else {
+      bytes = exchange->header(root).bytes;
+      message = operation->group->scratch().Acquire(bytes);
+      operation->Keep(message);
+      exchange->ReceiveInto(root, message.get());
+      exchange->AwaitPayloads();
+      Unpack();
+    }
+    exchange->Finish();
+  }
+
+  void Unpack() const {
+    int64_t dims[kMaxDims + 1];
+    std::memcpy(dims, message.get(), kShapeBytes);
+    tensorflow::TensorShape shape;
+    for (int i = 0; i < dims[0] && i < kMaxDims; ++i) {
+      CheckOk(shape.AddDimWithStatus(dims[i + 1]));
+    }
+    Tensor* output = nullptr;
+    CheckOk(context->allocate_output(0, shape, &output));
+    if (output->TotalBytes() != bytes - kShapeBytes) {
+      throw OperationError(absl::InternalError(Message(
+                               operation->Name(), ": ", bytes - kShapeBytes,
+                               " bytes for shape ", shape.DebugString())),
+                           true);
+    }
+    if (output->TotalBytes() == 0) return;
+    std::memcpy(output->data(), message.get() + kShapeBytes,
+                output->TotalBytes());
+  }
+};
+
+class BroadcastOp : public CollectiveOp {
+ public:
+  explicit BroadcastOp(tensorflow::OpKernelConstruction* context)
+      : CollectiveOp(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto call = std::make_shared<BroadcastCall>();
+    call->context = context;
+    call->root = static_cast<int>(root_);
+    call->operation = NewOperation(context, Kind::kBroadcast);
+    if (call->operation == nullptr) return done();
+    const int world_size = call->operation->group->world_size();
+    OP_REQUIRES_ASYNC(context, root_ < world_size,
+                      tensorflow::errors::InvalidArgument(
+                          "root must be below the world size ", world_size,
+                          ", received ", root_),
+                      done);
+    const Tensor& input = context->input(0);
+    Header header;
+    header.dtype = input.dtype();
+    header.root = static_cast<int32_t>(root_);
+    call->exchange = std::make_unique<Exchange>(*call->operation, header);
+    if (call->operation->group->rank() == root_) {
+      if (input.dims() > BroadcastCall::kMaxDims) {
+        call->exchange->SetError(Message("input has ", input.dims(),
+                                         " dimensions, more than ",
+                                         BroadcastCall::kMaxDims));
+      }
+      call->Pack(input);
+    }
+    const bool small = call->bytes * (world_size - 1) <= kPostInline;
+    Start(context, std::move(call), small, std::move(done));
+  }
+
+ private:
+  int64_t root_ = 0;
+};
+
+struct BarrierCall {
+  std::shared_ptr<Operation> operation;
+  std::unique_ptr<Exchange> exchange;
+
+  void Post() {
+    exchange->ExpectAll();
+    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
+      if (peer != operation->group->rank()) exchange->Send(peer, nullptr, 0);
+    }
+  }
+
+  void Run() {
+    exchange->AwaitHeaders();
+    exchange->Finish();
+  }
+};
+
+class BarrierOp : public CollectiveOp {
+ public:
+  using CollectiveOp::CollectiveOp;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto call = std::make_shared<BarrierCall>();
+    call->operation = NewOperation(context, Kind::kBarrier);
+    if (call->operation == nullptr) return done();
+    call->exchange = std::make_unique<Exchange>(*call->operation, Header());
+    Start(context, std::move(call), true, std::move(done));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>Broadcast").Device(tensorflow::DEVICE_CPU),
+                        BroadcastOp);
+REGISTER_KERNEL_BUILDER(Name("Tfdist>Barrier").Device(tensorflow::DEVICE_CPU),
+                        BarrierOp);
+
+}  // namespace
+}  // namespace tfdist

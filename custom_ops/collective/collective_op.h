@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COLLECTIVE_COLLECTIVE_OP_H_
+#define TFDIST_COLLECTIVE_COLLECTIVE_OP_H_
+
+#include <memory>
+#include <string>
+
+#include "collective/operation.h"
+#include "collective/process_group.h"
+#include "common/message.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tfdist {
+
+// Attributes every collective op has, for REGISTER_OP.
+#define TFDIST_COLLECTIVE_ATTRS \
+  Attr("group: int").Attr("tag: int >= 0").Attr("label: string = ''")
+
+// What collective kernels share. A kernel checks its inputs, makes a call
+// object that lives until `done`, and hands post and body to the group.
+class CollectiveOp : public tensorflow::AsyncOpKernel {
+ public:
+  explicit CollectiveOp(tensorflow::OpKernelConstruction* context)
+      : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
+    OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
+    OP_REQUIRES_OK(context, context->GetAttr("label", &label_));
+    if (label_.empty()) label_ = name();
+  }
+
+ protected:
+  // Messages of at most this many bytes are posted on TensorFlow's own thread:
+  // that takes less time than handing them to another.
+  static constexpr size_t kPostInline = size_t{64} << 10;
+
+  // Null, with the context's status set, if the group does not exist.
+  std::shared_ptr<Operation> NewOperation(tensorflow::OpKernelContext* context,
+                                          Kind kind) const {
+    std::shared_ptr<ProcessGroup> group = FindGroup(static_cast<int>(group_));
+    if (group == nullptr) {
+      context->SetStatus(absl::FailedPreconditionError(
+          Message(KindName(kind), " '", label_, "': no open process group ",
+                  "with handle ", group_)));
+      return nullptr;
+    }
+    return std::make_shared<Operation>(std::move(group), kind, tag_, label_);
+  }
+
+  // Runs `call->Post()` and `call->Run()`.
+  template <typename Call>
+  static void Start(tensorflow::OpKernelContext* context,
+                    std::shared_ptr<Call> call, bool post_inline,
+                    DoneCallback done) {
+    ProcessGroup* group = call->operation->group.get();
+    group->Run(
+        call->operation, post_inline, [call] { call->Post(); },
+        [call] { call->Run(); },
+        [context, done = std::move(done)](const absl::Status& status) {
+          if (!status.ok()) context->SetStatus(status);
+          done();
+        });
+  }
+
+  int64_t group_ = 0;
+  int64_t tag_ = 0;
+  std::string label_;
+};
+
+// Ends the operation like an unexpected error when an output cannot be made.
+inline void CheckOk(const absl::Status& status) {
+  if (!status.ok()) throw OperationError(status, true);
+}
+
+// Identifies the shape of a row: the dimensions after the first.
+inline uint64_t HashRowShape(const tensorflow::TensorShape& shape) {
+  uint64_t hash = static_cast<uint64_t>(shape.dims());
+  for (int i = 1; i < shape.dims(); ++i) {
+    hash =
+        hash * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(shape.dim_size(i));
+  }
+  return hash;
+}
+
+inline uint64_t RowBytes(const tensorflow::Tensor& tensor) {
+  uint64_t bytes = tensorflow::DataTypeSize(tensor.dtype());
+  for (int i = 1; i < tensor.dims(); ++i) bytes *= tensor.dim_size(i);
+  return bytes;
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COLLECTIVE_COLLECTIVE_OP_H_

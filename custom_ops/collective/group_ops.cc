@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "collective/collective_op.h"
+#include "collective/exchange.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfdist {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::tstring;
+using tensorflow::shape_inference::InferenceContext;
+
+REGISTER_OP("Tfdist>GroupOpen")
+    .Input("addresses: string")
+    .Output("group: int64")
+    .Output("blob: string")
+    .Attr("rank: int >= 0")
+    .Attr("bind_address: string")
+    .Attr("timeout: float")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Scalar());
+      c->set_output(1, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Opens this rank's end of a process group: its sockets listen.
+
+addresses: "host:port" of each rank, which error messages name.
+group: the handle for all other ops.
+blob: the bytes the other ranks need to connect.
+rank: this rank.
+bind_address: the numeric address of this rank's host.
+timeout: seconds any operation may take.
+)doc");
+
+REGISTER_OP("Tfdist>GroupConnect")
+    .Input("group: int64")
+    .Input("blobs: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Connects to all ranks. blobs: that of each rank, in rank order.");
+
+REGISTER_OP("Tfdist>GroupClose")
+    .Input("group: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Leaves the group in good order. Closing twice does nothing.");
+
+REGISTER_OP("Tfdist>GroupStats")
+    .Input("group: int64")
+    .Output("counters: int64")
+    .Output("labels: string")
+    .Output("label_calls: int64")
+    .Output("label_bytes: int64")
+    .Output("label_seconds: double")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(5));
+      for (int i = 1; i < 5; ++i) c->set_output(i, c->Vector(c->UnknownDim()));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+What the group has done so far.
+
+counters: bytes sent, bytes received, messages sent, messages received, calls.
+labels: the labels of the operations seen.
+label_calls: calls by label.
+label_bytes: bytes sent by label.
+label_seconds: seconds from start to end, summed, by label.
+)doc");
+
+REGISTER_OP("Tfdist>CheckPlan")
+    .Input("entries: string")
+    .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Fails on every rank unless all ranks give the same entries.");
+
+namespace {
+
+std::shared_ptr<ProcessGroup> GroupOf(OpKernelContext* context) {
+  const Tensor& handle = context->input(0);
+  std::shared_ptr<ProcessGroup> group;
+  if (handle.NumElements() == 1) {
+    group = FindGroup(static_cast<int>(handle.flat<int64_t>()(0)));
+  }
+  if (group == nullptr) {
+    context->SetStatus(absl::FailedPreconditionError(
+        Message("no open process group with handle ", handle.DebugString())));
+  }
+  return group;
+}
+
+class GroupOpenOp : public OpKernel {
+ public:
+  explicit GroupOpenOp(OpKernelConstruction* context) : OpKernel(context) {
+    int64_t rank = 0;
+    float timeout = 0;
+    OP_REQUIRES_OK(context, context->GetAttr("rank", &rank));
+    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout));
+    OP_REQUIRES_OK(context,
+                   context->GetAttr("bind_address", &options_.bind_address));
+    OP_REQUIRES(context, std::isfinite(timeout) && timeout > 0,
+                tensorflow::errors::InvalidArgument(
+                    "timeout must be positive, received ", timeout));
+    options_.rank = static_cast<int>(rank);
+    options_.timeout = timeout;
+  }
+
+  void Compute(OpKernelContext* context) override {
+    GroupOptions options = options_;
+    const auto addresses = context->input(0).flat<tstring>();
+    for (int64_t i = 0; i < addresses.size(); ++i) {
+      options.addresses.emplace_back(addresses(i));
+    }
+    options.world_size = static_cast<int>(options.addresses.size());
+    OP_REQUIRES(context,
+                options.world_size > 1 && options.rank < options.world_size,
+                tensorflow::errors::InvalidArgument(
+                    "a group needs two ranks or more and a rank below their "
+                    "number, received rank ",
+                    options.rank, " of ", options.world_size));
+    Tensor* handle = nullptr;
+    Tensor* blob = nullptr;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(0, TensorShape({}), &handle));
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(1, TensorShape({}), &blob));
+    try {
+      auto group = std::make_shared<ProcessGroup>(options);
+      blob->scalar<tstring>()() = group->AddressBlob();
+      handle->scalar<int64_t>()() = RegisterGroup(std::move(group));
+    } catch (const std::exception& error) {
+      context->SetStatus(absl::UnavailableError(
+          Message("rank ", options.rank, " cannot listen on ",
+                  options.bind_address, " (the host of its address ",
+                  options.addresses[options.rank], "): ", error.what())));
+    }
+  }
+
+ private:
+  GroupOptions options_;
+};
+
+class GroupConnectOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+    if (group == nullptr) return;
+    const auto values = context->input(1).flat<tstring>();
+    std::vector<std::string> blobs;
+    for (int64_t i = 0; i < values.size(); ++i) blobs.emplace_back(values(i));
+    OP_REQUIRES(context, static_cast<int>(blobs.size()) == group->world_size(),
+                tensorflow::errors::InvalidArgument(
+                    "blobs must hold one entry per rank (", group->world_size(),
+                    "), received ", blobs.size()));
+    OP_REQUIRES_OK(context, group->Connect(blobs));
+  }
+};
+
+class GroupCloseOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const Tensor& handle = context->input(0);
+    OP_REQUIRES(
+        context, handle.NumElements() == 1,
+        tensorflow::errors::InvalidArgument("group must be a scalar, received ",
+                                            handle.shape().DebugString()));
+    std::shared_ptr<ProcessGroup> group =
+        RemoveGroup(static_cast<int>(handle.flat<int64_t>()(0)));
+    if (group != nullptr) group->Close();
+  }
+};
+
+class GroupStatsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+    if (group == nullptr) return;
+    const GroupStats stats = group->Stats();
+    const int64_t size = static_cast<int64_t>(stats.labels.size());
+    Tensor* outputs[5];
+    for (int i = 0; i < 5; ++i) {
+      OP_REQUIRES_OK(
+          context, context->allocate_output(i, TensorShape({i == 0 ? 5 : size}),
+                                            &outputs[i]));
+    }
+    auto counters = outputs[0]->vec<int64_t>();
+    counters(0) = stats.bytes_sent;
+    counters(1) = stats.bytes_received;
+    counters(2) = stats.messages_sent;
+    counters(3) = stats.messages_received;
+    counters(4) = stats.calls;
+    int64_t i = 0;
+    for (const auto& [label, value] : stats.labels) {
+      outputs[1]->vec<tstring>()(i) = label;
+      outputs[2]->vec<int64_t>()(i) = value.calls;
+      outputs[3]->vec<int64_t>()(i) = value.bytes;
+      outputs[4]->vec<double>()(i) = value.seconds;
+      ++i;
+    }
+  }
+};
+
+struct CheckPlanCall {
+  std::shared_ptr<Operation> operation;
+  std::unique_ptr<Exchange> exchange;
+  std::string plan;  // each entry with its terminating zero
+
+  void Post() {
+    exchange->ExpectAll();
+    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
+      if (peer == operation->group->rank()) continue;
+      exchange->Send(peer, plan.data(), plan.size());
+    }
+  }
+
+  void Run() {
+    exchange->AwaitHeaders();
+    const int world_size = operation->group->world_size();
+    std::vector<std::string> plans(world_size);
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (peer == operation->group->rank()) {
+        plans[peer] = plan;
+        continue;
+      }
+      plans[peer].resize(exchange->header(peer).bytes);
+      exchange->ReceiveInto(peer, plans[peer].data());
+    }
+    exchange->AwaitPayloads();
+    exchange->Finish();
+    std::string differences;
+    for (int peer = 1; peer < world_size; ++peer) {
+      if (plans[peer] != plans[0]) differences += Difference(plans, peer);
+    }
+    if (differences.empty()) return;
+    throw OperationError(absl::InvalidArgumentError(Message(
+                             "rank ", operation->group->rank(),
+                             ": the ranks have different plans.", differences)),
+                         false);
+  }
+
+  std::string Difference(const std::vector<std::string>& plans,
+                         int peer) const {
+    const std::vector<std::string> ours = Split(plans[0]);
+    const std::vector<std::string> theirs = Split(plans[peer]);
+    size_t i = 0;
+    while (i < ours.size() && i < theirs.size() && ours[i] == theirs[i]) ++i;
+    const auto entry = [i](const std::vector<std::string>& entries) {
+      return i < entries.size() ? "'" + entries[i] + "'"
+                                : std::string("no such entry");
+    };
+    const ProcessGroup& group = *operation->group;
+    return Message(" Entry ", i, ": ", group.RankName(0), " has ", entry(ours),
+                   ", ", group.RankName(peer), " has ", entry(theirs), ".");
+  }
+
+  static std::vector<std::string> Split(const std::string& plan) {
+    std::vector<std::string> entries;
+    for (size_t begin = 0; begin < plan.size();) {
+      const size_t end = std::min(plan.find('\0', begin), plan.size());
+      entries.push_back(plan.substr(begin, end - begin));
+      begin = end + 1;
+    }
+    return entries;
+  }
+};
+
+class CheckPlanOp : public CollectiveOp {
+ public:
+  explicit CheckPlanOp(OpKernelConstruction* context) : CollectiveOp(context) {
+    tag_ = kPlanTag;
+    label_ = "plan";
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto call = std::make_shared<CheckPlanCall>();
+    call->operation = NewOperation(context, Kind::kCheckPlan);
+    if (call->operation == nullptr) return done();
+    const auto entries = context->input(0).flat<tstring>();
+    for (int64_t i = 0; i < entries.size(); ++i) {
+      call->plan.append(entries(i).data(), entries(i).size());
+      call->plan.push_back('\0');
+    }
+    call->exchange = std::make_unique<Exchange>(*call->operation, Header());
+    Start(context, std::move(call), true, std::move(done));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>GroupOpen").Device(tensorflow::DEVICE_CPU),
+                        GroupOpenOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>GroupConnect").Device(tensorflow::DEVICE_CPU), GroupConnectOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>GroupClose").Device(tensorflow::DEVICE_CPU), GroupCloseOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>GroupStats").Device(tensorflow::DEVICE_CPU), GroupStatsOp);
+REGISTER_KERNEL_BUILDER(Name("Tfdist>CheckPlan").Device(tensorflow::DEVICE_CPU),
+                        CheckPlanOp);
+
+}  // namespace
+}  // namespace tfdist

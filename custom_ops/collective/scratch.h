@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COLLECTIVE_SCRATCH_H_
+#define TFDIST_COLLECTIVE_SCRATCH_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace tfdist {
+
+// Memory that survives a step: fresh pages cost more than the copy into them.
+class ScratchPool {
+ public:
+  ScratchPool();
+  // At least `bytes` bytes, aligned to 64; goes back when released.
+  std::shared_ptr<uint8_t> Acquire(size_t bytes);
+
+ private:
+  struct State;
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COLLECTIVE_SCRATCH_H_

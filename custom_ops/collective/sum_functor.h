@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COLLECTIVE_SUM_FUNCTOR_H_
+#define TFDIST_COLLECTIVE_SUM_FUNCTOR_H_
+
+#include <cstddef>
+
+#include "tensorflow/core/framework/types.pb.h"
+
+namespace tfdist {
+
+// out[i] = scale * sum over k of weights[k] * inputs[k][i], k ascending, for
+// `count` elements. A null `weights` means all 1 and no scale; an input of
+// weight 0 is not read at all, so its NaNs do not count. `out` may be one of
+// the inputs. 16-bit floats are summed in float and rounded once.
+using SumFunction = void (*)(void* out, const void* const* inputs,
+                             const float* weights, int input_count, float scale,
+                             size_t count);
+
+// Null for a dtype that has no sum.
+SumFunction FindSum(tensorflow::DataType dtype);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COLLECTIVE_SUM_FUNCTOR_H_

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COLLECTIVE_WIRE_H_
+#define TFDIST_COLLECTIVE_WIRE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tfdist {
+
+// What travels between two ranks. All ranks run the same build on machines of
+// the same byte order; `magic` catches anything else.
+//
+// A message of a collective is a *frame*, a Header followed by the payload if
+// that fits into the frame's capacity, and otherwise a *rest*, the payload as a
+// message of its own. Receives of frames are posted before they are needed, so
+// a frame is one one-way trip; a rest is received straight into its tensor.
+
+constexpr uint32_t kMagic = 0x74664431;  // "tfD1"
+
+enum class Kind : uint16_t {
+  kAllToAll = 1,
+  kAllGather = 2,
+  kAllReduce = 3,
+  kBroadcast = 4,
+  kBarrier = 5,
+  kCheckPlan = 6,
+};
+
+inline const char* KindName(Kind kind) {
+  switch (kind) {
+    case Kind::kAllToAll:
+      return "all_to_all";
+    case Kind::kAllGather:
+      return "all_gather";
+    case Kind::kAllReduce:
+      return "all_reduce";
+    case Kind::kBroadcast:
+      return "broadcast";
+    case Kind::kBarrier:
+      return "barrier";
+    case Kind::kCheckPlan:
+      return "check_plan";
+  }
+  return "unknown";
+}
+
+// The payload is the text of a user error on the sending rank, which every
+// receiver raises as well.
+constexpr uint16_t kErrorFlag = 1;
+
+struct Header {
+  uint32_t magic = kMagic;
+  Kind kind = Kind::kBarrier;
+  uint16_t flags = 0;
+  int32_t dtype = 0;
+  int32_t root = 0;         // of a broadcast
+  uint64_t call = 0;        // how many calls this tag has had on the rank
+  uint64_t bytes = 0;       // payload of this message
+  uint64_t agreed = 0;      // must be equal on all ranks: row bytes, or total
+  uint64_t shape_hash = 0;  // must be equal on all ranks
+  double weight = 1;        // of this rank in a weighted all_reduce
+  char label[72] = {};      // for the error of a mismatch
+};
+static_assert(sizeof(Header) == 128, "the header is part of the protocol");
+
+// A slot is (tag, which of the tag's message streams). Slot 0 is control.
+enum class Stream : uint64_t { kFrame = 0, kRest = 1, kReduced = 2 };
+
+constexpr uint64_t kControlSlot = 0;
+
+inline uint64_t SlotOf(int64_t tag, Stream stream) {
+  return (static_cast<uint64_t>(tag) + 1) << 4 | static_cast<uint64_t>(stream);
+}
+
+// Tags of the library itself, out of reach of the `tag` attribute (32 bits).
+constexpr int64_t kPlanTag = int64_t{1} << 40;
+
+// Control messages: one stream per pair of ranks, received all the time.
+enum class Control : uint32_t {
+  kHello = 1,    // first message: are we in the same group?
+  kPing = 2,     // are you alive, and what are you waiting for?
+  kPong = 3,     // `text` says it
+  kAbort = 4,    // the group failed: `rank` is the culprit, `text` the reason
+  kGoodbye = 5,  // this rank closes its group in good order
+};
+
+struct ControlFrame {
+  uint32_t magic = kMagic;
+  Control type = Control::kHello;
+  int32_t rank = -1;
+  int32_t code = 0;    // absl::StatusCode of an abort
+  uint64_t nonce = 0;  // the group's digest in a hello, the ping's number else
+  char text[1000] = {};
+};
+static_assert(sizeof(ControlFrame) == 1024, "part of the protocol");
+
+// Copies `text`, cut to fit and terminated.
+template <size_t N>
+inline void SetText(char (&field)[N], const char* text) {
+  size_t i = 0;
+  for (; i + 1 < N && text[i] != '\0'; ++i) field[i] = text[i];
+  field[i] = '\0';
+}
+
+// The text of a field that came from the network: never read past its end.
+template <size_t N>
+inline const char* GetText(char (&field)[N]) {
+  field[N - 1] = '\0';
+  return field;
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COLLECTIVE_WIRE_H_

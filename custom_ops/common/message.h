@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COMMON_MESSAGE_H_
+#define TFDIST_COMMON_MESSAGE_H_
+
+#include <sstream>
+#include <string>
+
+namespace tfdist {
+
+// The arguments printed one after another, for error messages.
+template <typename... Args>
+std::string Message(const Args&... args) {
+  std::ostringstream stream;
+  (stream << ... << args);
+  return stream.str();
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COMMON_MESSAGE_H_

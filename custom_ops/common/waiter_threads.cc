@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/waiter_threads.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace tfdist {
+
+// Shared with the threads, which are detached: the last reference to the owner
+// may be dropped on one of them, and a thread cannot join itself.
+struct WaiterThreads::State {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<std::function<void()>> tasks;
+  size_t idle = 0;
+  bool stopping = false;
+};
+
+WaiterThreads::WaiterThreads() : state_(std::make_shared<State>()) {}
+
+WaiterThreads::~WaiterThreads() {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->stopping = true;
+  state_->wake.notify_all();
+}
+
+void WaiterThreads::Schedule(std::function<void()> task) {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  state_->tasks.push_back(std::move(task));
+  if (state_->idle >= state_->tasks.size()) {
+    state_->wake.notify_one();
+    return;
+  }
+  lock.unlock();
+  std::thread(&WaiterThreads::Work, state_).detach();
+}
+
+void WaiterThreads::Work(std::shared_ptr<State> state) {
+  std::unique_lock<std::mutex> lock(state->mutex);
+  while (true) {
+    while (!state->tasks.empty()) {
+      std::function<void()> task = std::move(state->tasks.front());
+      state->tasks.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;  // what it holds is released outside the lock
+      lock.lock();
+    }
+    if (state->stopping) return;
+    ++state->idle;
+    state->wake.wait(lock,
+                     [&] { return state->stopping || !state->tasks.empty(); });
+    --state->idle;
+  }
+}
+
+}  // namespace tfdist

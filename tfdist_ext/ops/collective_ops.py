@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives as differentiable ops over a process group.
+
+Every op takes a `tag`, an even number that is the same on all ranks and that
+no other op in flight uses; the gradient of an op uses the next odd one. Ops of
+different tags may run in any order, and in different orders on different
+ranks. Ops of one tag run one after another.
+
+With one rank nothing is exchanged and no compiled library is needed.
+
+Errors, on every rank: `UnavailableError` when a rank dies, hangs or leaves,
+naming it, its address, the op and the stage; `InvalidArgumentError` when an
+argument is wrong on any rank or the ranks run different ops under one tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+
+import tensorflow as tf
+
+from tfdist_ext.ops.library import library
+
+
+class Group(Protocol):
+    """What the ops need of a process group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def handle(self) -> int: ...
+
+
+def all_to_all(
+    group: Group,
+    x: tf.Tensor,
+    send_splits: tf.Tensor,
+    *,
+    tag: int,
+    label: str = "",
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sends rows to each rank and receives rows from each.
+
+    With two ranks, `x` on rank 0 being rows [a b c] with splits [1, 2] and on
+    rank 1 rows [d e] with splits [2, 0]:
+
+        rank 0 gets [a d e], recv_splits [1, 2]
+        rank 1 gets [b c],   recv_splits [2, 0]
+
+    Args:
+        group: the ranks.
+        x: `[n, ...]`, uint8, int32, int64 or floating: the rows for rank 0,
+            then those for rank 1, and so on.
+        send_splits: int64 `[world_size]`, how many rows go to each rank.
+        tag: even number of this op.
+        label: name for errors and statistics.
+
+    Returns:
+        `[m, ...]`, the rows from rank 0, then those from rank 1, and so on,
+        and int64 `[world_size]`, how many came from each. The first is
+        differentiable with respect to `x`.
+    """
+    x = tf.convert_to_tensor(x)
+    send_splits = tf.cast(send_splits, tf.int64)
+    if group.world_size == 1:
+        return x, send_splits
+    result = library().tfdist_all_to_all(
+        input=x, send_splits=send_splits, **_attributes(group, tag, label)
+    )
+    result.output.set_shape([None, *x.shape[1:]])
+    return result.output, result.recv_splits
+
+
+def all_gather(
+    group: Group, x: tf.Tensor, *, tag: int, label: str = ""
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Concatenates the rows of all ranks.
+
+    Args:
+        group: the ranks.
+        x: `[n, ...]`, `n` may differ between ranks.
+        tag: even number of this op.
+        label: name for errors and statistics.
+
+    Returns:
+        `[sum of n, ...]`, the same on all ranks, differentiable, and int64
+        `[world_size]`, the rows of each rank.
+    """
+    x = tf.convert_to_tensor(x)
+    if group.world_size == 1:
+        return x, tf.shape(x, tf.int64)[:1]
+    result = library().tfdist_all_gather(
+        input=x, **_attributes(group, tag, label)
+    )
+    return result.output, tf.ensure_shape(result.splits, [group.world_size])
+
+
+def all_reduce(
+    group: Group,
+    tensors: Sequence[tf.Tensor],
+    *,
+    tag: int,
+    label: str = "",
+    weight: tf.Tensor | float | None = None,
+) -> list[tf.Tensor]:
+    """Sums tensors over the ranks, all in one exchange.
+
+    Args:
+        group: the ranks.
+        tensors: of one dtype (int32, int64 or floating), with the same shapes
+            on all ranks.
+        tag: even number of this op.
+        label: name for errors and statistics.
+        weight: None for a plain sum. A float32 scalar w gives
+            `world_size * sum(w * x) / sum(w)` over the ranks, or zeros if all
+            weights are 0. Tensors of a rank with weight 0 do not count, even
+            if they hold NaN.
+
+    Returns:
+        The sums, bitwise equal on all ranks. Plain sums are differentiable.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    if not tensors:
+        return []
+    if group.world_size == 1:
+        return [_without_weightless(tensor, weight) for tensor in tensors]
+    outputs: list[tf.Tensor] = library().tfdist_all_reduce(
+        inputs=tensors,
+        weight=1.0 if weight is None else tf.cast(weight, tf.float32),
+        weighted=weight is not None,
+        **_attributes(group, tag, label),
+    )
+    return outputs
+
+
+def broadcast(
+    group: Group, x: tf.Tensor, *, root: int = 0, tag: int, label: str = ""
+) -> tf.Tensor:
+    """Gives every rank the tensor of rank `root`.
+
+    Args:
+        group: the ranks.
+        x: on `root` the tensor; elsewhere any tensor of its dtype.
+        root: the rank that sends.
+        tag: even number of this op.
+        label: name for errors and statistics.
+
+    Returns:
+        The tensor of `root`, in its shape.
+    """
+    x = tf.convert_to_tensor(x)
+    if group.world_size == 1:
+        return x
+    return library().tfdist_broadcast(
+        input=x, root=root, **_attributes(group, tag, label)
+    )
+
+
+def barrier(group: Group, *, tag: int, label: str = "") -> Any:
+    """Ends when all ranks have begun it.
+
+    Args:
+        group: the ranks.
+        tag: even number of this op.
+        label: name for errors and statistics.
+
+    Returns:
+        The operation in a graph; None when run eagerly.
+    """
+    if group.world_size == 1:
+        return tf.no_op()
+    return library().tfdist_barrier(**_attributes(group, tag, label))
+
+
+def _attributes(group: Group, tag: int, label: str) -> dict[str, Any]:
+    return {"group": group.handle, "tag": tag, "label": label}
+
+
+def _without_weightless(
+    tensor: tf.Tensor, weight: tf.Tensor | float | None
+) -> tf.Tensor:
+    if weight is None:
+        return tensor
+    counts = tf.cast(weight, tf.float32) > 0
+    return tf.where(counts, tensor, tf.zeros_like(tensor))
+
+
+@tf.RegisterGradient("Tfdist>AllToAll")
+def _all_to_all_gradient(
+    op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
+) -> list[tf.Tensor | None]:
+    # Rows go back the way they came.
+    result = library().tfdist_all_to_all(
+        input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
+    )
+    return [tf.reshape(result.output, tf.shape(op.inputs[0])), None]
+
+
+@tf.RegisterGradient("Tfdist>AllGather")
+def _all_gather_gradient(
+    op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
+) -> tf.Tensor:
+    # Each rank returns to every rank that one's rows, which sums them.
+    result = library().tfdist_all_to_all(
+        input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
+    )
+    world_size = tf.size(op.outputs[1])
+    shape = tf.concat([[world_size], tf.shape(op.inputs[0])], axis=0)
+    return tf.reduce_sum(tf.reshape(result.output, shape), axis=0)
+
+
+@tf.RegisterGradient("Tfdist>AllReduce")
+def _all_reduce_gradient(
+    op: tf.Operation, *gradients: tf.Tensor
+) -> list[tf.Tensor | None]:
+    if op.get_attr("weighted"):
+        raise NotImplementedError(
+            "A weighted all_reduce has no gradient (op "
+            f"{op.get_attr('label')!r}); use a plain sum."
+        )
+    sums = library().tfdist_all_reduce(
+        inputs=list(gradients), weight=1.0, **_gradient_attributes(op)
+    )
+    return [*sums, None]
+
+
+def _gradient_attributes(op: tf.Operation) -> dict[str, Any]:
+    label = op.get_attr("label").decode()
+    return {
+        "group": op.get_attr("group"),
+        "tag": op.get_attr("tag") + 1,
+        "label": f"{label}/gradient",
+    }
+
+
+tf.no_gradient("Tfdist>Broadcast")
+tf.no_gradient("Tfdist>Barrier")
