@@ -88,7 +88,7 @@ def _ranks(
             "task": {"type": "worker", "index": rank},
         }
         environment = {
-            **_defaults(os.environ, options.n),
+            **_defaults(os.environ, rank, options.n),
             **_gpu(os.environ, local_rank, options.n),
             **dict(options.env),
             "TF_CONFIG": json.dumps(config),
@@ -118,7 +118,9 @@ def _command(options: argparse.Namespace) -> list[str]:
     return [sys.executable, *module, options.script, *options.arguments]
 
 
-def _defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
+def _defaults(
+    environment: Mapping[str, str], rank: int, ranks: int
+) -> dict[str, str]:
     """What a rank gets unless the user's environment says otherwise."""
     cores = len(os.sched_getaffinity(0))
     threads = str(max(1, cores // ranks))
@@ -126,11 +128,12 @@ def _defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
         # Ranks of one host share its cores.
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
-        # Lines of a pipe arrive as they are written, also before a crash.
-        "PYTHONUNBUFFERED": "1",
         # TensorFlow's server may bind the port this launcher holds for it.
         "TF_GRPC_REUSE_PORT": "1",
     }
+    if rank != 0:
+        # What is written to a pipe arrives at once, also before a crash.
+        defaults["PYTHONUNBUFFERED"] = "1"
     return {k: v for k, v in defaults.items() if k not in environment}
 
 

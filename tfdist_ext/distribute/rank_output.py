@@ -55,6 +55,7 @@ class Pump:
         self._lock = lock
         self._prefix = prefix
         self._log = log
+        self._unlogged = b""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -66,14 +67,12 @@ class Pump:
         lines = LineSplitter(self._show_line)
         try:
             while data := _read(self._source):
-                if self._log is not None:
-                    with self._lock:
-                        self._log.write(data)
-                        self._log.flush()
+                self._write_log(data)
                 if self._prefix is None:
                     self._write(data)
                 lines.feed(data)
             lines.close()
+            self._write_log(b"", last=True)
         finally:
             os.close(self._source)
 
@@ -81,6 +80,16 @@ class Pump:
         self.tail.append(line)
         if self._prefix is not None:
             self._write(self._prefix + line + b"\n")
+
+    def _write_log(self, data: bytes, last: bool = False) -> None:
+        """Logs whole lines: two outputs of a rank share one file."""
+        if self._log is None:
+            return
+        lines, end, self._unlogged = (self._unlogged + data).rpartition(b"\n")
+        rest = self._unlogged if last else b""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._log.write(lines + end + rest)
+            self._log.flush()
 
     def _write(self, data: bytes) -> None:
         # Whoever reads our output may be gone; the ranks go on.
