@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,6 +74,7 @@ def run_job(
         status, reason = _watch(processes, folder, start + limit_seconds)
     finally:
         _kill(processes)
+        shutil.rmtree(folder / "scratch", ignore_errors=True)
     seconds = time.monotonic() - start
     results: tuple[dict[str, Any], ...] = ()
     if status == "ok":
@@ -103,6 +105,8 @@ def _start(
     net: network.Network, folder: pathlib.Path, environment: dict[str, str]
 ) -> list[subprocess.Popen[bytes]]:
     addresses = _addresses(net)
+    scratch = folder / "scratch"
+    scratch.mkdir()
     processes = []
     for rank in range(len(addresses)):
         command = [*net.prefixes[rank], sys.executable, "-m"]
@@ -112,7 +116,7 @@ def _start(
                 subprocess.Popen(
                     command,
                     cwd=_ROOT,
-                    env=_environment(addresses, rank, environment),
+                    env=_environment(addresses, rank, scratch, environment),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -123,7 +127,10 @@ def _start(
 
 
 def _environment(
-    addresses: list[str], rank: int, extra: dict[str, str]
+    addresses: list[str],
+    rank: int,
+    scratch: pathlib.Path,
+    extra: dict[str, str],
 ) -> dict[str, str]:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -133,6 +140,8 @@ def _environment(
         cluster = {"worker": addresses}
         config = json.dumps({"cluster": cluster, "task": task})
         environment["TF_CONFIG"] = config
+    # Ranks end without cleaning up; what they leave must not fill /tmp.
+    environment["TMPDIR"] = str(scratch)
     return {**environment, **extra}
 
 

@@ -145,7 +145,7 @@ class FitLoop:
 
         `fit` reports only averages over an epoch: there are no local losses.
         """
-        timer = _StepTimer()
+        timer = StepTimer()
         self.trainee.model.fit(
             self._distributed(inputs),
             epochs=1,
@@ -164,7 +164,7 @@ class FitLoop:
         return strategy.distribute_datasets_from_function(lambda _: whole)
 
 
-class _StepTimer(tf.keras.callbacks.Callback):
+class StepTimer(tf.keras.callbacks.Callback):
     """Seconds from the end of a step to the end of the next."""
 
     def __init__(self) -> None:

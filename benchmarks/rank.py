@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.002
 # Task of a job -> module with a function `run_rank(context) -> dict`.
 TASKS = {
     "training": "benchmarks.training",
-    "collectives": "benchmarks.collectives",
-    "overhead": "benchmarks.overhead",
+    "collectives": "benchmarks.exchange_rates",
+    "overhead": "benchmarks.tiny_dense",
 }
 
 

@@ -164,9 +164,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def exit_on_terminate() -> None:
-    """Makes SIGTERM unwind the stack, so that the network is removed."""
+def exit_on_signals() -> None:
+    """Makes SIGTERM and SIGINT unwind the stack, so the network goes away.
+
+    SIGINT too: shells start background jobs with SIGINT ignored.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
 
 def run_variants(
@@ -198,7 +202,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs, prints the table and the targets, writes JSON and a chart."""
-    exit_on_terminate()
+    exit_on_signals()
     arguments = make_parser().parse_args()
     settings = _settings(arguments)
     title = f"{arguments.workload}, {arguments.ranks} rank(s)"

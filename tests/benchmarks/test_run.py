@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: help, settings, a whole small run, signals."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import network
+from benchmarks import run
+
+_REASON = network.reason_unavailable()
+needs_namespaces = pytest.mark.skipif(bool(_REASON), reason=_REASON)
+
+
+def _command(tmp_path, *arguments):
+    command = [sys.executable, "-m", "benchmarks.run", "--workload", "smoke"]
+    return [*command, "--output", str(tmp_path), *arguments]
+
+
+@pytest.mark.parametrize("module", ["run", "collectives", "overhead"])
+def test_help_explains_every_option(module):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert "--ranks" in done.stdout
+    assert len(done.stdout) > 300
+
+
+def test_defaults_are_those_of_the_targets():
+    arguments = run.make_parser().parse_args([])
+    assert (arguments.workload, arguments.ranks) == ("timelines", 4)
+    assert (arguments.egress, arguments.batch) == ("150mbps", 256)
+
+
+def test_unknown_variant_is_refused():
+    with pytest.raises(SystemExit):
+        run.make_parser().parse_args(["--variants", "magic"])
+
+
+def test_a_bad_rate_is_refused_before_anything_starts(tmp_path):
+    arguments = run.make_parser().parse_args(["--egress", "fast"])
+    with pytest.raises((ValueError, SystemExit)):
+        run.open_network(arguments, 2)
+
+
+def test_ranks_meet_on_loopback_when_asked():
+    arguments = run.make_parser().parse_args(["--network", "loopback"])
+    with run.open_network(arguments, 2) as net:
+        assert net == network.loopback(2)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_small_run_writes_all_it_promises(tmp_path, ranks):
+    done = subprocess.run(
+        _command(
+            tmp_path,
+            *("--ranks", str(ranks), "--network", "loopback"),
+            *("--variants", "stock-sparse", "stock-dense"),
+            *("--steps", "10", "--limit", "100"),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    content = json.loads((folder / "result.json").read_text())
+    for variant in content["variants"].values():
+        assert variant["status"] == "ok", variant["reason"]
+        assert len(variant["results"]) == ranks
+        assert variant["results"][0]["errors"]["rows"] < 1e-4
+    assert "stock-dense" in done.stdout
+    assert (folder / "chart.png").exists() or "no chart" in done.stdout
+
+
+@pytest.mark.process
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_removes_ranks_and_network(tmp_path, number):
+    process = subprocess.Popen(
+        _command(tmp_path, "--ranks", "2", "--variants", "stock-sparse"),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        _wait_until(lambda: list(tmp_path.rglob("rank1.log")))
+        assert _leftovers(process.pid)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
+    finally:
+        process.kill()
+    assert _leftovers(process.pid) == []
+    job = str(next(tmp_path.rglob("job.json")))
+    assert not any(job in command for command in _commands())
+
+
+def _leftovers(pid):
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    names = listed + os.listdir("/sys/class/net")
+    return [name for name in names if name.startswith(f"tfd{pid}x")]
+
+
+def _commands():
+    commands = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_text())
+        except OSError:
+            continue  # It has ended meanwhile.
+    return commands
+
+
+def _wait_until(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
