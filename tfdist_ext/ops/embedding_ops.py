@@ -211,7 +211,8 @@ def lookup(
 
 @tf.RegisterGradient("Tfdist>Lookup")
 def _lookup_gradient(op: Any, grad: tf.Tensor) -> list[Any]:
-    rows, row_grads = lookup_grad(*op.inputs[1:4], grad)
+    _, row_splits, rows, weights = op.inputs
+    rows, row_grads = lookup_grad(row_splits, rows, weights, grad)
     table_shape = tf.TensorShape(op.get_attr("table_shape"))
     dense_shape = tf.constant(table_shape.as_list(), tf.int64)
     shard = op.get_attr("shard")
