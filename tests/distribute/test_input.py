@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets are cut by sample and end at the same step on every rank."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.distribute import input
+
+
+class Together:
+    """Collectives of one rank among others whose answers are given."""
+
+    def __init__(self, rank, world_size, lengths=None, others_have_data=()):
+        self.group = types.SimpleNamespace(rank=rank, world_size=world_size)
+        self._lengths = lengths
+        self._others = tf.constant([*others_have_data, *[0] * 1000])
+        self._asked = tf.Variable(0)
+
+    def all_gather(self, tensor, label):
+        lengths = self._lengths or [int(tensor[0])] * self.group.world_size
+        return tf.constant(lengths, tf.int64)
+
+    def all_reduce(self, tensors, label, weighted=False):
+        others = self._others[self._asked]
+        self._asked.assign_add(1)
+        return [tensors[0] + others]
+
+
+def batches(sizes):
+    """Dataset of int vectors 0, 1, 2, ... in batches of given sizes."""
+    starts = np.cumsum([0, *sizes])
+    parts = [np.arange(a, b) for a, b in zip(starts, starts[1:])]
+    ragged = tf.ragged.constant([p.tolist() for p in parts], dtype=tf.int64)
+    return tf.data.Dataset.from_tensor_slices(ragged)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("sizes", [[8, 8, 5], [8, 1], [3]])
+def test_ranks_together_see_every_batch_in_order(world_size, sizes):
+    pieces = [
+        [
+            piece.numpy()
+            for piece in input.distribute(
+                batches(sizes), Together(rank, world_size), "input"
+            )
+        ]
+        for rank in range(world_size)
+    ]
+    whole = [np.concatenate(step) for step in zip(*pieces, strict=True)]
+    assert [len(step) for step in whole] == sizes
+    np.testing.assert_array_equal(np.concatenate(whole), range(sum(sizes)))
+
+
+def test_every_kind_of_component_is_cut():
+    batch = {
+        "dense": tf.reshape(tf.range(10), [5, 2]),
+        "ragged": tf.ragged.constant([[1], [2, 3], [], [4], [5]]),
+        "sparse": tf.sparse.from_dense(tf.eye(5)),
+        "scalar": tf.constant(7),
+        "text": tf.constant(list("abcde")),
+    }
+    parts = [input.slice_of_rank(batch, rank, 2) for rank in range(2)]
+    for name in ("dense", "text"):
+        joined = tf.concat([p[name] for p in parts], 0)
+        np.testing.assert_array_equal(joined, batch[name])
+    joined = tf.concat([p["ragged"] for p in parts], 0)
+    assert joined.to_list() == batch["ragged"].to_list()
+    joined = tf.sparse.concat(0, [p["sparse"] for p in parts])
+    np.testing.assert_array_equal(tf.sparse.to_dense(joined), np.eye(5))
+    assert all(p["scalar"] == 7 for p in parts)
+    assert parts[0]["sparse"].shape == (2, 5)
+
+
+def test_static_batch_size_stays_static():
+    dataset = tf.data.Dataset.range(32).batch(8, drop_remainder=True)
+    local = input.distribute(dataset, Together(1, 4), "input")
+    assert local.element_spec.shape == (2,)
+
+
+def test_shorter_rank_is_padded_with_empty_batches():
+    dataset = tf.data.Dataset.from_tensor_slices(
+        {
+            "x": np.ones([4, 3], np.float32),
+            "r": tf.ragged.constant([[1], [2], [3], [4]]),
+            "s": tf.sparse.from_dense(np.eye(4, 6)),
+        }
+    ).batch(2)
+    local = input.equal_steps(dataset, Together(0, 2, [2, 4]), "input")
+    steps = list(local)
+    assert len(steps) == 4
+    assert [step["x"].shape[0] for step in steps] == [2, 2, 0, 0]
+    assert steps[3]["x"].shape == (0, 3)
+    assert [step["r"].nrows() for step in steps] == [2, 2, 0, 0]
+    np.testing.assert_array_equal(steps[2]["s"].dense_shape, [0, 6])
+
+
+def test_unknown_length_goes_on_while_any_rank_has_data():
+    dataset = tf.data.Dataset.range(6).batch(2).filter(lambda x: True)
+    together = Together(
+        0, 2, [int(tf.data.UNKNOWN_CARDINALITY)] * 2, [1, 1, 1, 1, 1]
+    )
+    steps = list(input.equal_steps(dataset, together, "input"))
+    assert [len(step) for step in steps] == [2, 2, 2, 0, 0]
+    again = Together(0, 2, [int(tf.data.UNKNOWN_CARDINALITY)] * 2)
+    assert len(list(input.equal_steps(dataset, again, "input"))) == 3
+
+
+def test_infinite_on_some_ranks_only_is_an_error():
+    dataset = tf.data.Dataset.range(6).batch(2)
+    infinite = int(tf.data.INFINITE_CARDINALITY)
+    with pytest.raises(ValueError, match="infinite on some ranks"):
+        input.equal_steps(dataset, Together(0, 2, [3, infinite]), "input")
+
+
+def test_off_keeps_own_data_and_global_batch_size():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    dataset = tf.data.Dataset.range(12).batch(6).with_options(options)
+    local = list(input.distribute(dataset, Together(1, 2), "input"))
+    assert [len(step) for step in local] == [3, 3, 3, 3]
+
+
+def test_policies_by_file_need_a_fixed_batch_size():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.FILE
+    )
+    dataset = tf.data.Dataset.range(12).with_options(options)
+    dataset = dataset.map(lambda x: tf.fill([x], x))
+    with pytest.raises(ValueError, match="no fixed batch size"):
+        input.distribute(dataset, Together(0, 2), "input")

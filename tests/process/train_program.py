@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains small models on fixed data; run on any number of ranks.
+
+Usage: train_program.py OUTPUT.npz CASE... [--stock INITIAL.npz]
+
+A case is "placement/optimizer". With --stock the same model is built from
+stock TensorFlow ops in one process, starting from the tables in INITIAL.npz.
+Every rank writes OUTPUT.npz with its rank inserted before the ending.
+"""
+
+import argparse
+import pathlib
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import FullSparse
+
+keras = tf.keras
+ROWS, UNITS, IDS, BATCH, STEPS = 97, 6, 5, 24, 48
+TAIL = (7, 2)  # uneven on 2 and 4 ranks, and two ranks of 4 left empty
+
+
+class StockSparse(keras.layers.Layer):
+    """The twin of FullSparse from stock ops."""
+
+    def __init__(self, initial, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.initial = initial
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(
+            name="kernel",
+            shape=self.initial.shape,
+            initializer=lambda shape, dtype=None, **_: tf.constant(
+                self.initial
+            ),
+        )
+        self.bias = self.add_weight(
+            name="bias",
+            shape=(UNITS,),
+            initializer=keras.initializers.Constant(1 / UNITS),
+        )
+        self.built = True
+
+    def call(self, inputs):
+        kernel = tf.convert_to_tensor(self.kernel)
+        if isinstance(inputs, tf.SparseTensor):
+            pooled = tf.sparse.sparse_dense_matmul(inputs, kernel)
+        else:
+            pooled = tf.reduce_sum(tf.gather(kernel, inputs), 1)
+        return pooled + self.bias
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], UNITS)
+
+
+def samples(count, seed):
+    """Ids with repeats, sparse rows with values and empty ones, labels."""
+    rng = np.random.default_rng(seed)
+    ids = rng.zipf(1.3, [count, IDS]) % ROWS
+    mask = rng.random([count, ROWS]) < 0.05
+    mask[:: 7] = False
+    dense = np.where(mask, rng.normal(size=mask.shape), 0)
+    labels = rng.normal(size=[count, 1])
+    return (
+        ids.astype(np.int64),
+        dense.astype(np.float32),
+        labels.astype(np.float32),
+    )
+
+
+def dataset():
+    """Global batches: full ones, then the tail."""
+    ids, dense, labels = samples(BATCH * STEPS + sum(TAIL), 1)
+    whole = tf.data.Dataset.from_tensor_slices((ids, dense, labels))
+
+    def batched(skip, count, size):
+        part = whole.skip(skip).take(count).batch(size)
+        return part.map(
+            lambda i, d, y: (
+                {"ids": i, "sparse": tf.sparse.from_dense(d)},
+                y,
+            )
+        )
+
+    result = batched(0, BATCH * STEPS, BATCH)
+    skip = BATCH * STEPS
+    for size in TAIL:
+        result = result.concatenate(batched(skip, size, size))
+        skip += size
+    return result
+
+
+def build(make_layer):
+    """Two sparse layers, one on ids, one on a SparseTensor."""
+    ids = keras.Input([IDS], dtype="int64", name="ids")
+    sparse = keras.Input([ROWS], sparse=True, name="sparse")
+    hidden = keras.layers.Concatenate()(
+        [make_layer("by_id")(ids), make_layer("by_value")(sparse)]
+    )
+    hidden = keras.layers.Dense(
+        8,
+        activation="tanh",
+        kernel_initializer=keras.initializers.GlorotUniform(seed=5),
+    )(hidden)
+    output = keras.layers.Dense(
+        1, kernel_initializer=keras.initializers.GlorotUniform(seed=6)
+    )(hidden)
+    return keras.Model({"ids": ids, "sparse": sparse}, output)
+
+
+def optimizer(name):
+    """By name; "keras_..." are Keras's own."""
+    if name.startswith("keras_"):
+        kind = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
+        return getattr(keras.optimizers, kind[name[6:]])(0.05)
+    kind = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
+    return getattr(tfdist_ext.optimizers, kind[name])(0.05)
+
+
+def train(model, result, case):
+    """Fits one epoch and notes everything that must agree."""
+    history = model.fit(dataset(), epochs=1, verbose=0)
+    metrics = model.evaluate(dataset(), verbose=0, return_dict=True)
+    result[f"{case}/loss"] = history.history["loss"]
+    result[f"{case}/mae"] = history.history["mae"]
+    result[f"{case}/val_loss"] = metrics["loss"]
+    result[f"{case}/val_mae"] = metrics["mae"]
+    result[f"{case}/predict"] = model.predict(
+        dataset().map(lambda x, y: x), verbose=0
+    )
+    for layer in model.layers[-2:]:
+        for weight in layer.weights:
+            result[f"{case}/{weight.name}/{weight.shape}"] = np.array(weight)
+
+
+def hybrid(strategy, case, result):
+    """Our strategy and layers."""
+    placement, name = case.split("/")
+    with strategy.scope():
+        model = build(
+            lambda layer: FullSparse(
+                UNITS,
+                ROWS,
+                sharding=placement,
+                kernel_initializer=keras.initializers.RandomNormal(
+                    0.0, 0.3, seed=3
+                ),
+                name=layer,
+            )
+        )
+        model.compile(optimizer(name), "mse", metrics=["mae"])
+    for layer in ("by_id", "by_value"):
+        result[f"{case}/initial/{layer}"] = strategy.gather_table(
+            model.get_layer(layer)
+        )
+    train(model, result, case)
+    for layer in ("by_id", "by_value"):
+        result[f"{case}/final/{layer}"] = strategy.gather_table(
+            model.get_layer(layer)
+        )
+
+
+def stock(case, result, initial):
+    """The same from stock ops, one process, stock optimizer."""
+    model = build(
+        lambda layer: StockSparse(
+            initial[f"{case}/initial/{layer}"], name=layer
+        )
+    )
+    name = case.split("/")[1].removeprefix("keras_")
+    model.compile(optimizer(f"keras_{name}"), "mse", metrics=["mae"])
+    train(model, result, case)
+    for layer in ("by_id", "by_value"):
+        result[f"{case}/final/{layer}"] = np.array(
+            model.get_layer(layer).kernel
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--stock")
+    arguments = parser.parse_args()
+    result, rank = {}, 0
+    if arguments.stock:
+        for case in arguments.cases:
+            stock(case, result, np.load(arguments.stock))
+    else:
+        strategy = tfdist_ext.HybridParallelStrategy()
+        rank = strategy.rank
+        for case in arguments.cases:
+            hybrid(strategy, case, result)
+    np.savez(arguments.output.with_suffix(f".{rank}.npz"), **result)
+
+
+if __name__ == "__main__":
+    main()

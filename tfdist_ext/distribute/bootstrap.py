@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a TF_CONFIG cluster find each other at start-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.distribute.process_group import ProcessGroup
+
+_SEED_LIMIT = 2**31 - 1
+
+
+def prepare(resolver: Any, timeout: float, startup_timeout: float) -> None:
+    """Checks the cluster and sets TensorFlow's own timeouts.
+
+    Args:
+        resolver: the cluster resolver of the strategy.
+        timeout: seconds of silence after which a peer counts as dead.
+        startup_timeout: seconds that ranks wait for each other to start.
+
+    Raises:
+        ValueError: for task types other than chief and worker.
+    """
+    cluster = resolver.cluster_spec().as_dict()
+    wrong = sorted(set(cluster) - {"chief", "worker"})
+    if wrong or resolver.task_type not in (None, "", "chief", "worker"):
+        raise ValueError(
+            "HybridParallelStrategy runs on the tasks 'chief' and 'worker' "
+            "only: every rank trains. Received a TF_CONFIG with cluster "
+            f"{cluster} and task type {resolver.task_type!r}."
+        )
+    if sum(len(tasks) for tasks in cluster.values()) > 1:
+        internals.configure_coordination(
+            {job: len(cluster[job]) for job in sorted(cluster)},
+            startup_timeout,
+            # Heartbeats share the link with the exchanges: they must never
+            # be what kills a busy job, so they get more time than these.
+            max(2 * timeout, 30.0),
+        )
+
+
+def connect(strategy: Any, timeout: float) -> ProcessGroup:
+    """Connects the ranks to each other.
+
+    Args:
+        strategy: a multi-worker strategy whose stock collectives work.
+        timeout: seconds, of the process group.
+
+    Returns:
+        The connected process group.
+    """
+    extended = strategy.extended
+    spec = extended._cluster_spec
+    addresses = [
+        address
+        for job in sorted(spec.jobs)
+        for address in spec.job_tasks(job)
+    ]
+    return ProcessGroup(
+        rank=extended._id_in_cluster,
+        world_size=extended._num_workers,
+        addresses=addresses,
+        exchange=lambda blob: _exchange(strategy, blob),
+        timeout=timeout,
+    )
+
+
+def _exchange(strategy: Any, blob: bytes) -> list[bytes]:
+    """Every rank's blob, through TensorFlow's own collectives."""
+    width = 4096
+    if len(blob) > width - 4:
+        raise ValueError(f"Address of {len(blob)} bytes, limit {width - 4}.")
+    padded = np.zeros(width, np.uint8)
+    padded[:4] = np.frombuffer(len(blob).to_bytes(4, "little"), np.uint8)
+    padded[4 : 4 + len(blob)] = np.frombuffer(blob, np.uint8)
+    rows = strategy.gather(tf.constant(padded[None].astype(np.int32)), axis=0)
+    return [
+        row[4 : 4 + int.from_bytes(row[:4].tobytes(), "little")].tobytes()
+        for row in rows.numpy().astype(np.uint8)
+    ]
+
+
+def share_seed(collectives: Collectives) -> None:
+    """Gives ranks without a seed the one of rank 0.
+
+    Every rank shuffles the same dataset and keeps its slice of each batch,
+    so the shuffles must agree.
+    """
+    seed = internals.global_seed()
+    mine = [-1 if seed is None else seed]
+    if seed is None and collectives.group.rank == 0:
+        mine = [int(np.random.default_rng().integers(_SEED_LIMIT))]
+    seeds = collectives.all_gather(
+        tf.constant(mine, tf.int64), "seed"
+    ).numpy()
+    if seed is None:
+        tf.random.set_seed(int(seeds[0]))
+        seed = int(seeds[0])
+    given = seeds[seeds >= 0]
+    if (given != given[0]).any():
+        tf.get_logger().warning(
+            "The ranks use different seeds (%s), so they shuffle datasets "
+            "differently and some samples are trained twice, others never. "
+            "Call tf.random.set_seed with the same seed on every rank.",
+            seeds.tolist(),
+        )

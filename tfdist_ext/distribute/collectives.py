@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one strategy: tags, plans, fused buckets, sample weights."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.distribute.step import Step
+from tfdist_ext.ops import collective_ops
+
+# Gradients are summed in buckets of about this size: large enough to use the
+# link, small enough that the first bucket travels while the backward pass
+# still computes the next ones (tensor fusion, Horovod).
+_BUCKET_BYTES = 8 << 20
+
+
+class Collectives:
+    """The exchanges of one strategy over its process group.
+
+    Every exchange has a label. Label and occurrence within the step give the
+    tag on the wire, so ranks agree on tags without talking, whatever order
+    their executors run the ops in.
+
+    Attributes:
+        group: the process group that carries the exchanges.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._steps: list[Step] = []
+        self._graph_labels: weakref.WeakKeyDictionary[
+            tf.Graph, collections.Counter[str]
+        ] = weakref.WeakKeyDictionary()
+        self._known_plans: set[tuple[str, ...]] = set()
+
+    @property
+    def step(self) -> Step | None:
+        """The step being traced or run, None outside of `Strategy.run`."""
+        return self._steps[-1] if self._steps else None
+
+    @contextlib.contextmanager
+    def stepping(self, step: Step) -> Iterator[Step]:
+        """Makes `step` the current one; compares its plan when traced."""
+        self._steps.append(step)
+        try:
+            yield step
+        finally:
+            self._steps.pop()
+        if not tf.executing_eagerly():
+            self._compare_plan(tuple(sorted(step.plan)))
+
+    def _compare_plan(self, plan: tuple[str, ...]) -> None:
+        # Ranks trace a new plan at the same step; one that only has new
+        # shapes (a last, smaller batch) is known already and costs nothing.
+        if plan and plan not in self._known_plans:
+            with tf.init_scope():
+                self.group.check_plan(list(plan))
+            self._known_plans.add(plan)
+
+    def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
+        """Even number for an exchange, the same on all ranks."""
+        labels = self._labels()
+        occurrence = labels[label]
+        labels[label] += 1
+        if self.step is not None:
+            self.step.plan.append(f"{label}#{occurrence} {kind} {dtype.name}")
+        digest = hashlib.blake2b(
+            f"{label}#{occurrence}".encode(), digest_size=4
+        ).digest()
+        return (int.from_bytes(digest, "little") >> 2) << 1
+
+    def _labels(self) -> collections.Counter[str]:
+        if self.step is not None:
+            return self.step.labels
+        if tf.executing_eagerly():
+            return collections.Counter()
+        graph = tf.compat.v1.get_default_graph()
+        return self._graph_labels.setdefault(graph, collections.Counter())
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
+    ) -> list[tf.Tensor]:
+        """Sums tensors over the ranks, bitwise equal on all of them.
+
+        Args:
+            tensors: dense tensors of any numeric dtypes.
+            label: names the exchange in errors.
+            weighted: multiply every rank's tensors by its share of the
+                step's samples times `world_size` before the sum.
+
+        Returns:
+            The sums, in order.
+        """
+        result: list[tf.Tensor] = list(tensors)
+        for indices in _buckets(tensors):
+            dtype = tensors[indices[0]].dtype
+            sums = collective_ops.all_reduce(
+                self.group,
+                [tensors[i] for i in indices],
+                tag=self.tag(label, "all_reduce", dtype),
+                label=label,
+                weight=self.step.samples if weighted and self.step else None,
+            )
+            for i, total in zip(indices, sums, strict=True):
+                result[i] = total
+        return result
+
+    def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Concatenates the ranks' tensors along axis 0, uneven allowed."""
+        gathered, _ = collective_ops.all_gather(
+            self.group,
+            tensor,
+            tag=self.tag(label, "all_gather", tensor.dtype),
+            label=label,
+        )
+        return gathered
+
+    def gather_messages(
+        self, tensor: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Like `all_gather`, with the length that came from every rank."""
+        return collective_ops.all_gather(
+            self.group,
+            tensor,
+            tag=self.tag(label, "all_gather", tensor.dtype),
+            label=label,
+        )
+
+    def all_to_all(
+        self, tensor: tf.Tensor, send_splits: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends slice j of `tensor` to rank j.
+
+        Args:
+            tensor: `[n, ...]`, the slices for rank 0, 1, ... in order.
+            send_splits: int64 `[world_size]`, rows of each slice.
+            label: names the exchange in errors.
+
+        Returns:
+            What the ranks sent to this one, in their order, and int64
+            `[world_size]`, the rows that came from each.
+        """
+        return collective_ops.all_to_all(
+            self.group,
+            tensor,
+            send_splits,
+            tag=self.tag(label, "all_to_all", tensor.dtype),
+            label=label,
+        )
+
+    def broadcast(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Rank 0's tensor on every rank; shapes must agree."""
+        return collective_ops.broadcast(
+            self.group,
+            tensor,
+            root=0,
+            tag=self.tag(label, "broadcast", tensor.dtype),
+            label=label,
+        )
+
+    def barrier(self, label: str) -> None:
+        """Waits, eagerly, until all ranks have come here."""
+        self.all_reduce([tf.zeros([1])], f"barrier/{label}")
+
+
+def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    # Later variables get their gradients first, hence the reverse order.
+    buckets: list[list[int]] = []
+    sizes: dict[tf.DType, int] = {}
+    current: dict[tf.DType, list[int]] = {}
+    for i in reversed(range(len(tensors))):
+        tensor = tensors[i]
+        size = (tensor.shape.num_elements() or 1) * tensor.dtype.size
+        full = sizes.get(tensor.dtype, _BUCKET_BYTES) + size > _BUCKET_BYTES
+        if full:
+            current[tensor.dtype] = []
+            sizes[tensor.dtype] = 0
+            buckets.append(current[tensor.dtype])
+        current[tensor.dtype].append(i)
+        sizes[tensor.dtype] += size
+    return buckets
+
+
+def active() -> Collectives | None:
+    """Collectives of the strategy in scope; None with a single process."""
+    return getattr(tf.distribute.get_strategy(), "collectives", None)
+
+
+def sum_over_ranks(tensor: tf.Tensor, label: str) -> tf.Tensor:
+    """Sum of `tensor` over the ranks of the strategy in scope."""
+    collectives = active()
+    if collectives is None:
+        return tensor
+    return collectives.all_reduce([tensor], label)[0]
+
+
+def is_gradient_reduction() -> bool:
+    """Whether an all-reduce asked for now is one of gradients.
+
+    Sums asked for while a tape records belong to the forward pass (a
+    synchronised batch normalisation, for example).
+    """
+    return not internals.is_recording()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients: dense in buckets, sparse by row, shards not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.distribute.collectives import Collectives
+
+# Below this size a table's whole gradient travels faster than its rows.
+_SMALL_TABLE_BYTES = 256 << 10
+
+
+def reduce_values(
+    collectives: Collectives, values: list[Any], label: str, weighted: bool
+) -> list[Any]:
+    """Sums values over the ranks.
+
+    Args:
+        collectives: of the strategy.
+        values: tensors, IndexedSlices or Python numbers. Gradients of
+            shards are IndexedSlices whose `dense_shape` is marked: they are
+            sums over all ranks already and come back untouched.
+        label: names the exchange in errors.
+        weighted: weigh every rank by its samples in the step.
+
+    Returns:
+        The sums, in order; IndexedSlices stay IndexedSlices unless their
+        table is small.
+    """
+    result = list(values)
+    dense: dict[int, tf.Tensor] = {}
+    for i, value in enumerate(values):
+        if not isinstance(value, tf.IndexedSlices):
+            dense[i] = tf.convert_to_tensor(value)
+        elif hasattr(value.dense_shape, "_tfdist_shard"):
+            continue
+        elif _is_small(value):
+            dense[i] = tf.convert_to_tensor(value)
+        else:
+            result[i] = _gather_rows(collectives, value, label, weighted)
+    for floating in (True, False):
+        chosen = [i for i in dense if dense[i].dtype.is_floating == floating]
+        sums = collectives.all_reduce(
+            [dense[i] for i in chosen], label, weighted and floating
+        )
+        for i, total in zip(chosen, sums, strict=True):
+            result[i] = total
+    return result
+
+
+def _is_small(slices: tf.IndexedSlices) -> bool:
+    shape = slices.dense_shape
+    shape = None if shape is None else tf.get_static_value(shape)
+    if shape is None:
+        return False
+    return int(shape.prod()) * slices.dtype.size <= _SMALL_TABLE_BYTES
+
+
+def _gather_rows(
+    collectives: Collectives,
+    slices: tf.IndexedSlices,
+    label: str,
+    weighted: bool,
+) -> tf.IndexedSlices:
+    rows = slices.values
+    if weighted and collectives.step is not None:
+        samples = collectives.step.samples
+        total = collectives.all_reduce([samples], f"{label}/samples")[0]
+        share = samples * collectives.group.world_size / total
+        rows = rows * tf.cast(share, rows.dtype)
+    return tf.IndexedSlices(
+        collectives.all_gather(rows, f"{label}/rows"),
+        collectives.all_gather(slices.indices, f"{label}/indices"),
+        slices.dense_shape,
+    )

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits a dataset by sample over the ranks, equally many steps on each.
+
+Everything is plain tf.data, so the result is an ordinary `tf.data.Dataset`
+and a step costs what a local one costs. Stock strategies ask all ranks at
+every step whether anybody has data left; here that is settled once when the
+number of batches is known, and asked inside the pipeline when it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.collectives import Collectives
+
+Nest = Any
+_Policy = tf.data.experimental.AutoShardPolicy
+_INFINITE = int(tf.data.INFINITE_CARDINALITY)
+
+
+def distribute(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    """This rank's part of a dataset batched by the global batch size.
+
+    With the policies AUTO and DATA every rank reads the same dataset and
+    keeps its slice of every batch: the ranks together see exactly the
+    batches that one process would see. FILE gives every rank its own files,
+    OFF its own dataset; both keep the global batch size.
+
+    Args:
+        dataset: yields global batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
+
+    Returns:
+        A dataset of local batches, the same number of them on every rank:
+        a rank whose data ends first yields batches of zero samples.
+    """
+    rank, world_size = collectives.group.rank, collectives.group.world_size
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (_Policy.FILE, _Policy.OFF):
+        batch = internals.batch_size_of(dataset)
+        if batch < 0:
+            raise ValueError(
+                f"Dataset with auto_shard_policy={policy.name} has no fixed "
+                "batch size, so it cannot be cut into per-rank batches. "
+                "Batch it with `.batch(global_batch_size)` as the last step "
+                "or use `strategy.distribute_datasets_from_function`."
+            )
+        if policy == _Policy.FILE:
+            dataset = internals.shard_by_file(dataset, world_size, rank)
+        local = dataset.rebatch(
+            [(rank + 1) * batch // world_size - rank * batch // world_size]
+        )
+    else:
+        local = dataset.map(
+            lambda *batch: slice_of_rank(_single(batch), rank, world_size),
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
+    return equal_steps(local, collectives, name)
+
+
+def _single(arguments: tuple[Any, ...]) -> Nest:
+    return arguments if len(arguments) > 1 else arguments[0]
+
+
+def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
+    """Samples `[rank * n // W, (rank + 1) * n // W)` of a batch of n."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            return _cut_sparse(value, rank, world_size)
+        if not isinstance(value, tf.RaggedTensor) and value.shape.rank == 0:
+            return value
+        samples = (
+            value.nrows()
+            if isinstance(value, tf.RaggedTensor)
+            else tf.shape(value, tf.int64)[0]
+        )
+        piece = value[
+            rank * samples // world_size : (rank + 1) * samples // world_size
+        ]
+        size = value.shape[0]
+        if size is not None and tf.is_tensor(value):
+            piece.set_shape([_size(size, rank, world_size), *value.shape[1:]])
+        return piece
+
+    return tf.nest.map_structure(cut, batch)
+
+
+def _size(samples: int, rank: int, world_size: int) -> int:
+    return (rank + 1) * samples // world_size - rank * samples // world_size
+
+
+def _cut_sparse(
+    value: tf.SparseTensor, rank: int, world_size: int
+) -> tf.SparseTensor:
+    samples = value.dense_shape[0]
+    first = rank * samples // world_size
+    end = (rank + 1) * samples // world_size
+    keep = (value.indices[:, 0] >= first) & (value.indices[:, 0] < end)
+    shift = tf.concat(
+        [[first], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0
+    )
+    piece = tf.SparseTensor(
+        tf.boolean_mask(value.indices, keep) - shift,
+        tf.boolean_mask(value.values, keep),
+        tf.concat([[end - first], value.dense_shape[1:]], 0),
+    )
+    samples_static = value.shape[0]
+    if samples_static is None or value.shape.rank is None:
+        return piece
+    return _with_static_shape(
+        piece, [_size(samples_static, rank, world_size), *value.shape[1:]]
+    )
+
+
+def _with_static_shape(
+    value: tf.SparseTensor, shape: list[int | None]
+) -> tf.SparseTensor:
+    # The static shape of a SparseTensor is read off its dense_shape.
+    parts = [
+        value.dense_shape[i] if size is None else tf.constant(size, tf.int64)
+        for i, size in enumerate(shape)
+    ]
+    return tf.SparseTensor(value.indices, value.values, tf.stack(parts))
+
+
+def equal_steps(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    """Pads a local dataset with empty batches to the longest rank's length.
+
+    Args:
+        dataset: this rank's batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
+
+    Returns:
+        A dataset with the same number of batches on every rank.
+
+    Raises:
+        ValueError: if the dataset is infinite on some ranks only.
+    """
+    lengths = collectives.all_gather(
+        tf.reshape(dataset.cardinality(), [1]), f"{name}/cardinality"
+    ).numpy()
+    if (lengths == _INFINITE).any():
+        if (lengths != _INFINITE).any():
+            raise ValueError(
+                "The dataset is infinite on some ranks and ends on others. "
+                f"Batches per rank: {lengths.tolist()} (-1: infinite, -2: "
+                "unknown). Repeat it on all ranks or on none."
+            )
+        return _optioned(dataset)
+    if (lengths >= 0).all():
+        longest = int(lengths.max())
+        if int(lengths.min()) == longest:
+            return _optioned(dataset)
+        return _optioned(
+            dataset.concatenate(_empties(dataset)).take(longest)
+        )
+    return _until_all_end(dataset, collectives, name)
+
+
+def _until_all_end(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    def ask(has_data: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
+        count = tf.reshape(tf.cast(has_data, tf.int32), [1])
+        total = collectives.all_reduce([count], f"{name}/has_data")[0]
+        return total[0] > 0, batch
+
+    flag = tf.data.Dataset.from_tensors
+    marked = tf.data.Dataset.zip((flag(True).repeat(), dataset))
+    empty = tf.data.Dataset.zip((flag(False), _empties(dataset)))
+    # Asked when the step asks for its batch, never ahead of it: an iterator
+    # that is dropped half-way leaves no question open on some ranks only.
+    return _optioned(
+        marked.prefetch(tf.data.AUTOTUNE)
+        .concatenate(empty.repeat())
+        .map(ask)
+        .take_while(lambda any_data, _: any_data)
+        .map(lambda _, batch: batch)
+    )
+
+
+def _optioned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_distribute.auto_shard_policy = _Policy.OFF
+    return dataset.with_options(options)
+
+
+def _empties(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Endless batches of zero samples, shaped like the dataset's."""
+
+    def empty(spec: Any) -> Any:
+        if isinstance(spec, tf.RaggedTensorSpec):
+            values = tf.zeros(
+                [0, *(d or 0 for d in spec.shape[spec.ragged_rank + 1 :])],
+                spec.dtype,
+            )
+            ragged = values
+            for _ in range(spec.ragged_rank):
+                ragged = tf.RaggedTensor.from_row_splits(
+                    ragged, tf.zeros([1], spec.row_splits_dtype)
+                )
+            return ragged
+        if spec.shape.rank is None:
+            raise ValueError(
+                "The ranks have different numbers of batches and an element "
+                f"of unknown rank cannot be padded. Received: spec={spec}. "
+                "Set the shapes in the input pipeline."
+            )
+        if isinstance(spec, tf.SparseTensorSpec):
+            shape = [0, *(d or 0 for d in spec.shape[1:])]
+            return tf.SparseTensor(
+                tf.zeros([0, len(shape)], tf.int64),
+                tf.zeros([0], spec.dtype),
+                tf.constant(shape, tf.int64),
+            )
+        shape = [0, *(d or 0 for d in spec.shape[1:])] if spec.shape else []
+        if spec.dtype == tf.string:
+            return tf.fill(shape, "")
+        return tf.zeros(shape, spec.dtype)
+
+    elements = tf.nest.map_structure(empty, dataset.element_spec)
+    return tf.data.Dataset.from_tensors(elements).repeat()

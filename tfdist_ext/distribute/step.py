@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known while one step is traced or run under `Strategy.run`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+Nest = Any
+
+
+@dataclasses.dataclass
+class Step:
+    """State of one `Strategy.run` call.
+
+    Attributes:
+        samples: float32 scalar, samples of this rank in the step.
+        weighted: whether ranks count by their samples. True in Keras
+            training loops, whose loss is a mean over the local batch: the
+            mean over all samples then weighs every rank by its samples.
+        labels: how often each label was used, for unique tags.
+        plan: one line for every exchange of the step, in program order.
+        checks: tensors that exist once all ids of the step are validated;
+            no variable is written before.
+    """
+
+    samples: tf.Tensor
+    weighted: bool
+    labels: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    plan: list[str] = dataclasses.field(default_factory=list)
+    checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
+def count_samples(values: Nest) -> tf.Tensor:
+    """Leading dimension of the first batched tensor in a nest.
+
+    Args:
+        values: nest of tensors, SparseTensors and RaggedTensors.
+
+    Returns:
+        float32 scalar; 1 if there is no batched tensor.
+    """
+    for value in tf.nest.flatten(values):
+        if isinstance(value, tf.SparseTensor):
+            return tf.cast(value.dense_shape[0], tf.float32)
+        if isinstance(value, tf.RaggedTensor):
+            return tf.cast(value.nrows(), tf.float32)
+        if tf.is_tensor(value) and value.shape.rank != 0:
+            return tf.cast(tf.shape(value)[0], tf.float32)
+    return tf.constant(1.0)
+
+
+def is_keras_loop(fn: Any) -> bool:
+    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, tf.keras.Model):
+        return True
+    fn = getattr(fn, "python_function", fn)
+    module = getattr(fn, "__module__", None) or ""
+    return module.split(".")[0] in ("keras", "tf_keras")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file that touches private TensorFlow modules.
+
+Everything else in the package uses the public API. A test lists what is
+imported here, so that the list stays short and every addition is noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import functional_saver
+from tensorflow.python.data.experimental.ops import distribute as data_ops
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    distribute_lib,
+    values,
+)
+from tensorflow.python.eager import context, record, tape
+from tensorflow.python.training.saving import saveable_object
+
+CollectiveAllReduceExtended = (
+    collective_all_reduce_strategy.CollectiveAllReduceExtended
+)
+DistributedVariable = values.DistributedVariable
+Mirrored = values.Mirrored
+MultiDeviceSaver = functional_saver.MultiDeviceSaver
+SaveSpec = saveable_object.SaveSpec
+Strategy = distribute_lib.Strategy
+UpdateContext = distribute_lib.UpdateContext
+
+
+def global_seed() -> int | None:
+    """The seed of `tf.random.set_seed`, None if never set."""
+    seed = context.global_seed()
+    return None if seed is None else int(seed)
+
+
+def is_recording() -> bool:
+    """Whether a gradient tape may be recording now."""
+    return bool(record.could_possibly_record())
+
+
+def variable_accessed(variable: tf.Variable) -> None:
+    """Tells the active tapes that `variable` is used without a read op."""
+    tape.variable_accessed(variable)
+
+
+def shard_by_file(
+    dataset: tf.data.Dataset, world_size: int, rank: int
+) -> tf.data.Dataset:
+    """The dataset that reads every `world_size`-th input file only."""
+    return data_ops._AutoShardDataset(dataset, world_size, rank)
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int:
+    """Batch size of a batched dataset, -1 if TensorFlow cannot tell."""
+    return int(data_ops.compute_batch_size(dataset))
+
+
+def configure_coordination(
+    jobs: dict[str, int], register_seconds: float, heartbeat_seconds: float
+) -> None:
+    """Sets the timeouts of TensorFlow's coordination service.
+
+    Stock leaves both at their defaults (an hour to register, ten seconds
+    of missed heartbeats), so a rank that never starts hangs the job and a
+    saturated link kills it.
+
+    Args:
+        jobs: number of tasks of each job, "chief" and "worker".
+        register_seconds: how long ranks wait for each other at start-up.
+        heartbeat_seconds: silence after which a task counts as dead.
+    """
+    ctx: Any = context.context()
+    if ctx.coordination_service is not None:
+        return
+    config = [
+        context.coordination_config_pb2.CoordinatedJob(name=name, num_tasks=n)
+        for name, n in jobs.items()
+    ]
+    ctx.configure_coordination_service(
+        service_type="standalone",
+        service_leader="/job:%s/replica:0/task:0" % next(iter(jobs)),
+        cluster_register_timeout_in_ms=int(register_seconds * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
+        shutdown_barrier_timeout_in_ms=5000,
+        coordinated_jobs=config,
+    )
+
+
+def abort_collectives(message: str) -> None:
+    """Aborts TensorFlow's own pending collectives with UNAVAILABLE."""
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of input a sparse layer takes, brought to one form (CSR)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.embedding.input_dist import Ids
+
+_KINDS = (
+    "a SparseTensor [batch, input_dim], int32 or int64 ids [batch] or "
+    "[batch, k], a RaggedTensor of ids [batch, None], a pair (ragged ids, "
+    "ragged float weights), or a list of these"
+)
+
+
+def is_weighted_pair(inputs: Any) -> bool:
+    """Whether `inputs` is one feature: ragged ids and ragged weights."""
+    return (
+        isinstance(inputs, list | tuple)
+        and len(inputs) == 2
+        and inputs[0] is not None
+        and not _is_float(inputs[0])
+        and not is_sparse(inputs[1])
+        and _is_float(inputs[1])
+    )
+
+
+def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
+    """CSR ids of every input whose results are summed.
+
+    Args:
+        inputs: see `FullSparse`.
+        binary_values: count every value of a SparseTensor as one.
+        layer: name, for errors.
+
+    Returns:
+        One `Ids` per input.
+
+    Raises:
+        ValueError: for an input of another kind.
+    """
+    if is_weighted_pair(inputs):
+        return [_from_weighted(*inputs, layer)]
+    if not isinstance(inputs, list | tuple):
+        inputs = [inputs]
+    features = []
+    for value in inputs:
+        if is_weighted_pair(value):
+            features.append(_from_weighted(*value, layer))
+        elif isinstance(value, tf.SparseTensor):
+            features.append(_from_sparse(value, binary_values))
+        elif isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1:
+            _require_ids(value.values, layer)
+            features.append(
+                Ids(value.values, _splits(value), tf.zeros([0]))
+            )
+        else:
+            features.append(_from_dense(value, layer))
+    return features
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether a tensor, or a symbolic one of Keras, is sparse."""
+    spec = getattr(value, "type_spec", None)  # symbolic, of tf_keras
+    return isinstance(value, tf.SparseTensor) or bool(
+        getattr(value, "sparse", isinstance(spec, tf.SparseTensorSpec))
+    )
+
+
+def _is_float(value: Any) -> bool:
+    return "float" in str(getattr(value, "dtype", ""))
+
+
+def _splits(ragged: tf.RaggedTensor) -> tf.Tensor:
+    return tf.cast(ragged.row_splits, tf.int64)
+
+
+def _require_ids(values: tf.Tensor, layer: str) -> None:
+    if values.dtype not in (tf.int32, tf.int64) or values.shape.rank != 1:
+        raise ValueError(
+            f"Layer '{layer}' takes {_KINDS}. Received values of dtype "
+            f"{values.dtype.name} and shape {values.shape}."
+        )
+
+
+def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
+    if not isinstance(ids, tf.RaggedTensor) or not isinstance(
+        weights, tf.RaggedTensor
+    ):
+        raise ValueError(
+            f"Layer '{layer}': ids with weights must both be RaggedTensors. "
+            f"Received: {type(ids).__name__}, {type(weights).__name__}."
+        )
+    _require_ids(ids.values, layer)
+    return Ids(
+        ids.values, _splits(ids), tf.cast(weights.values, tf.float32)
+    )
+
+
+def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:
+    # Free when the indices are in row-major order, as they should be.
+    value = tf.sparse.reorder(value)
+    samples = value.dense_shape[0]
+    row_splits = tf.searchsorted(
+        value.indices[:, 0], tf.range(samples + 1), out_type=tf.int64
+    )
+    weights = (
+        tf.zeros([0]) if binary_values else tf.cast(value.values, tf.float32)
+    )
+    return Ids(value.indices[:, 1], row_splits, weights)
+
+
+def _from_dense(value: Any, layer: str) -> Ids:
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank == 1:
+        value = value[:, None]
+    if value.shape.rank != 2:
+        raise ValueError(
+            f"Layer '{layer}' takes {_KINDS}. Received: {value.dtype.name} "
+            f"of shape {value.shape}."
+        )
+    flat = tf.reshape(value, [-1])
+    _require_ids(flat, layer)
+    shape = tf.shape(value, tf.int64)
+    return Ids(flat, tf.range(shape[0] + 1) * shape[1], tf.zeros([0]))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initial values of a table, block by block, the same for any world size."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.ops import embedding_ops
+from tfdist_ext.sharding.config import ShardSpec
+
+# Standard deviation of a unit normal cut at two standard deviations.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+Initializer = Callable[..., tf.Tensor]
+
+
+def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
+    """An initializer that makes one rank's block of a table.
+
+    Args:
+        initializer: a Keras initializer: zeros, ones, constant, uniform,
+            normal, truncated normal or of the variance scaling family.
+        spec: the table and which part of it to make.
+
+    Returns:
+        A Keras initializer for the local shape. Values depend on the seed,
+        the table's name, the row and the column only, not on the number of
+        ranks or the placement.
+
+    Raises:
+        ValueError: for an initializer that cannot make single rows, if the
+            table is partitioned.
+    """
+    described = _describe(initializer, spec)
+    if described is None:
+        if spec.world_size == 1:
+            return initializer
+        raise ValueError(
+            f"Table '{spec.table}' is partitioned over {spec.world_size} "
+            "ranks; its initializer must be zeros, ones, constant, "
+            "(truncated) normal, uniform or a variance scaling one, so that "
+            "every rank can make its own rows. Received: "
+            f"{initializer!r}. Use sharding='replicated' for any other."
+        )
+    distribution, first, second = described
+
+    def initialize(
+        shape: Any, dtype: Any = None, **kwargs: Any
+    ) -> tf.Tensor:
+        del shape, kwargs
+        block = embedding_ops.init_rows(
+            rank=spec.rank,
+            world_size=spec.world_size,
+            rows=spec.rows,
+            dim=spec.dim,
+            placement=spec.placement,
+            seed=_seed(initializer, spec.table),
+            distribution=distribution,
+            a=first,
+            b=second,
+        )
+        return tf.cast(block, dtype or tf.float32)
+
+    return initialize
+
+
+def _seed(initializer: Any, table: str) -> int:
+    seed = initializer.get_config().get("seed")
+    if not isinstance(seed, int):
+        seed = internals.global_seed()
+    if seed is None:
+        seed = int(np.random.default_rng().integers(2**31))
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _describe(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float] | None:
+    """Distribution and its two parameters, None if not a known one."""
+    name = type(initializer).__name__
+    if not hasattr(initializer, "get_config"):
+        return None
+    config = initializer.get_config()
+    if name == "Zeros":
+        return "zeros", 0.0, 0.0
+    if name == "Ones":
+        return "constant", 1.0, 0.0
+    if name == "Constant" and np.ndim(config["value"]) == 0:
+        return "constant", float(config["value"]), 0.0
+    if name == "RandomUniform":
+        return "uniform", config["minval"], config["maxval"]
+    if name == "RandomNormal":
+        return "normal", config["mean"], config["stddev"]
+    if name == "TruncatedNormal":
+        return "truncated_normal", config["mean"], config["stddev"]
+    if hasattr(initializer, "scale") and hasattr(initializer, "mode"):
+        return _variance_scaling(initializer, spec)
+    return None
+
+
+def _variance_scaling(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float]:
+    fans = {
+        "fan_in": spec.rows,
+        "fan_out": spec.dim,
+        "fan_avg": (spec.rows + spec.dim) / 2,
+    }
+    variance = initializer.scale / max(1.0, fans[initializer.mode])
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * variance)
+        return "uniform", -limit, limit
+    if initializer.distribution == "untruncated_normal":
+        return "normal", 0.0, math.sqrt(variance)
+    stddev = math.sqrt(variance) / _TRUNCATED_STDDEV
+    return "truncated_normal", 0.0, stddev

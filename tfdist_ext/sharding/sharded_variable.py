@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables that hold one rank's part of a table, and of its slots."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.sharding import checkpoint, placement
+from tfdist_ext.sharding.config import ShardSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.distribute.collectives import Collectives
+
+
+# Rows read from a file at a time: a few hundred megabytes at most.
+_READ_ROWS = 1 << 18
+
+
+class _Pending(threading.local):
+    spec: ShardSpec | None = None
+
+
+_pending = _Pending()
+
+
+@contextlib.contextmanager
+def creating(spec: ShardSpec) -> Iterator[None]:
+    """Variables created inside are this rank's part of a table."""
+    _pending.spec = spec if spec.world_size > 1 else None
+    try:
+        yield
+    finally:
+        _pending.spec = None
+
+
+def spec_for(colocate_with: Any) -> ShardSpec | None:
+    """What a variable being created holds, None if it is no shard.
+
+    Args:
+        colocate_with: the variable it belongs to, given by optimizers for
+            slots, or None.
+    """
+    return _pending.spec or shard_spec(colocate_with)
+
+
+def shard_spec(variable: Any) -> ShardSpec | None:
+    """What a variable (TensorFlow's or Keras's) holds, None if no shard."""
+    inner = getattr(variable, "_value", variable)
+    return getattr(inner, "_tfdist_shard", None)
+
+
+def is_shard(variable: Any) -> bool:
+    """Whether a variable is a part of a partitioned table or of a slot."""
+    return shard_spec(variable) is not None
+
+
+def mark(
+    variable: tf.Variable, spec: ShardSpec, collectives: Collectives
+) -> None:
+    """Makes a local variable the shard that `spec` describes.
+
+    A slot without the table's shape (a step counter, say) stays local.
+    """
+    rows = variable.shape[0] if variable.shape.rank else None
+    matches = rows == spec.local_rows and (
+        variable.shape.rank == 1 or variable.shape == spec.local_shape
+    )
+    if matches:
+        variable._tfdist_shard = spec
+        checkpoint.attach(variable, spec, collectives)
+
+
+def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
+    """The whole table that a shard is part of, on every rank.
+
+    Args:
+        variable: a shard, or an ordinary variable.
+        collectives: of the strategy; every rank must call.
+
+    Returns:
+        `[rows, dim]`, or `[rows]` for a slot with one value per row.
+    """
+    spec = shard_spec(variable)
+    local = tf.convert_to_tensor(getattr(variable, "_value", variable))
+    if spec is None or collectives is None:
+        return np.asarray(local)
+    flat = collectives.all_gather(
+        tf.reshape(local, [-1]), f"gather/{spec.table}"
+    )
+    return _assemble(flat.numpy(), spec, local.shape.rank)
+
+
+def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
+    """The whole table on rank 0; the local part on the other ranks.
+
+    Args:
+        variable: a shard.
+        collectives: of the strategy; every rank must call.
+
+    Returns:
+        `[rows, dim]` or `[rows]` on rank 0, the local part elsewhere.
+    """
+    spec = shard_spec(variable)
+    assert spec is not None
+    local = tf.convert_to_tensor(variable._value)
+    flat = tf.reshape(local, [-1])
+    splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
+    flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
+    if spec.rank > 0:
+        return local.numpy()
+    return _assemble(flat.numpy(), spec, local.shape.rank)
+
+
+def _assemble(flat: np.ndarray, spec: ShardSpec, rank: int) -> np.ndarray:
+    """A table from its shards, one after the other."""
+    if spec.placement == "row":
+        shape = [-1, spec.dim] if rank == 2 else [-1]
+        parts = flat.reshape(shape)
+        ids = np.arange(spec.rows)
+        owner = placement.owner_of(ids, spec.world_size)
+        return parts[owner * spec.local_rows + ids // spec.world_size]
+    if rank == 1:
+        return flat[: spec.rows]
+    sizes = [spec.rows * spec.dims_of(r) for r in range(spec.world_size)]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return np.concatenate([p.reshape(spec.rows, -1) for p in parts], axis=1)
+
+
+def assign_part(variable: Any, whole: Any) -> None:
+    """Assigns this rank's part of a whole table.
+
+    Args:
+        variable: a shard.
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
+            h5py dataset for example; read in blocks.
+
+    Raises:
+        ValueError: if the table has another shape.
+    """
+    spec = shard_spec(variable)
+    assert spec is not None
+    inner = getattr(variable, "_value", variable)
+    expected = (spec.rows, spec.dim)[: inner.shape.rank]
+    if tuple(whole.shape) != expected:
+        raise ValueError(
+            f"Table '{spec.table}' has shape {expected}. Received values of "
+            f"shape {tuple(whole.shape)}."
+        )
+    if spec.placement == "column":
+        first, end = spec.columns
+        columns = (slice(first, end),) if inner.shape.rank == 2 else ()
+        inner.assign(np.asarray(whole[(slice(None), *columns)]))
+        return
+    part = np.zeros(inner.shape, inner.dtype.as_numpy_dtype)
+    for start in range(0, spec.rows, _READ_ROWS):
+        block = np.asarray(whole[start : start + _READ_ROWS])
+        ids = np.arange(start, start + len(block))
+        mine = placement.owner_of(ids, spec.world_size) == spec.rank
+        part[ids[mine] // spec.world_size] = block[mine]
+    inner.assign(part)
+
+
+def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
+    """Refuses an update that would train a shard wrongly without a word.
+
+    Args:
+        variable: the shard.
+        fn: what an optimizer gave to `extended.update`.
+        args: its arguments; the gradient first, when it is one.
+
+    Raises:
+        ValueError: for a gradient that was not made for the shard, or an
+            optimizer option that is wrong on a part of a table.
+    """
+    # Imported here: optimizers import Keras, which a plan does not need.
+    from tfdist_ext.optimizers import checks
+
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    for owner in [*cells, getattr(fn, "__self__", None)]:
+        if hasattr(owner, "global_clipnorm"):
+            checks.check_supported(owner)
+            _check_gradient(variable, args)
+
+
+def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
+    if not args or not isinstance(args[0], tf.Tensor | tf.IndexedSlices):
+        return
+    shape = getattr(args[0], "dense_shape", None)
+    if not hasattr(shape, "_tfdist_shard"):
+        raise ValueError(
+            f"Table '{shard_spec(variable).table}' is partitioned and got a "
+            "gradient that does not come from its layer's lookup alone "
+            f"({type(args[0]).__name__}). Something else in the model "
+            "reads the kernel directly, for example a kernel_regularizer. "
+            "Use sharding='replicated' or leave that term out."
+        )
