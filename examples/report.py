@@ -177,21 +177,16 @@ def plot(
     panels = figure.subplots(2, 2)
     _plot_curves(panels[0, 0], history, "loss")
     _plot_curves(panels[0, 1], history, "auc")
-    sent = traffic(meter, stock)
-    bars = panels[1, 0].barh(list(sent), [v / 1e6 for v in sent.values()])
-    panels[1, 0].bar_label(bars, [format_bytes(v) for v in sent.values()])
-    panels[1, 0].set(title="MB sent per step and rank")
-    panels[1, 0].margins(x=0.25)
+    sent = {
+        name.replace(" (", "\n("): count / 1e6
+        for name, count in traffic(meter, stock).items()
+    }
+    _plot_bars(panels[1, 0], "MB sent per step and rank", sent, "%.4g")
     steps = max(meter.steps, 1)
     times = {name: 1e3 * v / steps for name, v in meter.stages.items()}
     times["whole step"] = 1e3 * meter.seconds / steps
-    bars = panels[1, 1].barh(list(times), list(times.values()))
-    panels[1, 1].bar_label(bars, fmt="%.2f")
-    panels[1, 1].set(title="milliseconds per step, rank 0")
-    panels[1, 1].margins(x=0.15)
-    for panel in panels[1]:
-        panel.invert_yaxis()
-    figure.suptitle(f"{stock.world_size} rank(s)")
+    _plot_bars(panels[1, 1], "milliseconds per step, rank 0", times, "%.2f")
+    figure.suptitle(f"Ranks: {stock.world_size}")
     figure.savefig(path, dpi=120)
 
 
@@ -205,3 +200,13 @@ def _plot_curves(
     panel.set(title=name, xlabel="epoch")
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.legend()
+
+
+def _plot_bars(
+    panel: Any, title: str, values: Mapping[str, float], form: str
+) -> None:
+    bars = panel.barh(list(values), list(values.values()))
+    panel.bar_label(bars, fmt=form, padding=3)
+    panel.set(title=title)
+    panel.set_xlim(0, 1.25 * max(values.values()) or 1)
+    panel.invert_yaxis()
