@@ -11,7 +11,8 @@ if ! command -v "$python" >/dev/null; then
     "(apt-get install python3), or name one: make PY=/path/to/python3" >&2
   exit 1
 fi
-if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'; then
+supported='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'
+if ! "$python" -c "$supported"; then
   echo "$("$python" --version) is not supported (3.10 to 3.12 are)." \
     "Name another one: make PY=/path/to/python3.12" >&2
   exit 1

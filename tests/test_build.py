@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the build: what it says when something is missing, what it redoes.
+
+A compiler that only writes down its calls stands in for g++ and nvcc.
+"""
+
+import json
+import os
+import pathlib
+import stat
+import sys
+
+import pytest
+import setup
+import tensorflow as tf
+
+from build_ops import library
+from build_ops import toolchain
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Writes the files that -o and -MF name; fails on sources that say #error.
+COMPILER = f"""#!{sys.executable}
+import pathlib, sys
+arguments = sys.argv[1:]
+def value(name):
+    return arguments[arguments.index(name) + 1] if name in arguments else None
+source = value("-c")
+if source and "#error" in pathlib.Path(source).read_text():
+    sys.exit("this source does not compile")
+if source:
+    header = pathlib.Path(source).with_name("common.h")
+    pathlib.Path(value("-MF")).write_text(
+        f"{{value('-o')}}: {{source}} \\\\\\n {{header}}\\n")
+    with open(sys.argv[0] + ".log", "a") as log:
+        log.write(pathlib.Path(source).name + "\\n")
+if value("-o") and "-E" not in arguments:
+    pathlib.Path(value("-o")).write_text("built")
+"""
+
+
+@pytest.fixture
+def tree(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> pathlib.Path:
+    """A source tree with one CPU and one CUDA source, and fake compilers."""
+    ops = tmp_path / "custom_ops" / "common"
+    ops.mkdir(parents=True)
+    for name in ("common.h", "one.cc", "two.cc", "two.cu.cc"):
+        (ops / name).write_text("")
+    for variable, name in (("CXX", "g++"), ("NVCC", "nvcc")):
+        compiler = tmp_path / name
+        compiler.write_text(COMPILER)
+        compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv(variable, str(compiler))
+    for variable in ("TFDIST_CUDA", "TFDIST_JOBS", "CXXFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    set_tensorflow(monkeypatch, cuda=True)
+    return tmp_path
+
+
+def set_tensorflow(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    flags = {"compile": ["-Iinclude"], "link": ["-ltf"], "cuda": cuda}
+    monkeypatch.setattr(toolchain, "_tensorflow_flags", lambda: flags)
+
+
+def build(tree: pathlib.Path, sanitize: bool = False) -> list[str]:
+    """Builds and returns the names of the sources that were compiled."""
+    logs = [tree / "g++.log", tree / "nvcc.log"]
+    for log in logs:
+        log.write_text("")
+    info = library.build(tree, tree / "library.so", sanitize)
+    assert (tree / "library.so").read_text() == "built"
+    compiled = sorted(line for log in logs for line in log.read_text().split())
+    return [*compiled, f"CUDA={info['CUDA']}"]
+
+
+def test_only_what_changed_is_compiled_again(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = ["one.cc", "two.cc", "two.cu.cc", "CUDA=True"]
+    ops = tree / "custom_ops" / "common"
+    assert build(tree) == everything
+    assert build(tree) == ["CUDA=True"]
+    os.utime(ops / "one.cc", (2e9, 2e9))
+    assert build(tree) == ["one.cc", "CUDA=True"]
+    os.utime(ops / "one.cc", (0, 0))
+    os.utime(ops / "common.h", (2e9, 2e9))
+    assert build(tree) == everything
+    os.utime(ops / "common.h", (0, 0))
+    (ops / "new.cc").write_text("")
+    assert "new.cc" in build(tree)
+    monkeypatch.setenv("CXXFLAGS", "-march=native")
+    assert build(tree) == ["new.cc", "one.cc", "two.cc", "CUDA=True"]
+
+
+def test_cuda_follows_what_is_there(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = ["one.cc", "two.cc", "CUDA=False"]
+    assert build(tree, sanitize=True) == cpu
+    monkeypatch.setenv("TFDIST_CUDA", "0")
+    assert build(tree) == cpu
+    monkeypatch.setenv("TFDIST_CUDA", "1")
+    set_tensorflow(monkeypatch, cuda=False)
+    assert build(tree)[-1] == "CUDA=True"
+    monkeypatch.delenv("TFDIST_CUDA")
+    assert build(tree)[-1] == "CUDA=False"
+
+
+def test_cuda_that_does_not_compile_leaves_a_cpu_build(
+    tree: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tree / "custom_ops" / "common" / "two.cu.cc").write_text("#error")
+    assert build(tree)[-1] == "CUDA=False"
+    assert "CUDA kernels failed, building without" in capsys.readouterr().out
+    monkeypatch.setenv("TFDIST_CUDA", "1")
+    with pytest.raises(toolchain.BuildError, match="does not compile"):
+        build(tree)
+
+
+def test_cuda_demanded_without_nvcc_is_an_error(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain.shutil, "which", which_without("nvcc"))
+    assert build(tree)[-1] == "CUDA=False"
+    monkeypatch.setenv("TFDIST_CUDA", "1")
+    with pytest.raises(toolchain.BuildError, match="nvcc is not found"):
+        build(tree)
+
+
+def which_without(name: str):
+    return lambda command: None if name in command else command
+
+
+def test_a_missing_compiler_is_named(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(toolchain.BuildError, match="apt-get install g\\+\\+"):
+        build(tree)
+
+
+def test_missing_gloo_says_what_to_install(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++")
+    monkeypatch.setenv("CXXFLAGS", "-nostdinc")
+    with pytest.raises(toolchain.BuildError, match="install libgloo-dev"):
+        build(tree)
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (None, "pip install --no-build-isolation"),
+        (toolchain.Installed("tensorflow", "2.17.1"), "2.18, 2.19, 2.20, 2.21"),
+    ],
+)
+def test_unsuitable_tensorflow_is_explained(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch, found, message: str
+) -> None:
+    monkeypatch.setattr(toolchain, "installed_tensorflow", lambda: found)
+    with pytest.raises(toolchain.BuildError, match=message):
+        build(tree)
+
+
+def test_the_library_in_the_tree_is_for_the_installed_tensorflow() -> None:
+    from tfdist_ext import _build_info
+
+    assert tf.__version__.startswith(_build_info.TENSORFLOW_VERSION + ".")
+    assert (ROOT / "tfdist_ext" / "ops" / "_tfdist_ops.so").exists()
+
+
+def test_metadata_is_bound_to_the_tensorflow_minor() -> None:
+    found = toolchain.Installed("tensorflow-cpu", "2.18.1")
+    assert setup.requirements(found) == ["tensorflow-cpu~=2.18.0"]
+    assert setup.version(found).endswith("+tf2.18")
+    assert setup.requirements(None) == ["tensorflow>=2.18,<2.22"]
+
+
+def test_build_info_is_python(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "_build_info.py"
+    toolchain.write_build_info(path, {"A": "x'y", "CUDA": False})
+    values: dict[str, object] = {}
+    exec(path.read_text(), values)
+    assert json.dumps([values["A"], values["CUDA"]]) == '["x\'y", false]'
+    before = path.stat().st_mtime_ns
+    toolchain.write_build_info(path, {"A": "x'y", "CUDA": False})
+    assert path.stat().st_mtime_ns == before

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of this source tree, as tests. A message says what to do instead."""
+
+import ast
+import importlib
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "tfdist_ext"
+PRIVATE = pathlib.Path("tfdist_ext/distribute/tensorflow_internals.py")
+
+# What is used of TensorFlow's private modules. Every new release may break
+# these, so the list should shrink, and a new entry needs a reason in PRIVATE.
+PRIVATE_MODULES = {
+    "tensorflow.python.checkpoint.functional_saver",
+    "tensorflow.python.data.experimental.ops.distribute",
+    "tensorflow.python.distribute.collective_all_reduce_strategy",
+    "tensorflow.python.distribute.distribute_lib",
+    "tensorflow.python.distribute.values",
+    "tensorflow.python.eager.context",
+    "tensorflow.python.eager.record",
+    "tensorflow.python.eager.tape",
+    "tensorflow.python.training.saving.saveable_object",
+}
+
+PUBLIC = {
+    "tfdist_ext": {"HybridParallelStrategy", "layers", "optimizers"},
+    "tfdist_ext.layers": {"FullSparse"},
+    "tfdist_ext.optimizers": {"SGD", "Adagrad", "Adam", "RowWiseAdagrad"},
+}
+
+SPDX = "SPDX-License-Identifier: Apache-2.0"
+COMMENT = {".py": "#", ".sh": "#", ".cc": "//", ".h": "//", ".cu": "//"}
+MACHINE = re.compile(
+    r"(?<![\w.])/(?:home|root|work|Users)/\w|/tmp/\w+/|"
+    r"--(?:extra-)?index-url|https?://\S+/simple\b"
+)
+UNFINISHED = re.compile(
+    r"\b(?:TODO|FIXME|XXX|HACK)\b|NotImplementedError\(\)|not implemented yet"
+)
+
+
+def tracked() -> list[pathlib.Path]:
+    """Files of the repository, relative to it, in a copy without git too."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a git checkout")
+    return [p for p in map(pathlib.Path, listed) if (ROOT / p).is_file()]
+
+
+def sources() -> list[pathlib.Path]:
+    return [path for path in tracked() if path.suffix in COMMENT]
+
+
+def texts(paths: list[pathlib.Path]) -> dict[pathlib.Path, str]:
+    return {path: (ROOT / path).read_text() for path in paths}
+
+
+def imported_modules(text: str) -> set[str]:
+    """Names of all modules that a Python source imports, with their members."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def private_modules(text: str) -> set[str]:
+    return {
+        name
+        for name in imported_modules(text)
+        if name.startswith("tensorflow.python")
+    }
+
+
+def test_private_tensorflow_is_used_in_one_file() -> None:
+    package = [
+        p for p in tracked() if p.parts[0] == "tfdist_ext" and p.suffix == ".py"
+    ]
+    users = {
+        str(path)
+        for path, text in texts(package).items()
+        if "tensorflow.python" in text
+    }
+    assert users <= {str(PRIVATE)}, (
+        f"Only {PRIVATE} may import tensorflow.python: use a public API, or "
+        "add what you need there."
+    )
+
+
+def test_private_tensorflow_is_listed() -> None:
+    used = private_modules((ROOT / PRIVATE).read_text())
+    assert used == PRIVATE_MODULES, (
+        "PRIVATE_MODULES of this test lists what is used; keep it in step, "
+        "and short."
+    )
+
+
+def test_only_ops_know_the_shared_library() -> None:
+    users = {
+        str(path)
+        for path, text in texts(sources()).items()
+        if path.parts[0] == "tfdist_ext" and "load_op_library" in text
+    }
+    assert users <= {"tfdist_ext/ops/library.py"}
+
+
+def test_the_launcher_and_the_planner_do_not_import_tensorflow() -> None:
+    free_of_it = [
+        *PACKAGE.glob("distribute/launch*.py"),
+        PACKAGE / "distribute" / "local_ranks.py",
+        PACKAGE / "distribute" / "rendezvous.py",
+        PACKAGE / "sharding" / "plan.py",
+    ]
+    for path in free_of_it:
+        names = imported_modules(path.read_text())
+        roots = {name.split(".")[0] for name in names}
+        assert not roots & {"tensorflow", "keras", "tf_keras"}, path
+
+
+def test_every_source_names_its_licence_first() -> None:
+    wrong = []
+    for path, text in texts(sources()).items():
+        lines = text.splitlines()[:2]
+        expected = f"{COMMENT[path.suffix]} {SPDX}"
+        first = lines[1:] if lines and lines[0].startswith("#!") else lines
+        if first[:1] != [expected]:
+            wrong.append(str(path))
+    assert not wrong, f"The first line must be '... {SPDX}'"
+
+
+def test_nothing_names_this_machine() -> None:
+    wrong = []
+    for path in tracked():
+        try:
+            text = (ROOT / path).read_text()
+        except UnicodeDecodeError:
+            continue
+        if path != pathlib.Path("tests/test_source_rules.py"):
+            wrong += [f"{path}: {m.group()}" for m in MACHINE.finditer(text)]
+    assert not wrong, "Neither paths of a machine nor package index addresses"
+
+
+def test_nothing_is_left_unfinished() -> None:
+    wrong = [
+        f"{path}: {match.group()}"
+        for path, text in texts(sources()).items()
+        if path != pathlib.Path("tests/test_source_rules.py")
+        for match in UNFINISHED.finditer(text)
+    ]
+    assert not wrong, "Finish it, or open an issue and leave no mark"
+
+
+def test_no_line_is_longer_than_80_columns() -> None:
+    wrong = [
+        f"{path}:{number}"
+        for path, text in texts(sources()).items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > 80 and "http" not in line
+    ]
+    assert not wrong
+
+
+def test_files_and_functions_are_short() -> None:
+    limits = {".py": 400, ".cc": 450, ".h": 450, ".cu": 450}
+    wrong = []
+    for path, text in texts(sources()).items():
+        limit = limits.get(path.suffix, 450)
+        if text.count("\n") > limit and path.parts[0] != "tests":
+            wrong.append(f"{path} has more than {limit} lines")
+        if path.suffix == ".py":
+            wrong += [
+                f"{path}:{node.lineno} {node.name} has more than 60 lines"
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef)
+                and (node.end_lineno or 0) - node.lineno >= 60
+            ]
+    assert not wrong, "Split it along what it does"
+
+
+def test_no_catch_all_file() -> None:
+    wrong = [
+        str(path)
+        for path in sources()
+        if re.search(r"(^|_)(utils?|helpers?|misc|manager)(_|$)", path.stem)
+    ]
+    assert not wrong, "Name a file after what it holds"
+
+
+def test_init_files_only_re_export() -> None:
+    """Imports, `__all__`, and module hooks that import lazily."""
+    wrong = []
+    for path in PACKAGE.rglob("__init__.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not is_re_export(node):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
+
+
+def is_re_export(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.Expr):  # The doc-string.
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target]
+        )
+        return [ast.unparse(t) for t in targets] == ["__all__"]
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(
+            map(is_re_export, node.body)
+        )
+    return isinstance(node, ast.FunctionDef) and node.name in (
+        "__getattr__",
+        "__dir__",
+    )
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_means_listed(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) == PUBLIC[name], (
+        "PUBLIC lists what users may use"
+    )
+    for public in module.__all__:
+        exported = getattr(module, public)
+        assert exported.__doc__, f"{name}.{public} needs a doc-string"
+    with pytest.raises(AttributeError):
+        module.no_such_name  # noqa: B018
