@@ -11,9 +11,9 @@ import stat
 import sys
 
 import pytest
-import setup
 import tensorflow as tf
 
+import setup
 from build_ops import library
 from build_ops import toolchain
 
