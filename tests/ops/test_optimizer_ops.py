@@ -284,9 +284,7 @@ def test_mean_squares_given():
     rows = np.array([1, 5, 30], np.int64)
     grads = values(rng, 3, 6)
     table = tf.Variable(whole["table"])
-    run_row_wise(
-        {"table": table, "a": tf.Variable(whole["a"])}, rows, grads, 1
-    )
+    run_row_wise({"table": table, "a": tf.Variable(whole["a"])}, rows, grads, 1)
     halves = []
     for columns in (slice(0, 2), slice(2, 6)):
         half = tf.Variable(whole["table"][:, columns])

@@ -44,26 +44,35 @@ def clip_gradients(
         return pairs
     kept = [i for i, (grad, _) in enumerate(pairs) if grad is not None]
     grads = [_without_duplicates(pairs[i][0]) for i in kept]
-    variables = [pairs[i][1] for i in kept]
-    if clipnorm:
-        norms = [tf.sqrt(n) for n in _square_norms(grads, variables)]
-        factors = [clipnorm / tf.maximum(norm, clipnorm) for norm in norms]
-    elif global_clipnorm:
-        norm = tf.sqrt(tf.add_n(_square_norms(grads, variables)))
-        factor = global_clipnorm * tf.minimum(1 / norm, 1 / global_clipnorm)
-        # NaN for a norm that is not finite, as Keras: 0 * inf would hide it.
-        factors = [factor + (norm - norm)] * len(grads)
-    for position, i in enumerate(kept):
-        grad = grads[position]
-        if clipnorm or global_clipnorm:
-            factor = factors[position]
-            grad = _map(lambda v, f=factor: v * tf.cast(f, v.dtype), grad)
+    if clipnorm or global_clipnorm:
+        norms = _square_norms(grads, [pairs[i][1] for i in kept])
+        if clipnorm:
+            factors = [
+                clipnorm / tf.maximum(tf.sqrt(n), clipnorm) for n in norms
+            ]
         else:
-            grad = _map(
-                lambda v: tf.clip_by_value(v, -clipvalue, clipvalue), grad
-            )
+            factors = [_global_factor(norms, global_clipnorm)] * len(grads)
+        clipped = [_scale(g, f) for g, f in zip(grads, factors, strict=True)]
+    else:
+        clipped = [_clip_values(grad, clipvalue) for grad in grads]
+    for i, grad in zip(kept, clipped, strict=True):
         pairs[i] = (grad, pairs[i][1])
     return pairs
+
+
+def _global_factor(square_norms: Sequence[tf.Tensor], limit: Any) -> tf.Tensor:
+    norm = tf.sqrt(tf.add_n(square_norms))
+    factor = limit * tf.minimum(1 / norm, 1 / limit)
+    # NaN for a norm that is not finite, as Keras: 0 * inf would hide it.
+    return factor + (norm - norm)
+
+
+def _scale(grad: Any, factor: tf.Tensor) -> Any:
+    return _map(lambda values: values * tf.cast(factor, values.dtype), grad)
+
+
+def _clip_values(grad: Any, limit: Any) -> Any:
+    return _map(lambda v: tf.clip_by_value(v, -limit, limit), grad)
 
 
 def _map(fn: Any, grad: Any) -> Any:
@@ -84,9 +93,7 @@ def _without_duplicates(grad: Any) -> Any:
         rows = tf.cast(rows, grad.indices.dtype)
         return tf.IndexedSlices(values, rows, grad.dense_shape)
     rows, positions = tf.unique(grad.indices)
-    values = tf.math.unsorted_segment_sum(
-        grad.values, positions, tf.size(rows)
-    )
+    values = tf.math.unsorted_segment_sum(grad.values, positions, tf.size(rows))
     return tf.IndexedSlices(values, rows, grad.dense_shape)
 
 

@@ -138,4 +138,3 @@ class _LegacyDifferences(_Optimizer):
 
 
 KerasDifferences: Any = _Keras3Differences if KERAS_3 else _LegacyDifferences
-

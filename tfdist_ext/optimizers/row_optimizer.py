@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.optimizers.checks import check_supported, shard_spec
+from tfdist_ext.optimizers.checks import check_supported
+from tfdist_ext.optimizers.checks import shard_spec
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 
 
@@ -96,9 +97,7 @@ class RowOptimizer(KerasDifferences):
                 variable.assign_sub(variable * decay * rate)
 
         for variable in variables:
-            strategy.extended.update(
-                self._native(variable), decay, group=False
-            )
+            strategy.extended.update(self._native(variable), decay, group=False)
 
 
 def _has_kernel(variable: Any) -> bool:
