@@ -204,3 +204,40 @@ def test_merge_names_the_bad_id(module):
         module.merge_ids(
             lists, splits, [none] * 2, vocabulary_size=5, layer="emb"
         )
+
+
+@pytest.mark.skipif(
+    not hasattr(tf.keras, "Variable"), reason="tf_keras has no own variables"
+)
+def test_keras_variable():
+    values = table_of(4).numpy()
+    variable = tf.keras.Variable(values)
+    ids = batch_of(9, 5, False)
+    with tf.GradientTape() as tape:
+        output = embedding_ops.lookup(variable, *ids)
+    slices = tape.gradient(output, variable)
+    np.testing.assert_allclose(
+        output, reference.lookup(tf.Variable(values), *ids), rtol=1e-5
+    )
+    unique_rows, _ = reference.lookup_grad(*ids, tf.ones_like(output))
+    np.testing.assert_array_equal(slices.indices, unique_rows)
+
+
+def test_mirrored_variable():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        table = tf.Variable(np.ones([5, 3], np.float32))
+    ids = (tf.constant([0, 2, 2], tf.int64), tf.constant([4, 4], tf.int64))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            output = embedding_ops.lookup(table, *ids, tf.zeros([0]))
+        return output, tape.gradient(output, table).values
+
+    output, gradient = strategy.run(step)
+    np.testing.assert_array_equal(output, [[2.0] * 3, [0.0] * 3])
+    np.testing.assert_array_equal(gradient, [[2.0] * 3])
+    # As Keras does when it calls a layer outside of a replica.
+    output = embedding_ops.lookup(table, *ids, tf.zeros([0]))
+    np.testing.assert_array_equal(output, [[2.0] * 3, [0.0] * 3])

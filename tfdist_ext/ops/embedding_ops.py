@@ -194,7 +194,7 @@ def lookup(
         tf.errors.InvalidArgumentError: a row outside of the table, or
             malformed inputs.
     """
-    variable = getattr(variable, "_value", variable)
+    variable = _component(getattr(variable, "_value", variable))
     # Reading no rows tells the gradient tapes that the variable is used; the
     # handle alone does not, and reading all rows would copy the table.
     variable.sparse_read(tf.zeros([0], tf.int32))
@@ -207,6 +207,18 @@ def lookup(
         table_shape=variable.shape,
         shard="" if spec is None else json.dumps(dataclasses.asdict(spec)),
     )
+
+
+def _component(variable: Any) -> Any:
+    """The variable of this replica, if every replica has its own."""
+    strategy = getattr(variable, "distribute_strategy", None)
+    if strategy is None:
+        return variable
+    components = strategy.experimental_local_results(variable)
+    if len(components) > 1 and not tf.distribute.in_cross_replica_context():
+        handle = variable.handle
+        return next(each for each in components if each.handle is handle)
+    return components[0]
 
 
 @tf.RegisterGradient("Tfdist>Lookup")
