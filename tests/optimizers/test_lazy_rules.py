@@ -136,3 +136,20 @@ def test_indices_of_either_width(dtype):
     np.testing.assert_array_equal(
         variable.numpy(), [[1, 1], [0.5, 0.5], [1, 1], [0.5, 0.5]]
     )
+
+
+def test_row_wise_adagrad_of_float64():
+    """No fused op for the dtype: the same rule from stock ops."""
+    start = np.arange(8.0).reshape(4, 2)
+    variable = tf.Variable(start, dtype=tf.float64)
+    slices = tf.IndexedSlices(
+        tf.constant([[1.0, 2], [3, 4], [5, 6]], tf.float64),
+        tf.constant([3, 1, 3]),
+        tf.constant([4, 2]),
+    )
+    optimizers.RowWiseAdagrad(0.5).apply_gradients([(slices, variable)])
+    expected = start.copy()
+    for row, grad in ((1, np.array([3.0, 4])), (3, np.array([6.0, 8]))):
+        mean = np.mean(grad**2)
+        expected[row] -= 0.5 * grad / np.sqrt(0.1 + mean + 1e-7)
+    np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)

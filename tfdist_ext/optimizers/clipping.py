@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import shard_spec
+from tfdist_ext.optimizers.duplicates import without_duplicates
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -43,7 +43,7 @@ def clip_gradients(
     if not (clipnorm or global_clipnorm or clipvalue):
         return pairs
     kept = [i for i, (grad, _) in enumerate(pairs) if grad is not None]
-    grads = [_without_duplicates(pairs[i][0]) for i in kept]
+    grads = [without_duplicates(pairs[i][0]) for i in kept]
     if clipnorm or global_clipnorm:
         norms = _square_norms(grads, [pairs[i][1] for i in kept])
         if clipnorm:
@@ -80,21 +80,6 @@ def _map(fn: Any, grad: Any) -> Any:
         return fn(grad)
     # The very dense_shape tensor: it carries the mark of a shard's gradient.
     return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
-
-
-def _without_duplicates(grad: Any) -> Any:
-    """Sums the values of equal rows, whose squares would be wrong alone."""
-    if not isinstance(grad, tf.IndexedSlices):
-        return tf.convert_to_tensor(grad)
-    if grad.values.shape.rank == 2 and grad.values.dtype == tf.float32:
-        rows, values = optimizer_ops.sum_duplicate_rows(
-            tf.cast(grad.indices, tf.int64), grad.values
-        )
-        rows = tf.cast(rows, grad.indices.dtype)
-        return tf.IndexedSlices(values, rows, grad.dense_shape)
-    rows, positions = tf.unique(grad.indices)
-    values = tf.math.unsorted_segment_sum(grad.values, positions, tf.size(rows))
-    return tf.IndexedSlices(values, rows, grad.dense_shape)
 
 
 def _square_norms(

@@ -116,16 +116,9 @@ class _LegacyDifferences(_Optimizer):
         # Clipped below, where each gradient comes with its variable.
         return grads
 
-    def _deduplicate_sparse_grad(self, grads: Sequence[Any]) -> list[Any]:
-        # A row update sums duplicates itself.
-        return [
-            grad
-            if getattr(grad, "values", grad).shape.rank == 2
-            else super(_LegacyDifferences, self)._deduplicate_sparse_grad(
-                [grad]
-            )[0]
-            for grad in grads
-        ]
+    def _deduplicate_sparse_grad(self, grads: Sequence[Any]) -> Sequence[Any]:
+        # The update does that.
+        return grads
 
     def _internal_apply_gradients(self, grads_and_vars: Any) -> Any:
         clipped = clip_gradients(

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
 from tfdist_ext.optimizers.checks import shard_spec
+from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 
 
@@ -50,9 +51,11 @@ class RowOptimizer(KerasDifferences):
             *learning_rate: the learning rate under Keras 3, nothing under
                 tf_keras.
         """
-        if not (
-            isinstance(gradient, tf.IndexedSlices) and _has_kernel(variable)
-        ):
+        if not isinstance(gradient, tf.IndexedSlices):
+            super().update_step(gradient, variable, *learning_rate)
+            return
+        if not has_kernel(variable):
+            gradient = without_duplicates(gradient)
             super().update_step(gradient, variable, *learning_rate)
             return
         self._update_rows(
@@ -88,7 +91,7 @@ class RowOptimizer(KerasDifferences):
             if not self._use_weight_decay(variable):
                 return
             rate = tf.cast(self.learning_rate, variable.dtype)
-            if _has_kernel(variable):
+            if has_kernel(variable):
                 optimizer_ops.scale_table(
                     variable, 1 - self.weight_decay * tf.cast(rate, tf.float64)
                 )
@@ -100,7 +103,8 @@ class RowOptimizer(KerasDifferences):
             strategy.extended.update(self._native(variable), decay, group=False)
 
 
-def _has_kernel(variable: Any) -> bool:
+def has_kernel(variable: Any) -> bool:
+    """Whether the ops can update a variable: float32 `[n, dim]` on a CPU."""
     return (
         len(variable.shape) == 2
         and tf.as_dtype(variable.dtype) == tf.float32

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import shard_spec
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+from tfdist_ext.optimizers.row_optimizer import has_kernel
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -53,15 +54,16 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         self, gradient: Any, variable: Any, *learning_rate: Any
     ) -> None:
         """Updates one variable, see `RowOptimizer.update_step`."""
-        if len(variable.shape) != 2 or isinstance(gradient, tf.IndexedSlices):
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        if len(variable.shape) != 2 or (sparse and has_kernel(variable)):
             super().update_step(gradient, variable, *learning_rate)
             return
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         rate = learning_rate[0] if learning_rate else self.learning_rate
-        rate = tf.cast(rate, variable.dtype)
         variable = self._native(variable)
         slot = self._native(self._slot(self._accumulators, variable))
-        slot.assign_add(tf.reduce_mean(tf.square(gradient), axis=1))
-        scale = rate / tf.sqrt(slot + self.epsilon)
+        slot.assign_add(_mean_squares(variable, gradient))
+        scale = tf.cast(rate, variable.dtype) / tf.sqrt(slot + self.epsilon)
         variable.assign_sub(scale[:, tf.newaxis] * gradient)
 
     def _update_rows(
@@ -71,11 +73,10 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         grads: tf.Tensor,
         learning_rate: Any,
     ) -> None:
-        mean_squares = None
-        spec = shard_spec(variable)
-        if spec is not None and spec.placement == "column":
+        means = None
+        if _has_part_of_rows(variable):
             rows, grads = optimizer_ops.sum_duplicate_rows(rows, grads)
-            mean_squares = _mean_squares_of_whole_rows(spec, grads)
+            means = _mean_squares(variable, grads)
         optimizer_ops.apply_row_wise_adagrad(
             variable,
             self._slot(self._accumulators, variable),
@@ -83,15 +84,24 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             grads,
             learning_rate=learning_rate,
             epsilon=self.epsilon,
-            mean_squares=mean_squares,
+            mean_squares=means,
         )
 
 
-def _mean_squares_of_whole_rows(spec: Any, grads: tf.Tensor) -> tf.Tensor:
+def _has_part_of_rows(variable: tf.Variable) -> bool:
+    spec = shard_spec(variable)
+    return spec is not None and spec.placement == "column"
+
+
+def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
+    """Means over whole rows of squared gradients, `[n]` of `[n, dim]`."""
+    if not _has_part_of_rows(variable):
+        return tf.reduce_mean(tf.square(grads), axis=1)
     # Imported here: the strategy's modules import the optimizers.
     from tfdist_ext.distribute.collectives import sum_over_ranks
 
     # Every rank looks up the same ids in its columns: its rows are the same.
+    spec = shard_spec(variable)
     squares = tf.reduce_sum(tf.square(grads), axis=1)
     label = f"{spec.table}/row-wise accumulator"
     return sum_over_ranks(squares, label) / spec.dim
