@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row updates against float64 NumPy."""
+"""Row updates, and their twins of stock ops, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.ops import reference_optimizer
 
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "ops", [optimizer_ops, reference_optimizer], ids=["compiled", "reference"]
+)
 WIDTHS = [1, 3, 16, 58, 114, 128]
 # Rows of one update, per name: what the fast path and the grouping path see.
 ROWS = {
@@ -75,12 +79,12 @@ def amsgrad(state, rows, g):
     adam(state, rows, g, hat=True)
 
 
-def run_sgd(v, rows, grads, step):
-    optimizer_ops.apply_row_sgd(v["table"], rows, grads, learning_rate=0.3)
+def run_sgd(ops, v, rows, grads, step):
+    ops.apply_row_sgd(v["table"], rows, grads, learning_rate=0.3)
 
 
-def run_momentum(v, rows, grads, step, nesterov=False):
-    optimizer_ops.apply_row_momentum(
+def run_momentum(ops, v, rows, grads, step, nesterov=False):
+    ops.apply_row_momentum(
         v["table"],
         v["m"],
         rows,
@@ -91,24 +95,24 @@ def run_momentum(v, rows, grads, step, nesterov=False):
     )
 
 
-def run_nesterov(v, rows, grads, step):
-    run_momentum(v, rows, grads, step, nesterov=True)
+def run_nesterov(ops, v, rows, grads, step):
+    run_momentum(ops, v, rows, grads, step, nesterov=True)
 
 
-def run_adagrad(v, rows, grads, step):
-    optimizer_ops.apply_row_adagrad(
+def run_adagrad(ops, v, rows, grads, step):
+    ops.apply_row_adagrad(
         v["table"], v["a"], rows, grads, learning_rate=0.3, epsilon=1e-7
     )
 
 
-def run_row_wise(v, rows, grads, step):
-    optimizer_ops.apply_row_wise_adagrad(
+def run_row_wise(ops, v, rows, grads, step):
+    ops.apply_row_wise_adagrad(
         v["table"], v["a"], rows, grads, learning_rate=0.3, epsilon=1e-7
     )
 
 
-def run_adam(v, rows, grads, step, hats=()):
-    optimizer_ops.apply_row_adam(
+def run_adam(ops, v, rows, grads, step, hats=()):
+    ops.apply_row_adam(
         v["table"],
         v["m"],
         v["v"],
@@ -123,8 +127,8 @@ def run_adam(v, rows, grads, step, hats=()):
     )
 
 
-def run_amsgrad(v, rows, grads, step):
-    run_adam(v, rows, grads, step, hats=[v["hat"]])
+def run_amsgrad(ops, v, rows, grads, step):
+    run_adam(ops, v, rows, grads, step, hats=[v["hat"]])
 
 
 # name: (op, NumPy twin, slots)
@@ -147,7 +151,7 @@ def make_state(rng, rule, num_rows, dim):
     return state
 
 
-def check(rule, rows_of_steps, num_rows, dim):
+def check(ops, rule, rows_of_steps, num_rows, dim):
     rng = np.random.default_rng(dim)
     state = make_state(rng, rule, num_rows, dim)
     variables = {name: tf.Variable(value) for name, value in state.items()}
@@ -155,7 +159,7 @@ def check(rule, rows_of_steps, num_rows, dim):
     run, twin, _ = RULES[rule]
     for step, rows in enumerate(rows_of_steps, start=1):
         grads = values(rng, len(rows), dim)
-        run(variables, np.asarray(rows, np.int64), grads, step)
+        run(ops, variables, np.asarray(rows, np.int64), grads, step)
         expected["step"] = step
         twin(expected, *summed(rows, grads))
     for name, variable in variables.items():
@@ -166,18 +170,20 @@ def check(rule, rows_of_steps, num_rows, dim):
 
 @pytest.mark.parametrize("dim", WIDTHS)
 @pytest.mark.parametrize("rule", RULES)
-def test_small_updates(rule, dim):
-    check(rule, list(ROWS.values()), NUM_ROWS, dim)
+@IMPLEMENTATIONS
+def test_small_updates(ops, rule, dim):
+    check(ops, rule, list(ROWS.values()), NUM_ROWS, dim)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_many_rows(rule):
+@IMPLEMENTATIONS
+def test_many_rows(ops, rule):
     rng = np.random.default_rng(0)
     steps = [
         np.unique(rng.integers(0, 60_000, 30_000)),
         rng.integers(0, 60_000, 30_000),
     ]
-    check(rule, steps, 60_000, 17)
+    check(ops, rule, steps, 60_000, 17)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -185,7 +191,9 @@ def test_untouched_rows_stay_bitwise(rule):
     state = make_state(np.random.default_rng(1), rule, NUM_ROWS, 58)
     variables = {name: tf.Variable(value) for name, value in state.items()}
     rows = np.array([3, 20], np.int64)
-    RULES[rule][0](variables, rows, np.ones((2, 58), np.float32), 1)
+    RULES[rule][0](
+        optimizer_ops, variables, rows, np.ones((2, 58), np.float32), 1
+    )
     others = np.setdiff1d(np.arange(NUM_ROWS), rows)
     for name, variable in variables.items():
         after = variable.numpy()
@@ -200,7 +208,9 @@ def test_row_outside_writes_nothing(rule, rows):
     variables = {name: tf.Variable(value) for name, value in state.items()}
     grads = np.ones((len(rows), 3), np.float32)
     with pytest.raises(tf.errors.InvalidArgumentError, match="outside the 40"):
-        RULES[rule][0](variables, np.array(rows, np.int64), grads, 1)
+        RULES[rule][0](
+            optimizer_ops, variables, np.array(rows, np.int64), grads, 1
+        )
     for name, variable in variables.items():
         np.testing.assert_array_equal(variable.numpy(), state[name])
 
@@ -212,7 +222,11 @@ def test_gradients_that_do_not_fit(rule, shape):
     variables = {name: tf.Variable(value) for name, value in state.items()}
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         RULES[rule][0](
-            variables, np.array([1, 2]), np.ones(shape, np.float32), 1
+            optimizer_ops,
+            variables,
+            np.array([1, 2]),
+            np.ones(shape, np.float32),
+            1,
         )
 
 
@@ -221,6 +235,7 @@ def test_slot_that_does_not_fit():
     slot = tf.Variable(tf.zeros([4, 3], name="accumulator"))
     with pytest.raises(tf.errors.InvalidArgumentError, match="must have shape"):
         run_adagrad(
+            optimizer_ops,
             {"table": table, "a": slot},
             np.array([1], np.int64),
             np.ones((1, 3), np.float32),
@@ -232,6 +247,7 @@ def test_table_as_its_own_slot():
     table = tf.Variable(tf.zeros([5, 3]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="different"):
         run_adagrad(
+            optimizer_ops,
             {"table": table, "a": table},
             np.array([1], np.int64),
             np.ones((1, 3), np.float32),
@@ -243,7 +259,13 @@ def test_step_counts_from_one():
     state = make_state(np.random.default_rng(1), "adam", 5, 3)
     variables = {name: tf.Variable(value) for name, value in state.items()}
     with pytest.raises(tf.errors.InvalidArgumentError, match="from 1"):
-        run_adam(variables, np.array([1]), np.ones((1, 3), np.float32), 0)
+        run_adam(
+            optimizer_ops,
+            variables,
+            np.array([1]),
+            np.ones((1, 3), np.float32),
+            0,
+        )
 
 
 def test_values_read_before_an_update_stay():
@@ -284,7 +306,13 @@ def test_mean_squares_given():
     rows = np.array([1, 5, 30], np.int64)
     grads = values(rng, 3, 6)
     table = tf.Variable(whole["table"])
-    run_row_wise({"table": table, "a": tf.Variable(whole["a"])}, rows, grads, 1)
+    run_row_wise(
+        optimizer_ops,
+        {"table": table, "a": tf.Variable(whole["a"])},
+        rows,
+        grads,
+        1,
+    )
     halves = []
     for columns in (slice(0, 2), slice(2, 6)):
         half = tf.Variable(whole["table"][:, columns])
@@ -318,11 +346,10 @@ def test_mean_squares_that_do_not_fit(means, rows):
 
 @pytest.mark.parametrize("dim", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-def test_sum_duplicate_rows(rows, dim):
+@IMPLEMENTATIONS
+def test_sum_duplicate_rows(ops, rows, dim):
     grads = values(np.random.default_rng(dim), len(rows), dim)
-    unique, sums = optimizer_ops.sum_duplicate_rows(
-        np.array(rows, np.int64), grads
-    )
+    unique, sums = ops.sum_duplicate_rows(np.array(rows, np.int64), grads)
     expected_rows, expected_sums = summed(rows, grads)
     np.testing.assert_array_equal(unique, expected_rows)
     np.testing.assert_allclose(sums, expected_sums, rtol=1e-5, atol=1e-6)
@@ -339,8 +366,9 @@ def test_sum_duplicate_rows_many():
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1000, 300)])
-def test_scale_table(shape):
+@IMPLEMENTATIONS
+def test_scale_table(ops, shape):
     start = values(np.random.default_rng(2), *shape)
     table = tf.Variable(start)
-    optimizer_ops.scale_table(table, 0.9)
+    ops.scale_table(table, 0.9)
     np.testing.assert_allclose(table, start * 0.9, rtol=1e-6)

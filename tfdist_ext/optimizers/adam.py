@@ -53,5 +53,6 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
     def _epsilon_hat(self, step: tf.Tensor) -> Any:
         if not getattr(self, "adaptive_epsilon", False):
             return self.epsilon
-        power = tf.cast(self.beta_2, tf.float64) ** tf.cast(step, tf.float64)
+        beta_2 = tf.constant(self.beta_2, tf.float64)
+        power = beta_2 ** tf.cast(step, tf.float64)
         return self.epsilon * tf.sqrt(1 - power)
