@@ -84,7 +84,8 @@ def rank_gradients(placement, rank, rows, grads):
         values = values[local_part(placement, rank)]
     else:
         touched = touched // RANKS
-    shape = tf.constant([ROWS, DIM], tf.int64)
+    shape = whole[local_part(placement, rank)].shape
+    shape = tf.constant(shape, tf.int64)
     slices = tf.IndexedSlices(tf.constant(values), tf.constant(touched), shape)
     return [slices, *map(tf.constant, grads[1:])]
 
@@ -214,3 +215,29 @@ def test_loss_scale_optimizer_is_refused():
 )
 def test_elementwise_optimizers_of_keras_pass(name):
     checks.check_supported(getattr(tf.keras.optimizers, name)())
+
+
+KERAS_CASES = [
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("Adagrad", {}),
+    ("Adam", {}),
+    ("AdamW", {}),
+    ("RMSprop", {}),
+    ("Ftrl", {}),
+    ("Adam", {"use_ema": True}),
+]
+
+
+@pytest.mark.parametrize("placement", ["row", "column"])
+@pytest.mark.parametrize(("name", "arguments"), KERAS_CASES)
+def test_optimizers_of_keras_on_shards(exchange, name, arguments, placement):
+    def make_optimizer():
+        return getattr(tf.keras.optimizers, name)(0.05, **arguments)
+
+    steps = toy_problem.make_steps(10)
+    actual = train_ranks(exchange, placement, make_optimizer, steps)
+    expected = toy_problem.train(
+        make_optimizer(), steps, toy_problem.dense_gradients, graph=False
+    )
+    toy_problem.assert_same(actual, expected)
