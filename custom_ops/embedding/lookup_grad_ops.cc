@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -54,60 +55,89 @@ unique_rows: [u], the distinct rows, ascending.
 row_grads: [u, d], the gradient of every one of them.
 )doc");
 
+// What Lookup was given: sample s has the entries row_splits[s] ..
+// row_splits[s + 1].
+struct Entries {
+  const int64_t* row_splits;
+  const int64_t* rows;
+  const float* weights;  // nullptr when all are 1
+  int64_t samples;
+  int64_t count;
+  int sample_bits;  // enough to write a sample's number
+};
+
 // The entries of the rows in one range, ascending by row, within a row by
-// position: what one thread sorts.
+// sample: what one thread sorts. A key is row | sample from the top. The sort
+// goes by the row and is stable, and the entries come in order of the samples.
 class SortedEntries {
  public:
-  // Takes the entries with rows in [low, high). `position_bits` bits hold a
-  // position.
-  void Build(const int64_t* rows, int64_t count, int64_t low, int64_t high,
-             int position_bits) {
-    position_bits_ = position_bits;
+  // Takes the entries with rows in [low, high).
+  void Build(const Entries& entries, int64_t low, int64_t high) {
+    sample_bits_ = entries.sample_bits;
     low_ = low;
+    const uint64_t range = high - low;
     int64_t selected = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      selected += rows[i] >= low && rows[i] < high;
+    for (int64_t i = 0; i < entries.count; ++i) {
+      selected += static_cast<uint64_t>(entries.rows[i] - low) < range;
     }
-    memory_.reset(new uint64_t[2 * selected]);
-    sort_.keys = memory_.get();
+    key_memory_.reset(new uint64_t[2 * selected]);
+    sort_.keys = key_memory_.get();
     sort_.spare_keys = sort_.keys + selected;
-    for (int64_t i = 0; i < count && size_ < selected; ++i) {
-      if (rows[i] >= low && rows[i] < high) {
-        sort_.keys[size_++] =
-            static_cast<uint64_t>(rows[i] - low) << position_bits | i;
+    if (entries.weights != nullptr) {
+      weight_memory_.reset(new uint32_t[2 * selected]);
+      sort_.values = weight_memory_.get();
+      sort_.spare_values = sort_.values + selected;
+    }
+    for (int64_t sample = 0; sample < entries.samples; ++sample) {
+      const int64_t end = entries.row_splits[sample + 1];
+      for (int64_t i = entries.row_splits[sample]; i < end; ++i) {
+        const uint64_t row = entries.rows[i] - low;
+        if (row >= range) continue;
+        if (entries.weights != nullptr) {
+          std::memcpy(sort_.values + size_, entries.weights + i, sizeof(float));
+        }
+        sort_.keys[size_++] = row << sample_bits_ | sample;
       }
     }
-    const int row_bits = BitWidth(high - low - 1);
-    RadixSort(size_, position_bits, position_bits + row_bits, &sort_);
+    RadixSort(size_, sample_bits_, sample_bits_ + BitWidth(range - 1), &sort_);
+    for (int64_t i = 0; i < size_; ++i) distinct_ += IsFirst(i);
+  }
+
+  // Writes the sorted entries as segments, one per distinct row, that start at
+  // entry `first_entry`: rows, the ends of the segments, samples, weights.
+  void Write(int64_t first_entry, int64_t* unique_rows, int64_t* row_ends,
+             int64_t* samples, float* weights) const {
+    const uint64_t sample_mask = (uint64_t{1} << sample_bits_) - 1;
+    int64_t row = 0;
+    // Written for every entry and kept from a row's last one: which entries
+    // those are is unpredictable, and a branch would cost more than a store.
     for (int64_t i = 0; i < size_; ++i) {
-      distinct_ += i == 0 || Row(i) != Row(i - 1);
+      samples[i] = sort_.keys[i] & sample_mask;
+      unique_rows[row] = low_ + (sort_.keys[i] >> sample_bits_);
+      row_ends[row] = first_entry + i + 1;
+      row += i + 1 == size_ || IsFirst(i + 1);
+    }
+    if (weights != nullptr) {
+      std::memcpy(weights, sort_.values, size_ * sizeof(float));
     }
   }
 
   int64_t size() const { return size_; }
   int64_t distinct() const { return distinct_; }
-  int64_t Row(int64_t i) const {
-    return low_ + static_cast<int64_t>(sort_.keys[i] >> position_bits_);
-  }
-  int64_t Position(int64_t i) const {
-    return sort_.keys[i] & ((uint64_t{1} << position_bits_) - 1);
-  }
 
  private:
-  int position_bits_ = 0;
+  // Whether entry i is the first one of its row.
+  bool IsFirst(int64_t i) const {
+    return i == 0 || (sort_.keys[i] ^ sort_.keys[i - 1]) >> sample_bits_ != 0;
+  }
+
+  int sample_bits_ = 0;
   int64_t low_ = 0;
   int64_t size_ = 0;
   int64_t distinct_ = 0;
-  std::unique_ptr<uint64_t[]> memory_;
+  std::unique_ptr<uint64_t[]> key_memory_;
+  std::unique_ptr<uint32_t[]> weight_memory_;
   SortBuffers sort_{};
-};
-
-// The transposed lookup: for every distinct row the samples it went to.
-struct Transposed {
-  int64_t distinct = 0;
-  std::unique_ptr<int64_t[]> row_splits;  // [distinct + 1]
-  std::unique_ptr<int64_t[]> samples;     // [entries]
-  std::unique_ptr<float[]> weights;       // [entries] or nullptr
 };
 
 class LookupGradOp : public OpKernel {
@@ -125,29 +155,18 @@ class LookupGradOp : public OpKernel {
                 InvalidArgument(
                     "grad must have one row for each of the ", samples,
                     " samples. Received shape: ", grad.shape().DebugString()));
+    const Entries entries = {static_cast<const int64_t*>(row_splits.data()),
+                             static_cast<const int64_t*>(rows.data()),
+                             weights.NumElements() == 0
+                                 ? nullptr
+                                 : static_cast<const float*>(weights.data()),
+                             samples,
+                             rows.NumElements(),
+                             BitWidth(std::max<int64_t>(samples - 1, 0))};
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     std::vector<SortedEntries> parts;
-    OP_REQUIRES_OK(ctx, Sort(pool, rows, &parts));
-    Transposed transposed;
-    for (const auto& part : parts) transposed.distinct += part.distinct();
-    Tensor* unique_rows = nullptr;
-    Tensor* row_grads = nullptr;
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(0, TensorShape({transposed.distinct}),
-                                        &unique_rows));
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(
-                       1, TensorShape({transposed.distinct, grad.dim_size(1)}),
-                       &row_grads));
-    Transpose(pool, row_splits, weights, rows.NumElements(), parts,
-              static_cast<int64_t*>(unique_rows->data()), &transposed);
-    const SegmentSum args = {static_cast<const float*>(grad.data()),
-                             grad.dim_size(1),
-                             transposed.row_splits.get(),
-                             transposed.samples.get(),
-                             transposed.weights.get(),
-                             static_cast<float*>(row_grads->data())};
-    ParallelSegmentSum(pool, args, transposed.distinct);
+    OP_REQUIRES_OK(ctx, Sort(pool, entries, &parts));
+    SumSorted(ctx, pool, entries, parts, grad);
   }
 
  private:
@@ -156,30 +175,26 @@ class LookupGradOp : public OpKernel {
 
   // Sorts the entries by row; every part is one range of rows.
   static absl::Status Sort(tensorflow::thread::ThreadPool* pool,
-                           const Tensor& rows_in,
+                           const Entries& entries,
                            std::vector<SortedEntries>* parts) {
-    const auto* rows = static_cast<const int64_t*>(rows_in.data());
-    const int64_t count = rows_in.NumElements();
-    if (count == 0) return absl::OkStatus();
-    uint64_t highest = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      highest = std::max(highest, static_cast<uint64_t>(rows[i]));
+    uint64_t highest = 0;  // a negative row becomes the highest
+    for (int64_t i = 0; i < entries.count; ++i) {
+      highest = std::max(highest, static_cast<uint64_t>(entries.rows[i]));
     }
-    const int position_bits = BitWidth(count - 1);
-    if (BitWidth(highest) + position_bits > 63) {
-      return InvalidArgument("rows must be in [0, 2^", 63 - position_bits,
+    if (BitWidth(highest) + entries.sample_bits > 63) {
+      return InvalidArgument("rows must be in [0, 2^", 63 - entries.sample_bits,
                              "). Received: ", static_cast<int64_t>(highest));
     }
     const int64_t limit = static_cast<int64_t>(highest) + 1;
     const int64_t size = std::max<int64_t>(
-        1, std::min<int64_t>(pool->NumThreads(), count / kEntriesPerTask));
+        1,
+        std::min<int64_t>(pool->NumThreads(), entries.count / kEntriesPerTask));
     parts->resize(size);
-    pool->ParallelFor(size, kNanosecondsPerEntry * (count / size),
+    pool->ParallelFor(size, kNanosecondsPerEntry * (entries.count / size + 1),
                       [&](int64_t first, int64_t last) {
                         for (int64_t i = first; i < last; ++i) {
-                          (*parts)[i].Build(rows, count, Cut(limit, i, size),
-                                            Cut(limit, i + 1, size),
-                                            position_bits);
+                          (*parts)[i].Build(entries, Cut(limit, i, size),
+                                            Cut(limit, i + 1, size));
                         }
                       });
     return absl::OkStatus();
@@ -190,48 +205,50 @@ class LookupGradOp : public OpKernel {
     return limit / size * i + limit % size * i / size;
   }
 
-  static void Transpose(tensorflow::thread::ThreadPool* pool,
-                        const Tensor& row_splits, const Tensor& weights,
-                        int64_t entries,
+  // The transposed lookup: sums the gradients of the samples of every row.
+  static void SumSorted(OpKernelContext* ctx,
+                        tensorflow::thread::ThreadPool* pool,
+                        const Entries& entries,
                         const std::vector<SortedEntries>& parts,
-                        int64_t* unique_rows, Transposed* out) {
-    const auto* splits = static_cast<const int64_t*>(row_splits.data());
-    std::unique_ptr<int32_t[]> sample_of(new int32_t[entries]);
-    for (int64_t sample = 0; sample + 1 < row_splits.NumElements(); ++sample) {
-      std::fill(sample_of.get() + splits[sample],
-                sample_of.get() + splits[sample + 1],
-                static_cast<int32_t>(sample));
-    }
-    const bool weighted = weights.NumElements() > 0;
-    const auto* weights_in = static_cast<const float*>(weights.data());
-    out->row_splits.reset(new int64_t[out->distinct + 1]);
-    out->samples.reset(new int64_t[entries]);
-    if (weighted) out->weights.reset(new float[entries]);
+                        const Tensor& grad) {
+    int64_t distinct = 0;
+    for (const auto& part : parts) distinct += part.distinct();
+    Tensor* unique_rows = nullptr;
+    Tensor* row_grads = nullptr;
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_output(0, TensorShape({distinct}), &unique_rows));
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_output(1, TensorShape({distinct, grad.dim_size(1)}),
+                                  &row_grads));
+    auto* rows_out = static_cast<int64_t*>(unique_rows->data());
+    std::unique_ptr<int64_t[]> row_splits(new int64_t[distinct + 1]);
+    row_splits[0] = 0;
+    std::unique_ptr<int64_t[]> samples(new int64_t[entries.count]);
+    std::unique_ptr<float[]> weights;
+    if (entries.weights != nullptr) weights.reset(new float[entries.count]);
     std::vector<int64_t> first_entry(parts.size() + 1, 0);
     std::vector<int64_t> first_row(parts.size() + 1, 0);
-    for (size_t p = 0; p < parts.size(); ++p) {
-      first_entry[p + 1] = first_entry[p] + parts[p].size();
-      first_row[p + 1] = first_row[p] + parts[p].distinct();
+    for (size_t i = 0; i < parts.size(); ++i) {
+      first_entry[i + 1] = first_entry[i] + parts[i].size();
+      first_row[i + 1] = first_row[i] + parts[i].distinct();
     }
-    const auto write_part = [&](int64_t p) {
-      const SortedEntries& part = parts[p];
-      int64_t row = first_row[p];
-      for (int64_t i = 0; i < part.size(); ++i) {
-        const int64_t to = first_entry[p] + i;
-        if (i == 0 || part.Row(i) != part.Row(i - 1)) {
-          unique_rows[row] = part.Row(i);
-          out->row_splits[row++] = to;
-        }
-        out->samples[to] = sample_of[part.Position(i)];
-        if (weighted) out->weights[to] = weights_in[part.Position(i)];
-      }
-    };
-    pool->ParallelFor(parts.size(),
-                      kNanosecondsPerEntry * (entries / (parts.size() + 1) + 1),
-                      [&](int64_t first, int64_t last) {
-                        for (; first < last; ++first) write_part(first);
-                      });
-    out->row_splits[out->distinct] = entries;
+    pool->ParallelFor(
+        parts.size(), kNanosecondsPerEntry * (entries.count / parts.size() + 1),
+        [&](int64_t first, int64_t last) {
+          for (int64_t i = first; i < last; ++i) {
+            parts[i].Write(first_entry[i], rows_out + first_row[i],
+                           row_splits.get() + first_row[i] + 1,
+                           samples.get() + first_entry[i],
+                           weights ? weights.get() + first_entry[i] : nullptr);
+          }
+        });
+    const SegmentSum args = {static_cast<const float*>(grad.data()),
+                             grad.dim_size(1),
+                             row_splits.get(),
+                             samples.get(),
+                             weights.get(),
+                             static_cast<float*>(row_grads->data())};
+    ParallelSegmentSum(pool, args, distinct);
   }
 };
 

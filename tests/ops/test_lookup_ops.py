@@ -241,3 +241,27 @@ def test_mirrored_variable():
     # As Keras does when it calls a layer outside of a replica.
     output = embedding_ops.lookup(table, *ids, tf.zeros([0]))
     np.testing.assert_array_equal(output, [[2.0] * 3, [0.0] * 3])
+
+
+def test_threads_do_not_change_the_bits():
+    # Large enough for several ranges of rows; one hot row in all of them.
+    rng = np.random.default_rng(0)
+    samples, hotness = 3000, 40
+    rows = rng.zipf(1.3, samples * hotness) % 5000
+    row_splits = np.arange(samples + 1) * hotness
+    grad = rng.normal(size=(samples, 9)).astype(np.float32)
+    weights = rng.normal(size=len(rows)).astype(np.float32)
+    whole = embedding_ops.lookup_grad(row_splits, rows, weights, grad)
+    for first, row in enumerate(whole[0].numpy()):
+        if first % 100:
+            continue
+        chosen = rows == row
+        alone = embedding_ops.lookup_grad(
+            np.concatenate(
+                [[0], np.cumsum(chosen.reshape(samples, -1).sum(1))]
+            ),
+            rows[chosen],
+            weights[chosen],
+            grad,
+        )
+        np.testing.assert_array_equal(alone[1][0], whole[1][first])

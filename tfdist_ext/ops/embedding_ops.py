@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops of the embedding stages: ids over the wire, pooled lookup, tables.
 
-The ids of a batch are lists of ids per sample in CSR form: `ids[row_splits[s]
-: row_splits[s + 1]]` are those of sample s. Weights are float32 of the same
-length, or empty when all are one. `reference.py` has the same functions made
-of stock TensorFlow ops.
+The ids of a batch are in CSR form: sample s has `ids[row_splits[s] :
+row_splits[s + 1]]`. Weights are float32 of the same length, or empty when all
+are one. `reference.py` has the same functions made of stock TensorFlow ops.
 """
 
 from __future__ import annotations
@@ -151,12 +150,11 @@ def merge_ids(
         layer: name for errors.
 
     Returns:
-        `row_splits` int64 `[b + 1]`, `rows` int64 `[n]` and `weights` float32
+        `row_splits` int64 `[b + 1]`, `rows` int64 `[n]`, `weights` float32
         `[n]` or `[0]`.
 
     Raises:
-        tf.errors.InvalidArgumentError: an id out of range, or malformed
-            inputs.
+        tf.errors.InvalidArgumentError: an id out of range, malformed inputs.
     """
     merged_splits, rows, merged_weights = library().tfdist_merge_ids(
         ids,
@@ -177,9 +175,8 @@ def lookup(
 ) -> tf.Tensor:
     """Sums weighted rows of a table per sample.
 
-    The table is read in place. Its gradient is a `tf.IndexedSlices` with
-    unique, ascending rows; if the variable is marked `_tfdist_shard`, then so
-    is the `dense_shape` of the slices.
+    The table is read in place. Its gradient is a `tf.IndexedSlices` of unique,
+    ascending rows; a mark `_tfdist_shard` is passed on to its `dense_shape`.
 
     Args:
         variable: float32 `[rows, d]`, TensorFlow's or Keras's variable.
@@ -191,8 +188,7 @@ def lookup(
         float32 `[S, d]`; zeros for a sample without rows.
 
     Raises:
-        tf.errors.InvalidArgumentError: a row outside of the table, or
-            malformed inputs.
+        tf.errors.InvalidArgumentError: bad rows, malformed inputs.
     """
     variable = _component(getattr(variable, "_value", variable))
     # Reading no rows tells the gradient tapes that the variable is used; the
