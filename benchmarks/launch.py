@@ -23,6 +23,7 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _FIXED_PORT = 2222
 _REASON_LENGTH = 300
+_COLOUR = re.compile(r"\x1b\[\d*m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +97,9 @@ def failure_reason(log: str) -> str:
     ):
         for index in range(len(lines) - 1, -1, -1):
             if re.fullmatch(pattern, lines[index]):
-                reason = " ".join(lines[index : index + 2])
-                return reason[:_REASON_LENGTH]
+                # A message may go on; Keras puts the point on a later line.
+                reason = " ".join(lines[index : index + 4])
+                return _COLOUR.sub("", reason)[:_REASON_LENGTH]
     return lines[-1][:_REASON_LENGTH] if lines else "no output"
 
 

@@ -32,6 +32,11 @@ class Variant(Protocol):
     def make_feature(self, ids: np.ndarray, table: workloads.Table) -> Any:
         """Turns ids `[n, hotness]` into what the sparse layer takes."""
 
+    def exact_lookup(
+        self, layer: tf.keras.layers.Layer, feature: Any
+    ) -> tf.Tensor:
+        """Calls a sparse layer such that nothing rounds its results."""
+
 
 class Trainee:
     """A variant's model and optimizer, built for one workload."""
@@ -51,7 +56,7 @@ class Trainee:
             self.optimizer = variant.make_optimizer()
             self.optimizer.build(self.model.trainable_variables)
         self._lookups = [
-            tf.function(self._replicated(layer), reduce_retracing=True)
+            tf.function(self._replicated(layer), autograph=False)
             for layer in self.model.sparse_layers
         ]
 
@@ -86,8 +91,12 @@ class Trainee:
         return strategy.experimental_local_results(rows)[0].numpy()
 
     def _replicated(self, layer: tf.keras.layers.Layer) -> Callable[..., Any]:
-        strategy = self.variant.strategy
-        return lambda feature: strategy.run(layer, args=(feature,))
+        variant = self.variant
+
+        def replica(feature: Any) -> tf.Tensor:
+            return variant.exact_lookup(layer, feature)
+
+        return lambda feature: variant.strategy.run(replica, args=(feature,))
 
 
 class CustomLoop:

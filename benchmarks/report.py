@@ -54,7 +54,7 @@ class Target:
             value >= self.limit if self.at_least else value <= self.limit
         )
         sign = ">=" if self.at_least else "<="
-        measured = f"{value:.3g}" if row.status == "ok" else row.status
+        measured = f"{value:.4g}" if row.status == "ok" else row.status
         return (
             f"{'reached' if reached else 'NOT REACHED':<12}"
             f"{self.variant}: {self.figure} {sign} {self.limit:g} {self.unit}"

@@ -69,6 +69,12 @@ class StockVariant:
             learning_rate=self.options["learning_rate"]
         )
 
+    def exact_lookup(
+        self, layer: tf.keras.layers.Layer, feature: tf.SparseTensor
+    ) -> tf.Tensor:
+        """Calls a sparse layer; nothing rounds its results."""
+        return layer(feature)
+
     def make_feature(
         self, ids: np.ndarray, table: workloads.Table
     ) -> tf.SparseTensor:
