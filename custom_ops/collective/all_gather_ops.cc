@@ -21,6 +21,7 @@ REGISTER_OP("Tfdist>AllGather")
     .TFDIST_COLLECTIVE_ATTRS
     .Attr("T: {uint8, int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle input, output;
       TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &input));

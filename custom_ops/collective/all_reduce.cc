@@ -96,6 +96,7 @@ void AllReduce::RunSmall() {
     }
   }
   exchange_.AwaitPayloads();
+  exchange_.AwaitSent();  // the output may be the memory that is being sent
   sum_(options_.output, inputs.data(),
        weights_.empty() ? nullptr : weights_.data(), world_size, scale_,
        options_.count);

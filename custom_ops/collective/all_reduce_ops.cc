@@ -22,6 +22,7 @@ REGISTER_OP("Tfdist>AllReduce")
     .Attr("N: int >= 1")
     .Attr("T: {int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->input(i));
       return absl::OkStatus();

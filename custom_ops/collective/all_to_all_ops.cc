@@ -22,6 +22,7 @@ REGISTER_OP("Tfdist>AllToAll")
     .TFDIST_COLLECTIVE_ATTRS
     .Attr("T: {uint8, int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle input, splits, output;
       TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &input));

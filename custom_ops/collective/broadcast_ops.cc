@@ -20,6 +20,7 @@ REGISTER_OP("Tfdist>Broadcast")
     .TFDIST_COLLECTIVE_ATTRS.Attr("root: int >= 0")
     .Attr("T: {bool, uint8, int8, int32, int64, float, double, bfloat16, half}")
     .SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->UnknownShape());
       return absl::OkStatus();
@@ -33,6 +34,7 @@ output: the root's tensor, in its shape.
 
 REGISTER_OP("Tfdist>Barrier")
     .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Ends when all ranks have begun it.");
 

@@ -12,7 +12,9 @@
 
 namespace tfdist {
 
-// Attributes every collective op has, for REGISTER_OP.
+// Attributes every collective op has, for REGISTER_OP. Such an op is also
+// stateful, or TensorFlow would evaluate it once if its inputs are constant,
+// and declared to communicate, or it would call our UnavailableError internal.
 #define TFDIST_COLLECTIVE_ATTRS \
   Attr("group: int").Attr("tag: int >= 0").Attr("label: string = ''")
 
@@ -25,7 +27,8 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
     OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
     OP_REQUIRES_OK(context, context->GetAttr("label", &label_));
-    if (label_.empty()) label_ = name();
+    // Not the name of the node, which may differ between ranks.
+    if (label_.empty()) label_ = Message("tag ", tag_);
   }
 
  protected:

@@ -180,7 +180,7 @@ void Exchange::AwaitPayloads() {
   rests_in_.clear();
 }
 
-void Exchange::Finish() {
+void Exchange::AwaitSent() {
   ProcessGroup& group = *operation_.group;
   for (int peer : sending_) {
     FrameBuffer& out = operation_.channel->peers[peer].out;
@@ -188,9 +188,16 @@ void Exchange::Finish() {
     const size_t capacity = group.NextCapacity(out.capacity, sent_[peer]);
     if (capacity != out.capacity) out.Resize(group.context(), capacity);
   }
+  sending_.clear();
   for (const Rest& rest : rests_out_) {
     operation_.WaitSend(rest.buffer, rest.peer, "send payload");
   }
+  rests_out_.clear();
+}
+
+void Exchange::Finish() {
+  AwaitSent();
+  ProcessGroup& group = *operation_.group;
   for (int peer : expected_) {
     FrameBuffer& in = operation_.channel->peers[peer].in;
     const size_t capacity =

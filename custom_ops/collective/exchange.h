@@ -47,6 +47,8 @@ class Exchange {
   // Puts a payload into `memory`, of header(peer).bytes bytes.
   void ReceiveInto(int peer, void* memory);
   void AwaitPayloads();
+  // Awaits that all has been sent: `data` may change from then on.
+  void AwaitSent();
   // Awaits that all has been sent, and readies the channel for its next use.
   void Finish();
 

@@ -83,6 +83,7 @@ label_seconds: seconds from start to end, summed, by label.
 REGISTER_OP("Tfdist>CheckPlan")
     .Input("entries: string")
     .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
+    .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Fails on every rank unless all ranks give the same entries.");
 

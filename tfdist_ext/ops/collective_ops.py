@@ -4,7 +4,8 @@
 Every op takes a `tag`, an even number that is the same on all ranks and that
 no other op in flight uses; the gradient of an op uses the next odd one. Ops of
 different tags may run in any order, and in different orders on different
-ranks. Ops of one tag run one after another.
+ranks, also inside of a `tf.function`, where only data and control dependencies
+order them. Ops of one tag run one after another.
 
 With one rank nothing is exchanged and no compiled library is needed.
 
@@ -73,7 +74,7 @@ def all_to_all(
     result = library().tfdist_all_to_all(
         input=x, send_splits=send_splits, **_attributes(group, tag, label)
     )
-    result.output.set_shape([None, *x.shape[1:]])
+    _run_independently(result.output)
     return result.output, result.recv_splits
 
 
@@ -98,6 +99,7 @@ def all_gather(
     result = library().tfdist_all_gather(
         input=x, **_attributes(group, tag, label)
     )
+    _run_independently(result.output)
     return result.output, tf.ensure_shape(result.splits, [group.world_size])
 
 
@@ -136,6 +138,7 @@ def all_reduce(
         weighted=weight is not None,
         **_attributes(group, tag, label),
     )
+    _run_independently(outputs[0])
     return outputs
 
 
@@ -157,9 +160,11 @@ def broadcast(
     x = tf.convert_to_tensor(x)
     if group.world_size == 1:
         return x
-    return library().tfdist_broadcast(
+    output = library().tfdist_broadcast(
         input=x, root=root, **_attributes(group, tag, label)
     )
+    _run_independently(output)
+    return output
 
 
 def barrier(group: Group, *, tag: int, label: str = "") -> Any:
@@ -182,6 +187,19 @@ def _attributes(group: Group, tag: int, label: str) -> dict[str, Any]:
     return {"group": group.handle, "tag": tag, "label": label}
 
 
+def _run_independently(output: tf.Tensor) -> None:
+    """Frees an op of a function from the program order of stateful ops.
+
+    That order would make exchanges wait for each other, and would deadlock
+    ranks that trace them in different orders. The op still always runs.
+    """
+    if tf.executing_eagerly():
+        return
+    order = getattr(output.graph, "experimental_acd_manager", None)
+    if order is not None:
+        order.run_independently(output.op)
+
+
 def _without_weightless(
     tensor: tf.Tensor, weight: tf.Tensor | float | None
 ) -> tf.Tensor:
@@ -199,6 +217,7 @@ def _all_to_all_gradient(
     result = library().tfdist_all_to_all(
         input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
     )
+    _run_independently(result.output)
     return [tf.reshape(result.output, tf.shape(op.inputs[0])), None]
 
 
@@ -210,6 +229,7 @@ def _all_gather_gradient(
     result = library().tfdist_all_to_all(
         input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
     )
+    _run_independently(result.output)
     world_size = tf.size(op.outputs[1])
     shape = tf.concat([[world_size], tf.shape(op.inputs[0])], axis=0)
     return tf.reduce_sum(tf.reshape(result.output, shape), axis=0)
@@ -227,6 +247,7 @@ def _all_reduce_gradient(
     sums = library().tfdist_all_reduce(
         inputs=list(gradients), weight=1.0, **_gradient_attributes(op)
     )
+    _run_independently(sums[0])
     return [*sums, None]
 
 

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every survivor of a failure says which rank failed, where and in what."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.fault
+
+HERE = pathlib.Path(__file__).parent
+START_LIMIT = 120
+DETECTION_LIMIT = 10
+
+
+@contextlib.contextmanager
+def running_ranks(scenario, world_size, timeout, folder):
+    """Ranks in the middle of `scenario`, as a list of processes."""
+    env = {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": str(HERE.parent.parent),
+    }
+    ranks = []
+    try:
+        for rank in range(world_size):
+            with open(folder / f"output.{rank}", "w") as output:
+                arguments = [scenario, rank, world_size, timeout, folder]
+                program = [sys.executable, HERE / "collective_rank.py"]
+                ranks.append(
+                    subprocess.Popen(
+                        [*map(str, [*program, *arguments])],
+                        env=env,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        wait_for_files(folder, "ready", range(world_size), START_LIMIT)
+        time.sleep(0.3)
+        yield ranks
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+def wait_for_files(folder, stem, ranks, limit):
+    deadline = time.time() + limit
+    paths = [folder / f"{stem}.{rank}" for rank in ranks]
+    while not all(path.exists() for path in paths):
+        if time.time() > deadline:
+            outputs = [path.read_text() for path in folder.glob("output.*")]
+            missing = [path.name for path in paths if not path.exists()]
+            raise AssertionError(f"no {missing}\n" + "\n".join(outputs))
+        time.sleep(0.02)
+    return paths
+
+
+def results(folder, ranks, limit):
+    paths = wait_for_files(folder, "result", ranks, limit)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def assert_blames(result, rank, label):
+    """The error names the failed rank, its address, the op and the stage."""
+    assert result["class"] == "UnavailableError"
+    assert f"rank {rank} (127.0.0.1:{9000 + rank})" in result["message"]
+    assert label in result["message"]
+    assert "stage " in result["message"]
+    assert f"rank {rank} (127.0.0.1:{9000 + rank})" in result["later"]
+    assert result["later_seconds"] < 1
+
+
+@pytest.mark.parametrize("scenario", ["small", "large"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (4, 2)])
+def test_kill(scenario, world_size, victim, tmp_path):
+    with running_ranks(scenario, world_size, 60, tmp_path) as ranks:
+        killed = time.time()
+        ranks[victim].send_signal(signal.SIGKILL)
+        survivors = [rank for rank in range(world_size) if rank != victim]
+        for result in results(tmp_path, survivors, DETECTION_LIMIT + 5):
+            assert_blames(result, victim, "'layer ")
+            assert "died or was killed" in result["message"]
+            assert result["time"] - killed < DETECTION_LIMIT
+        for rank in survivors:
+            assert ranks[rank].wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("scenario", ["small", "large"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (4, 0)])
+def test_stop(scenario, world_size, victim, tmp_path):
+    timeout = 3
+    with running_ranks(scenario, world_size, timeout, tmp_path) as ranks:
+        stopped = time.time()
+        ranks[victim].send_signal(signal.SIGSTOP)
+        survivors = [rank for rank in range(world_size) if rank != victim]
+        limit = timeout + DETECTION_LIMIT
+        for result in results(tmp_path, survivors, limit + 5):
+            assert_blames(result, victim, "'layer ")
+            assert "silent" in result["message"]
+            assert "timeout of 3 s" in result["message"]
+            assert timeout - 1 < result["time"] - stopped < limit
+        for rank in survivors:
+            assert ranks[rank].wait(timeout=20) == 0
+        ranks[victim].send_signal(signal.SIGCONT)  # finds the notice
+        (result,) = results(tmp_path, [victim], DETECTION_LIMIT)
+        assert result["class"] == "UnavailableError"
+
+
+def test_kill_reaches_those_who_wait_for_survivors(tmp_path):
+    with running_ranks("chain", 4, 60, tmp_path) as ranks:
+        killed = time.time()
+        ranks[3].send_signal(signal.SIGKILL)
+        first, second, third = results(tmp_path, range(3), DETECTION_LIMIT + 5)
+        for result in (first, second):
+            assert_blames(result, 3, "'of the waiting'")
+        assert_blames(third, 3, "'of the sleeper'")
+        for result in (first, second, third):
+            assert result["time"] - killed < DETECTION_LIMIT
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_absent_rank_is_told_from_a_silent_one(world_size, tmp_path):
+    last = world_size - 1
+    with running_ranks("absent", world_size, 3, tmp_path):
+        for result in results(tmp_path, range(last), 3 + DETECTION_LIMIT):
+            assert_blames(result, last, "'layer dense/bucket'")
+            assert "is alive and has not reached it" in result["message"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rank_that_ends_early(world_size, tmp_path):
+    last = world_size - 1
+    with running_ranks("leaving", world_size, 60, tmp_path):
+        for result in results(tmp_path, range(last), DETECTION_LIMIT):
+            assert_blames(result, last, "'layer dense/bucket'")
+            assert "left" in result["message"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_different_ops_under_one_tag(world_size, tmp_path):
+    with running_ranks("disagreeing", world_size, 60, tmp_path):
+        everyone = range(world_size)
+        for result in results(tmp_path, everyone, DETECTION_LIMIT):
+            assert result["class"] == "InvalidArgumentError"
+            assert "all_reduce 'layer dense/bucket'" in result["message"]
+            assert "all_gather 'layer other'" in result["message"]
+            assert f"rank {world_size - 1} (" in result["message"]
