@@ -79,7 +79,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--buckets", type=int, default=2**20, help="rows of the table")
     add("--units", type=int, default=32, help="columns of the table")
-    add("--epochs", type=int, default=3, help="passes over the data")
+    add("--epochs", type=int, default=2, help="passes over the data")
     add("--batch-size", type=int, default=2048, help="over all ranks")
     add("--optimizer", default="Adam", choices=OPTIMIZERS, help="rule")
     add("--learning-rate", type=float, help="(default: suits --optimizer)")
@@ -161,8 +161,9 @@ def stock_traffic(
 
 def main() -> None:
     arguments = parse_arguments()
-    tf.keras.utils.set_random_seed(arguments.seed)
+    # First of all: TensorFlow wants to know the ranks before anything runs.
     strategy = tfdist_ext.HybridParallelStrategy()
+    tf.keras.utils.set_random_seed(arguments.seed)
     with strategy.scope():
         model = build_model(arguments)
     meter = Meter(strategy)

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
         choices=("auto", "row", "column", "replicated"),
         help="placement of the weights (default: %(default)s)",
     )
+    add("--seed", type=int, default=0, help="default: %(default)s")
     arguments = parser.parse_args()
     if bool(arguments.train) != bool(arguments.test):
         parser.error("give both --train and --test, or neither")
@@ -76,13 +77,19 @@ def build_model(features: int, arguments: argparse.Namespace) -> tf.keras.Model:
 
 def main() -> None:
     arguments = parse_arguments()
+    # First of all: TensorFlow wants to know the ranks before anything runs.
+    strategy = tfdist_ext.HybridParallelStrategy()
+    tf.keras.utils.set_random_seed(arguments.seed)
     files = arguments.train + arguments.test
     features = arguments.features or libsvm.count_features(files)
     train = libsvm.dataset(
-        arguments.train, arguments.batch_size, features, shuffle=50_000
+        arguments.train,
+        arguments.batch_size,
+        features,
+        shuffle=50_000,
+        seed=arguments.seed,
     )
     test = libsvm.dataset(arguments.test, arguments.batch_size, features)
-    strategy = tfdist_ext.HybridParallelStrategy()
     with strategy.scope():
         model = build_model(features, arguments)
     verbose = 2 if strategy.rank == 0 else 0

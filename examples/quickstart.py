@@ -12,6 +12,9 @@ import tfdist_ext
 
 ROWS, SAMPLES, HOTNESS = 10_000, 100_000, 20
 
+strategy = tfdist_ext.HybridParallelStrategy()  # Before any tensor.
+tf.keras.utils.set_random_seed(0)
+
 rng = np.random.default_rng(0)
 truth = rng.normal(0.0, 0.7, ROWS)
 ids = np.floor(ROWS ** rng.random((SAMPLES, HOTNESS))).astype(np.int64) - 1
@@ -19,7 +22,6 @@ clicks = truth[ids].sum(axis=1) > rng.logistic(size=SAMPLES)
 data = tf.data.Dataset.from_tensor_slices((ids, clicks[:, None].astype("f4")))
 data = data.shuffle(SAMPLES, seed=0).batch(1000)  # The batch of all ranks.
 
-strategy = tfdist_ext.HybridParallelStrategy()
 with strategy.scope():
     model = tf.keras.Sequential(
         [

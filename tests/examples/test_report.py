@@ -10,15 +10,18 @@ import tensorflow as tf
 
 
 class Counters:
-    """Counts a kilobyte and a millisecond of lookup whenever asked."""
+    """Counts ten exchanges, a kilobyte and a millisecond whenever asked."""
 
     def __init__(self) -> None:
         self.asked = 0
 
     def statistics(self) -> dict:
         self.asked += 1
-        stages = {"lookup": self.asked * 0.001}
-        return {"bytes_sent": self.asked * 1000, "stages": stages}
+        labels = {
+            "table/ids": (self.asked * 10, 10, self.asked * 0.001),
+            "initial_value/kernel": (1, 10, 0.5),
+        }
+        return {"bytes_sent": self.asked * 1000, "labels": labels}
 
 
 def test_meter_leaves_out_first_steps_and_validation() -> None:
@@ -30,7 +33,7 @@ def test_meter_leaves_out_first_steps_and_validation() -> None:
         meter.on_epoch_end(0)
     assert meter.steps == 8
     assert meter.bytes_sent == 2000  # One question to the next, twice.
-    assert meter.stages == {"lookup": pytest.approx(0.002)}
+    assert meter.stages == {"input_dist": pytest.approx(0.002)}
     assert meter.seconds > 0
 
 
@@ -44,6 +47,19 @@ def test_meter_of_a_single_process() -> None:
     meter.on_train_batch_end(1)
     meter.on_epoch_end(0)
     assert (meter.steps, meter.bytes_sent, meter.stages) == (1, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("label", "stage"),
+    [
+        ("table/ids", "input_dist"),
+        ("table/results", "output_dist"),
+        ("table/results/gradient", "output_dist, backward"),
+        ("logs", "logs"),
+    ],
+)
+def test_stage_of(label: str, stage: str) -> None:
+    assert report.stage_of(label) == stage
 
 
 def test_stock_traffic() -> None:
