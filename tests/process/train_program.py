@@ -49,7 +49,10 @@ class StockSparse(keras.layers.Layer):
         if isinstance(inputs, tf.SparseTensor):
             pooled = tf.sparse.sparse_dense_matmul(inputs, kernel)
         else:
-            pooled = tf.reduce_sum(tf.gather(kernel, inputs), 1)
+            # Not tf.gather: Keras 3 squares the gradients of a repeated id
+            # one by one, which is another algorithm than Adam's.
+            counts = tf.reduce_sum(tf.one_hot(inputs, ROWS), 1)
+            pooled = counts @ kernel
         return pooled + self.bias
 
     def compute_output_shape(self, input_shape):

@@ -138,9 +138,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
 
         def reduce_one(leaf: Any) -> Any:
-            if getattr(leaf, "_tfdist_reduced", False):
+            # Not `getattr` on distributed values: they reduce themselves.
+            scalar = isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0
+            if scalar and hasattr(leaf, "_tfdist_reduced"):
                 return leaf
-            scalar = tf.is_tensor(leaf) and leaf.shape.rank == 0
             parent = super(HybridParallelStrategy, self)
             return parent.reduce(reduce_op, leaf, None if scalar else axis)
 
@@ -324,7 +325,7 @@ class _HybridParallelExtended(internals.CollectiveAllReduceExtended):
             )
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         values = [_local(value) for value, _ in value_destination_pairs]
-        return self._reduce_flat(mean, values, "reduce")
+        return self._reduce_flat(mean, values, "gradients")
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Nest, options: Any = None
@@ -377,4 +378,6 @@ class _HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
 def _local(value: Any) -> Any:
     """The value of this rank's only replica."""
-    return value.values[0] if hasattr(value, "_values") else value
+    if isinstance(value, internals.DistributedValues):
+        return value.values[0]
+    return value

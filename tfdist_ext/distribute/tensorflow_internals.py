@@ -23,7 +23,7 @@ from tensorflow.python.training.saving import saveable_object
 CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
-DistributedVariable = values.DistributedVariable
+DistributedValues = values.DistributedValues
 Mirrored = values.Mirrored
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec

@@ -176,6 +176,9 @@ class FullSparse(keras.layers.Layer):
         Returns:
             `[batch, units]` in the layer's compute dtype.
         """
+        if _is_symbolic_build():
+            first = tf.nest.flatten(inputs)[0]
+            return tf.zeros([tf.shape(first)[0], self.units])
         features = sparse_inputs.features_of(
             inputs, self.binary_values, self.name
         )
@@ -260,6 +263,13 @@ class FullSparse(keras.layers.Layer):
         ):
             config[name] = module.serialize(getattr(self, name))
         return config
+
+
+def _is_symbolic_build() -> bool:
+    # Under a strategy, Keras 3 builds a model by tracing it in a graph that
+    # is never run, with dense placeholders even for sparse inputs.
+    graph = tf.compat.v1.get_default_graph()
+    return str(getattr(graph, "name", "")).startswith("scratch_graph")
 
 
 def _positive(name: str, value: int) -> int:
