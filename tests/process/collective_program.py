@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of `test_collectives.py`: checks and counts exchanges.
+
+The ranks share a folder for the addresses they need to connect. Every rank
+checks its own results, and writes `done.R` with its statistics at the end.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.ops import collective_ops
+
+STEPS = 20
+
+
+def exchange_files(folder, rank, world_size, blob):
+    partial = folder / f"partial.{rank}"
+    partial.write_bytes(blob)
+    partial.rename(folder / f"blob.{rank}")
+    paths = [folder / f"blob.{peer}" for peer in range(world_size)]
+    while not all(path.exists() for path in paths):
+        time.sleep(0.02)
+    return [path.read_bytes() for path in paths]
+
+
+def check_step(group, step_function, step):
+    """Rank r sends r + p + 1 rows to rank p, all holding its number."""
+    ranks = np.arange(group.world_size)
+    splits = ranks + group.rank + 1 + step % 3
+    rows = tf.fill([splits.sum(), 300], float(group.rank + step))
+    output, received, total = step_function(rows, splits)
+    np.testing.assert_array_equal(received, splits)
+    np.testing.assert_array_equal(
+        output, np.repeat(ranks + step, splits)[:, None] + np.zeros(300)
+    )
+    expected = 3 * group.world_size * (ranks.mean() + step)
+    np.testing.assert_allclose(total, np.full(100_000, expected))
+
+
+def main():
+    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+    folder = pathlib.Path(sys.argv[3])
+    group = ProcessGroup(
+        rank,
+        world_size,
+        [f"127.0.0.1:{9000 + peer}" for peer in range(world_size)],
+        lambda blob: exchange_files(folder, rank, world_size, blob),
+        timeout=60,
+    )
+    group.check_plan(["all_to_all rows", "all_reduce total"])
+
+    @tf.function(reduce_retracing=True)
+    def step_function(rows, splits):
+        output, received = collective_ops.all_to_all(
+            group, rows, splits, tag=2, label="rows"
+        )
+        total = collective_ops.all_reduce(
+            group, [tf.fill([100_000], 3 * rows[0, 0])], tag=4, label="total"
+        )[0]
+        return output, received, total
+
+    for step in range(STEPS):
+        check_step(group, step_function, step)
+    stats = group.stats()
+    assert stats.labels["total"][0] == STEPS
+    (folder / f"done.{rank}").write_text(
+        json.dumps([stats.bytes_sent, stats.bytes_received])
+    )
+
+
+if __name__ == "__main__":
+    main()
