@@ -61,12 +61,17 @@ def test_ranks_meet_on_loopback_when_asked():
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_small_run_writes_all_it_promises(tmp_path, ranks):
+@pytest.mark.parametrize(
+    "variants",
+    [("stock-sparse", "stock-dense"), ("hybrid-row", "hybrid-column")],
+    ids=["stock", "hybrid"],
+)
+def test_a_small_run_writes_all_it_promises(tmp_path, ranks, variants):
     done = subprocess.run(
         _command(
             tmp_path,
             *("--ranks", str(ranks), "--network", "loopback"),
-            *("--variants", "stock-sparse", "stock-dense"),
+            *("--variants", *variants),
             *("--steps", "10", "--limit", "100"),
         ),
         capture_output=True,
@@ -80,7 +85,7 @@ def test_a_small_run_writes_all_it_promises(tmp_path, ranks):
         assert variant["status"] == "ok", variant["reason"]
         assert len(variant["results"]) == ranks
         assert variant["results"][0]["errors"]["rows"] < 1e-4
-    assert "stock-dense" in done.stdout
+    assert f"\n{variants[1]} " in done.stdout
     assert (folder / "chart.png").exists() or "no chart" in done.stdout
 
 
