@@ -61,7 +61,7 @@ class EntryBuilder {
 
   const BadId& bad_id() const { return bad_id_; }
 
-  // Whether some weight is not 1. Only for weighted lists.
+  // Whether the entries need float weights: not if all are small counts.
   bool has_weights() const { return has_weights_; }
 
   // Index of the first entry of `owner`; of owner world_size: of the end.
@@ -80,7 +80,7 @@ class EntryBuilder {
                 MessageWriter* message, int32_t* sample_ids) const {
     const uint64_t row_mask = (uint64_t{1} << row_bits_) - 1;
     const uint64_t sample_mask = (uint64_t{1} << sample_bits_) - 1;
-    const bool ones = sort_.values != nullptr && !weighted;
+    const bool weights_to_counts = sort_.values != nullptr && !weighted;
     uint64_t previous = ~uint64_t{0};
     for (int64_t i = begin; i < end; ++i) {
       const uint64_t key = sort_.keys[i];
@@ -90,7 +90,9 @@ class EntryBuilder {
         message->BeginSample();
         *sample_ids++ = static_cast<int32_t>(first_sample_ + sample);
       }
-      message->AddEntry(key & row_mask, ones ? 1 : combined_[i]);
+      uint32_t value = combined_[i];
+      if (weights_to_counts) value = static_cast<uint32_t>(Weight(i));
+      message->AddEntry(key & row_mask, value);
     }
     return sample_ids;
   }
@@ -172,11 +174,20 @@ class EntryBuilder {
       std::memcpy(combined_ + last, &weight, sizeof(float));
     }
     count_ = last + 1;
-    for (int64_t i = 0; i < count_; ++i) {
-      float weight;
-      std::memcpy(&weight, combined_ + i, sizeof(float));
-      has_weights_ |= weight != 1.0f;
-    }
+    for (int64_t i = 0; i < count_; ++i) has_weights_ |= !IsCount(Weight(i));
+  }
+
+  float Weight(int64_t i) const {
+    float weight;
+    std::memcpy(&weight, combined_ + i, sizeof(float));
+    return weight;
+  }
+
+  // Whether a weight can be sent as a number of occurrences, without loss.
+  static bool IsCount(float weight) {
+    constexpr float kMostOccurrences = 1 << 24;
+    return weight >= 1 && weight <= kMostOccurrences &&
+           weight == static_cast<float>(static_cast<uint32_t>(weight));
   }
 
   const TableAttrs& attrs_;

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "id_lists.h"
 
-#include <limits>
-
-#include "tensorflow/core/platform/errors.h"
-
 namespace tfdist {
 
 using tensorflow::Tensor;
@@ -33,10 +29,9 @@ absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
                            ": weights must be empty or one per id. Received: ",
                            weights.NumElements(), " weights, ", count, " ids");
   }
-  if (samples > std::numeric_limits<int32_t>::max() ||
-      count > std::numeric_limits<int32_t>::max()) {
+  if (samples > kMaxIds || count > kMaxIds) {
     return InvalidArgument("List ", index, ": ", samples, " samples and ",
-                           count, " ids; at most 2^31 - 1 are supported");
+                           count, " ids; at most ", kMaxIds, " are supported");
   }
   const auto splits = row_splits.vec<int64_t>();
   bool ascending = splits(0) == 0 && splits(samples) == count;

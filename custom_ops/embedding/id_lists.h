@@ -3,11 +3,16 @@
 #define TFDIST_EMBEDDING_ID_LISTS_H_
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
+
+// Ids and samples that one call takes: their positions are 32-bit numbers.
+constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
 
 // One ragged list of ids: those of sample s are ids[row_splits[s] ..
 // row_splits[s + 1]).
@@ -62,6 +67,11 @@ absl::Status ReadIdLists(tensorflow::OpKernelContext* ctx,
          weighted ? static_cast<const float*>(weights[i].data()) : nullptr});
     lists->ids += ids[i].NumElements();
     lists->weighted |= weighted;
+  }
+  if (lists->ids > kMaxIds) {
+    return tensorflow::errors::InvalidArgument("The lists have ", lists->ids,
+                                               " ids together; at most ",
+                                               kMaxIds, " are supported");
   }
   return absl::OkStatus();
 }

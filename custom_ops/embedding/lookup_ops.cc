@@ -48,6 +48,8 @@ REGISTER_OP("Tfdist>Lookup")
     .Attr("T: {float} = DT_FLOAT")
     .Attr("table_shape: shape")
     .Attr("shard: string = ''")
+    // It reads what other ops write: never folded, merged or hoisted.
+    .SetIsStateful()
     .SetShapeFn(LookupShape)
     .Doc(R"doc(
 Sums rows of a table per sample: the pooled lookup.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages come from the network: any bytes decode in bounds or are refused."""
+"""Malformed inputs are refused.
+
+Messages come from the network: any bytes decode in bounds or are refused.
+"""
 
 import numpy as np
 import pytest
@@ -123,5 +126,34 @@ def test_splits_that_do_not_fit_are_refused(sizes):
             rank=0,
             world_size=2,
             vocabulary_size=LIMIT,
+            placement="row",
+        )
+
+
+@pytest.mark.parametrize(
+    "splits,weights,text",
+    [
+        ([0, 3], 0, "from 0 to the number of ids"),
+        ([1, 2], 0, "from 0 to the number of ids"),
+        ([0, 3, 1, 2], 0, "from 0 to the number of ids"),
+        ([], 0, "one element more"),
+        ([0, 2], 1, "weights must be empty or one per id"),
+    ],
+)
+def test_malformed_lists_are_refused(splits, weights, text):
+    inputs = (
+        [np.array([1, 2])],
+        [np.array(splits, np.int64)],
+        [np.ones(weights, np.float32)],
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        embedding_ops.merge_ids(*inputs, vocabulary_size=5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        embedding_ops.encode_ids(
+            *inputs,
+            1.0,
+            rank=0,
+            world_size=2,
+            vocabulary_size=5,
             placement="row",
         )
