@@ -11,6 +11,9 @@ lets a model reach an AUC of about 0.8. Every tenth line is for validation.
 import argparse
 
 import tensorflow as tf
+from command_line import SHARDINGS
+from command_line import WIRE_DTYPES
+from command_line import make_parser
 from data import criteo
 from data import synthetic_criteo
 from report import Meter
@@ -28,21 +31,10 @@ OPTIMIZERS = {
     "Adagrad": 0.05,
     "RowWiseAdagrad": 0.05,
 }
-SHARDINGS = ("auto", "row", "column", "replicated")
-WIRE_DTYPES = ("float32", "bfloat16", "float16")
-
-
-class _HelpFormatter(
-    argparse.ArgumentDefaultsHelpFormatter,
-    argparse.RawDescriptionHelpFormatter,
-):
-    """Shows the defaults, and keeps the commands above on their lines."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=_HelpFormatter
-    )
+    parser = make_parser(__doc__)
     _add_input_arguments(parser.add_argument_group("input"))
     _add_model_arguments(parser.add_argument_group("model and training"))
     _add_output_arguments(parser.add_argument_group("output"))

@@ -10,40 +10,24 @@ Without files it generates some.
 import argparse
 
 import tensorflow as tf
+from command_line import SHARDINGS
+from command_line import make_parser
 from data import libsvm
 
 import tfdist_ext
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--train", nargs="+", metavar="FILE", help="training files")
     add("--test", nargs="+", metavar="FILE", help="test files")
     add("--features", type=int, help="width (default: the largest id)")
-    add("--epochs", type=int, default=5, help="default: %(default)s")
-    add(
-        "--batch-size",
-        type=int,
-        default=256,
-        help="samples per step, over all ranks (default: %(default)s)",
-    )
-    add(
-        "--learning-rate",
-        type=float,
-        default=0.1,
-        help="of Adagrad (default: %(default)s)",
-    )
-    add(
-        "--sharding",
-        default="row",
-        choices=("auto", "row", "column", "replicated"),
-        help="placement of the weights (default: %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--epochs", type=int, default=5, help="passes over the data")
+    add("--batch-size", type=int, default=256, help="over all ranks")
+    add("--learning-rate", type=float, default=0.1, help="of Adagrad")
+    add("--sharding", default="row", choices=SHARDINGS, help="of the weights")
+    add("--seed", type=int, default=0, help="of the order of the samples")
     arguments = parser.parse_args()
     if bool(arguments.train) != bool(arguments.test):
         parser.error("give both --train and --test, or neither")

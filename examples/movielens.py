@@ -16,45 +16,24 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # What tensorflow-recommenders needs.
 
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
+from command_line import SHARDINGS
+from command_line import make_parser
 from data import ratings
 
 import tfdist_ext
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--data", metavar="DIR", help="directory with u.data")
-    add("--epochs", type=int, default=15, help="default: %(default)s")
-    add(
-        "--batch-size",
-        type=int,
-        default=1000,
-        help="samples per step, over all ranks (default: %(default)s)",
-    )
-    add("--dim", type=int, default=32, help="default: %(default)s")
-    add(
-        "--learning-rate",
-        type=float,
-        default=0.005,
-        help="of Adam (default: %(default)s)",
-    )
-    add(
-        "--penalty",
-        type=float,
-        default=0.1,
-        help="on the squares of the looked-up rows (default: %(default)s)",
-    )
-    add(
-        "--sharding",
-        default="row",
-        choices=("auto", "row", "column", "replicated"),
-        help="placement of the tables (default: %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--epochs", type=int, default=15, help="passes over the data")
+    add("--batch-size", type=int, default=1000, help="over all ranks")
+    add("--dim", type=int, default=32, help="columns of the tables")
+    add("--learning-rate", type=float, default=0.005, help="of Adam")
+    add("--penalty", type=float, default=0.1, help="on squares of used rows")
+    add("--sharding", default="row", choices=SHARDINGS, help="of the tables")
+    add("--seed", type=int, default=0, help="of split, order and weights")
     return parser.parse_args()
 
 
@@ -132,18 +111,24 @@ class PrintErrors(tf.keras.callbacks.Callback):
         print(f"epoch {epoch + 1}: RMSE {error:.4f}, test {test_error:.4f}")
 
 
+def read_parts(
+    arguments: argparse.Namespace,
+) -> tuple[ratings.Ratings, ratings.Ratings]:
+    directory = arguments.data or ratings.synthetic_directory()
+    known = ratings.read(pathlib.Path(directory) / "u.data")
+    return ratings.split(known, test=0.2, seed=arguments.seed)
+
+
 def main() -> None:
     arguments = parse_arguments()
     # First of all: TensorFlow wants to know the ranks before anything runs.
     strategy = tfdist_ext.HybridParallelStrategy()
     tf.keras.utils.set_random_seed(arguments.seed)
-    directory = arguments.data or ratings.synthetic_directory()
-    known = ratings.read(pathlib.Path(directory) / "u.data")
-    train, test = ratings.split(known, test=0.2, seed=arguments.seed)
+    train, test = read_parts(arguments)
     with strategy.scope():
         model = RatingModel(
-            users=int(known.users.max()) + 1,
-            items=int(known.items.max()) + 1,
+            users=1 + int(max(train.users.max(), test.users.max())),
+            items=1 + int(max(train.items.max(), test.items.max())),
             mean=float(train.scores.mean()),
             replicas=strategy.num_replicas_in_sync,
             arguments=arguments,

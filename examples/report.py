@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-
 # How labels of exchanges end, and what they are in the data flow of a step.
 _STAGES = {
     "/ids": "input_dist",

@@ -56,12 +56,7 @@ def parse_lines(
     )
     parts = tf.reshape(parts.flat_values, [-1, 2])
     ids = tf.strings.to_number(parts[:, 0], tf.int64) - 1
-    inside = tf.logical_and(ids >= 0, ids < features)
-    tf.debugging.Assert(
-        tf.reduce_all(inside),
-        ["LIBSVM ids must be in [1, features]. features:", features,
-         "ids outside:", tf.boolean_mask(ids + 1, ~inside)],
-    )  # fmt: skip
+    _check_range(ids, features)
     indices = tf.stack([pairs.value_rowids(), ids], axis=1)
     samples = tf.SparseTensor(
         indices,
@@ -69,6 +64,15 @@ def parse_lines(
         [tf.size(lines, tf.int64), features],
     )
     return samples, tf.cast(labels > 0, tf.float32)
+
+
+def _check_range(ids: tf.Tensor, features: int) -> None:
+    inside = tf.logical_and(ids >= 0, ids < features)
+    outside = tf.boolean_mask(ids + 1, ~inside)
+    tf.debugging.Assert(
+        tf.reduce_all(inside),
+        [f"LIBSVM ids must be in [1, {features}]. Received:", outside],
+    )
 
 
 def dataset(
