@@ -13,6 +13,9 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+# What the launcher and the examples set for themselves.
+_OWN = ("TF_CONFIG", "TF_USE_LEGACY_KERAS")
+
 
 @pytest.fixture
 def real_data() -> Callable[[str], pathlib.Path]:
@@ -38,7 +41,7 @@ def run_example(tmp_path: pathlib.Path) -> Callable[..., str]:
         command += [str(EXAMPLES / script), *map(str, arguments)]
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = {
-            **{k: v for k, v in os.environ.items() if k != "TF_CONFIG"},
+            **{k: v for k, v in os.environ.items() if k not in _OWN},
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": str(tmp_path),
             "TF_CPP_MIN_LOG_LEVEL": "2",
