@@ -16,8 +16,16 @@ import subprocess
 
 from build_ops import toolchain
 
-WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare"]
-OPTIMIZE = ["-O3", "-DNDEBUG"]
+# TensorFlow 2.21 deprecates what 2.18 has no successor for.
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+    "-Wno-sign-compare",
+    "-Wno-deprecated-declarations",
+]
+# Without -fno-math-errno gcc does not vectorise loops over square roots.
+OPTIMIZE = ["-O3", "-fno-math-errno", "-DNDEBUG"]
 # vptr checks need type information that TensorFlow's library does not export;
 # with the null checks gcc does not take an address for a constant, and absl
 # needs that (AddressSanitizer reports null pointers all the same).
@@ -146,7 +154,13 @@ def _nvcc_command(
         *theirs,
         f"-I{root}",
         f"-I{root / 'custom_ops'}",
-        *("-std=c++17", "-O3", "-DNDEBUG", "-DTFDIST_CUDA=1"),
+        *(
+            "-std=c++17",
+            "-O3",
+            "-fno-math-errno",
+            "-DNDEBUG",
+            "-DTFDIST_CUDA=1",
+        ),
         *("-x", "cu", "--expt-relaxed-constexpr", "-cudart=static"),
         *("-Xcompiler", "-fPIC", "-ccbin", tools.cxx[0]),
         *toolchain.CUDA_FLAGS,
