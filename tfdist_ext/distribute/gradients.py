@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 
 # Below this size a table's whole gradient travels faster than its rows.
 _SMALL_TABLE_BYTES = 256 << 10
@@ -22,7 +23,7 @@ def reduce_values(
         collectives: of the strategy.
         values: tensors, IndexedSlices or Python numbers. Gradients of
             shards are IndexedSlices whose `dense_shape` is marked: they are
-            sums over all ranks already and come back untouched.
+            sums over all ranks already and do not travel.
         label: names the exchange in errors.
         weighted: weigh every rank by its samples in the step.
 
@@ -36,7 +37,11 @@ def reduce_values(
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
         elif hasattr(value.dense_shape, "_tfdist_shard"):
-            continue
+            # A layer that was called twice has given some rows twice.
+            result[i] = tf.IndexedSlices(
+                *reversed(sum_duplicate_rows(value.indices, value.values)),
+                value.dense_shape,
+            )
         elif _is_small(value):
             dense[i] = tf.convert_to_tensor(value)
         else:

@@ -205,6 +205,7 @@ def _save_merged(
     parts = [f"{prefix}_ranks/{rank}" for rank in range(group.world_size)]
     failure = None
     try:
+        tf.io.gfile.makedirs(f"{prefix}_ranks")
         if group.rank > 0:
             _keep_slices_only(saver)
         original(saver, tf.constant(parts[group.rank]), options)
@@ -213,7 +214,7 @@ def _save_merged(
     _raise_everywhere(failure, prefix, collectives)
     if group.rank == 0:
         try:
-            written = [part for part in parts if tf.io.gfile.exists(f"{part}.index")]
+            written = [p for p in parts if tf.io.gfile.exists(f"{p}.index")]
             tf.raw_ops.MergeV2Checkpoints(
                 checkpoint_prefixes=written,
                 destination_prefix=prefix,

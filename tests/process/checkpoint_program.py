@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and restores a trained model; run on any number of ranks.
+
+Usage: checkpoint_program.py save|restore FOLDER PLACEMENT FORMAT
+
+`save` trains, saves, notes tables and slots, trains on and notes them again
+in FOLDER/noted.npz. `restore` builds the model anew with its own placement,
+restores, and must find the same, before and after training on.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import FullSparse
+
+keras = tf.keras
+ROWS, UNITS, BATCH = 53, 6, 12
+
+
+def data(first, steps):
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, ROWS, [200, 4])
+    labels = rng.normal(size=[200, 1]).astype(np.float32)
+    start = first * BATCH
+    part = slice(start, start + steps * BATCH)
+    return tf.data.Dataset.from_tensor_slices((ids[part], labels[part])).batch(
+        BATCH
+    )
+
+
+def make_model(strategy, placement):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([4], dtype="int64"),
+                FullSparse(
+                    UNITS,
+                    ROWS,
+                    sharding=placement,
+                    kernel_initializer="glorot_uniform",
+                    name="sparse",
+                ),
+                keras.layers.Dense(1, name="dense"),
+            ]
+        )
+        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def state(strategy, model):
+    """Tables and slots as whole arrays, dense weights, iterations."""
+    values = {}
+    for i, variable in enumerate(model.optimizer.variables):
+        values[f"optimizer/{i}"] = strategy.gather_table(variable)
+    values["kernel"] = strategy.gather_table(model.get_layer("sparse"))
+    for i, variable in enumerate(model.get_layer("dense").weights):
+        values[f"dense/{i}"] = np.array(variable)
+    return values
+
+
+def save(model, folder, form):
+    if form == "checkpoint":
+        saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        saver.write(str(folder / "saved"))
+    elif form == "weights":
+        suffix = ".weights.h5" if hasattr(keras, "ops") else ""
+        model.save_weights(str(folder / "saved") + suffix)
+    else:
+        model.save(str(folder / "saved.keras"))
+
+
+def restore(strategy, folder, placement, form):
+    model = make_model(strategy, placement)
+    if form == "checkpoint":
+        saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        status = saver.read(str(folder / "saved"))
+        status.assert_existing_objects_matched()
+    elif form == "weights":
+        suffix = ".weights.h5" if hasattr(keras, "ops") else ""
+        model.load_weights(str(folder / "saved") + suffix)
+    else:
+        with strategy.scope():
+            model = keras.models.load_model(str(folder / "saved.keras"))
+    return model
+
+
+def main():
+    action, folder, placement, form = sys.argv[1:]
+    folder = pathlib.Path(folder)
+    strategy = tfdist_ext.HybridParallelStrategy()
+    if action == "save":
+        model = make_model(strategy, placement)
+        model.fit(data(0, 5), verbose=0)
+        noted = {f"a/{k}": v for k, v in state(strategy, model).items()}
+        save(model, folder, form)
+        model.fit(data(5, 3), verbose=0)
+        noted |= {f"b/{k}": v for k, v in state(strategy, model).items()}
+        if strategy.rank == 0:
+            np.savez(folder / "noted.npz", **noted)
+        return
+    noted = np.load(folder / "noted.npz")
+    model = restore(strategy, folder, placement, form)
+    for name, value in state(strategy, model).items():
+        np.testing.assert_array_equal(value, noted[f"a/{name}"], name)
+    model.fit(data(5, 3), verbose=0)
+    for name, value in state(strategy, model).items():
+        np.testing.assert_allclose(
+            value, noted[f"b/{name}"], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
+if __name__ == "__main__":
+    main()
