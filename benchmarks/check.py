@@ -110,20 +110,8 @@ def _train(
     trainee: loops.Trainee,
     loop: loops.CustomLoop | loops.FitLoop,
 ) -> list[float]:
-    options = context.options
-    count = options["check_steps"]
-    inputs = [
-        trainee.inputs(
-            workloads.make_batch(
-                trainee.workload,
-                options["batch"],
-                step,
-                context.rank,
-                options["seed"],
-            )
-        )
-        for step in range(count)
-    ]
+    count = context.options["check_steps"]
+    inputs = trainee.local_inputs(context, range(count))
     _, losses = loop.run(inputs, count)
     return losses
 

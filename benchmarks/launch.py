@@ -61,14 +61,7 @@ def run_job(
         limit_seconds: wall limit of the job.
         environment: variables set for the ranks on top of this process's.
     """
-    folder.mkdir(parents=True)
-    job = {
-        "task": task,
-        "options": options,
-        "hosts": net.hosts,
-        "interface": net.interface,
-    }
-    (folder / "job.json").write_text(json.dumps(job))
+    _write_job(folder, task, options, net)
     start = time.monotonic()
     processes = _start(net, folder, environment or {})
     try:
@@ -77,12 +70,7 @@ def run_job(
         _kill(processes)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
     seconds = time.monotonic() - start
-    results: tuple[dict[str, Any], ...] = ()
-    if status == "ok":
-        results = tuple(
-            json.loads((folder / f"result.{rank}.json").read_text())
-            for rank in range(len(net.hosts))
-        )
+    results = _results(folder, len(net.hosts)) if status == "ok" else ()
     return Outcome(status, reason, results, seconds)
 
 
@@ -101,6 +89,29 @@ def failure_reason(log: str) -> str:
                 reason = " ".join(lines[index : index + 4])
                 return _COLOUR.sub("", reason)[:_REASON_LENGTH]
     return lines[-1][:_REASON_LENGTH] if lines else "no output"
+
+
+def _write_job(
+    folder: pathlib.Path,
+    task: str,
+    options: dict[str, Any],
+    net: network.Network,
+) -> None:
+    folder.mkdir(parents=True)
+    job = {
+        "task": task,
+        "options": options,
+        "hosts": net.hosts,
+        "interface": net.interface,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+
+
+def _results(folder: pathlib.Path, ranks: int) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        json.loads((folder / f"result.{rank}.json").read_text())
+        for rank in range(ranks)
+    )
 
 
 def _start(

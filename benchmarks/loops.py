@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from benchmarks import measure
 from benchmarks import models
+from benchmarks import rank
 from benchmarks import workloads
 
 # Per-table inputs and the labels of one rank's batch.
@@ -65,6 +66,20 @@ class Trainee:
         pairs = zip(batch.ids, self.workload.tables, strict=True)
         features = tuple(self.variant.make_feature(*pair) for pair in pairs)
         return features, tf.constant(batch.labels)
+
+    def local_inputs(
+        self, context: rank.RankContext, steps: range
+    ) -> list[Inputs]:
+        """Makes this rank's batches of `steps`."""
+        size, seed = context.options["batch"], context.options["seed"]
+        return [
+            self.inputs(
+                workloads.make_batch(
+                    self.workload, size, step, context.rank, seed
+                )
+            )
+            for step in steps
+        ]
 
     def dense(self) -> tuple[np.ndarray, ...]:
         """Returns kernels and biases of the dense tower."""

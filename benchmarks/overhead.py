@@ -90,12 +90,8 @@ def _measure(
     ranks: int,
     strategy: str,
 ) -> dict[str, Any]:
-    options = {
-        "loop": loop,
-        "strategy": strategy,
-        "steps": arguments.steps,
-        "warm_up": arguments.warm_up,
-    }
+    options = {"loop": loop, "strategy": strategy}
+    options |= {"steps": arguments.steps, "warm_up": arguments.warm_up}
     outcome = launch.run_job(
         "overhead",
         options,
@@ -121,7 +117,7 @@ def _show(record: dict[str, Any], local: dict[str, Any]) -> None:
     case = f"{record['loop']:<8}{record['keras']:>6}{record['ranks']:>6}  "
     print(f"{case}{record['strategy']:<9}", end="")
     if record["status"] != "ok":
-        print(f"  {record['status']}: {record['reason']}", flush=True)
+        print(f"  {record['status']}: {record['reason'][:110]}", flush=True)
         return
     added = record["p50"] - local["p50"]
     figures = f"{record['p50']:>9.3f}{record['p99']:>9.3f}{added:>10.3f}"

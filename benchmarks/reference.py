@@ -91,19 +91,27 @@ def train(
             loss = tf.add_n(by_rank)
         losses.append([float(value) for value in by_rank])
         gradients = tape.gradient(loss, tables + tower)
-        for variable, gradient, slot in zip(
-            tables + tower, gradients, slots, strict=True
-        ):
-            change = tf.convert_to_tensor(gradient)
-            if optimizer == "adagrad":
-                slot.assign_add(tf.square(change))
-                change /= tf.sqrt(slot + _EPSILON)
-            variable.assign_sub(learning_rate * change)
+        for update in zip(tables + tower, gradients, slots, strict=True):
+            _update(*update, optimizer, learning_rate)
     return Trained(
         np.asarray(losses),
         tuple(table.numpy() for table in tables),
         tuple(variable.numpy() for variable in tower),
     )
+
+
+def _update(
+    variable: tf.Variable,
+    gradient: tf.Tensor | tf.IndexedSlices,
+    slot: tf.Variable,
+    optimizer: str,
+    learning_rate: float,
+) -> None:
+    change = tf.convert_to_tensor(gradient)
+    if optimizer == "adagrad":
+        slot.assign_add(tf.square(change))
+        change /= tf.sqrt(slot + _EPSILON)
+    variable.assign_sub(learning_rate * change)
 
 
 def _losses(

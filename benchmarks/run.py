@@ -50,6 +50,14 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=_DEFAULT_VARIANTS,
+        metavar="VARIANT",
+        help=f"what to run (default: {' '.join(_DEFAULT_VARIANTS)})",
+    )
     _add_setting_arguments(parser)
     _add_timing_arguments(parser)
     add_network_arguments(parser)
@@ -66,14 +74,6 @@ def _add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
     choice("--workload", workloads.WORKLOADS, "timelines", "model and ids")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=VARIANTS,
-        default=_DEFAULT_VARIANTS,
-        metavar="VARIANT",
-        help=f"what to run (default: {' '.join(_DEFAULT_VARIANTS)})",
-    )
     parser.add_argument(
         "--batch", type=int, default=256, help="samples per rank (256)"
     )

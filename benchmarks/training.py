@@ -67,18 +67,10 @@ def _time(
     loop: loops.CustomLoop | loops.FitLoop,
 ) -> dict[str, Any]:
     options = context.options
-    inputs = [
-        trainee.inputs(
-            workloads.make_batch(
-                trainee.workload,
-                options["batch"],
-                _FIRST_TIMED_STEP + step,
-                context.rank,
-                options["seed"],
-            )
-        )
-        for step in range(_DISTINCT_BATCHES)
-    ]
+    inputs = trainee.local_inputs(
+        context,
+        range(_FIRST_TIMED_STEP, _FIRST_TIMED_STEP + _DISTINCT_BATCHES),
+    )
     context.barrier("prepared")
     warm_up, _ = loop.run(inputs, options["warm_up"])
     steps = context.agree(
