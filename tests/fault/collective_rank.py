@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a fault test: runs collectives until one fails.
 
+Arguments: scenario (a function of this file), rank, world size, timeout,
+folder, and the host of every rank if they are not all on 127.0.0.1.
+
 Writes `ready.R` once it is in the middle of things and `result.R` (JSON: error
 class, message, Unix time) when an operation has failed.
 """
@@ -84,10 +87,11 @@ def main():
     scenario, rank, world_size, timeout = sys.argv[1:5]
     rank, world_size = int(rank), int(world_size)
     folder = pathlib.Path(sys.argv[5])
+    hosts = sys.argv[6:] or ["127.0.0.1"] * world_size
     group = ProcessGroup(
         rank,
         world_size,
-        [f"127.0.0.1:{9000 + peer}" for peer in range(world_size)],
+        [f"{host}:{9000 + peer}" for peer, host in enumerate(hosts)],
         lambda blob: exchange_files(folder, rank, world_size, blob),
         timeout=float(timeout),
     )

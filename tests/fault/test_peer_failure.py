@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from benchmarks import network
+
 pytestmark = pytest.mark.fault
 
 HERE = pathlib.Path(__file__).parent
@@ -20,8 +22,9 @@ DETECTION_LIMIT = 10
 
 
 @contextlib.contextmanager
-def running_ranks(scenario, world_size, timeout, folder):
+def running_ranks(scenario, world_size, timeout, folder, net=None):
     """Ranks in the middle of `scenario`, as a list of processes."""
+    net = net or network.loopback(world_size)
     env = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -32,7 +35,9 @@ def running_ranks(scenario, world_size, timeout, folder):
         for rank in range(world_size):
             with open(folder / f"output.{rank}", "w") as output:
                 arguments = [scenario, rank, world_size, timeout, folder]
-                program = [sys.executable, HERE / "collective_rank.py"]
+                arguments += net.hosts
+                program = [*net.prefixes[rank], sys.executable]
+                program.append(HERE / "collective_rank.py")
                 ranks.append(
                     subprocess.Popen(
                         [*map(str, [*program, *arguments])],
@@ -68,13 +73,13 @@ def results(folder, ranks, limit):
     return [json.loads(path.read_text()) for path in paths]
 
 
-def assert_blames(result, rank, label):
+def assert_blames(result, rank, label, host="127.0.0.1"):
     """The error names the failed rank, its address, the op and the stage."""
     assert result["class"] == "UnavailableError"
-    assert f"rank {rank} (127.0.0.1:{9000 + rank})" in result["message"]
+    assert f"rank {rank} ({host}:{9000 + rank})" in result["message"]
     assert label in result["message"]
     assert "stage " in result["message"]
-    assert f"rank {rank} (127.0.0.1:{9000 + rank})" in result["later"]
+    assert f"rank {rank} ({host}:{9000 + rank})" in result["later"]
     assert result["later_seconds"] < 1
 
 
@@ -112,6 +117,32 @@ def test_stop(scenario, world_size, victim, tmp_path):
         ranks[victim].send_signal(signal.SIGCONT)  # finds the notice
         (result,) = results(tmp_path, [victim], DETECTION_LIMIT)
         assert result["class"] == "UnavailableError"
+
+
+NO_NAMESPACES = network.reason_unavailable()
+
+
+@pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+@pytest.mark.parametrize("scenario", ["small", "large"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (4, 2)])
+def test_link_down(scenario, world_size, victim, tmp_path):
+    timeout = 3
+    with (
+        network.namespaces(world_size, None) as net,
+        running_ranks(scenario, world_size, timeout, tmp_path, net),
+    ):
+        down = time.time()
+        namespace = net.prefixes[victim][3]
+        link = namespace.replace("n", "v")  # its end outside
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+        survivors = [rank for rank in range(world_size) if rank != victim]
+        limit = timeout + DETECTION_LIMIT
+        for result in results(tmp_path, survivors, limit + 5):
+            assert_blames(result, victim, "'layer ", net.hosts[victim])
+            assert result["time"] - down < limit
+        (cut_off,) = results(tmp_path, [victim], limit + 5)
+        assert cut_off["class"] == "UnavailableError"
+        assert cut_off["time"] - down < limit
 
 
 def test_kill_reaches_those_who_wait_for_survivors(tmp_path):
