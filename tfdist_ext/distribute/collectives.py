@@ -55,7 +55,7 @@ class Collectives:
         finally:
             self._steps.pop()
         if not tf.executing_eagerly():
-            self._compare_plan(tuple(sorted(step.plan)))
+            self._compare_plan(tuple(step.plan))
 
     def _compare_plan(self, plan: tuple[str, ...]) -> None:
         # Ranks trace a new plan at the same step; one that only has new

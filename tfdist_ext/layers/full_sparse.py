@@ -59,7 +59,7 @@ class FullSparse(keras.layers.Layer):
             mirrored variable) or "auto" (see `tfdist_ext.sharding.plan`).
         wire_dtype: dtype of results and their gradients between ranks. The
             sums over a sample's ids are rounded once, relative error
-            at most 2^-9 (bfloat16) or 2^-11 (float16, in its range).
+            at most 2^-8 (bfloat16) or 2^-11 (float16, in its range).
         out_of_range: "error" raises on every rank, "ignore" drops the id.
 
     Raises:

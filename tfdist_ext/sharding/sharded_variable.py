@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,7 @@ def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
     # Imported here: optimizers import Keras, which a plan does not need.
     from tfdist_ext.optimizers import checks
 
+    fn = inspect.unwrap(fn)
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     for owner in [*cells, getattr(fn, "__self__", None)]:
         if hasattr(owner, "global_clipnorm"):

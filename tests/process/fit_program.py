@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do with `fit`; run on two or more ranks.
+
+Usage: fit_program.py FOLDER SCENARIO...
+
+A scenario is a function of this file. It checks for itself, on every rank.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import FullSparse
+
+keras = tf.keras
+ROWS, BATCH = 40, 8
+
+
+def data(samples=64, seed=0):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, ROWS, [samples, 3])
+    labels = (rng.random([samples, 1]) < 0.4).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
+
+
+def make_model(strategy, metrics=(), sharding="row", **compile_arguments):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(
+                    4,
+                    ROWS,
+                    sharding=sharding,
+                    kernel_initializer=keras.initializers.RandomNormal(
+                        0, 0.1, seed=1
+                    ),
+                    name="sparse",
+                ),
+                keras.layers.Dense(
+                    1,
+                    activation="sigmoid",
+                    kernel_initializer=keras.initializers.GlorotUniform(
+                        seed=2
+                    ),
+                ),
+            ]
+        )
+        compile_arguments.setdefault(
+            "optimizer", tfdist_ext.optimizers.Adagrad(0.5)
+        )
+        model.compile(
+            loss="binary_crossentropy",
+            metrics=[make() for make in metrics],
+            **compile_arguments,
+        )
+    return model
+
+
+def weights(strategy, model):
+    table = strategy.gather_table(model.get_layer("sparse"))
+    return [table, *(np.array(w) for w in model.layers[-1].weights)]
+
+
+def same_on_all_ranks(strategy, value):
+    """Whether an array is bitwise the same on all ranks."""
+    flat = np.asarray(value, np.float32).reshape(1, -1)
+    gathered = strategy.gather(tf.constant(flat), axis=0).numpy()
+    return (gathered == gathered[0]).all()
+
+
+def callbacks(strategy, folder):
+    """Keras's own callbacks, checkpoints on one shared path."""
+    model = make_model(strategy)
+    path = str(folder / "best.weights.h5")
+    if not hasattr(keras, "ops"):
+        path = str(folder / "best")
+    history = model.fit(
+        data(),
+        epochs=6,
+        validation_data=data(seed=1),
+        verbose=0,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(
+                path, save_weights_only=True, save_best_only=True
+            ),
+            keras.callbacks.BackupAndRestore(str(folder / "backup")),
+            keras.callbacks.TensorBoard(str(folder / "logs")),
+            keras.callbacks.EarlyStopping(
+                patience=1, restore_best_weights=False
+            ),
+        ],
+    )
+    assert same_on_all_ranks(strategy, history.history["val_loss"])
+    assert not list((folder / "backup").rglob("*.*"))
+    assert list((folder / "logs").rglob("events*"))
+    best = make_model(strategy)
+    best.load_weights(path)
+    losses = best.evaluate(data(seed=1), verbose=0)
+    np.testing.assert_allclose(
+        losses, min(history.history["val_loss"]), rtol=1e-5
+    )
+
+
+def backup(strategy, folder):
+    """Training that fails in the third epoch goes on from the second."""
+
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("stop here")
+
+    straight = make_model(strategy)
+    straight.fit(data(), epochs=4, verbose=0)
+    model = make_model(strategy)
+    saved = keras.callbacks.BackupAndRestore(str(folder / "again"))
+    try:
+        model.fit(data(), epochs=4, verbose=0, callbacks=[saved, Fail()])
+        raise AssertionError("did not fail")
+    except RuntimeError:
+        pass
+    strategy.reduce("SUM", tf.constant(1.0), axis=None)
+    model = make_model(strategy)
+    saved = keras.callbacks.BackupAndRestore(str(folder / "again"))
+    model.fit(data(), epochs=4, verbose=0, callbacks=[saved])
+    for a, b in zip(
+        weights(strategy, model), weights(strategy, straight), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def execution(strategy, folder):
+    """Several steps per execution, eager steps, the same weights."""
+    results = []
+    for arguments in ({}, {"steps_per_execution": 3}, {"run_eagerly": True}):
+        model = make_model(strategy, **arguments)
+        model.fit(data(60), epochs=1, verbose=0)
+        results.append(weights(strategy, model))
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def exact_metrics(strategy, folder):
+    """Metrics count every sample once, whatever the ranks hold."""
+    names = ["AUC", "BinaryAccuracy"]
+    model = make_model(
+        strategy, metrics=[getattr(keras.metrics, name) for name in names]
+    )
+    dataset = data(61)
+    results = model.evaluate(dataset, verbose=0)
+    predicted = model.predict(dataset.map(lambda x, y: x), verbose=0)
+    labels = np.concatenate([y.numpy() for _, y in dataset])
+    assert predicted.shape == labels.shape
+    for name, result in zip(names, results[1:], strict=True):
+        metric = getattr(keras.metrics, name)()
+        metric.update_state(labels, predicted)
+        np.testing.assert_allclose(result, float(metric.result()), rtol=1e-5)
+    fitted = make_model(strategy, metrics=[keras.metrics.BinaryAccuracy])
+    history = fitted.fit(dataset, epochs=1, verbose=0).history
+    assert all(same_on_all_ranks(strategy, v) for v in history.values())
+
+
+def uneven_ranks(strategy, folder):
+    """Ranks whose data ends earlier neither hang nor count wrong."""
+    rank, world_size = strategy.rank, strategy.world_size
+
+    def dataset_fn(context):
+        own = data(BATCH * (2 + 3 * context.input_pipeline_id))
+        # The filter hides the length from tf.data.
+        return own.filter(lambda ids, labels: True)
+
+    model = make_model(strategy, metrics=[keras.metrics.BinaryAccuracy])
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    assert len(list(dataset)) == 2 + 3 * (world_size - 1)
+    with strategy.scope():
+        seen = keras.metrics.Sum()
+
+    @tf.function
+    def step(batch):
+        def count(ids, labels):
+            seen.update_state(tf.ones_like(labels))
+            return model((ids))
+
+        return strategy.run(count, args=batch)
+
+    for batch in dataset:
+        step(batch)
+    total = sum(BATCH * (2 + 3 * r) for r in range(world_size))
+    assert float(seen.result()) == total, (rank, float(seen.result()))
+    model.fit(dataset, epochs=2, verbose=0)
+    assert same_on_all_ranks(strategy, model.layers[-1].get_weights()[0])
+
+
+def custom_loop(strategy, folder):
+    """strategy.run, reduce and gather in a loop of the user's own."""
+    model = make_model(strategy)
+    fitted = make_model(strategy)
+    fitted.fit(data(), epochs=1, verbose=0)
+    with strategy.scope():
+        optimizer = tfdist_ext.optimizers.Adagrad(0.5)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def train(batch):
+        def replica(ids, labels):
+            with tf.GradientTape() as tape:
+                predicted = model(ids, training=True)
+                loss = keras.losses.binary_crossentropy(labels, predicted)
+                loss = tf.nn.compute_average_loss(
+                    loss, global_batch_size=BATCH
+                )
+            variables = model.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return loss, predicted
+
+        loss, predicted = strategy.run(replica, args=batch)
+        return (
+            strategy.reduce("SUM", loss, axis=None),
+            strategy.gather(predicted, axis=0),
+        )
+
+    losses = []
+    for batch in strategy.experimental_distribute_dataset(data()):
+        loss, predicted = train(batch)
+        losses.append(float(loss))
+        assert predicted.shape == (BATCH, 1)
+    for a, b in zip(
+        weights(strategy, model), weights(strategy, fitted), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(strategy, losses)
+
+
+def mixed_precision(strategy, folder):
+    """bfloat16 dense layers on float32 tables."""
+    with strategy.scope():
+        ids = keras.Input([3], dtype="int64")
+        hidden = FullSparse(4, ROWS, sharding="column")(ids)
+        hidden = keras.layers.Dense(8, dtype="mixed_bfloat16")(hidden)
+        output = keras.layers.Dense(1, dtype="float32")(hidden)
+        model = keras.Model(ids, output)
+        model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
+    losses = model.fit(data(), epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] and same_on_all_ranks(strategy, losses)
+
+
+def bad_id(strategy, folder):
+    """One rank's bad id fails the step on all, and nothing has changed."""
+    model = make_model(strategy)
+    model.fit(data(), epochs=1, verbose=0)
+    before = weights(strategy, model)
+    slots = [strategy.gather_table(v) for v in model.optimizer.variables]
+    ids = np.zeros([BATCH, 3], np.int64)
+    ids[BATCH - 1, 2] = ROWS + 5  # in the last rank's part
+    dataset = tf.data.Dataset.from_tensors((ids, np.ones([BATCH, 1])))
+    try:
+        model.fit(dataset, epochs=1, verbose=0)
+        raise AssertionError("a bad id was accepted")
+    except tf.errors.InvalidArgumentError as error:
+        message = str(error)
+    per_rank = BATCH // strategy.world_size
+    for part in ("sparse", f"{ROWS + 5}", f"{ROWS}", f"{per_rank - 1}"):
+        assert part in message, (part, message)
+    after = weights(strategy, model)
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for variable, slot in zip(model.optimizer.variables, slots, strict=True):
+        np.testing.assert_array_equal(strategy.gather_table(variable), slot)
+    model.fit(data(), epochs=1, verbose=0)
+
+
+def wire_dtypes(strategy, folder):
+    """Rounded once: relative error of a part at most 2^-8 or 2^-11."""
+    ids = tf.constant(np.arange(ROWS).reshape(-1, 1))
+    for dtype, bound in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        for sharding in ("row", "column"):
+            with strategy.scope():
+                layer = FullSparse(
+                    8,
+                    ROWS,
+                    use_bias=False,
+                    sharding=sharding,
+                    wire_dtype=dtype,
+                    kernel_initializer=keras.initializers.RandomUniform(
+                        0.5, 1.0, seed=2
+                    ),
+                )
+                outputs = layer(ids).numpy()
+            table = strategy.gather_table(layer)
+            error = np.abs(outputs - table) / table
+            assert 0 < error.max() <= bound * 1.001, (dtype, error.max())
+
+
+def refusals(strategy, folder):
+    """Options that would train shards wrongly say so."""
+    model = make_model(strategy, optimizer=keras.optimizers.SGD(clipnorm=1.0))
+    try:
+        model.fit(data(), epochs=1, verbose=0)
+        raise AssertionError("clipnorm was accepted")
+    except ValueError as error:
+        assert "clipnorm" in str(error)
+
+
+def plan_mismatch(strategy, folder):
+    """Ranks that build different models are told so before the first step."""
+    with strategy.scope():
+        name = "ads" if strategy.rank == 0 else "users"
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(4, ROWS, sharding="row", name=name),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    try:
+        model.fit(data(), epochs=1, verbose=0)
+        raise AssertionError("different models were accepted")
+    except tf.errors.InvalidArgumentError as error:
+        assert "ads" in str(error) and "users" in str(error), error
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
+    for name in sys.argv[2:]:
+        globals()[name](strategy, folder)
+        print(f"{name} done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

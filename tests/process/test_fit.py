@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do with `fit`, at several ranks, under both Kerases."""
+
+import pytest
+from launching import run_ranks
+
+pytestmark = pytest.mark.process
+
+SCENARIOS = [
+    "execution",
+    "exact_metrics",
+    "custom_loop",
+    "mixed_precision",
+    "wire_dtypes",
+    "refusals",
+    "bad_id",
+    "uneven_ranks",
+    "callbacks",
+    "backup",
+    "plan_mismatch",  # last: it ends the group
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keras"), [(2, 3), (4, 3), (2, 2)], ids=["2", "4", "2-tf_keras"]
+)
+def test_scenarios(tmp_path, ranks, keras):
+    done = run_ranks(
+        "fit_program.py", ranks, tmp_path, *SCENARIOS, keras=keras
+    )
+    for name in SCENARIOS:
+        for prefix in ["", *(f"[{rank}] " for rank in range(1, ranks))]:
+            assert f"{prefix}{name} done" in done.stdout.splitlines()
