@@ -169,6 +169,7 @@ def main() -> None:
         validation_data=validation,
         epochs=arguments.epochs,
         callbacks=callbacks,
+        shuffle=False,
         verbose=1 if strategy.rank == 0 else 0,
     ).history
     if strategy.rank == 0:

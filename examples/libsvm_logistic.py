@@ -77,7 +77,7 @@ def main() -> None:
     with strategy.scope():
         model = build_model(features, arguments)
     verbose = 2 if strategy.rank == 0 else 0
-    model.fit(train, epochs=arguments.epochs, verbose=verbose)
+    model.fit(train, epochs=arguments.epochs, shuffle=False, verbose=verbose)
     scores = model.evaluate(test, verbose=0, return_dict=True)
     if strategy.rank == 0:
         print(f"features: {features}")

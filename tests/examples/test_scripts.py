@@ -33,17 +33,38 @@ def test_quickstart(run_example: Run, ranks: int) -> None:
     assert losses[-1] < 0.6 < losses[0]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_libsvm_logistic_without_files(run_example: Run, ranks: int) -> None:
-    output = run_example("libsvm_logistic.py", ranks=ranks)
+def test_libsvm_logistic_without_files(run_example: Run) -> None:
+    output = run_example("libsvm_logistic.py")
     assert last("test accuracy", output) > 0.75
 
 
 @needs_recommenders
-@pytest.mark.parametrize("ranks", RANKS)
-def test_movielens_without_files(run_example: Run, ranks: int) -> None:
-    output = run_example("movielens.py", "--epochs", 8, ranks=ranks)
+def test_movielens_without_files(run_example: Run) -> None:
+    output = run_example("movielens.py", "--epochs", 8)
     assert last("test RMSE", output) < 0.85
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "arguments", "result"),
+    [
+        ("libsvm_logistic.py", ("--epochs", 2), "test loss"),
+        pytest.param(
+            *("movielens.py", ("--epochs", 2), "test RMSE"),
+            marks=needs_recommenders,
+        ),
+        ("ctr.py", ("--rows", 20_000, "--batch-size", 300), "val_loss"),
+    ],
+    ids=["libsvm_logistic", "movielens", "ctr"],
+)
+def test_ranks_do_not_change_the_result(
+    run_example: Run, script: str, arguments: tuple[object, ...], result: str
+) -> None:
+    one, three = (
+        last(result, run_example(script, *arguments, ranks=ranks))
+        for ranks in (1, 3)
+    )
+    assert three == pytest.approx(one, abs=2e-4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
