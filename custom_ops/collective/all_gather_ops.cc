@@ -49,10 +49,7 @@ struct AllGatherCall {
   void Post() {
     const Tensor& input = context->input(0);
     exchange->ExpectAll();
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
-      if (peer == operation->group->rank()) continue;
-      exchange->Send(peer, input.data(), input.TotalBytes());
-    }
+    exchange->SendToAll(input.data(), input.TotalBytes());
   }
 
   void Run() {

@@ -48,11 +48,7 @@ bool AllReduce::IsSmall(size_t bytes, int world_size) {
 void AllReduce::Post() {
   exchange_.ExpectAll();
   const size_t bytes = small_ ? options_.count * options_.element_bytes : 0;
-  for (int peer = 0; peer < operation_.group->world_size(); ++peer) {
-    if (peer != operation_.group->rank()) {
-      exchange_.Send(peer, options_.input, bytes);
-    }
-  }
+  exchange_.SendToAll(options_.input, bytes);
 }
 
 void AllReduce::Run() {
@@ -148,7 +144,7 @@ void AllReduce::PostScatter(Phases& phases) {
   phases.own = ChunkOf(rank);
   const size_t window = std::min(phases.own.segments, kWindow) * kSegmentBytes;
   for (int step = 1; step < world_size; ++step) {
-    const int peer = (rank + step) % world_size;  // no peer is everyone's first
+    const int peer = operation_.group->PeerAfter(step);
     const Chunk theirs = ChunkOf(peer);
     std::shared_ptr<uint8_t> memory =
         operation_.group->scratch().Acquire(std::max<size_t>(window, 1));
@@ -198,7 +194,7 @@ void AllReduce::ReduceSegment(Phases& phases, size_t segment) {
        inputs.data(), weights_.empty() ? nullptr : weights_.data(), world_size,
        scale_, bytes / options_.element_bytes);
   for (int step = 1; step < world_size; ++step) {
-    const int peer = (rank + step) % world_size;
+    const int peer = operation_.group->PeerAfter(step);
     operation_.PostSend(phases.gather_out[peer], peer, Stream::kReduced, offset,
                         bytes);
     if (segment + kWindow < phases.own.segments) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "collective/collective_op.h"
@@ -51,13 +52,10 @@ struct AllToAllCall {
   uint64_t row_bytes = 0;
 
   void Post() {
-    const int rank = operation->group->rank();
-    const char* data = static_cast<const char*>(context->input(0).data());
     exchange->ExpectAll();
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
-      const size_t bytes = splits[peer] * row_bytes;
-      if (peer != rank) exchange->Send(peer, data, bytes);
-      data += bytes;
+    for (int step = 1; step < operation->group->world_size(); ++step) {
+      const int peer = operation->group->PeerAfter(step);
+      exchange->Send(peer, DataFor(peer), splits[peer] * row_bytes);
     }
   }
 
@@ -95,12 +93,17 @@ struct AllToAllCall {
     return row_bytes == 0 ? 0 : exchange->header(peer).bytes / row_bytes;
   }
 
+  const char* DataFor(int peer) const {
+    const char* data = static_cast<const char*>(context->input(0).data());
+    return data + row_bytes * std::accumulate(splits.begin(),
+                                              splits.begin() + peer,
+                                              uint64_t{0});
+  }
+
   void CopyOwn(char* place) const {
     const int rank = operation->group->rank();
-    const char* data = static_cast<const char*>(context->input(0).data());
-    for (int peer = 0; peer < rank; ++peer) data += splits[peer] * row_bytes;
     const size_t bytes = splits[rank] * row_bytes;
-    if (bytes > 0) std::memcpy(place, data, bytes);
+    if (bytes > 0) std::memcpy(place, DataFor(rank), bytes);
   }
 };
 

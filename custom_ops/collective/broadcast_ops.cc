@@ -67,9 +67,7 @@ struct BroadcastCall {
 
   void Post() {
     if (operation->group->rank() != root) return exchange->Expect(root);
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
-      if (peer != root) exchange->Send(peer, message.get(), bytes);
-    }
+    exchange->SendToAll(message.get(), bytes);
   }
 
   void Run() {
@@ -154,9 +152,7 @@ struct BarrierCall {
 
   void Post() {
     exchange->ExpectAll();
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
-      if (peer != operation->group->rank()) exchange->Send(peer, nullptr, 0);
-    }
+    exchange->SendToAll(nullptr, 0);
   }
 
   void Run() {

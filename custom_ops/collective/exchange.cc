@@ -60,8 +60,14 @@ void Exchange::Expect(int peer) {
 }
 
 void Exchange::ExpectAll() {
-  for (int peer = 0; peer < operation_.group->world_size(); ++peer) {
-    if (peer != operation_.group->rank()) Expect(peer);
+  for (int step = 1; step < operation_.group->world_size(); ++step) {
+    Expect(operation_.group->PeerBefore(step));
+  }
+}
+
+void Exchange::SendToAll(const void* data, size_t bytes) {
+  for (int step = 1; step < operation_.group->world_size(); ++step) {
+    Send(operation_.group->PeerAfter(step), data, bytes);
   }
 }
 

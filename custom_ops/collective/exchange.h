@@ -37,6 +37,7 @@ class Exchange {
   void ExpectAll();
   // Posts a message; `data` must stay until Finish.
   void Send(int peer, const void* data, size_t bytes);
+  void SendToAll(const void* data, size_t bytes);
 
   // Awaits and checks the headers of all expected peers. Throws the error of
   // any rank that has one, after taking in all messages.

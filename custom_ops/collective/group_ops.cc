@@ -226,10 +226,7 @@ struct CheckPlanCall {
 
   void Post() {
     exchange->ExpectAll();
-    for (int peer = 0; peer < operation->group->world_size(); ++peer) {
-      if (peer == operation->group->rank()) continue;
-      exchange->Send(peer, plan.data(), plan.size());
-    }
+    exchange->SendToAll(plan.data(), plan.size());
   }
 
   void Run() {

@@ -77,6 +77,12 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   const std::string& address(int rank) const {
     return options_.addresses[rank];
   }
+  // Every rank sends to its successors in turn and hears its predecessors, so
+  // that no rank is everyone's first. `step` runs from 1 to world_size - 1.
+  int PeerAfter(int step) const { return (rank() + step) % world_size(); }
+  int PeerBefore(int step) const {
+    return (rank() - step + world_size()) % world_size();
+  }
   // "rank 2 (10.0.0.3:2222)"
   std::string RankName(int rank) const;
 
