@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets are cut by sample and end at the same step on every rank."""
 
+import itertools
 import types
 
 import numpy as np
@@ -32,7 +33,7 @@ class Together:
 def batches(sizes):
     """Dataset of int vectors 0, 1, 2, ... in batches of given sizes."""
     starts = np.cumsum([0, *sizes])
-    parts = [np.arange(a, b) for a, b in zip(starts, starts[1:])]
+    parts = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     ragged = tf.ragged.constant([p.tolist() for p in parts], dtype=tf.int64)
     return tf.data.Dataset.from_tensor_slices(ragged)
 

@@ -106,9 +106,7 @@ def test_gradient_equals_a_dense_layers():
     dense = dense.astype(np.float32)
     target = tf.ones([4, UNITS])
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(
-            (made(tf.sparse.from_dense(dense)) - target) ** 2
-        )
+        loss = tf.reduce_sum((made(tf.sparse.from_dense(dense)) - target) ** 2)
     kernel, bias = tape.gradient(loss, [made.kernel, made.bias])
     outputs = dense @ np.array(made.kernel) + np.array(made.bias)
     upstream = 2 * (outputs - target.numpy())

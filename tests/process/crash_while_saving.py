@@ -10,7 +10,8 @@ import sys
 
 import numpy as np
 import tensorflow as tf
-from checkpoint_program import data, make_model
+from checkpoint_program import data
+from checkpoint_program import make_model
 
 import tfdist_ext
 

@@ -43,9 +43,7 @@ def make_model(strategy, metrics=(), sharding="row", **compile_arguments):
                 keras.layers.Dense(
                     1,
                     activation="sigmoid",
-                    kernel_initializer=keras.initializers.GlorotUniform(
-                        seed=2
-                    ),
+                    kernel_initializer=keras.initializers.GlorotUniform(seed=2),
                 ),
             ]
         )
@@ -183,7 +181,7 @@ def uneven_ranks(strategy, folder):
     def step(batch):
         def count(ids, labels):
             seen.update_state(tf.ones_like(labels))
-            return model((ids))
+            return model(ids)
 
         return strategy.run(count, args=batch)
 
@@ -210,9 +208,7 @@ def custom_loop(strategy, folder):
             with tf.GradientTape() as tape:
                 predicted = model(ids, training=True)
                 loss = keras.losses.binary_crossentropy(labels, predicted)
-                loss = tf.nn.compute_average_loss(
-                    loss, global_batch_size=BATCH
-                )
+                loss = tf.nn.compute_average_loss(loss, global_batch_size=BATCH)
             variables = model.trainable_variables
             gradients = tape.gradient(loss, variables)
             optimizer.apply_gradients(zip(gradients, variables, strict=True))

@@ -64,7 +64,7 @@ def samples(count, seed):
     rng = np.random.default_rng(seed)
     ids = rng.zipf(1.3, [count, IDS]) % ROWS
     mask = rng.random([count, ROWS]) < 0.05
-    mask[:: 7] = False
+    mask[::7] = False
     dense = np.where(mask, rng.normal(size=mask.shape), 0)
     labels = rng.normal(size=[count, 1])
     return (

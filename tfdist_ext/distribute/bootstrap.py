@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,26 @@ def prepare(resolver: Any, timeout: float, startup_timeout: float) -> None:
         )
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what to do when TensorFlow was used before the strategy.
+
+    Raises:
+        RuntimeError: in place of TensorFlow's own, which names no remedy.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "HybridParallelStrategy must be created before anything else "
+            "uses TensorFlow: its server starts with the first op. Create "
+            "the strategy, once, at the top of the program, before tensors, "
+            "datasets, layers and seeds."
+        ) from error
+
+
 def connect(strategy: Any, timeout: float) -> ProcessGroup:
     """Connects the ranks to each other.
 
@@ -57,9 +79,7 @@ def connect(strategy: Any, timeout: float) -> ProcessGroup:
     extended = strategy.extended
     spec = extended._cluster_spec
     addresses = [
-        address
-        for job in sorted(spec.jobs)
-        for address in spec.job_tasks(job)
+        address for job in sorted(spec.jobs) for address in spec.job_tasks(job)
     ]
     return ProcessGroup(
         rank=extended._id_in_cluster,
@@ -95,9 +115,7 @@ def share_seed(collectives: Collectives) -> None:
     mine = [-1 if seed is None else seed]
     if seed is None and collectives.group.rank == 0:
         mine = [int(np.random.default_rng().integers(_SEED_LIMIT))]
-    seeds = collectives.all_gather(
-        tf.constant(mine, tf.int64), "seed"
-    ).numpy()
+    seeds = collectives.all_gather(tf.constant(mine, tf.int64), "seed").numpy()
     if seed is None:
         tf.random.set_seed(int(seeds[0]))
         seed = int(seeds[0])

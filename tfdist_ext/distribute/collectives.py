@@ -7,7 +7,8 @@ import collections
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 
 import tensorflow as tf
 

@@ -86,7 +86,7 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
             rank * samples // world_size : (rank + 1) * samples // world_size
         ]
         size = value.shape[0]
-        if size is not None and tf.is_tensor(value):
+        if size is not None and isinstance(value, tf.Tensor):
             piece.set_shape([_size(size, rank, world_size), *value.shape[1:]])
         return piece
 
@@ -162,9 +162,7 @@ def equal_steps(
         longest = int(lengths.max())
         if int(lengths.min()) == longest:
             return _optioned(dataset)
-        return _optioned(
-            dataset.concatenate(_empties(dataset)).take(longest)
-        )
+        return _optioned(dataset.concatenate(_empties(dataset)).take(longest))
     return _until_all_end(dataset, collectives, name)
 
 

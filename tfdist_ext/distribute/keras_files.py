@@ -16,7 +16,8 @@ import functools
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,11 @@ def _remove_backup_once(
 
 
 def _make_folder_once(
-    collectives: Collectives, original: Any, callback: Any, *args: Any, **kw: Any
+    collectives: Collectives,
+    original: Any,
+    callback: Any,
+    *args: Any,
+    **kw: Any,
 ) -> None:
     # Keras looks whether the folder exists, then makes it: ranks may race.
     folder = os.path.dirname(callback.filepath)

@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
-from tensorflow.python.distribute import (
-    collective_all_reduce_strategy,
-    distribute_lib,
-    values,
-)
-from tensorflow.python.eager import context, record, tape
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import values
+from tensorflow.python.eager import context
+from tensorflow.python.eager import record
+from tensorflow.python.eager import tape
 from tensorflow.python.training.saving import saveable_object
 
 CollectiveAllReduceExtended = (
@@ -82,7 +82,7 @@ def configure_coordination(
     ]
     ctx.configure_coordination_service(
         service_type="standalone",
-        service_leader="/job:%s/replica:0/task:0" % next(iter(jobs)),
+        service_leader=f"/job:{next(iter(jobs))}/replica:0/task:0",
         cluster_register_timeout_in_ms=int(register_seconds * 1000),
         heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
         shutdown_barrier_timeout_in_ms=5000,

@@ -10,6 +10,7 @@ from typing import Literal
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.distribute.step import Step
 from tfdist_ext.ops import embedding_ops
 from tfdist_ext.sharding.config import ShardSpec
 
@@ -89,14 +90,7 @@ def input_dist(
     out_of_range: OutOfRange,
     collectives: Collectives,
 ) -> tuple[OwnedIds, Route]:
-    """Sends the batch's ids to the owners of their rows.
-
-    Two ranks, row placement, rank 0 owns the even rows:
-
-        rank 0 has samples [[4, 7], [2]]     -> serves [4], [2] (its own)
-                                                and [6] (rank 1's)
-        rank 1 has samples [[6], [5, 5, 9]]  -> serves [7] (rank 0's) and
-                                                [5, 5, 9] (its own)
+    """Sends the batch's ids to the owners of their rows, in one exchange.
 
     Args:
         features: inputs whose results are summed.
@@ -140,13 +134,19 @@ def input_dist(
         placement=spec.placement,
         layer=spec.table,
     )
-    scale = tf.constant(1.0)
     if step is not None:
         step.checks.append(served)
-        if step.weighted:
-            mean = tf.reduce_mean(shares)
-            scale = tf.math.divide_no_nan(shares[spec.rank], mean)
+    scale = _gradient_scale(step, shares, spec.rank)
     return (
         OwnedIds(row_splits, rows, weights),
         Route(samples, sample_ids, sample_splits, served, scale),
     )
+
+
+def _gradient_scale(
+    step: Step | None, shares: tf.Tensor, rank: int
+) -> tf.Tensor:
+    """This rank's samples relative to the mean of all ranks."""
+    if step is None or not step.weighted:
+        return tf.constant(1.0)
+    return tf.math.divide_no_nan(shares[rank], tf.reduce_mean(shares))

@@ -35,9 +35,7 @@ def output_dist(
         float32 `[b, dim]`; zeros for samples without ids.
     """
     combine = _sum_partials if spec.placement == "row" else _join_columns
-    result = combine(
-        tf.cast(pooled, wire_dtype), route, spec, collectives
-    )
+    result = combine(tf.cast(pooled, wire_dtype), route, spec, collectives)
     return _scale_gradient(result, route.gradient_scale)
 
 

@@ -3,29 +3,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 
 import tensorflow as tf
 
 from tfdist_ext.distribute import collectives as collectives_lib
-from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import input_dist as ids_stage
 from tfdist_ext.embedding import lookup as lookup_stage
 from tfdist_ext.embedding import output_dist as results_stage
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.sharding import initial_rows, plan, sharded_variable
+from tfdist_ext.sharding import initial_rows
+from tfdist_ext.sharding import plan
+from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding.config import ShardSpec
 
 keras = tf.keras
 
-Sharding = Literal["auto", "row", "column", "replicated"]
 _SHARDINGS = ("auto", "row", "column", "replicated")
 _WIRE_DTYPES = ("float32", "bfloat16", "float16")
 _POLICIES = ("error", "ignore")
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class FullSparse(keras.layers.Layer):
+class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
     """`activation(sum of the weighted kernel rows of a sample + bias)`.
 
     The dense layer on a sparse input of 2^18..2^22 columns: `outputs =
@@ -77,9 +78,9 @@ class FullSparse(keras.layers.Layer):
         kernel_regularizer: Any = None,
         bias_regularizer: Any = None,
         binary_values: bool = False,
-        sharding: Sharding = "auto",
+        sharding: Literal["auto", "row", "column", "replicated"] = "auto",
         wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        out_of_range: Literal["error", "ignore"] = "error",
+        out_of_range: ids_stage.OutOfRange = "error",
         **kwargs: Any,
     ) -> None:
         # Weights are float32 whatever the policy; values must not be cast.
@@ -100,9 +101,12 @@ class FullSparse(keras.layers.Layer):
         self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
         self.bias_regularizer = keras.regularizers.get(bias_regularizer)
         self.binary_values = binary_values
-        self.sharding = _one_of("sharding", sharding, _SHARDINGS)
-        self.wire_dtype = _one_of("wire_dtype", wire_dtype, _WIRE_DTYPES)
-        self.out_of_range = _one_of("out_of_range", out_of_range, _POLICIES)
+        _require_one_of("sharding", sharding, _SHARDINGS)
+        _require_one_of("wire_dtype", wire_dtype, _WIRE_DTYPES)
+        _require_one_of("out_of_range", out_of_range, _POLICIES)
+        self.sharding = sharding
+        self.wire_dtype = wire_dtype
+        self.out_of_range = out_of_range
         if kernel_regularizer is not None and sharding != "replicated":
             raise ValueError(
                 "`kernel_regularizer` needs the whole kernel on every rank: "
@@ -123,10 +127,8 @@ class FullSparse(keras.layers.Layer):
                 f"Layer '{self.name}' needs `input_dim` before it is built."
             )
         self._collectives = collectives_lib.active()
-        self.spec = self._make_spec(input_shape)
-        initializer = initial_rows.for_shard(
-            self.kernel_initializer, self.spec
-        )
+        self.spec = self._make_spec(self.input_dim, input_shape)
+        initializer = initial_rows.for_shard(self.kernel_initializer, self.spec)
         with sharded_variable.creating(self.spec):
             self.kernel = self.add_weight(
                 name="kernel",
@@ -146,25 +148,26 @@ class FullSparse(keras.layers.Layer):
             )
         self.built = True
 
-    def _make_spec(self, input_shape: Any) -> ShardSpec:
-        collectives = self._collectives
-        world_size = collectives.group.world_size if collectives else 1
+    def _make_spec(self, rows: int, input_shape: Any) -> ShardSpec:
+        rank, world_size = 0, 1
+        if self._collectives and self.sharding != "replicated":
+            rank = self._collectives.group.rank
+            world_size = self._collectives.group.world_size
         sharding = self.sharding
         if sharding == "auto":
+            hotness = plan.hotness(input_shape, rows)
             sharding = plan.choose_sharding(
-                self.input_dim,
-                self.units,
-                world_size,
-                plan.hotness(input_shape, self.input_dim),
+                rows, self.units, world_size, hotness
             )
-        partitioned = sharding != "replicated" and world_size > 1
+            if sharding == "replicated":
+                rank, world_size = 0, 1
         return ShardSpec(
             table=self.name,
-            rows=self.input_dim,
+            rows=rows,
             dim=self.units,
             placement="column" if sharding == "column" else "row",
-            rank=collectives.group.rank if partitioned else 0,
-            world_size=world_size if partitioned else 1,
+            rank=rank,
+            world_size=world_size,
         )
 
     def call(self, inputs: Any) -> tf.Tensor:
@@ -184,18 +187,20 @@ class FullSparse(keras.layers.Layer):
         )
         outputs = self._pooled(features)
         if self.bias is not None:
-            outputs = outputs + tf.convert_to_tensor(self.bias)
+            # The variable itself: Keras 3 would round it in mixed precision.
+            bias = getattr(self.bias, "_value", self.bias)
+            outputs = outputs + tf.convert_to_tensor(bias)
         outputs.set_shape([None, self.units])
         outputs = tf.cast(outputs, self.compute_dtype)
         return self.activation(outputs)
 
     def _pooled(self, features: list[ids_stage.Ids]) -> tf.Tensor:
-        if self.spec.world_size == 1:
+        collectives = self._collectives
+        if collectives is None or self.spec.world_size == 1:
             owned = ids_stage.merge_local(
                 features, self.spec.rows, self.out_of_range, self.name
             )
             return lookup_stage.lookup(self.kernel, owned)
-        collectives = self._collectives
         owned, route = ids_stage.input_dist(
             features, self.spec, self.out_of_range, collectives
         )
@@ -224,10 +229,8 @@ class FullSparse(keras.layers.Layer):
     def save_own_variables(self, store: Any) -> None:
         """Writes the whole kernel; all ranks call, rank 0's file stays."""
         kernel: Any = self.kernel
-        if sharded_variable.is_shard(kernel):
-            kernel = sharded_variable.gather_to_first(
-                kernel, self._collectives
-            )
+        if self._collectives and sharded_variable.is_shard(kernel):
+            kernel = sharded_variable.gather_to_first(kernel, self._collectives)
         store["kernel"] = kernel
         if self.bias is not None:
             store["bias"] = self.bias
@@ -281,13 +284,12 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(
             f"Argument `{name}` must be one of {choices}. Received: "
             f"{name}={value!r}."
         )
-    return value
 
 
 def _width_of(inputs: Any, layer: str) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -42,24 +43,26 @@ def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
     Raises:
         ValueError: for an input of another kind.
     """
-    if is_weighted_pair(inputs):
-        return [_from_weighted(*inputs, layer)]
-    if not isinstance(inputs, list | tuple):
+    if is_weighted_pair(inputs) or not isinstance(inputs, list | tuple):
         inputs = [inputs]
-    features = []
-    for value in inputs:
-        if is_weighted_pair(value):
-            features.append(_from_weighted(*value, layer))
-        elif isinstance(value, tf.SparseTensor):
-            features.append(_from_sparse(value, binary_values))
-        elif isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1:
-            _require_ids(value.values, layer)
-            features.append(
-                Ids(value.values, _splits(value), tf.zeros([0]))
-            )
-        else:
-            features.append(_from_dense(value, layer))
+    features = [_feature(value, binary_values, layer) for value in inputs]
+    if len({feature.values.dtype for feature in features}) > 1:
+        features = [
+            dataclasses.replace(f, values=tf.cast(f.values, tf.int64))
+            for f in features
+        ]
     return features
+
+
+def _feature(value: Any, binary_values: bool, layer: str) -> Ids:
+    if is_weighted_pair(value):
+        return _from_weighted(value[0], value[1], layer)
+    if isinstance(value, tf.SparseTensor):
+        return _from_sparse(value, binary_values)
+    if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1:
+        _require_ids(value.values, layer)
+        return Ids(value.values, _splits(value), tf.zeros([0]))
+    return _from_dense(value, layer)
 
 
 def is_sparse(value: Any) -> bool:
@@ -95,9 +98,7 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
             f"Received: {type(ids).__name__}, {type(weights).__name__}."
         )
     _require_ids(ids.values, layer)
-    return Ids(
-        ids.values, _splits(ids), tf.cast(weights.values, tf.float32)
-    )
+    return Ids(ids.values, _splits(ids), tf.cast(weights.values, tf.float32))
 
 
 def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:

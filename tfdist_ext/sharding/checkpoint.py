@@ -11,7 +11,8 @@ for a second copy of the shard while a checkpoint is written or read.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -180,7 +181,7 @@ def merge_shards_of_all_ranks() -> None:
                 self, original, file_prefix, options, collectives
             )
 
-        save._tfdist_original = original
+        save._tfdist_original = original  # type: ignore[attr-defined]
         saver.save = save
 
 
@@ -233,7 +234,9 @@ def _keep_slices_only(saver: Any) -> None:
 
 def _prefix_of_first_rank(file_prefix: Any, collectives: Collectives) -> str:
     mine = tf.get_static_value(tf.convert_to_tensor(file_prefix))
-    encoded = np.frombuffer(mine if collectives.group.rank == 0 else b"", np.uint8)
+    encoded = np.frombuffer(
+        mine if collectives.group.rank == 0 else b"", np.uint8
+    )
     prefix = collectives.all_gather(tf.constant(encoded), "checkpoint/prefix")
     return prefix.numpy().tobytes().decode()
 

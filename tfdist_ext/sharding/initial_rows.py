@@ -51,9 +51,7 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
         )
     distribution, first, second = described
 
-    def initialize(
-        shape: Any, dtype: Any = None, **kwargs: Any
-    ) -> tf.Tensor:
+    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
         del shape, kwargs
         block = embedding_ops.init_rows(
             rank=spec.rank,

@@ -13,7 +13,8 @@ one result and gets one gradient; a column-placed one sends its ids to all.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 
 _ID_BYTES = 1.4
 _NUMBER_BYTES = 4
@@ -59,9 +60,7 @@ def bytes_per_sample(
     ids = _ID_BYTES * ids_per_sample
     if placement == "column":
         return ids * others + results
-    return ids * others / world_size + results * min(
-        ids_per_sample, world_size
-    )
+    return ids * others / world_size + results * min(ids_per_sample, world_size)
 
 
 def choose_sharding(

@@ -6,13 +6,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.sharding import checkpoint, placement
+from tfdist_ext.sharding import checkpoint
+from tfdist_ext.sharding import placement
 from tfdist_ext.sharding.config import ShardSpec
 
 if TYPE_CHECKING:
@@ -122,10 +125,10 @@ def _assemble(flat: np.ndarray, spec: ShardSpec, rank: int) -> np.ndarray:
     """A table from its shards, one after the other."""
     if spec.placement == "row":
         shape = [-1, spec.dim] if rank == 2 else [-1]
-        parts = flat.reshape(shape)
         ids = np.arange(spec.rows)
         owner = placement.owner_of(ids, spec.world_size)
-        return parts[owner * spec.local_rows + ids // spec.world_size]
+        place = owner * spec.local_rows + ids // spec.world_size
+        return flat.reshape(shape)[place]
     if rank == 1:
         return flat[: spec.rows]
     sizes = [spec.rows * spec.dims_of(r) for r in range(spec.world_size)]
@@ -194,9 +197,11 @@ def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
     if not args or not isinstance(args[0], tf.Tensor | tf.IndexedSlices):
         return
     shape = getattr(args[0], "dense_shape", None)
+    spec = shard_spec(variable)
+    assert spec is not None
     if not hasattr(shape, "_tfdist_shard"):
         raise ValueError(
-            f"Table '{shard_spec(variable).table}' is partitioned and got a "
+            f"Table '{spec.table}' is partitioned and got a "
             "gradient that does not come from its layer's lookup alone "
             f"({type(args[0]).__name__}). Something else in the model "
             "reads the kernel directly, for example a kernel_regularizer. "

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy's overrides behind the public methods of `tf.distribute`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.distribute import gradients
+from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.sharding import sharded_variable
+
+Nest = Any
+
+
+class HybridParallelExtended(internals.CollectiveAllReduceExtended):
+    """Overrides for shards and for collectives through the process group."""
+
+    # Our own control channel notices a dead peer at once.
+    _enable_check_health = False
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+    ) -> None:
+        self.collectives: Collectives | None = None
+        super().__init__(
+            container_strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=(
+                tf.distribute.experimental.CommunicationOptions()
+            ),
+        )
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        # One replica per process: more GPUs are used by more ranks.
+        devices, kind = super()._initialize_local_devices(
+            cluster_resolver, worker_device
+        )
+        return devices[:1], kind
+
+    def _create_variable(
+        self, next_creator: Callable[..., tf.Variable], **kwargs: Any
+    ) -> tf.Variable:
+        spec = sharded_variable.spec_for(kwargs.get("colocate_with"))
+        if spec is None or self.collectives is None:
+            return super()._create_variable(next_creator, **kwargs)
+        for name in ("colocate_with", "use_resource", "distribute_strategy"):
+            kwargs.pop(name, None)
+        kwargs["synchronization"] = tf.VariableSynchronization.NONE
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+        with tf.device(self.worker_devices[0]):
+            variable = next_creator(**kwargs)
+        sharded_variable.mark(variable, spec, self.collectives)
+        return variable
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        if self.collectives is None or replica_id != 0:
+            return super()._get_variable_creator_initial_value(
+                replica_id, device, primary_var, **kwargs
+            )
+        collectives = self.collectives
+
+        def broadcast_initial_value() -> tf.Tensor:
+            value = kwargs["initial_value"]
+            value = value() if callable(value) else value
+            value = getattr(value, "wrapped_value", value)
+            value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+            name = kwargs.get("name") or "variable"
+            return collectives.broadcast(value, f"initial_value/{name}")
+
+        return broadcast_initial_value
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        return sharded_variable.is_shard(
+            v
+        ) or super().variable_created_in_scope(v)
+
+    def _validate_colocate_with_variable(self, variable: Any) -> None:
+        if not sharded_variable.is_shard(variable):
+            super()._validate_colocate_with_variable(variable)
+
+    def _update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        with self._after_checks():
+            if not sharded_variable.is_shard(var):
+                return super()._update(var, fn, args, kwargs, group)
+            sharded_variable.check_update(var, fn, args)
+            with tf.device(var.device), internals.UpdateContext(0):
+                result = fn(var, *args, **kwargs)
+        return tf.group(result) if group else result
+
+    @contextlib.contextmanager
+    def _after_checks(self) -> Iterator[None]:
+        # A bad id fails the step on every rank; nothing may be written
+        # before all ids of the step are known to be good.
+        current = self.collectives.step if self.collectives else None
+        with tf.control_dependencies(current.checks if current else None):
+            yield
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        if self.collectives is None:
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if isinstance(value, internals.Mirrored) and mean:
+            return value
+        return self._reduce_flat(mean, [_local(value)], "reduce")[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any
+    ) -> list[Any]:
+        if self.collectives is None:
+            return super()._batch_reduce_to(
+                reduce_op, value_destination_pairs, options
+            )
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        values = [_local(value) for value, _ in value_destination_pairs]
+        return self._reduce_flat(mean, values, "gradients")
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Nest, options: Any = None
+    ) -> Nest:
+        if self.collectives is None:
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        flat = tf.nest.flatten(value)
+        reduced = self._reduce_flat(mean, flat, "gradients")
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def _reduce_flat(
+        self, mean: bool, values: list[Any], label: str
+    ) -> list[Any]:
+        collectives = self.collectives
+        assert collectives is not None
+        current = collectives.step
+        weighted = (
+            current is not None
+            and current.weighted
+            and collectives_lib.is_gradient_reduction()
+        )
+        result = gradients.reduce_values(collectives, values, label, weighted)
+        if not mean:
+            return result
+        return [
+            tf.math.divide(
+                value, tf.cast(collectives.group.world_size, value.dtype)
+            )
+            for value in result
+        ]
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> tf.Tensor:
+        if self.collectives is None:
+            return super()._gather_to_implementation(
+                value, destinations, axis, options
+            )
+        value = tf.convert_to_tensor(_local(value))
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        if axis == 0:
+            return self.collectives.all_gather(value, "gather")
+        gathered = self.collectives.all_gather(
+            tf.transpose(value, order), "gather"
+        )
+        return tf.transpose(gathered, order)
+
+
+def _local(value: Any) -> Any:
+    """The value of this rank's only replica."""
+    if isinstance(value, internals.DistributedValues):
+        return value.values[0]
+    return value
