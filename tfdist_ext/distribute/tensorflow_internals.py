@@ -88,8 +88,3 @@ def configure_coordination(
         shutdown_barrier_timeout_in_ms=5000,
         coordinated_jobs=config,
     )
-
-
-def abort_collectives(message: str) -> None:
-    """Aborts TensorFlow's own pending collectives with UNAVAILABLE."""
-    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

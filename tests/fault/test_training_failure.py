@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that dies or hangs in `fit` ends the job everywhere, with a name."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfdist_ext.distribute import ports
+
+pytestmark = pytest.mark.fault
+
+HERE = pathlib.Path(__file__).parent
+START_LIMIT = 150
+DETECTION_LIMIT = 10
+GROUP_TIMEOUT = 3
+
+
+@contextlib.contextmanager
+def training(world_size, folder):
+    """Ranks that train, as a list of processes."""
+    with ports.reserve(world_size, "127.0.0.1") as reserved:
+        workers = [f"127.0.0.1:{port}" for port in reserved]
+        ranks = []
+        for rank in range(world_size):
+            task = {"type": "worker", "index": rank}
+            config = {"cluster": {"worker": workers}, "task": task}
+            env = {
+                **os.environ,
+                "TF_CONFIG": json.dumps(config),
+                "TF_GRPC_REUSE_PORT": "1",
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+                "PYTHONPATH": str(HERE.parent.parent),
+            }
+            program = [HERE / "training_rank.py", folder, GROUP_TIMEOUT]
+            with open(folder / f"output.{rank}", "w") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, *map(str, program)],
+                        env=env,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            wait_for(folder, "ready", range(world_size), START_LIMIT)
+            yield ranks, workers
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def wait_for(folder, stem, ranks, limit):
+    deadline = time.time() + limit
+    paths = [folder / f"{stem}.{rank}" for rank in ranks]
+    while not all(path.exists() for path in paths):
+        if time.time() > deadline:
+            outputs = [p.read_text()[-3000:] for p in folder.glob("output.*")]
+            raise AssertionError(f"{stem} is missing\n" + "\n".join(outputs))
+        time.sleep(0.02)
+    return paths
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("end", "wait"),
+    [(signal.SIGKILL, 0), (signal.SIGSTOP, GROUP_TIMEOUT)],
+    ids=["kill", "stop"],
+)
+def test_survivors_name_the_rank_and_end(tmp_path, victim, end, wait):
+    with training(3, tmp_path) as (ranks, workers):
+        start = time.time()
+        ranks[victim].send_signal(end)
+        survivors = [rank for rank in range(3) if rank != victim]
+        paths = wait_for(
+            tmp_path, "result", survivors, wait + DETECTION_LIMIT + 5
+        )
+        for path in paths:
+            result = json.loads(path.read_text())
+            assert result["class"] == "UnavailableError", result
+            assert f"rank {victim} ({workers[victim]})" in result["message"]
+            assert result["time"] - start <= wait + DETECTION_LIMIT
+        for rank in survivors:
+            assert ranks[rank].wait(30) != 0
