@@ -234,3 +234,29 @@ def test_whole_model_saves_and_loads(tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(again(batch), before)
+
+
+def test_symbolic_inputs_of_every_kind_train():
+    sparse = keras.Input([ROWS], sparse=True, name="sparse")
+    ragged = keras.Input([None], ragged=True, dtype="int64", name="ragged")
+    weights = keras.Input([None], ragged=True, name="weights")
+    hidden = keras.layers.Concatenate()(
+        [
+            layer(input_dim=None, name="a")(sparse),
+            layer(name="b")(ragged),
+            layer(name="c")([ragged, weights]),
+        ]
+    )
+    model = keras.Model(
+        {"sparse": sparse, "ragged": ragged, "weights": weights},
+        keras.layers.Dense(1)(hidden),
+    )
+    model.compile("adam", "mse")
+    batch = {
+        "sparse": tf.sparse.from_dense(tf.eye(4, ROWS)),
+        "ragged": tf.ragged.constant(IDS, dtype=tf.int64),
+        "weights": tf.ragged.constant(WEIGHTS, dtype=tf.float32),
+    }
+    dataset = tf.data.Dataset.from_tensors((batch, tf.ones([4, 1])))
+    losses = model.fit(dataset.repeat(20), epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]

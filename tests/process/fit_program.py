@@ -130,6 +130,19 @@ def backup(strategy, folder):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def equal_start(strategy, folder):
+    """Dense variables start equal, whatever each rank drew for itself."""
+    with strategy.scope():
+        layer = keras.layers.Dense(
+            3,
+            kernel_initializer=lambda shape, dtype=None, **_: tf.fill(
+                shape, float(strategy.rank)
+            ),
+        )
+        layer.build((None, 2))
+    np.testing.assert_array_equal(layer.get_weights()[0], np.zeros([2, 3]))
+
+
 def execution(strategy, folder):
     """Several steps per execution, eager steps, the same weights."""
     results = []

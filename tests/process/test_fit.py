@@ -7,6 +7,7 @@ from launching import run_ranks
 pytestmark = pytest.mark.process
 
 SCENARIOS = [
+    "equal_start",
     "execution",
     "exact_metrics",
     "custom_loop",

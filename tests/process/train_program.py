@@ -3,8 +3,9 @@
 
 Usage: train_program.py OUTPUT.npz CASE... [--stock INITIAL.npz]
 
-A case is "placement/optimizer". With --stock the same model is built from
-stock TensorFlow ops in one process, starting from the tables in INITIAL.npz.
+A case is "placement/optimizer", with "/regularized" if it has regularizers.
+With --stock the same model is built from stock TensorFlow ops in one process,
+starting from the tables in INITIAL.npz.
 Every rank writes OUTPUT.npz with its rank inserted before the ending.
 """
 
@@ -25,9 +26,10 @@ TAIL = (7, 2)  # uneven on 2 and 4 ranks, and two ranks of 4 left empty
 class StockSparse(keras.layers.Layer):
     """The twin of FullSparse from stock ops."""
 
-    def __init__(self, initial, **kwargs):
+    def __init__(self, initial, regularizers, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.initial = initial
+        self.regularizers = regularizers
 
     def build(self, input_shape):
         self.kernel = self.add_weight(
@@ -36,11 +38,13 @@ class StockSparse(keras.layers.Layer):
             initializer=lambda shape, dtype=None, **_: tf.constant(
                 self.initial
             ),
+            regularizer=self.regularizers.get("kernel_regularizer"),
         )
         self.bias = self.add_weight(
             name="bias",
             shape=(UNITS,),
             initializer=keras.initializers.Constant(1 / UNITS),
+            regularizer=self.regularizers.get("bias_regularizer"),
         )
         self.built = True
 
@@ -116,11 +120,21 @@ def build(make_layer):
 
 def optimizer(name):
     """By name; "keras_..." are Keras's own."""
-    if name.startswith("keras_"):
-        kind = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
-        return getattr(keras.optimizers, kind[name[6:]])(0.05)
     kind = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}
+    if name.startswith("keras_"):
+        return getattr(keras.optimizers, kind[name[6:]])(0.05)
+    kind["row_wise_adagrad"] = "RowWiseAdagrad"
     return getattr(tfdist_ext.optimizers, kind[name])(0.05)
+
+
+def regularizers(case):
+    """Of the sparse layers; a partitioned kernel cannot have one."""
+    found = {}
+    if case.endswith("/regularized"):
+        found["bias_regularizer"] = keras.regularizers.L2(0.1)
+        if case.startswith("replicated"):
+            found["kernel_regularizer"] = keras.regularizers.L2(0.01)
+    return found
 
 
 def train(model, result, case):
@@ -141,7 +155,7 @@ def train(model, result, case):
 
 def hybrid(strategy, case, result):
     """Our strategy and layers."""
-    placement, name = case.split("/")
+    placement, name = case.split("/")[:2]
     with strategy.scope():
         model = build(
             lambda layer: FullSparse(
@@ -152,6 +166,7 @@ def hybrid(strategy, case, result):
                     0.0, 0.3, seed=3
                 ),
                 name=layer,
+                **regularizers(case),
             )
         )
         model.compile(optimizer(name), "mse", metrics=["mae"])
@@ -170,7 +185,9 @@ def stock(case, result, initial):
     """The same from stock ops, one process, stock optimizer."""
     model = build(
         lambda layer: StockSparse(
-            initial[f"{case}/initial/{layer}"], name=layer
+            initial[f"{case}/initial/{layer}"],
+            regularizers(case),
+            name=layer,
         )
     )
     name = case.split("/")[1].removeprefix("keras_")

@@ -168,8 +168,10 @@ class Collectives:
         )
 
     def barrier(self, label: str) -> None:
-        """Waits, eagerly, until all ranks have come here."""
-        self.all_reduce([tf.zeros([1])], f"barrier/{label}")
+        """Ends when all ranks have come here."""
+        collective_ops.barrier(
+            self.group, tag=self.tag(label, "barrier", tf.float32), label=label
+        )
 
 
 def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
