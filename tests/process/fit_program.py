@@ -7,6 +7,7 @@ A scenario is a function of this file. It checks for itself, on every rank.
 """
 
 import pathlib
+import resource
 import sys
 
 import numpy as np
@@ -128,6 +129,30 @@ def backup(strategy, folder):
         weights(strategy, model), weights(strategy, straight), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def memory(strategy, folder):
+    """A rank needs its shard and its slot, not the table; must run first."""
+    rows, units = 2**21, 64
+    shard = rows * units * 4 / strategy.world_size
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(
+                    units,
+                    rows,
+                    sharding="row",
+                    kernel_initializer="glorot_uniform",
+                ),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+    model.fit(data(), epochs=1, verbose=0)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+    assert grown * 1024 < 2 * shard + (100 << 20), (grown, shard)
 
 
 def equal_start(strategy, folder):

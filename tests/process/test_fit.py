@@ -7,6 +7,7 @@ from launching import run_ranks
 pytestmark = pytest.mark.process
 
 SCENARIOS = [
+    "memory",  # first: it looks at the highest use so far
     "equal_start",
     "execution",
     "exact_metrics",

@@ -59,7 +59,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             kwargs.pop(name, None)
         kwargs["synchronization"] = tf.VariableSynchronization.NONE
         kwargs["aggregation"] = tf.VariableAggregation.NONE
-        with tf.device(self.worker_devices[0]):
+        # Exchanges and updates run on the CPU, also for ranks with a GPU.
+        device = tf.DeviceSpec.from_string(self.worker_devices[0])
+        with tf.device(device.replace(device_type="CPU", device_index=0)):
             variable = next_creator(**kwargs)
         sharded_variable.mark(variable, spec, self.collectives)
         return variable

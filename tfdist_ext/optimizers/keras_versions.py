@@ -32,6 +32,23 @@ class _Keras3Differences(_Optimizer):
             return variable.value
         return variable
 
+    def add_variable_from_reference(
+        self,
+        reference_variable: Any,
+        name: Any = None,
+        initializer: Any = "zeros",
+    ) -> Any:
+        """Adds a slot, made in place: it may be as large as the table."""
+        value = getattr(initializer, "value", None)
+        if isinstance(value, float | int):
+            # Keras's own makes ones first, then their product with the value.
+            def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
+                return tf.fill(shape, tf.cast(value, dtype))
+
+        return super().add_variable_from_reference(
+            reference_variable, name=name, initializer=initializer
+        )
+
     def _add_slot(
         self, variable: Any, name: str, value: float, per_row: bool
     ) -> Any:
