@@ -283,6 +283,24 @@ def mixed_precision(strategy, folder):
     assert losses[-1] < losses[0] and same_on_all_ranks(strategy, losses)
 
 
+def batch_norm(strategy, folder):
+    """Moving averages survive a batch that leaves ranks without samples."""
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(4, ROWS, sharding="row"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
+    model.fit(data(BATCH + 1), epochs=2, verbose=0)
+    for weight in model.layers[1].get_weights():
+        assert np.isfinite(weight).all()
+        assert same_on_all_ranks(strategy, weight)
+
+
 def bad_id(strategy, folder):
     """One rank's bad id fails the step on all, and nothing has changed."""
     model = make_model(strategy)

@@ -15,6 +15,7 @@ SCENARIOS = [
     "mixed_precision",
     "wire_dtypes",
     "refusals",
+    "batch_norm",
     "bad_id",
     "uneven_ranks",
     "callbacks",

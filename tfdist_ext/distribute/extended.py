@@ -54,6 +54,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> tf.Variable:
         spec = sharded_variable.spec_for(kwargs.get("colocate_with"))
         if spec is None or self.collectives is None:
+            if _is_moving_average(kwargs):
+                kwargs["aggregation"] = tf.VariableAggregation.MEAN
             return super()._create_variable(next_creator, **kwargs)
         for name in ("colocate_with", "use_resource", "distribute_strategy"):
             kwargs.pop(name, None)
@@ -155,10 +157,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         collectives = self.collectives
         assert collectives is not None
         current = collectives.step
+        # Means weigh by samples, so that a rank without any does not count
+        # (its batch normalisation has taken the mean of nothing).
         weighted = (
             current is not None
             and current.weighted
-            and collectives_lib.is_gradient_reduction()
+            and (mean or collectives_lib.is_gradient_reduction())
         )
         result = gradients.reduce_values(collectives, values, label, weighted)
         if not mean:
@@ -186,6 +190,17 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             tf.transpose(value, order), "gather"
         )
         return tf.transpose(gathered, order)
+
+
+def _is_moving_average(creation: dict[str, Any]) -> bool:
+    # Keras 3 names no aggregation for the moving averages of batch
+    # normalisation (tf_keras does), so every rank would keep its own.
+    return (
+        not creation.get("trainable", True)
+        and creation.get("colocate_with") is None
+        and creation.get("aggregation") == tf.VariableAggregation.NONE
+        and tf.as_dtype(creation.get("dtype") or tf.int32).is_floating
+    )
 
 
 def _local(value: Any) -> Any:

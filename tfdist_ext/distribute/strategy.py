@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import extended as extended_lib
-from tfdist_ext.distribute import input
+from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
@@ -164,7 +164,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if getattr(dataset, "_tfdist_distributed", False):
             return dataset
-        local = input.distribute(dataset, self.collectives, self._input())
+        local = input_lib.distribute(dataset, self.collectives, self._input())
         local._tfdist_distributed = True
         return local
 
@@ -182,7 +182,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        local = input.equal_steps(
+        local = input_lib.equal_steps(
             dataset_fn(self.extended._make_input_context()),
             self.collectives,
             self._input(),
