@@ -40,7 +40,7 @@ def install() -> None:
         return
     _wrap(keras.Model, "save", _write_once)
     _wrap(keras.Model, "save_weights", _write_once)
-    _wrap(keras.Model, "load_weights", _read_parts)
+    _read_part_of_slots()
     backup = keras.callbacks.BackupAndRestore
     _wrap(backup, "_save_model", _back_up_once)
     _wrap(backup, "on_train_end", _remove_backup_once)
@@ -70,6 +70,10 @@ def _shards(model: Any) -> list[Any]:
     variables = list(model.variables)
     if getattr(model, "optimizer", None) is not None:
         variables += list(model.optimizer.variables)
+    return _only_shards(variables)
+
+
+def _only_shards(variables: list[Any]) -> list[Any]:
     return [v for v in variables if sharded_variable.is_shard(v)]
 
 
@@ -99,12 +103,15 @@ def _write_once(
     **kwargs: Any,
 ) -> None:
     path = pathlib.Path(filepath)
+    whole = functools.partial(
+        sharded_variable.gather_to_first, collectives=collectives
+    )
     failure: Exception | None = None
     with tempfile.TemporaryDirectory() as scratch:
         folder = path.parent if collectives.group.rank == 0 else scratch
         own = pathlib.Path(folder) / f".writing-{path.name}"
         try:
-            with _whole_tables(model, collectives):
+            with _methods(_shards(model), numpy=whole):
                 original(model, str(own), *args, **kwargs)
             if collectives.group.rank == 0:
                 os.replace(own, path)
@@ -122,31 +129,35 @@ def _write_once(
         )
 
 
-def _read_parts(
-    collectives: Collectives, original: Any, model: Any, *args: Any, **kw: Any
-) -> Any:
-    with _whole_tables(model, collectives):
-        return original(model, *args, **kw)
+def _read_part_of_slots() -> None:
+    """Lets optimizers read their part of the whole slots in a file."""
+    original = keras.optimizers.Optimizer.load_own_variables
+
+    @functools.wraps(original)
+    def load_own_variables(self: Any, store: Any) -> None:
+        shards = _only_shards(self.variables)
+        with _methods(shards, assign=sharded_variable.assign_part):
+            original(self, store)
+
+    keras.optimizers.Optimizer.load_own_variables = load_own_variables
 
 
 @contextlib.contextmanager
-def _whole_tables(model: Any, collectives: Collectives) -> Iterator[None]:
-    """Shards of optimizers read as whole tables, and take whole tables.
+def _methods(variables: list[Any], **methods: Any) -> Iterator[None]:
+    """Gives variables other methods of these names for a while.
 
-    Layers of ours do so by themselves; an optimizer writes its variables
-    with `numpy()` and reads them with `assign()`.
+    Layers of ours write and read whole tables by themselves; an optimizer
+    writes its variables with `numpy()` and reads them with `assign()`.
     """
-    shards = _shards(model)
-    for shard in shards:
-        shard.numpy = functools.partial(
-            sharded_variable.gather_to_first, shard, collectives
-        )
-        shard.assign = functools.partial(sharded_variable.assign_part, shard)
+    for variable in variables:
+        for name, method in methods.items():
+            setattr(variable, name, functools.partial(method, variable))
     try:
         yield
     finally:
-        for shard in shards:
-            del shard.numpy, shard.assign
+        for variable in variables:
+            for name in methods:
+                delattr(variable, name)
 
 
 def _back_up_once(
