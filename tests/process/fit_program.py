@@ -383,6 +383,7 @@ def main():
     for name in sys.argv[2:]:
         globals()[name](strategy, folder)
         print(f"{name} done", flush=True)
+        (folder / f"{name}.{strategy.rank}").touch()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ SCENARIOS = [
     ("ranks", "keras"), [(2, 3), (4, 3), (2, 2)], ids=["2", "4", "2-tf_keras"]
 )
 def test_scenarios(tmp_path, ranks, keras):
-    done = run_ranks("fit_program.py", ranks, tmp_path, *SCENARIOS, keras=keras)
+    run_ranks("fit_program.py", ranks, tmp_path, *SCENARIOS, keras=keras)
     for name in SCENARIOS:
-        for prefix in ["", *(f"[{rank}] " for rank in range(1, ranks))]:
-            assert f"{prefix}{name} done" in done.stdout.splitlines()
+        assert all((tmp_path / f"{name}.{r}").exists() for r in range(ranks))

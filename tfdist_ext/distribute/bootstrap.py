@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,24 @@ def explained() -> Iterator[None]:
             "the strategy, once, at the top of the program, before tensors, "
             "datasets, layers and seeds."
         ) from error
+
+
+@contextlib.contextmanager
+def waiting_for_all_ranks_to_start(startup_timeout: float) -> Iterator[None]:
+    """Ends the process, with a traceback, if the ranks do not all start.
+
+    TensorFlow's server on the first rank waits for the others without a
+    limit and holds Python's lock, so only the fault handler can end it.
+
+    Args:
+        startup_timeout: seconds.
+    """
+    # TensorFlow's own limit, on the other ranks, says more: it comes first.
+    faulthandler.dump_traceback_later(startup_timeout + 15, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def connect(strategy: Any, timeout: float) -> ProcessGroup:

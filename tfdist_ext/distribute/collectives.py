@@ -157,13 +157,16 @@ class Collectives:
             label=label,
         )
 
-    def broadcast(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
-        """Rank 0's tensor on every rank; shapes must agree."""
+    def initial_value(self, tensor: tf.Tensor, variable: str) -> tf.Tensor:
+        """Rank 0's initial value of a variable, on every rank."""
+        # One tag for all variables: ranks that create different ones meet
+        # in the same exchange, see the two names, and fail at once.
+        label = f"initial_value/{variable}"
         return collective_ops.broadcast(
             self.group,
             tensor,
             root=0,
-            tag=self.tag(label, "broadcast", tensor.dtype),
+            tag=self.tag("initial_value", "broadcast", tensor.dtype),
             label=label,
         )
 

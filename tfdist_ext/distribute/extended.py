@@ -82,8 +82,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             value = value() if callable(value) else value
             value = getattr(value, "wrapped_value", value)
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
-            name = kwargs.get("name") or "variable"
-            return collectives.broadcast(value, f"initial_value/{name}")
+            return collectives.initial_value(value, str(kwargs.get("name")))
 
         return broadcast_initial_value
 
@@ -195,11 +194,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 def _is_moving_average(creation: dict[str, Any]) -> bool:
     # Keras 3 names no aggregation for the moving averages of batch
     # normalisation (tf_keras does), so every rank would keep its own.
+    name = str(creation.get("name")).rsplit("/", 1)[-1]
     return (
-        not creation.get("trainable", True)
-        and creation.get("colocate_with") is None
+        name in ("moving_mean", "moving_variance")
         and creation.get("aggregation") == tf.VariableAggregation.NONE
-        and tf.as_dtype(creation.get("dtype") or tf.int32).is_floating
     )
 
 

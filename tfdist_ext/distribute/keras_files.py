@@ -35,7 +35,7 @@ def install() -> None:
     if hasattr(keras.Model.save, "_tfdist_original"):
         return
     if not hasattr(keras, "ops"):  # tf_keras
-        _wrap(keras.Model, "save", _refuse_table_files)
+        _wrap(keras.Model, "save", _refuse_whole_models)
         _wrap(keras.Model, "save_weights", _refuse_table_files)
         return
     _wrap(keras.Model, "save", _write_once)
@@ -75,6 +75,24 @@ def _shards(model: Any) -> list[Any]:
 
 def _only_shards(variables: list[Any]) -> list[Any]:
     return [v for v in variables if sharded_variable.is_shard(v)]
+
+
+def _refuse_whole_models(
+    collectives: Collectives,
+    original: Any,
+    model: Any,
+    filepath: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if _shards(model):
+        raise ValueError(
+            "tf_keras cannot save a whole model with partitioned tables. "
+            f"Received: filepath='{filepath}'. Save a checkpoint instead, "
+            "with model.save_weights or tf.train.Checkpoint, and load it "
+            "into the model in one process to export it."
+        )
+    return original(model, filepath, *args, **kwargs)
 
 
 def _refuse_table_files(

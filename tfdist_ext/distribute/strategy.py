@@ -19,6 +19,7 @@ from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.optimizers import checks
 from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import sharded_variable
 
@@ -65,7 +66,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         bootstrap.prepare(resolver, timeout, startup_timeout)
         with bootstrap.explained():
-            extended = extended_lib.HybridParallelExtended(self, resolver)
+            extended = self._start_with_all_ranks(resolver, startup_timeout)
         internals.Strategy.__init__(self, extended)
         self.collectives: Collectives | None = None
         self._datasets = 0
@@ -76,6 +77,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             bootstrap.share_seed(self.collectives)
             checkpoint.merge_shards_of_all_ranks()
             keras_files.install()
+
+    def _start_with_all_ranks(
+        self, resolver: Any, startup_timeout: float
+    ) -> extended_lib.HybridParallelExtended:
+        with bootstrap.waiting_for_all_ranks_to_start(startup_timeout):
+            return extended_lib.HybridParallelExtended(self, resolver)
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -106,6 +113,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
+        _check_optimizer(getattr(fn, "__self__", None))
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
             weighted=step.is_keras_loop(fn),
@@ -214,3 +222,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.collectives is None:
             return {}
         return dataclasses.asdict(self.collectives.group.stats())
+
+
+def _check_optimizer(model: Any) -> None:
+    # Here because a wrapper of an optimizer (a loss scale) is not seen where
+    # the optimizer updates its variables.
+    optimizer = getattr(model, "optimizer", None)
+    variables = getattr(model, "trainable_variables", ())
+    if optimizer and any(map(sharded_variable.is_shard, variables)):
+        checks.check_supported(optimizer)

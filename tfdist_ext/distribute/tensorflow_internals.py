@@ -56,7 +56,10 @@ def shard_by_file(
 
 def batch_size_of(dataset: tf.data.Dataset) -> int:
     """Batch size of a batched dataset, -1 if TensorFlow cannot tell."""
-    return int(data_ops.compute_batch_size(dataset))
+    try:
+        return int(data_ops.compute_batch_size(dataset))
+    except IndexError:  # elements are scalars
+        return -1
 
 
 def configure_coordination(
