@@ -127,7 +127,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, internals.Mirrored) and mean:
             return value
-        return self._reduce_flat(mean, [_local(value)], "reduce")[0]
+        return self._reduce_flat(mean, [local_value(value)], "reduce")[0]
 
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any
@@ -137,7 +137,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 reduce_op, value_destination_pairs, options
             )
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        values = [_local(value) for value, _ in value_destination_pairs]
+        values = [local_value(value) for value, _ in value_destination_pairs]
         return self._reduce_flat(mean, values, "gradients")
 
     def _replica_ctx_all_reduce(
@@ -180,7 +180,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             return super()._gather_to_implementation(
                 value, destinations, axis, options
             )
-        value = tf.convert_to_tensor(_local(value))
+        value = tf.convert_to_tensor(local_value(value))
         order = list(range(value.shape.rank))
         order[0], order[axis] = order[axis], order[0]
         if axis == 0:
@@ -201,7 +201,7 @@ def _is_moving_average(creation: dict[str, Any]) -> bool:
     )
 
 
-def _local(value: Any) -> Any:
+def local_value(value: Any) -> Any:
     """The value of this rank's only replica."""
     if isinstance(value, internals.DistributedValues):
         return value.values[0]

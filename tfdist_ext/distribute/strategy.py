@@ -154,9 +154,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         def reduce_one(leaf: Any) -> Any:
             # Not `getattr` on distributed values: they reduce themselves.
-            scalar = isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0
-            if scalar and hasattr(leaf, "_tfdist_reduced"):
-                return leaf
+            local = extended_lib.local_value(leaf)
+            if isinstance(local, tf.Tensor) and hasattr(
+                local, "_tfdist_reduced"
+            ):
+                return local
+            scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
             return stock_reduce(reduce_op, leaf, None if scalar else axis)
 
         return tf.nest.map_structure(reduce_one, value)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 
 
@@ -19,6 +21,21 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
     and gives the same result: a row without a gradient does not change in
     either.
     """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if not KERAS_3 or self.built:
+            super().build(variables)
+            return
+        # Older Keras 3 does not say which variable a slot belongs to, and
+        # the slot of a shard must be a shard.
+        self._check_shards(variables)
+        super(tf.keras.optimizers.Adagrad, self).build(variables)
+        self._accumulators = [
+            self._add_slot(
+                variable, "accumulator", self.initial_accumulator_value, False
+            )
+            for variable in variables
+        ]
 
     def _update_rows(
         self,
