@@ -16,19 +16,6 @@ _WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def shard_spec(variable: Any) -> Any:
-    """What part of a table a variable holds.
-
-    Args:
-        variable: a variable of TensorFlow or of Keras.
-
-    Returns:
-        Its `ShardSpec`, None if it is no shard.
-    """
-    inner = getattr(variable, "_value", variable)
-    return getattr(inner, "_tfdist_shard", None)
-
-
 def check_supported(optimizer: Any) -> None:
     """Refuses an optimizer that would train a partitioned table wrongly.
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.optimizers.checks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
+from tfdist_ext.sharding.config import shard_spec
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 

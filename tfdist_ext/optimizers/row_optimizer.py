@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
-from tfdist_ext.optimizers.checks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
+from tfdist_ext.sharding.config import shard_spec
 
 
 class RowOptimizer(KerasDifferences):

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.optimizers.checks import shard_spec
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 from tfdist_ext.optimizers.row_optimizer import has_kernel
+from tfdist_ext.sharding.config import shard_spec
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -95,13 +95,13 @@ def _has_part_of_rows(variable: tf.Variable) -> bool:
 
 def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
     """Means over whole rows of squared gradients, `[n]` of `[n, dim]`."""
-    if not _has_part_of_rows(variable):
+    spec = shard_spec(variable)
+    if spec is None or spec.placement == "row":
         return tf.reduce_mean(tf.square(grads), axis=1)
     # Imported here: the strategy's modules import the optimizers.
     from tfdist_ext.distribute.collectives import sum_over_ranks
 
     # Every rank looks up the same ids in its columns: its rows are the same.
-    spec = shard_spec(variable)
     squares = tf.reduce_sum(tf.square(grads), axis=1)
     label = f"{spec.table}/row-wise accumulator"
     return sum_over_ranks(squares, label) / spec.dim

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from typing import Literal
 
 Placement = Literal["row", "column"]
@@ -78,3 +79,9 @@ class ShardSpec:
     def dims_of(self, rank: int) -> int:
         """Columns that `rank` holds."""
         return dataclasses.replace(self, rank=rank).local_dim
+
+
+def shard_spec(variable: Any) -> ShardSpec | None:
+    """What a variable (TensorFlow's or Keras's) holds, None if no shard."""
+    inner = getattr(variable, "_value", variable)
+    return getattr(inner, "_tfdist_shard", None)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import placement
 from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.sharding.config import shard_spec
 
 if TYPE_CHECKING:
     from tfdist_ext.distribute.collectives import Collectives
@@ -51,12 +52,6 @@ def spec_for(colocate_with: Any) -> ShardSpec | None:
             slots, or None.
     """
     return _pending.spec or shard_spec(colocate_with)
-
-
-def shard_spec(variable: Any) -> ShardSpec | None:
-    """What a variable (TensorFlow's or Keras's) holds, None if no shard."""
-    inner = getattr(variable, "_value", variable)
-    return getattr(inner, "_tfdist_shard", None)
 
 
 def is_shard(variable: Any) -> bool:
