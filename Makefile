@@ -17,9 +17,14 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 PYTHON_SOURCES := tfdist_ext build_ops tests examples benchmarks setup.py
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
-WORKLOAD ?= timelines
-RANKS ?= 4
-EGRESS ?= 150mbps
+# make bench: all workloads, or WORKLOAD. FBGEMM names a Python that has it.
+WORKLOAD ?=
+RANKS ?=
+EGRESS ?=
+FBGEMM ?=
+BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
+    $(if $(EGRESS),--egress $(EGRESS)) \
+    $(if $(FBGEMM),--fbgemm-python $(FBGEMM))
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
@@ -94,8 +99,8 @@ wheel: $(VENV)/.installed
 	build_ops/wheel.sh $(BIN)/python $(PY)
 
 bench: build
-	$(BIN)/python -m benchmarks.run --workload $(WORKLOAD) --ranks $(RANKS) \
-	    --egress $(EGRESS)
+	$(BIN)/python -m benchmarks.$(if $(WORKLOAD),run --workload \
+	    $(WORKLOAD),all) $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .venv .venv-* tfdist_ext/_build_info.py \

@@ -157,12 +157,11 @@ def _nvcc_command(
         *(
             "-std=c++17",
             "-O3",
-            "-fno-math-errno",
             "-DNDEBUG",
             "-DTFDIST_CUDA=1",
         ),
         *("-x", "cu", "--expt-relaxed-constexpr", "-cudart=static"),
-        *("-Xcompiler", "-fPIC", "-ccbin", tools.cxx[0]),
+        *("-Xcompiler", "-fPIC,-fno-math-errno", "-ccbin", tools.cxx[0]),
         *toolchain.CUDA_FLAGS,
         *shlex.split(os.environ.get("NVCCFLAGS", "")),
         *("-MMD", "-MF", str(output.with_suffix(".d"))),

@@ -29,8 +29,20 @@ PRIVATE_MODULES = {
 
 PUBLIC = {
     "tfdist_ext": {"HybridParallelStrategy", "layers", "optimizers"},
-    "tfdist_ext.layers": {"FullSparse"},
-    "tfdist_ext.optimizers": {"SGD", "Adagrad", "Adam", "RowWiseAdagrad"},
+    "tfdist_ext.layers": {
+        "DistributedEmbedding",
+        "FeatureConfig",
+        "FullSparse",
+        "SharedExchange",
+        "TableConfig",
+    },
+    "tfdist_ext.optimizers": {
+        "SGD",
+        "Adagrad",
+        "Adam",
+        "Ftrl",
+        "RowWiseAdagrad",
+    },
 }
 
 SPDX = "SPDX-License-Identifier: Apache-2.0"

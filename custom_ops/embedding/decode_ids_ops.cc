@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <string>
 #include <vector>
 
-#include "id_codec.h"
-#include "table_attrs.h"
+#include "feature_grid.h"
+#include "header_bytes.h"
+#include "hot_ids.h"
+#include "id_section.h"
+#include "message_header.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -23,23 +28,29 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("Tfdist>DecodeIds")
     .Input("payload: uint8")
     .Input("splits: int64")
+    .Input("hot_ids: H * int64")
     .Output("row_splits: int64")
     .Output("rows: int64")
     .Output("weights: float")
-    .Output("sample_splits: int64")
+    .Output("served: int64")
     .Output("samples: float")
+    .Attr("H: int >= 0")
     .Attr("rank: int >= 0")
     .Attr("world_size: int >= 1")
-    .Attr("vocabulary_size: int >= 1")
-    .Attr("placement: {'row', 'column'}")
-    .Attr("layer: string = ''")
+    .Attr("features: list(string)")
+    .Attr("vocabulary_sizes: list(int)")
+    .Attr("row_parts: list(int)")
+    .Attr("column_parts: list(int)")
+    .Attr("ranks: list(int)")
     .SetShapeFn([](InferenceContext* c) {
       int64_t world_size;
+      std::vector<std::string> features;
       TF_RETURN_IF_ERROR(c->GetAttr("world_size", &world_size));
+      TF_RETURN_IF_ERROR(c->GetAttr("features", &features));
       for (int i = 0; i < 3; ++i) {
         c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
       }
-      c->set_output(3, c->Vector(world_size));
+      c->set_output(3, c->Matrix(world_size, features.size()));
       c->set_output(4, c->Vector(world_size));
       return absl::OkStatus();
     })
@@ -47,153 +58,217 @@ REGISTER_OP("Tfdist>DecodeIds")
 Decodes the messages of EncodeIds that arrived from all ranks.
 
 An error record from any rank is raised as InvalidArgument, with the same text
-on all ranks; a malformed message as DataLoss.
+on all ranks; a malformed message as DataLoss. The samples are in order of their
+ranks, then features.
 
 payload: the messages, in order of the ranks they came from.
 splits: [world_size], bytes from every rank.
-row_splits: [S + 1], offsets of the samples, those of rank 0 first.
-rows: [n], rows of this rank's shard (placement "column": of the table).
+hot_ids: as in EncodeIds.
+row_splits: [S + 1], offsets of the samples.
+rows: [n], rows of this rank's part of the feature's table.
 weights: [n], or [0] when all weights are 1.
-sample_splits: [world_size], samples from every rank; they sum to S.
+served: [world_size, features], samples from every rank; they sum to S.
 samples: [world_size], the scalar that every rank gave to EncodeIds.
+features, vocabulary_sizes, row_parts, column_parts, ranks: as in EncodeIds.
 )doc");
 
 constexpr int64_t kNanosecondsPerEntry = 4;
 
+// One section of one message, and where its samples and entries go.
+struct Part {
+  int64_t source = 0;
+  int64_t feature = 0;
+  SectionReader reader;
+  int64_t first_sample = 0;
+  int64_t first_entry = 0;
+  const char* error = nullptr;
+};
+
 class DecodeIdsOp : public OpKernel {
  public:
   explicit DecodeIdsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ReadTableAttrs(ctx, &attrs_));
+    OP_REQUIRES_OK(ctx, ReadFeatureGrids(ctx, &grids_));
   }
 
   void Compute(OpKernelContext* ctx) override {
-    std::vector<MessageReader> messages(attrs_.world_size);
-    OP_REQUIRES_OK(ctx, ReadHeaders(ctx, &messages));
-    int64_t samples = 0;
-    int64_t entries = 0;
-    bool weighted = false;
-    for (const MessageReader& message : messages) {
-      samples += message.samples();
-      entries += message.entries();
-      weighted |= message.needs_weights();
-    }
-    Tensor* row_splits = nullptr;
-    Tensor* rows = nullptr;
-    Tensor* weights = nullptr;
+    std::vector<MessageHeader> headers(grids_.world_size);
+    std::vector<Part> parts;
+    OP_REQUIRES_OK(ctx, ReadMessages(ctx, &headers, &parts));
+    OP_REQUIRES_OK(ctx, WriteRanks(ctx, headers, parts));
+    HotCache<HotRows>::Entries hot;
     OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({samples + 1}), &row_splits));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({entries}), &rows));
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(2, TensorShape({weighted ? entries : 0}),
-                                  &weights));
-    OP_REQUIRES_OK(ctx, WriteRanks(ctx, messages));
-    row_splits->vec<int64_t>()(0) = 0;
-    OP_REQUIRES_OK(ctx, ReadEntries(ctx, messages, row_splits, rows,
-                                    weighted ? weights : nullptr));
+        ctx,
+        hot_cache_.Get(
+            ctx, grids_.features.size(),
+            [this](const int64_t* ids, int64_t count, size_t f, HotRows* rows) {
+              return rows->Build(ids, count, grids_.features[f],
+                                 grids_.part_of_rank[f][grids_.rank]);
+            },
+            &hot));
+    OP_REQUIRES_OK(ctx, WriteEntries(ctx, hot, &parts));
   }
 
  private:
-  absl::Status Malformed(int64_t source, const char* reason) const {
-    return DataLoss("Layer '", attrs_.layer, "': the ids that rank ", source,
-                    " sent to rank ", attrs_.rank,
+  // Of one message's header when `feature` is negative, else of one section.
+  absl::Status Malformed(int64_t source, int64_t feature,
+                         const char* reason) const {
+    const std::string layer =
+        feature < 0 ? std::string("The ids")
+                    : "Layer '" + grids_.features[feature].name + "': the ids";
+    return DataLoss(layer, " that rank ", source, " sent to rank ", grids_.rank,
                     " cannot be decoded: ", reason, ".");
   }
 
-  absl::Status ReadHeaders(OpKernelContext* ctx,
-                           std::vector<MessageReader>* messages) const {
+  absl::Status ReadMessages(OpKernelContext* ctx,
+                            std::vector<MessageHeader>* headers,
+                            std::vector<Part>* parts) const {
     const Tensor& payload = ctx->input(0);
     const Tensor& splits = ctx->input(1);
     if (payload.dims() != 1 || splits.dims() != 1 ||
-        splits.NumElements() != attrs_.world_size) {
+        splits.NumElements() != grids_.world_size) {
       return InvalidArgument(
           "payload and splits must be vectors, splits of world_size=",
-          attrs_.world_size,
+          grids_.world_size,
           " elements. Received shapes: ", payload.shape().DebugString(), ", ",
           splits.shape().DebugString());
     }
     const auto* data = static_cast<const uint8_t*>(payload.data());
     int64_t left = payload.NumElements();
-    for (int64_t source = 0; source < attrs_.world_size; ++source) {
+    for (int64_t source = 0; source < grids_.world_size; ++source) {
       const int64_t size = splits.vec<int64_t>()(source);
       if (size < 0 || size > left) {
         return InvalidArgument("splits[", source, "]=", size, " exceeds the ",
                                left, " bytes of payload that are left");
       }
-      MessageReader& message = (*messages)[source];
-      const char* error = message.ReadHeader(data, size);
-      if (error != nullptr) return Malformed(source, error);
-      if (message.rank() != source) {
-        return Malformed(source, "it was sent by another rank");
-      }
+      HeaderReader message(data, size);
+      TF_RETURN_IF_ERROR(
+          ReadMessage(source, &message, &(*headers)[source], parts));
       data += size;
       left -= size;
     }
     if (left != 0) {
       return InvalidArgument("splits leave ", left, " bytes of payload over");
     }
-    for (const MessageReader& message : *messages) {
-      if (message.bad_id().found) {
-        return BadIdError(attrs_.layer, message.rank(), message.bad_id(),
-                          attrs_.vocabulary_size);
+    return FirstBadId(*headers);
+  }
+
+  absl::Status ReadMessage(int64_t source, HeaderReader* message,
+                           MessageHeader* header,
+                           std::vector<Part>* parts) const {
+    const char* error = header->Read(message);
+    if (error != nullptr) return Malformed(source, -1, error);
+    if (header->rank != source) {
+      return Malformed(source, -1, "it was sent by another rank");
+    }
+    const int64_t features = grids_.features.size();
+    for (int64_t f = 0; f < features && !header->bad_id.found; ++f) {
+      if (grids_.part_of_rank[f][grids_.rank] == FeatureGrids::kNoPart) {
+        continue;
       }
+      const uint64_t size = message->Varint();
+      if (!message->ok() || size > message->left()) {
+        return Malformed(source, f, "it ends before its section");
+      }
+      parts->emplace_back();
+      parts->back().source = source;
+      parts->back().feature = f;
+      if (size == 0) continue;
+      error = parts->back().reader.ReadHeader(message->next(), size);
+      if (error != nullptr) return Malformed(source, f, error);
+      message->Skip(size);
+    }
+    if (message->left() != 0) {
+      return Malformed(source, -1, "it goes on after its last section");
+    }
+    if (header->bad_id.feature < 0 || header->bad_id.feature >= features) {
+      return Malformed(source, -1, "it reports a bad id of no feature");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status FirstBadId(const std::vector<MessageHeader>& headers) const {
+    for (const MessageHeader& header : headers) {
+      if (!header.bad_id.found) continue;
+      const FeatureGrid& grid = grids_.features[header.bad_id.feature];
+      return BadIdError(grid.name, header.rank, header.bad_id,
+                        grid.vocabulary_size);
     }
     return absl::OkStatus();
   }
 
   absl::Status WriteRanks(OpKernelContext* ctx,
-                          const std::vector<MessageReader>& messages) const {
-    Tensor* sample_splits = nullptr;
+                          const std::vector<MessageHeader>& headers,
+                          const std::vector<Part>& parts) const {
+    const int64_t features = grids_.features.size();
+    Tensor* served = nullptr;
     Tensor* samples = nullptr;
-    const TensorShape shape({attrs_.world_size});
-    TF_RETURN_IF_ERROR(ctx->allocate_output(3, shape, &sample_splits));
-    TF_RETURN_IF_ERROR(ctx->allocate_output(4, shape, &samples));
-    for (int64_t source = 0; source < attrs_.world_size; ++source) {
-      sample_splits->vec<int64_t>()(source) = messages[source].samples();
-      samples->vec<float>()(source) = messages[source].samples_weight();
+    TF_RETURN_IF_ERROR(ctx->allocate_output(
+        3, TensorShape({grids_.world_size, features}), &served));
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_output(4, TensorShape({grids_.world_size}), &samples));
+    served->matrix<int64_t>().setZero();
+    for (const Part& part : parts) {
+      served->matrix<int64_t>()(part.source, part.feature) =
+          part.reader.samples();
+    }
+    for (int64_t source = 0; source < grids_.world_size; ++source) {
+      samples->vec<float>()(source) = headers[source].samples;
     }
     return absl::OkStatus();
   }
 
-  // One message is one task: its samples and entries go to its own part of the
+  // One section is one task: its samples and entries go to its own part of the
   // outputs.
-  absl::Status ReadEntries(OpKernelContext* ctx,
-                           const std::vector<MessageReader>& messages,
-                           Tensor* row_splits, Tensor* rows,
-                           Tensor* weights) const {
-    std::vector<int64_t> first_sample;
-    std::vector<int64_t> first_entry;
+  absl::Status WriteEntries(OpKernelContext* ctx,
+                            const HotCache<HotRows>::Entries& hot,
+                            std::vector<Part>* parts) const {
     int64_t samples = 0;
     int64_t entries = 0;
-    for (const MessageReader& message : messages) {
-      first_sample.push_back(samples);
-      first_entry.push_back(entries);
-      samples += message.samples();
-      entries += message.entries();
+    bool weighted = false;
+    for (Part& part : *parts) {
+      part.first_sample = samples;
+      part.first_entry = entries;
+      samples += part.reader.samples();
+      entries += part.reader.entries();
+      weighted |= part.reader.needs_weights();
     }
+    Tensor* row_splits = nullptr;
+    Tensor* rows = nullptr;
+    Tensor* weights = nullptr;
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_output(0, TensorShape({samples + 1}), &row_splits));
+    TF_RETURN_IF_ERROR(ctx->allocate_output(1, TensorShape({entries}), &rows));
+    TF_RETURN_IF_ERROR(ctx->allocate_output(
+        2, TensorShape({weighted ? entries : 0}), &weights));
     auto* splits_out = static_cast<int64_t*>(row_splits->data());
     auto* rows_out = static_cast<int64_t*>(rows->data());
     auto* weights_out =
-        weights == nullptr ? nullptr : static_cast<float*>(weights->data());
-    std::vector<const char*> errors(messages.size(), nullptr);
+        weighted ? static_cast<float*>(weights->data()) : nullptr;
+    splits_out[0] = 0;
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
+    const int64_t count = parts->size();
     pool->ParallelFor(
-        messages.size(),
-        kNanosecondsPerEntry * (entries / attrs_.world_size + 1),
+        count,
+        kNanosecondsPerEntry * (entries / std::max<int64_t>(count, 1) + 1),
         [&](int64_t first, int64_t last) {
           for (int64_t i = first; i < last; ++i) {
-            errors[i] = messages[i].ReadEntries(
-                attrs_.RowLimit(), first_entry[i], splits_out + first_sample[i],
-                rows_out + first_entry[i],
-                weights_out ? weights_out + first_entry[i] : nullptr);
+            Part& part = (*parts)[i];
+            if (part.reader.entries() == 0) continue;
+            part.error = part.reader.ReadEntries(
+                grids_.features[part.feature].RowLimit(),
+                hot[part.feature].get(), part.first_entry,
+                splits_out + part.first_sample, rows_out + part.first_entry,
+                weighted ? weights_out + part.first_entry : nullptr);
           }
         });
-    for (size_t source = 0; source < errors.size(); ++source) {
-      if (errors[source]) return Malformed(source, errors[source]);
+    for (const Part& part : *parts) {
+      if (part.error) return Malformed(part.source, part.feature, part.error);
     }
     return absl::OkStatus();
   }
 
-  TableAttrs attrs_;
+  FeatureGrids grids_;
+  HotCache<HotRows> hot_cache_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>DecodeIds").Device(tensorflow::DEVICE_CPU),

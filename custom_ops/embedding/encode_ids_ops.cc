@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "entry_builder.h"
-#include "id_codec.h"
+#include "feature_grid.h"
+#include "hot_ids.h"
 #include "id_lists.h"
-#include "table_attrs.h"
+#include "message_builder.h"
+#include "message_header.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -20,201 +21,243 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::TensorShape;
 using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("Tfdist>EncodeIds")
-    .Input("ids: N * Tids")
-    .Input("row_splits: N * int64")
-    .Input("weights: N * float")
+    .Input("ids: L * Tids")
+    .Input("row_splits: L * int64")
+    .Input("weights: L * float")
     .Input("samples: float")
+    .Input("hot_ids: H * int64")
     .Output("payload: uint8")
     .Output("send_splits: int64")
     .Output("sample_ids: int32")
     .Output("sample_splits: int64")
-    .Attr("N: int >= 1")
+    .Attr("L: int >= 1")
+    .Attr("H: int >= 0")
     .Attr("Tids: {int32, int64}")
     .Attr("rank: int >= 0")
     .Attr("world_size: int >= 1")
-    .Attr("vocabulary_size: int >= 1")
-    .Attr("placement: {'row', 'column'}")
-    .Attr("out_of_range: {'error', 'ignore'} = 'error'")
-    .Attr("layer: string = ''")
+    .Attr("features: list(string)")
+    .Attr("vocabulary_sizes: list(int)")
+    .Attr("row_parts: list(int)")
+    .Attr("column_parts: list(int)")
+    .Attr("ranks: list(int)")
+    .Attr("list_features: list(int)")
+    .Attr("out_of_range: list({'error', 'ignore'})")
+    .Attr("one_each: list(bool)")
     .SetShapeFn([](InferenceContext* c) {
       int64_t world_size;
+      std::vector<std::string> features;
       TF_RETURN_IF_ERROR(c->GetAttr("world_size", &world_size));
+      TF_RETURN_IF_ERROR(c->GetAttr("features", &features));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       c->set_output(1, c->Vector(world_size));
       c->set_output(2, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(3, c->Vector(world_size));
+      c->set_output(3, c->Matrix(world_size, features.size()));
       return absl::OkStatus();
     })
     .Doc(R"doc(
 Codes the ids of this rank's samples for the ranks that own their rows.
 
-The lists are merged per sample, duplicates combined (their weights summed) and
-the result compressed, one message per owner; with placement "column" every rank
-owns columns of every row, and one message goes to all. A bad id under
-out_of_range="error" becomes an error record that DecodeIds raises on all ranks.
+The lists of a feature are merged per sample, duplicates combined (their weights
+summed) and the result compressed, one section per part of the table's rows; the
+message to a rank holds the sections of all features of which it has a cell. A
+bad id under out_of_range "error" becomes an error record that DecodeIds raises
+on all ranks.
 
-ids: N lists of ids, each [n_i].
-row_splits: N offset vectors, each [b + 1]; list i's ids of sample s are
+ids: L lists of ids, each [n_i].
+row_splits: L offset vectors, each [b_i + 1]; list i's ids of sample s are
   ids[i][row_splits[i][s] : row_splits[i][s + 1]].
-weights: N vectors, each [n_i], or [0] when all weights are 1.
+weights: L vectors, each [n_i], or [0] when all weights are 1.
 samples: scalar, this rank's weight in the batch mean; travels along.
-payload: the messages, in order of the owners.
-send_splits: [world_size], bytes for every owner.
-sample_ids: for every owner, in order, the samples it gets ids of.
-sample_splits: [world_size], how many those are.
+hot_ids: none, or for every feature a vector of its most popular ids, the most
+  popular first, the same on all ranks; they take fewer bytes. May be empty.
+payload: the messages, in order of the ranks they go to.
+send_splits: [world_size], bytes for every rank.
+sample_ids: for every rank and feature, in order, the samples whose ids the
+  section holds.
+sample_splits: [world_size, features], how many those are.
+features: F names, for errors.
+row_parts, column_parts, ranks: cell (i, j) of feature f's table is on rank
+  i * column_parts[f] + j of the feature's ranks; those of all features are
+  concatenated.
+list_features: the feature of every list, ascending; none without a list.
+out_of_range: for every feature.
+one_each: for every feature, whether every sample has one id and these ascend
+  strictly from sample to sample.
 )doc");
 
 // Fewer ids than this are not worth a second thread.
 constexpr int64_t kIdsPerTask = 16384;
-constexpr int64_t kNanosecondsPerId = 20;
+constexpr int64_t kNanosecondsPerId = 10;
 
 template <typename Tids>
 class EncodeIdsOp : public OpKernel {
  public:
   explicit EncodeIdsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ReadTableAttrs(ctx, &attrs_));
-    std::string out_of_range;
+    OP_REQUIRES_OK(ctx, ReadFeatureGrids(ctx, &grids_));
+    const size_t features = grids_.features.size();
+    std::vector<int64_t> list_features;
+    std::vector<std::string> out_of_range;
+    std::vector<bool> one_each;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("list_features", &list_features));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("out_of_range", &out_of_range));
-    ignore_bad_ids_ = out_of_range == "ignore";
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("one_each", &one_each));
+    OP_REQUIRES(ctx,
+                out_of_range.size() == features && one_each.size() == features,
+                InvalidArgument("Attributes out_of_range and one_each must "
+                                "have an element per feature. Received: ",
+                                out_of_range.size(), " and ", one_each.size(),
+                                ", ", features, " features"));
+    for (size_t f = 0; f < features; ++f) {
+      rules_.push_back({out_of_range[f] == "ignore", one_each[f]});
+    }
+    FindLists(ctx, list_features);
   }
 
   void Compute(OpKernelContext* ctx) override {
-    IdLists<Tids> lists;
-    OP_REQUIRES_OK(ctx, ReadIdLists(ctx, &lists));
+    std::vector<IdLists<Tids>> lists(rules_.size());
+    const IdInputs inputs(ctx);
+    for (size_t f = 0; f < lists.size(); ++f) {
+      OP_REQUIRES_OK(ctx, ReadIdLists(inputs, first_list_[f],
+                                      first_list_[f + 1], &lists[f]));
+    }
     const Tensor* samples;
     OP_REQUIRES_OK(ctx, ctx->input("samples", &samples));
     OP_REQUIRES(ctx, samples->NumElements() == 1,
                 InvalidArgument("samples must be a scalar. Received shape: ",
                                 samples->shape().DebugString()));
-    Batch batch;
-    BuildEntries(ctx, lists, &batch);
-    WriteMessages(ctx, *static_cast<const float*>(samples->data()), &batch);
+    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
+    HotCache<HotIndex>::Entries hot;
+    OP_REQUIRES_OK(ctx, FindHotIds(ctx, &hot));
+    std::vector<FeatureEntries> entries = BuildEntries(lists, hot, pool);
+    OP_REQUIRES_OK(ctx, CheckPromises(entries));
+    MessageHeader header;
+    header.rank = grids_.rank;
+    header.samples = *static_cast<const float*>(samples->data());
+    header.bad_id = FirstBadId(entries);
+    MessageBuilder messages(grids_, entries, header, pool);
+    messages.Code();
+    OP_REQUIRES_OK(ctx, messages.WritePayload(ctx));
+    OP_REQUIRES_OK(ctx, messages.WriteSamples(ctx));
   }
 
  private:
-  // The entries of consecutive ranges of samples.
-  struct Batch {
-    std::vector<EntryBuilder> parts;
-    BadId bad_id;
-    bool weighted = false;
-  };
-
-  int64_t Owners() const {
-    return attrs_.row_placement ? attrs_.world_size : 1;
+  // Turns the feature of every list into the first list of every feature.
+  void FindLists(OpKernelConstruction* ctx,
+                 const std::vector<int64_t>& list_features) {
+    int lists;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("L", &lists));
+    bool valid = static_cast<int>(list_features.size()) == lists;
+    for (int i = 0; valid && i < lists; ++i) {
+      const int64_t feature = list_features[i];
+      const int64_t known = first_list_.size();
+      if (feature == known) first_list_.push_back(i);
+      valid = feature == known || (known > 0 && feature == known - 1);
+    }
+    OP_REQUIRES(ctx, valid && first_list_.size() == rules_.size(),
+                InvalidArgument("Attribute list_features must ascend over all ",
+                                rules_.size(),
+                                " features, one element for "
+                                "each of the ",
+                                lists, " lists"));
+    first_list_.push_back(lists);
   }
 
-  void BuildEntries(OpKernelContext* ctx, const IdLists<Tids>& lists,
-                    Batch* batch) const {
-    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    const int64_t most = EntryBuilder::MaxSamples(attrs_);
-    const int64_t parts =
-        std::max({std::min({lists.ids / kIdsPerTask, lists.samples,
-                            int64_t{pool->NumThreads()}}),
-                  (lists.samples + most - 1) / most, int64_t{1}});
-    for (int64_t i = 0; i < parts; ++i) {
-      batch->parts.emplace_back(attrs_, ignore_bad_ids_);
-    }
-    pool->ParallelFor(parts, kNanosecondsPerId * (lists.ids / parts + 1),
-                      [&](int64_t first, int64_t last) {
-                        for (int64_t i = first; i < last; ++i) {
-                          batch->parts[i].Build(
-                              lists, lists.samples * i / parts,
-                              lists.samples * (i + 1) / parts);
-                        }
-                      });
-    for (const EntryBuilder& part : batch->parts) {
-      if (!batch->bad_id.found) batch->bad_id = part.bad_id();
-      batch->weighted |= part.has_weights();
-    }
-  }
-
-  // Emits the entries of one owner; returns the message's size in bytes.
-  size_t FillMessage(const Batch& batch, int64_t owner, float samples,
-                     std::unique_ptr<MessageWriter>* message,
-                     std::vector<int32_t>* sample_ids) const {
-    std::vector<int64_t> begin;
-    std::vector<int64_t> end;
-    int64_t entries = 0;
-    if (!batch.bad_id.found) {
-      for (const EntryBuilder& part : batch.parts) {
-        begin.push_back(part.Begin(owner));
-        end.push_back(part.Begin(owner + 1));
-        entries += end.back() - begin.back();
-      }
-    }
-    message->reset(new MessageWriter(entries));
-    sample_ids->resize(entries);
-    int32_t* next = sample_ids->data();
-    for (size_t i = 0; i < begin.size(); ++i) {
-      next = batch.parts[i].Emit(begin[i], end[i], batch.weighted,
-                                 message->get(), next);
-    }
-    sample_ids->resize(next - sample_ids->data());
-    return (*message)->Finish(static_cast<int>(attrs_.rank), samples,
-                              batch.weighted, batch.bad_id);
-  }
-
-  void WriteMessages(OpKernelContext* ctx, float samples, Batch* batch) const {
-    const int64_t owners = Owners();
-    std::vector<std::unique_ptr<MessageWriter>> messages(owners);
-    std::vector<std::vector<int32_t>> sample_ids(owners);
-    std::vector<int64_t> bytes(owners);
-    int64_t entries = 0;
-    for (const EntryBuilder& part : batch->parts) {
-      entries += part.Begin(owners);
-    }
-    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    const int64_t cost = kNanosecondsPerId * (entries / owners + 1);
-    pool->ParallelFor(owners, cost, [&](int64_t first, int64_t last) {
-      for (int64_t owner = first; owner < last; ++owner) {
-        bytes[owner] = FillMessage(*batch, owner, samples, &messages[owner],
-                                   &sample_ids[owner]);
-      }
-    });
-    std::vector<int64_t> byte_ends;
-    std::vector<int64_t> sample_ends;
-    Tensor* payload = nullptr;
-    Tensor* samples_out = nullptr;
-    OP_REQUIRES_OK(ctx, Allocate(ctx, bytes, &byte_ends, 0, &payload));
-    std::vector<int64_t> counts;
-    for (const auto& ids : sample_ids) counts.push_back(ids.size());
-    OP_REQUIRES_OK(ctx, Allocate(ctx, counts, &sample_ends, 2, &samples_out));
-    auto* out = static_cast<uint8_t*>(payload->data());
-    auto* ids_out = static_cast<int32_t*>(samples_out->data());
-    pool->ParallelFor(owners, cost, [&](int64_t first, int64_t last) {
-      for (int64_t owner = first; owner < last; ++owner) {
-        messages[owner]->Write(out + byte_ends[owner] - bytes[owner]);
-        std::copy(sample_ids[owner].begin(), sample_ids[owner].end(),
-                  ids_out + sample_ends[owner] - counts[owner]);
-      }
-    });
-  }
-
-  // Allocates output `index` as the concatenation of parts of these sizes, and
-  // output index + 1 as their splits over the ranks.
-  absl::Status Allocate(OpKernelContext* ctx, const std::vector<int64_t>& sizes,
-                        std::vector<int64_t>* ends, int index,
-                        Tensor** output) const {
-    int64_t total = 0;
-    for (const int64_t size : sizes) ends->push_back(total += size);
-    TF_RETURN_IF_ERROR(
-        ctx->allocate_output(index, TensorShape({total}), output));
-    Tensor* splits = nullptr;
-    TF_RETURN_IF_ERROR(ctx->allocate_output(
-        index + 1, TensorShape({attrs_.world_size}), &splits));
-    for (int64_t rank = 0; rank < attrs_.world_size; ++rank) {
-      splits->vec<int64_t>()(rank) = sizes[attrs_.row_placement ? rank : 0];
+  // Sorted distinct rows are few bytes anyway, and their order is wanted.
+  absl::Status FindHotIds(OpKernelContext* ctx,
+                          HotCache<HotIndex>::Entries* hot) {
+    TF_RETURN_IF_ERROR(hot_cache_.Get(
+        ctx, rules_.size(),
+        [this](const int64_t* ids, int64_t count, size_t f, HotIndex* index) {
+          return index->Build(ids, count, grids_.features[f]);
+        },
+        hot));
+    for (size_t f = 0; f < rules_.size(); ++f) {
+      if (rules_[f].one_each) (*hot)[f] = nullptr;
     }
     return absl::OkStatus();
   }
 
-  TableAttrs attrs_;
-  bool ignore_bad_ids_ = false;
+  static int64_t Ranges(const IdLists<Tids>& lists, int64_t most,
+                        int64_t threads) {
+    return std::max(
+        {std::min({lists.ids / kIdsPerTask, lists.samples, threads}),
+         (lists.samples + most - 1) / most, int64_t{1}});
+  }
+
+  // A task is a range of samples of one feature.
+  std::vector<FeatureEntries> BuildEntries(
+      const std::vector<IdLists<Tids>>& lists,
+      const HotCache<HotIndex>::Entries& hot,
+      tensorflow::thread::ThreadPool* pool) const {
+    std::vector<FeatureEntries> entries(lists.size());
+    std::vector<std::pair<size_t, size_t>> tasks;
+    int64_t ids = 0;
+    for (size_t f = 0; f < lists.size(); ++f) {
+      const EntryBuilder builder(grids_.features[f], rules_[f], hot[f].get());
+      const int64_t ranges =
+          Ranges(lists[f], builder.MaxSamples(), pool->NumThreads());
+      entries[f].hot = hot[f].get();
+      for (int64_t i = 0; i < ranges; ++i) {
+        entries[f].ranges.emplace_back(grids_.features[f], rules_[f],
+                                       hot[f].get());
+        tasks.emplace_back(f, i);
+      }
+      ids += lists[f].ids;
+    }
+    const int64_t count = tasks.size();
+    pool->ParallelFor(
+        count, kNanosecondsPerId * (ids / std::max<int64_t>(count, 1) + 1),
+        [&](int64_t first, int64_t last) {
+          for (int64_t task = first; task < last; ++task) {
+            const auto [f, i] = tasks[task];
+            const int64_t samples = lists[f].samples;
+            const int64_t ranges = entries[f].ranges.size();
+            entries[f].ranges[i].Build(lists[f], samples * i / ranges,
+                                       samples * (i + 1) / ranges);
+          }
+        });
+    for (size_t f = 0; f < lists.size(); ++f) {
+      entries[f].one_each = rules_[f].one_each;
+      for (const EntryBuilder& range : entries[f].ranges) {
+        entries[f].weighted |= range.has_weights();
+      }
+    }
+    return entries;
+  }
+
+  absl::Status CheckPromises(const std::vector<FeatureEntries>& entries) const {
+    for (size_t f = 0; f < entries.size(); ++f) {
+      for (const EntryBuilder& range : entries[f].ranges) {
+        if (range.keeps_promise()) continue;
+        return InvalidArgument(
+            "Layer '", grids_.features[f].name,
+            "': under one_each every sample must have one id, and these must "
+            "ascend strictly from sample to sample, in one list");
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static BadId FirstBadId(const std::vector<FeatureEntries>& entries) {
+    for (size_t f = 0; f < entries.size(); ++f) {
+      for (const EntryBuilder& range : entries[f].ranges) {
+        if (!range.bad_id().found) continue;
+        BadId bad_id = range.bad_id();
+        bad_id.feature = f;
+        return bad_id;
+      }
+    }
+    return {};
+  }
+
+  FeatureGrids grids_;
+  std::vector<FeatureRules> rules_;
+  HotCache<HotIndex> hot_cache_;
+  std::vector<int> first_list_;  // of every feature, then the end
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>EncodeIds")

@@ -7,34 +7,46 @@
 #include <cstring>
 #include <memory>
 
-#include "id_codec.h"
+#include "feature_grid.h"
+#include "hot_ids.h"
 #include "id_lists.h"
+#include "id_section.h"
 #include "placement.h"
 #include "radix_sort.h"
-#include "table_attrs.h"
 
 namespace tfdist {
 
-// Turns the ids of a range of samples into entries: distinct rows per sample,
-// grouped by owner, ascending by (owner, sample, row).
+// What a feature does with its ids, beside placing them.
+struct FeatureRules {
+  bool ignore_bad_ids = false;
+  bool one_each = false;  // one id per sample, strictly ascending
+};
+
+// Turns a feature's ids of a range of samples into entries: distinct rows per
+// sample, grouped by row part, ascending by (part, sample, row).
 //
-// An id becomes one 64-bit key, owner | sample | local row from the top, so a
+// An id becomes one 64-bit key, part | sample | local row from the top, so a
 // radix sort of the keys does the bucketing, the ordering and brings
 // duplicates together. Ids that ascend within their samples already are only
-// bucketed.
+// bucketed. With hot ids, rows are positions on the line of hot_ids.h.
 class EntryBuilder {
  public:
-  EntryBuilder(const TableAttrs& attrs, bool ignore_bad_ids)
-      : attrs_(attrs), ignore_bad_ids_(ignore_bad_ids) {
-    row_bits_ = BitWidth(std::max<int64_t>(attrs.RowLimit() - 1, 0));
-    owner_bits_ = attrs.row_placement ? BitWidth(attrs.world_size - 1) : 0;
+  // `hot` may be nullptr.
+  EntryBuilder(const FeatureGrid& grid, const FeatureRules& rules,
+               const HotIndex* hot)
+      : grid_(grid), rules_(rules), hot_(hot) {
+    int64_t positions = grid.RowLimit();
+    if (hot_) {
+      positions +=
+          *std::max_element(hot_->parts().begin(), hot_->parts().end());
+    }
+    row_bits_ = BitWidth(positions - 1);
+    part_bits_ = BitWidth(grid.row_parts - 1);
   }
 
   // Samples that one builder can take, by the width of its keys.
-  static int64_t MaxSamples(const TableAttrs& attrs) {
-    const EntryBuilder builder(attrs, false);
-    const int bits = 64 - builder.row_bits_ - builder.owner_bits_;
-    return int64_t{1} << std::min(bits, 31);
+  int64_t MaxSamples() const {
+    return int64_t{1} << std::min(64 - row_bits_ - part_bits_, 31);
   }
 
   // Builds the entries of samples [begin, end), end - begin <= MaxSamples().
@@ -51,33 +63,42 @@ class EntryBuilder {
       sort_.values = value_memory_.get();
       sort_.spare_values = sort_.values + ids;
     }
-    attrs_.row_placement ? MakeKeys<true>(lists, begin, end)
-                         : MakeKeys<false>(lists, begin, end);
+    if (rules_.one_each) CheckOneEach(lists, begin, end);
+    if (grid_.row_parts > 1) {
+      hot_ ? MakeKeys<true, true>(lists, begin, end)
+           : MakeKeys<true, false>(lists, begin, end);
+    } else {
+      hot_ ? MakeKeys<false, true>(lists, begin, end)
+           : MakeKeys<false, false>(lists, begin, end);
+    }
     if (bad_id_.found) return;
     const int bits = row_bits_ + sample_bits_;
-    RadixSort(count_, sorted_ ? bits : 0, bits + owner_bits_, &sort_);
+    RadixSort(count_, sorted_ ? bits : 0, bits + part_bits_, &sort_);
     lists.weighted ? CombineWeights() : CombineCounts();
   }
 
   const BadId& bad_id() const { return bad_id_; }
 
+  // Whether the ids of a one_each feature are as promised.
+  bool keeps_promise() const { return keeps_promise_; }
+
   // Whether the entries need float weights: not if all are small counts.
   bool has_weights() const { return has_weights_; }
 
-  // Index of the first entry of `owner`; of owner world_size: of the end.
-  int64_t Begin(uint64_t owner) const {
+  // Index of the first entry of `part`; of part row_parts: of the end.
+  int64_t Begin(uint64_t part) const {
     const int shift = row_bits_ + sample_bits_;
-    if (owner_bits_ == 0) return owner == 0 ? 0 : count_;
+    if (part_bits_ == 0) return part == 0 ? 0 : count_;
     return std::partition_point(
                sort_.keys, sort_.keys + count_,
-               [=](uint64_t key) { return key >> shift < owner; }) -
+               [=](uint64_t key) { return key >> shift < part; }) -
            sort_.keys;
   }
 
-  // Appends the entries [begin, end), all of one owner, to a message, and their
-  // samples to sample_ids. Returns the end of sample_ids.
+  // Appends the entries [begin, end), all of one part, to its section, and
+  // their samples to sample_ids. Returns the end of sample_ids.
   int32_t* Emit(int64_t begin, int64_t end, bool weighted,
-                MessageWriter* message, int32_t* sample_ids) const {
+                SectionWriter* section, int32_t* sample_ids) const {
     const uint64_t row_mask = (uint64_t{1} << row_bits_) - 1;
     const uint64_t sample_mask = (uint64_t{1} << sample_bits_) - 1;
     const bool weights_to_counts = sort_.values != nullptr && !weighted;
@@ -87,21 +108,34 @@ class EntryBuilder {
       const uint64_t sample = key >> row_bits_ & sample_mask;
       if (sample != previous) {
         previous = sample;
-        message->BeginSample();
+        section->BeginSample();
         *sample_ids++ = static_cast<int32_t>(first_sample_ + sample);
       }
       uint32_t value = combined_[i];
       if (weights_to_counts) value = static_cast<uint32_t>(Weight(i));
-      message->AddEntry(key & row_mask, value);
+      section->AddEntry(key & row_mask, value);
     }
     return sample_ids;
   }
 
  private:
-  template <bool kRowPlacement, typename Tids>
+  // The id before the range counts: ids ascend over all samples.
+  template <typename Tids>
+  void CheckOneEach(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
+    const auto& list = lists.lists[0];
+    keeps_promise_ = lists.lists.size() == 1 &&
+                     list.row_splits[begin] == begin &&
+                     list.row_splits[end] == end;
+    for (int64_t i = begin; keeps_promise_ && i < end; ++i) {
+      keeps_promise_ = list.row_splits[i + 1] == i + 1 &&
+                       (i == 0 || list.ids[i - 1] < list.ids[i]);
+    }
+  }
+
+  template <bool kSplitRows, bool kHot, typename Tids>
   void MakeKeys(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
-    const RotatedMod placement(attrs_.world_size);
-    const uint64_t limit = attrs_.vocabulary_size;
+    const RotatedMod placement(grid_.row_parts);
+    const uint64_t limit = grid_.vocabulary_size;
     int64_t count = 0;
     uint64_t descents = 0;
     for (int64_t sample = begin; sample < end; ++sample) {
@@ -113,18 +147,20 @@ class EntryBuilder {
         for (int64_t i = list.row_splits[sample]; i < last; ++i) {
           const uint64_t id = static_cast<int64_t>(list.ids[i]);
           if (id >= limit) {
-            if (ignore_bad_ids_) continue;
-            bad_id_ = {true, sample, static_cast<int64_t>(id)};
+            if (rules_.ignore_bad_ids) continue;
+            bad_id_.found = true;
+            bad_id_.sample = rules_.one_each ? BadId::kNoSample : sample;
+            bad_id_.id = static_cast<int64_t>(id);
             return;
           }
-          descents += id < previous;
-          previous = id;
-          uint64_t key = sample_key | id;
-          if (kRowPlacement) {
-            const uint64_t row = placement.LocalRow(id);
-            key = sample_key | row |
-                  placement.Owner(id, row) << (row_bits_ + sample_bits_);
-          }
+          uint64_t row = kSplitRows ? placement.LocalRow(id) : id;
+          const uint64_t part = kSplitRows ? placement.Owner(id, row) : 0;
+          if (kHot) row = hot_->Find(id, row + hot_->parts()[part]);
+          // Rows that do not descend over all parts do not in any.
+          descents += row < previous;
+          previous = row;
+          const uint64_t key =
+              sample_key | row | part << (row_bits_ + sample_bits_);
           if (lists.weighted) {
             const float weight = list.weights ? list.weights[i] : 1.0f;
             std::memcpy(sort_.values + count, &weight, sizeof(float));
@@ -190,14 +226,16 @@ class EntryBuilder {
            weight == static_cast<float>(static_cast<uint32_t>(weight));
   }
 
-  const TableAttrs& attrs_;
-  const bool ignore_bad_ids_;
+  const FeatureGrid& grid_;
+  const FeatureRules rules_;
+  const HotIndex* const hot_;
   int row_bits_ = 0;
   int sample_bits_ = 0;
-  int owner_bits_ = 0;
+  int part_bits_ = 0;
   int64_t first_sample_ = 0;
   int64_t count_ = 0;
   bool sorted_ = false;
+  bool keeps_promise_ = true;
   bool has_weights_ = false;
   BadId bad_id_;
   std::unique_ptr<uint64_t[]> key_memory_;

@@ -21,8 +21,9 @@ absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
       row_splits.NumElements() - 1 != samples) {
     return InvalidArgument(
         "List ", index, ": row_splits must have one element more than the ",
-        "batch has samples, in all lists alike. Received: ",
-        row_splits.NumElements(), " elements, ", samples, " samples in list 0");
+        "batch has samples, in all lists of a feature alike. Received: ",
+        row_splits.NumElements(), " elements, ", samples,
+        " samples in the feature's first list");
   }
   if (weights.NumElements() != 0 && weights.NumElements() != count) {
     return InvalidArgument("List ", index,

@@ -46,18 +46,28 @@ absl::Status CheckIdList(int index, const tensorflow::Tensor& ids,
                          const tensorflow::Tensor& row_splits,
                          const tensorflow::Tensor& weights, int64_t samples);
 
-// Reads the inputs "ids", "row_splits" and "weights" of an op.
-template <typename Tids>
-absl::Status ReadIdLists(tensorflow::OpKernelContext* ctx,
-                         IdLists<Tids>* lists) {
+// The inputs "ids", "row_splits" and "weights" of an op: lists of lists.
+struct IdInputs {
+  explicit IdInputs(tensorflow::OpKernelContext* ctx) {
+    status = ctx->input_list("ids", &ids);
+    status.Update(ctx->input_list("row_splits", &row_splits));
+    status.Update(ctx->input_list("weights", &weights));
+  }
+
+  absl::Status status;
   tensorflow::OpInputList ids;
   tensorflow::OpInputList row_splits;
   tensorflow::OpInputList weights;
-  TF_RETURN_IF_ERROR(ctx->input_list("ids", &ids));
-  TF_RETURN_IF_ERROR(ctx->input_list("row_splits", &row_splits));
-  TF_RETURN_IF_ERROR(ctx->input_list("weights", &weights));
-  lists->samples = row_splits[0].NumElements() - 1;
-  for (int i = 0; i < ids.size(); ++i) {
+};
+
+// Reads the lists [first, end), all of one feature; at least one.
+template <typename Tids>
+absl::Status ReadIdLists(const IdInputs& inputs, int first, int end,
+                         IdLists<Tids>* lists) {
+  TF_RETURN_IF_ERROR(inputs.status);
+  const auto& [status, ids, row_splits, weights] = inputs;
+  lists->samples = row_splits[first].NumElements() - 1;
+  for (int i = first; i < end; ++i) {
     TF_RETURN_IF_ERROR(
         CheckIdList(i, ids[i], row_splits[i], weights[i], lists->samples));
     const bool weighted = weights[i].NumElements() > 0;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "common/huge_pages.h"
 #include "counter_random.h"
 #include "placement.h"
 #include "tensorflow/core/framework/op.h"
@@ -21,42 +22,39 @@ using tensorflow::TensorShape;
 using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
-// The block of a [rows, dim] table that one rank holds.
+// One cell of a table: some parts of the rows, some of the columns.
 struct Block {
-  int64_t rank = 0;
-  int64_t world_size = 1;
-  int64_t rows = 0;
-  int64_t dim = 0;
-  bool row_placement = true;
-
-  int64_t LocalRows() const {
-    return row_placement ? RotatedMod::LocalRows(rows, world_size) : rows;
-  }
-  int64_t FirstColumn() const {
-    return row_placement ? 0 : rank * dim / world_size;
-  }
-  int64_t LocalDim() const {
-    return row_placement ? dim : (rank + 1) * dim / world_size - FirstColumn();
-  }
+  int64_t rows = 0;  // of the whole table
+  int64_t row_part = 0;
+  int64_t row_parts = 1;
+  int64_t local_rows = 0;
+  int64_t first_column = 0;
+  int64_t local_dim = 0;
 };
 
 template <typename Context>
 absl::Status ReadBlock(Context* ctx, Block* block) {
-  std::string placement;
-  TF_RETURN_IF_ERROR(ctx->GetAttr("rank", &block->rank));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("world_size", &block->world_size));
   TF_RETURN_IF_ERROR(ctx->GetAttr("rows", &block->rows));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("dim", &block->dim));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("placement", &placement));
-  block->row_placement = placement == "row";
-  if (block->rank >= block->world_size ||
-      block->world_size > RotatedMod::kMaxWorldSize ||
-      block->rows > RotatedMod::kMaxRows || block->dim > (1 << 30)) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr("row_part", &block->row_part));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("row_parts", &block->row_parts));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("local_rows", &block->local_rows));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("first_column", &block->first_column));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("local_dim", &block->local_dim));
+  constexpr int64_t kMostColumns = 1 << 30;
+  if (block->row_part >= block->row_parts ||
+      block->row_parts > RotatedMod::kMaxWorldSize ||
+      block->rows > RotatedMod::kMaxRows ||
+      block->local_rows >
+          RotatedMod::LocalRows(block->rows, block->row_parts) ||
+      block->first_column > kMostColumns || block->local_dim > kMostColumns) {
     return InvalidArgument(
-        "InitRows needs 0 <= rank < world_size <= 2^20, rows <= 2^40 and dim "
-        "<= 2^30. Received: rank=",
-        block->rank, ", world_size=", block->world_size, ", rows=", block->rows,
-        ", dim=", block->dim);
+        "InitRows needs 0 <= row_part < row_parts <= 2^20, rows <= 2^40, "
+        "local_rows <= ceil(rows / row_parts), and columns <= 2^30. Received: "
+        "row_part=",
+        block->row_part, ", row_parts=", block->row_parts,
+        ", rows=", block->rows, ", local_rows=", block->local_rows,
+        ", first_column=", block->first_column,
+        ", local_dim=", block->local_dim);
   }
   return absl::OkStatus();
 }
@@ -64,11 +62,12 @@ absl::Status ReadBlock(Context* ctx, Block* block) {
 REGISTER_OP("Tfdist>InitRows")
     .Input("seed: int64")
     .Output("block: float")
-    .Attr("rank: int >= 0")
-    .Attr("world_size: int >= 1")
     .Attr("rows: int >= 1")
-    .Attr("dim: int >= 1")
-    .Attr("placement: {'row', 'column'}")
+    .Attr("row_part: int >= 0")
+    .Attr("row_parts: int >= 1")
+    .Attr("local_rows: int >= 0")
+    .Attr("first_column: int >= 0")
+    .Attr("local_dim: int >= 0")
     .Attr(
         "distribution: "
         "{'constant', 'uniform', 'normal', 'truncated_normal'}")
@@ -77,11 +76,11 @@ REGISTER_OP("Tfdist>InitRows")
     .SetShapeFn([](InferenceContext* c) {
       Block block;
       TF_RETURN_IF_ERROR(ReadBlock(c, &block));
-      c->set_output(0, c->Matrix(block.LocalRows(), block.LocalDim()));
+      c->set_output(0, c->Matrix(block.local_rows, block.local_dim));
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Makes this rank's block of a table's initial values.
+Makes one cell of a table's initial values.
 
 Element (id, column) is a function of them and of the seed alone, so that the
 table is the same for any world size and placement. Padding rows are zero.
@@ -115,20 +114,20 @@ class InitRowsOp : public OpKernel {
                 InvalidArgument("seed must be a scalar. Received shape: ",
                                 seed.shape().DebugString()));
     const uint64_t key = *static_cast<const int64_t*>(seed.data());
-    const int64_t local_rows = block_.LocalRows();
-    const int64_t local_dim = block_.LocalDim();
+    const int64_t local_rows = block_.local_rows;
+    const int64_t local_dim = block_.local_dim;
     Tensor* output = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(
                             0, TensorShape({local_rows, local_dim}), &output));
     auto* data = static_cast<float*>(output->data());
-    const RotatedMod placement(block_.world_size);
+    AdviseHugePages(data, output->TotalBytes());
+    const RotatedMod placement(block_.row_parts);
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     const int64_t cost =
         (distribution_ == Distribution::kConstant ? 1 : 10) * local_dim + 10;
     pool->ParallelFor(local_rows, cost, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        const int64_t id =
-            block_.row_placement ? placement.Id(block_.rank, row) : row;
+        const int64_t id = placement.Id(block_.row_part, row);
         float* out = data + row * local_dim;
         if (id >= block_.rows) {
           std::fill_n(out, local_dim, 0.0f);
@@ -145,8 +144,8 @@ class InitRowsOp : public OpKernel {
   // Four columns share one draw of random words, counted from column 0 of the
   // table so that a block of columns draws what the whole row would.
   void FillRow(uint64_t key, int64_t id, float* out) const {
-    const int64_t begin = block_.FirstColumn();
-    const int64_t end = begin + block_.LocalDim();
+    const int64_t begin = block_.first_column;
+    const int64_t end = begin + block_.local_dim;
     for (int64_t column = begin; column < end;) {
       const auto words = Philox(key, id, column / 4);
       const int64_t stop = std::min(end, column / 4 * 4 + 4);

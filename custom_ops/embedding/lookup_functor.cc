@@ -1,58 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lookup_functor.h"
 
+#include <algorithm>
 #include <cstring>
 
-// The wheel runs on any x86-64; the dynamic linker picks the fastest clone.
-// Inlined callees are compiled for the clone's processor as well.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define TFDIST_CLONES \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define TFDIST_CLONES
-#endif
-#define TFDIST_INLINE inline __attribute__((always_inline))
+#include "common/target_clones.h"
+#include "row_vectors.h"
 
 namespace tfdist {
 namespace {
 
-// `kLanes` floats at any address; the compiler splits what the processor's
-// registers cannot hold.
-template <int kLanes>
-struct Vector {
-  typedef float Type __attribute__((vector_size(kLanes * sizeof(float)),
-                                    aligned(alignof(float)), may_alias));
-};
-
-constexpr int kMaxVectors = 8;          // accumulators that stay in registers
-constexpr int64_t kPrefetchAhead = 12;  // entries; hides a trip to memory
-constexpr int64_t kLineFloats = 16;
-
-TFDIST_INLINE void PrefetchRow(const float* row, int64_t width) {
-  for (int64_t j = 0; j < width; j += kLineFloats) __builtin_prefetch(row + j);
-  __builtin_prefetch(row + width - 1);
+// Whether segments [begin, end) have one entry each: the rows are copied.
+TFDIST_INLINE bool OneEach(const int64_t* row_splits, int64_t begin,
+                           int64_t end) {
+  const int64_t shift = row_splits[begin] - begin;
+  if (row_splits[end] - end != shift) return false;
+  bool all = true;
+  for (int64_t s = begin; s < end; ++s) all &= row_splits[s] - s == shift;
+  return all;
 }
 
 // Columns [column, column + columns) of the segments, in kVectors vectors of
 // kLanes; the last one ends at the last column and may overlap its neighbour.
-template <int kLanes, int kVectors, bool kWeighted>
-TFDIST_INLINE void SumColumns(const SegmentSum& args, int64_t begin,
-                              int64_t end, int64_t column, int64_t columns) {
-  using Lanes = typename Vector<kLanes>::Type;
-  const float* table = args.table + column;
+template <typename T, int kLanes, int kVectors, bool kWeighted>
+TFDIST_INLINE void SumColumns(const SegmentSum& args, const T* table,
+                              int64_t begin, int64_t end, int64_t column,
+                              int64_t columns) {
+  table += column;
   const int64_t tail = columns - kLanes;
   const int64_t last_entry = args.row_splits[end] - 1;
   for (int64_t segment = begin; segment < end; ++segment) {
-    Lanes sums[kVectors] = {};
+    Floats<kLanes> sums[kVectors] = {};
     const int64_t stop = args.row_splits[segment + 1];
     for (int64_t i = args.row_splits[segment]; i < stop; ++i) {
-      const float* row = table + args.rows[i] * args.width;
+      const T* row = table + args.rows[i] * args.width;
       const int64_t ahead =
           i + kPrefetchAhead < last_entry ? i + kPrefetchAhead : last_entry;
       PrefetchRow(table + args.rows[ahead] * args.width, columns);
       for (int v = 0; v < kVectors; ++v) {
         const int64_t offset = v + 1 < kVectors ? v * kLanes : tail;
-        const Lanes values = *reinterpret_cast<const Lanes*>(row + offset);
+        Floats<kLanes> values;
+        Load<kLanes>(row + offset, &values);
         if (kWeighted) {
           sums[v] += args.weights[i] * values;
         } else {
@@ -63,25 +51,84 @@ TFDIST_INLINE void SumColumns(const SegmentSum& args, int64_t begin,
     float* out = args.out + segment * args.width + column;
     for (int v = 0; v < kVectors; ++v) {
       const int64_t offset = v + 1 < kVectors ? v * kLanes : tail;
-      *reinterpret_cast<Lanes*>(out + offset) = sums[v];
+      *reinterpret_cast<Floats<kLanes>*>(out + offset) = sums[v];
+    }
+  }
+}
+
+// The same for segments of one entry each without weights.
+template <typename T, int kLanes, int kVectors>
+TFDIST_INLINE void CopyColumns(const SegmentSum& args, const T* table,
+                               int64_t begin, int64_t end, int64_t column,
+                               int64_t columns) {
+  table += column;
+  const int64_t tail = columns - kLanes;
+  const int64_t* rows = args.rows + args.row_splits[begin];
+  const int64_t count = end - begin;
+  float* out = args.out + begin * args.width + column;
+  for (int64_t i = 0; i < count; ++i, out += args.width) {
+    const int64_t ahead = std::min(i + kPrefetchAhead, count - 1);
+    PrefetchRow(table + rows[ahead] * args.width, columns);
+    const T* row = table + rows[i] * args.width;
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t offset = v + 1 < kVectors ? v * kLanes : tail;
+      Load<kLanes>(row + offset,
+                   reinterpret_cast<Floats<kLanes>*>(out + offset));
     }
   }
 }
 
 // Calls SumColumns with the number of vectors as a constant.
-template <int kLanes, int kVectors>
-TFDIST_INLINE void SumVectors(const SegmentSum& args, int64_t begin,
-                              int64_t end, int64_t column, int64_t columns) {
+template <typename T, int kLanes, int kVectors>
+TFDIST_INLINE void SumVectors(const SegmentSum& args, const T* table,
+                              int64_t begin, int64_t end, int64_t column,
+                              int64_t columns, bool one_each) {
   if constexpr (kVectors > 1) {
     if (columns <= kLanes * (kVectors - 1)) {
-      SumVectors<kLanes, kVectors - 1>(args, begin, end, column, columns);
+      SumVectors<T, kLanes, kVectors - 1>(args, table, begin, end, column,
+                                          columns, one_each);
       return;
     }
   }
   if (args.weights != nullptr) {
-    SumColumns<kLanes, kVectors, true>(args, begin, end, column, columns);
+    SumColumns<T, kLanes, kVectors, true>(args, table, begin, end, column,
+                                          columns);
+  } else if (one_each) {
+    CopyColumns<T, kLanes, kVectors>(args, table, begin, end, column, columns);
   } else {
-    SumColumns<kLanes, kVectors, false>(args, begin, end, column, columns);
+    SumColumns<T, kLanes, kVectors, false>(args, table, begin, end, column,
+                                           columns);
+  }
+}
+
+template <typename T>
+TFDIST_INLINE void Sum(const SegmentSum& args, const T* table, int64_t begin,
+                       int64_t end) {
+  const int64_t width = args.width;
+  if (begin >= end || width == 0) return;
+  if (args.row_splits[begin] == args.row_splits[end]) {
+    std::memset(args.out + begin * width, 0,
+                (end - begin) * width * sizeof(float));
+    return;
+  }
+  const bool one_each = OneEach(args.row_splits, begin, end);
+  if (width < 4) {
+    SumVectors<T, 1, 3>(args, table, begin, end, 0, width, one_each);
+  } else if (width < 8) {
+    SumVectors<T, 4, 2>(args, table, begin, end, 0, width, one_each);
+  } else if (width < 16) {
+    SumVectors<T, 8, 2>(args, table, begin, end, 0, width, one_each);
+  } else {
+    constexpr int64_t kMostColumns = 16 * kMaxVectors;
+    int64_t column = 0;
+    for (; width - column > kMostColumns; column += kMostColumns) {
+      SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
+                                     kMostColumns, one_each);
+    }
+    // The last columns, at least one vector of them.
+    if (width - column < 16) column = width - 16;
+    SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
+                                   width - column, one_each);
   }
 }
 
@@ -89,25 +136,22 @@ TFDIST_INLINE void SumVectors(const SegmentSum& args, int64_t begin,
 
 TFDIST_CLONES
 void SegmentSumCpu(const SegmentSum& args, int64_t begin, int64_t end) {
-  const int64_t width = args.width;
-  if (begin >= end || width == 0) return;
-  if (args.row_splits[begin] == args.row_splits[end]) {
-    std::memset(args.out + begin * width, 0,
-                (end - begin) * width * sizeof(float));
-  } else if (width < 4) {
-    SumVectors<1, 3>(args, begin, end, 0, width);
-  } else if (width < 16) {
-    SumVectors<4, 4>(args, begin, end, 0, width);
-  } else {
-    constexpr int64_t kMostColumns = 16 * kMaxVectors;
-    int64_t column = 0;
-    for (; width - column > kMostColumns; column += kMostColumns) {
-      SumVectors<16, kMaxVectors>(args, begin, end, column, kMostColumns);
-    }
-    // The last columns, at least one vector of them.
-    if (width - column < 16) column = width - 16;
-    SumVectors<16, kMaxVectors>(args, begin, end, column, width - column);
+  Sum(args, args.table, begin, end);
+}
+
+TFDIST_CLONES
+void SegmentSumBfloat16Cpu(const SegmentSum& args, const Bfloat16* table,
+                           int64_t begin, int64_t end) {
+  Sum(args, table, begin, end);
+}
+
+TFDIST_CLONES
+uint64_t HighestRow(const int64_t* rows, int64_t count) {
+  uint64_t highest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    highest = std::max(highest, static_cast<uint64_t>(rows[i]));
   }
+  return highest;
 }
 
 }  // namespace tfdist

@@ -6,12 +6,12 @@
 
 namespace tfdist {
 
-// The pooled lookup, and also its gradient: for every segment s,
+// The pooled lookup: for every segment s,
 //
 //   out[s] = sum of weights[i] * table[rows[i]],
 //       i in [row_splits[s], row_splits[s + 1])
 //
-// In the lookup a segment is a sample and `table` the shard; in its gradient a
+// A segment is a sample and `table` the shard; in the gradient of Pool a
 // segment is a distinct row and `table` the gradient of the samples. No
 // TensorFlow here: the same struct drives the CPU and the CUDA functor.
 struct SegmentSum {
@@ -23,8 +23,21 @@ struct SegmentSum {
   float* out;                 // [segments, width]
 };
 
+// A number of a bfloat16 table: the upper half of a float.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
 // Computes segments [begin, end) on the calling thread.
 void SegmentSumCpu(const SegmentSum& args, int64_t begin, int64_t end);
+
+// The same with rows of `table`, which replaces args.table; sums are floats.
+void SegmentSumBfloat16Cpu(const SegmentSum& args, const Bfloat16* table,
+                           int64_t begin, int64_t end);
+
+// The highest row as an unsigned number: a negative one is above all others. 0
+// for no rows.
+uint64_t HighestRow(const int64_t* rows, int64_t count);
 
 }  // namespace tfdist
 

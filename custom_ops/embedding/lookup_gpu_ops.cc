@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pooled lookup of a table that lies on a GPU. Compiled with the CUDA
-// sources only; has not run on a GPU yet.
+// The pooled lookup of tables that lie on a GPU, one launch for a feature and a
+// rank it is served to. Compiled with the CUDA sources only; has not run on a
+// GPU yet.
 #if TFDIST_CUDA
 #define EIGEN_USE_GPU
 
+#include <algorithm>
+#include <vector>
+
+#include "lookup_blocks.h"
 #include "lookup_functor_gpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -22,53 +27,87 @@ using tensorflow::TensorShape;
 using tensorflow::errors::Internal;
 using tensorflow::errors::InvalidArgument;
 
+using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
+
 class LookupGpuOp : public OpKernel {
  public:
-  explicit LookupGpuOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit LookupGpuOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &count_));
+    OP_REQUIRES_OK(ctx, ReadFeatureTables(ctx, count_, &feature_tables_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    OP_REQUIRES_OK(ctx,
-                   tensorflow::LookupResource(
-                       ctx, tensorflow::HandleFromInput(ctx, 0), &variable));
-    tensorflow::tf_shared_lock lock(*variable->mu());
-    const Tensor& table = *variable->tensor();
-    const Tensor& row_splits = ctx->input(1);
-    const Tensor& rows = ctx->input(2);
-    const Tensor& weights = ctx->input(3);
-    OP_REQUIRES(ctx, table.dtype() == tensorflow::DT_FLOAT && table.dims() == 2,
-                InvalidArgument("The table must be a float matrix."));
+    std::vector<Variable> variables(count_);
+    std::vector<int64_t> widths;
+    for (int i = 0; i < count_; ++i) {
+      OP_REQUIRES_OK(
+          ctx, tensorflow::LookupResource(
+                   ctx, tensorflow::HandleFromInput(ctx, i), &variables[i]));
+      const Tensor& table = *variables[i]->tensor();
+      OP_REQUIRES(ctx,
+                  table.dtype() == tensorflow::DT_FLOAT && table.dims() == 2,
+                  InvalidArgument("The table must be a float matrix."));
+      widths.push_back(table.dim_size(1));
+    }
+    const Tensor& row_splits = ctx->input(count_);
+    const Tensor& rows = ctx->input(count_ + 1);
+    const Tensor& weights = ctx->input(count_ + 2);
     OP_REQUIRES(ctx,
                 row_splits.dims() == 1 && row_splits.NumElements() > 0 &&
                     (weights.NumElements() == 0 ||
                      weights.NumElements() == rows.NumElements()),
                 InvalidArgument("row_splits must be a vector of samples + 1 "
                                 "offsets, weights empty or one per row."));
-    const int64_t samples = row_splits.NumElements() - 1;
-    Tensor* output = nullptr;
+    LookupBlocks found;
+    OP_REQUIRES_OK(ctx, FindLookupBlocks(row_splits.NumElements() - 1,
+                                         ctx->input(count_ + 3),
+                                         feature_tables_, widths, &found));
+    Tensor* values = nullptr;
     OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({samples, table.dim_size(1)}),
-                                  &output));
-    const SegmentSum args = {static_cast<const float*>(table.data()),
-                             table.dim_size(1),
-                             static_cast<const int64_t*>(row_splits.data()),
-                             static_cast<const int64_t*>(rows.data()),
-                             weights.NumElements() == 0
-                                 ? nullptr
-                                 : static_cast<const float*>(weights.data()),
-                             static_cast<float*>(output->data())};
-    const int error =
-        TfdistSegmentSumGpu(&args, table.dim_size(0), samples,
-                            ctx->eigen_device<Eigen::GpuDevice>().stream());
-    OP_REQUIRES(
-        ctx, error == 0,
-        Internal("The lookup kernel failed to start: CUDA error ", error));
+        ctx, ctx->allocate_output(0, TensorShape({found.values}), &values));
+    Tensor* send_splits = nullptr;
+    const int64_t ranks = found.send_splits.size();
+    OP_REQUIRES_OK(ctx,
+                   ctx->allocate_output(1, TensorShape({ranks}), &send_splits));
+    std::copy(found.send_splits.begin(), found.send_splits.end(),
+              send_splits->vec<int64_t>().data());
+    for (const LookupBlock& block : found.blocks) {
+      OP_REQUIRES_OK(ctx, Launch(ctx, block, *variables[block.table], values));
+    }
   }
+
+ private:
+  absl::Status Launch(OpKernelContext* ctx, const LookupBlock& block,
+                      tensorflow::Var& variable, Tensor* values) const {
+    const Tensor& weights = ctx->input(count_ + 2);
+    tensorflow::tf_shared_lock lock(*variable.mu());
+    const Tensor& table = *variable.tensor();
+    const SegmentSum args = {
+        static_cast<const float*>(table.data()),
+        block.width,
+        static_cast<const int64_t*>(ctx->input(count_).data()) +
+            block.first_sample,
+        static_cast<const int64_t*>(ctx->input(count_ + 1).data()),
+        weights.NumElements() == 0 ? nullptr
+                                   : static_cast<const float*>(weights.data()),
+        static_cast<float*>(values->data()) + block.first_value};
+    const int error =
+        TfdistSegmentSumGpu(&args, table.dim_size(0), block.samples,
+                            ctx->eigen_device<Eigen::GpuDevice>().stream());
+    if (error != 0) {
+      return Internal("The lookup kernel failed to start: CUDA error ", error);
+    }
+    return absl::OkStatus();
+  }
+
+  int count_ = 0;
+  std::vector<int64_t> feature_tables_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>Lookup")
                             .Device(tensorflow::DEVICE_GPU)
-                            .TypeConstraint<float>("T"),
+                            .HostMemory("served")
+                            .HostMemory("send_splits"),
                         LookupGpuOp);
 
 }  // namespace

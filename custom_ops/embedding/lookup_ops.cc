@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "id_lists.h"
+#include "lookup_blocks.h"
 #include "lookup_functor.h"
 #include "parallel_segments.h"
 #include "tensorflow/core/framework/op.h"
@@ -20,111 +24,178 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::errors::InvalidArgument;
-using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
-// [samples, width of the table], as far as they are known.
-absl::Status LookupShape(InferenceContext* c) {
-  ShapeHandle row_splits;
-  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &row_splits));
-  DimensionHandle samples;
-  TF_RETURN_IF_ERROR(c->Subtract(c->Dim(row_splits, 0), 1, &samples));
-  tensorflow::PartialTensorShape table_shape;
-  TF_RETURN_IF_ERROR(c->GetAttr("table_shape", &table_shape));
-  ShapeHandle table;
-  TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(table_shape, &table));
-  TF_RETURN_IF_ERROR(c->WithRank(table, 2, &table));
-  c->set_output(0, c->Matrix(samples, c->Dim(table, 1)));
-  return absl::OkStatus();
-}
 
 REGISTER_OP("Tfdist>Lookup")
-    .Input("table: resource")
+    .Input("tables: N * resource")
     .Input("row_splits: int64")
     .Input("rows: int64")
     .Input("weights: float")
-    .Output("output: T")
-    .Attr("T: {float} = DT_FLOAT")
-    .Attr("table_shape: shape")
-    .Attr("shard: string = ''")
+    .Input("served: int64")
+    .Output("values: float")
+    .Output("send_splits: int64")
+    .Attr("N: int >= 0")
+    .Attr("feature_tables: list(int)")
+    .Attr("table_shapes: list(shape)")
+    .Attr("shards: list(string)")
     // It reads what other ops write: never folded, merged or hoisted.
     .SetIsStateful()
-    .SetShapeFn(LookupShape)
+    .SetShapeFn([](InferenceContext* c) {
+      const auto served = c->input(c->num_inputs() - 1);
+      const bool known = c->RankKnown(served);
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, c->Vector(known ? c->Dim(served, 0) : c->UnknownDim()));
+      return absl::OkStatus();
+    })
     .Doc(R"doc(
-Sums rows of a table per sample: the pooled lookup.
+Sums rows of tables per sample: the pooled lookup of all features of a layer.
 
-table: the variable [rows, d] that holds the shard; it is not copied.
+The samples come by the rank that asks for them, then by feature, as DecodeIds
+returns them, and so do their results: block (w, f) of values is the matrix
+[served[w, f], d] of table feature_tables[f] with its d columns.
+
+tables: the variables [rows, d], float or bfloat16; they are not copied.
 row_splits: [S + 1], offsets of the samples in rows.
-rows: [n], rows of the table; an error if outside of it.
+rows: [n], rows of the sample's table; an error if outside of it.
 weights: [n], or [0] when all weights are 1.
-output: [S, d], sum over the sample's entries of weight * row; 0 without any.
-table_shape: [rows, d], also for the gradient.
-shard: what the shard is, for the gradient (see embedding_ops.lookup).
+served: [ranks, features], samples in every block; they sum to S.
+values: sum over a sample's entries of weight * row; 0 without any.
+send_splits: [ranks], how many of the values are for every rank.
+feature_tables: the table of every feature; -1 if none of its samples are here.
+table_shapes: [rows, d] of every table, for the gradient.
+shards: what every table is a shard of, for the gradient (lookup_ops.lookup).
 )doc");
 
-// Checks the offsets and weights of `rows`, and that rows are below `limit`.
-absl::Status CheckRows(const Tensor& row_splits, const Tensor& rows,
-                       const Tensor& weights, int64_t limit) {
-  TF_RETURN_IF_ERROR(
-      CheckIdList(0, rows, row_splits, weights, row_splits.NumElements() - 1));
-  const auto* data = static_cast<const int64_t*>(rows.data());
-  const int64_t count = rows.NumElements();
-  uint64_t highest = 0;  // negative rows become the highest
-  for (int64_t i = 0; i < count; ++i) {
-    highest = std::max(highest, static_cast<uint64_t>(data[i]));
+// The tables of a kernel, locked for reading while this object lives: an
+// update of their rows must not interleave.
+class ReadTables {
+ public:
+  absl::Status Lock(OpKernelContext* ctx, int count) {
+    variables_.resize(count);
+    std::vector<tensorflow::mutex*> mutexes;
+    for (int i = 0; i < count; ++i) {
+      TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+          ctx, tensorflow::HandleFromInput(ctx, i), &variables_[i]));
+      mutexes.push_back(variables_[i]->mu());
+    }
+    // In the order of addresses, as kernels that write do, each once.
+    std::sort(mutexes.begin(), mutexes.end());
+    mutexes.erase(std::unique(mutexes.begin(), mutexes.end()), mutexes.end());
+    for (auto* mutex : mutexes) {
+      locks_.push_back(std::make_unique<tensorflow::tf_shared_lock>(*mutex));
+    }
+    return Check();
   }
-  if (count > 0 && highest >= static_cast<uint64_t>(limit)) {
-    return InvalidArgument("Row ", static_cast<int64_t>(highest),
-                           " is out of range: the table has ", limit, " rows");
-  }
-  return absl::OkStatus();
-}
 
-const float* WeightsOrNull(const Tensor& weights) {
-  return weights.NumElements() == 0 ? nullptr
-                                    : static_cast<const float*>(weights.data());
-}
+  const Tensor& operator[](int64_t i) const { return *variables_[i]->tensor(); }
+
+  std::vector<int64_t> Widths() const {
+    std::vector<int64_t> widths;
+    for (const auto& variable : variables_) {
+      widths.push_back(variable->tensor()->dim_size(1));
+    }
+    return widths;
+  }
+
+ private:
+  absl::Status Check() const {
+    for (const auto& variable : variables_) {
+      const Tensor& table = *variable->tensor();
+      if (table.dims() != 2 || (table.dtype() != tensorflow::DT_FLOAT &&
+                                table.dtype() != tensorflow::DT_BFLOAT16)) {
+        return InvalidArgument(
+            "A table must be a matrix of float or bfloat16. Received: ",
+            table.DebugString(0));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // The references outlive the locks: members are destroyed last to first.
+  std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
+  std::vector<std::unique_ptr<tensorflow::tf_shared_lock>> locks_;
+};
 
 class LookupOp : public OpKernel {
  public:
-  explicit LookupOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit LookupOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &count_));
+    OP_REQUIRES_OK(ctx, ReadFeatureTables(ctx, count_, &feature_tables_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    OP_REQUIRES_OK(ctx,
-                   tensorflow::LookupResource(
-                       ctx, tensorflow::HandleFromInput(ctx, 0), &variable));
-    // Held while reading: an update of the rows must not interleave.
-    tensorflow::tf_shared_lock lock(*variable->mu());
-    const Tensor& table = *variable->tensor();
-    OP_REQUIRES(ctx, table.dtype() == tensorflow::DT_FLOAT && table.dims() == 2,
-                InvalidArgument("The table must be a float matrix. Received: ",
-                                table.DebugString(0)));
-    const Tensor& row_splits = ctx->input(1);
-    const Tensor& rows = ctx->input(2);
-    const Tensor& weights = ctx->input(3);
-    OP_REQUIRES_OK(ctx,
-                   CheckRows(row_splits, rows, weights, table.dim_size(0)));
+    ReadTables tables;
+    OP_REQUIRES_OK(ctx, tables.Lock(ctx, count_));
+    const Tensor& row_splits = ctx->input(count_);
     const int64_t samples = row_splits.NumElements() - 1;
-    Tensor* output = nullptr;
+    OP_REQUIRES_OK(ctx, CheckIdList(0, ctx->input(count_ + 1), row_splits,
+                                    ctx->input(count_ + 2), samples));
+    LookupBlocks found;
     OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({samples, table.dim_size(1)}),
-                                  &output));
-    const SegmentSum args = {static_cast<const float*>(table.data()),
-                             table.dim_size(1),
-                             static_cast<const int64_t*>(row_splits.data()),
-                             static_cast<const int64_t*>(rows.data()),
-                             WeightsOrNull(weights),
-                             static_cast<float*>(output->data())};
-    ParallelSegmentSum(ctx->device()->tensorflow_cpu_worker_threads()->workers,
-                       args, samples);
+        ctx, FindLookupBlocks(samples, ctx->input(count_ + 3), feature_tables_,
+                              tables.Widths(), &found));
+    Tensor* values = nullptr;
+    Tensor* send_splits = nullptr;
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_output(0, TensorShape({found.values}), &values));
+    const int64_t ranks = found.send_splits.size();
+    OP_REQUIRES_OK(ctx,
+                   ctx->allocate_output(1, TensorShape({ranks}), &send_splits));
+    std::copy(found.send_splits.begin(), found.send_splits.end(),
+              send_splits->vec<int64_t>().data());
+    OP_REQUIRES_OK(ctx, Sum(ctx, tables, found, values));
   }
+
+ private:
+  absl::Status Sum(OpKernelContext* ctx, const ReadTables& tables,
+                   const LookupBlocks& found, Tensor* values) const {
+    const auto* row_splits =
+        static_cast<const int64_t*>(ctx->input(count_).data());
+    const auto* rows =
+        static_cast<const int64_t*>(ctx->input(count_ + 1).data());
+    const Tensor& weights = ctx->input(count_ + 2);
+    std::vector<SegmentBlock> blocks;
+    for (const LookupBlock& block : found.blocks) {
+      const Tensor& table = tables[block.table];
+      const bool is_float = table.dtype() == tensorflow::DT_FLOAT;
+      const SegmentSum args = {
+          is_float ? static_cast<const float*>(table.data()) : nullptr,
+          block.width,
+          row_splits + block.first_sample,
+          rows,
+          weights.NumElements() == 0
+              ? nullptr
+              : static_cast<const float*>(weights.data()),
+          static_cast<float*>(values->data()) + block.first_value};
+      blocks.push_back(
+          {args, block.samples,
+           is_float ? nullptr : static_cast<const Bfloat16*>(table.data())});
+    }
+    std::mutex mutex;
+    absl::Status status;
+    ParallelSegmentSums(
+        ctx->device()->tensorflow_cpu_worker_threads()->workers, blocks,
+        [&](size_t i, int64_t first, int64_t end) {
+          const int64_t table = found.blocks[i].table;
+          const int64_t limit = tables[table].dim_size(0);
+          const uint64_t highest = HighestRow(rows + first, end - first);
+          if (first == end || highest < static_cast<uint64_t>(limit)) {
+            return true;
+          }
+          std::lock_guard<std::mutex> lock(mutex);
+          status = InvalidArgument("Row ", static_cast<int64_t>(highest),
+                                   " is out of range: table ", table, " has ",
+                                   limit, " rows");
+          return false;
+        });
+    return status;
+  }
+
+  int count_ = 0;
+  std::vector<int64_t> feature_tables_;
 };
 
-REGISTER_KERNEL_BUILDER(Name("Tfdist>Lookup")
-                            .Device(tensorflow::DEVICE_CPU)
-                            .TypeConstraint<float>("T"),
+REGISTER_KERNEL_BUILDER(Name("Tfdist>Lookup").Device(tensorflow::DEVICE_CPU),
                         LookupOp);
 
 }  // namespace

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <string>
 
+#include "feature_grid.h"
 #include "id_lists.h"
-#include "table_attrs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -65,7 +65,8 @@ class MergeIdsOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     IdLists<Tids> lists;
-    OP_REQUIRES_OK(ctx, ReadIdLists(ctx, &lists));
+    const IdInputs inputs(ctx);
+    OP_REQUIRES_OK(ctx, ReadIdLists(inputs, 0, ctx->num_inputs() / 3, &lists));
     const int64_t bad_ids = CountBadIds(lists);
     if (bad_ids > 0 && !ignore_bad_ids_) {
       ctx->SetStatus(
@@ -100,7 +101,7 @@ class MergeIdsOp : public OpKernel {
       for (const auto& list : lists.lists) {
         for (int64_t i = list.row_splits[sample];
              i < list.row_splits[sample + 1]; ++i) {
-          if (IsBad(list.ids[i])) return {true, sample, list.ids[i]};
+          if (IsBad(list.ids[i])) return {true, 0, sample, list.ids[i]};
         }
       }
     }

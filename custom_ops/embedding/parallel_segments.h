@@ -2,51 +2,42 @@
 #ifndef TFDIST_EMBEDDING_PARALLEL_SEGMENTS_H_
 #define TFDIST_EMBEDDING_PARALLEL_SEGMENTS_H_
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "lookup_functor.h"
 #include "tensorflow/core/lib/core/threadpool.h"
 
 namespace tfdist {
 
-// The first segment whose segments and entries before it make up at least
-// `work`.
-inline int64_t SegmentAtWork(const int64_t* row_splits, int64_t segments,
-                             int64_t work) {
-  int64_t low = 0;
-  int64_t high = segments;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (row_splits[middle] + middle < work) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
+// Segments that are summed from one table.
+struct SegmentBlock {
+  SegmentSum args;
+  int64_t segments;
+  const Bfloat16* bfloat16_table = nullptr;  // read in place of args.table
 
-// Computes all segments on the pool. The work is cut by entries, not by
-// segments: a frequent row has as many entries as a thousand rare ones.
-inline void ParallelSegmentSum(tensorflow::thread::ThreadPool* pool,
-                               const SegmentSum& args, int64_t segments) {
-  constexpr int64_t kPartsPerThread = 4;
-  constexpr int64_t kLeastWork = 1024;
-  const int64_t work = args.row_splits[segments] + segments;
-  const int64_t parts = std::max<int64_t>(
-      1, std::min(kPartsPerThread * pool->NumThreads(), work / kLeastWork));
-  // About a nanosecond for four floats, and one trip to memory for a row.
-  const int64_t cost = (work / parts + 1) * (args.width / 4 + 20);
-  pool->ParallelFor(parts, cost, [&](int64_t first, int64_t last) {
-    const int64_t begin =
-        SegmentAtWork(args.row_splits, segments, work * first / parts);
-    const int64_t end = last == parts ? segments
-                                      : SegmentAtWork(args.row_splits, segments,
-                                                      work * last / parts);
-    SegmentSumCpu(args, begin, end);
-  });
-}
+  int64_t Entries() const {
+    return args.row_splits[segments] - args.row_splits[0];
+  }
+};
+
+// Where to cut segments that are offsets `row_splits`: the first one whose
+// segments and entries before it make up at least `work`.
+int64_t SegmentAtWork(const int64_t* row_splits, int64_t segments,
+                      int64_t work);
+
+// Computes all blocks on the pool. The work is cut by entries, not by segments
+// or blocks: a frequent row has as many entries as a thousand rare ones.
+//
+// `may_read(block, first_entry, end_entry)` is called before the rows of these
+// entries are read; if it returns false they are not, and the sums undefined.
+void ParallelSegmentSums(
+    tensorflow::thread::ThreadPool* pool,
+    const std::vector<SegmentBlock>& blocks,
+    const std::function<bool(size_t block, int64_t first_entry,
+                             int64_t end_entry)>& may_read);
 
 }  // namespace tfdist
 

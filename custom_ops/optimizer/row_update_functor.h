@@ -20,10 +20,20 @@ struct RowBatch {
   int64_t dim;
 };
 
+// How weights become bfloat16: to nearest, or up or down at random so that
+// the expectation is the weight. The random bits are a function of the seed,
+// the row and the column.
+struct Rounding {
+  bool stochastic;
+  uint64_t seed;
+};
+
 // The table and its slots, all [num_rows, dim] unless a rule says otherwise.
 struct RowBuffers {
   float* table;
   float* slots[3];
+  uint16_t* bfloat16_table;  // instead of table, which is nullptr then
+  Rounding rounding;
 };
 
 // w -= learning_rate * g
@@ -78,10 +88,31 @@ struct AdamRule {
   bool amsgrad;
   void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
              int64_t end) const;
+  // Updates rows begin to end - 1 of the table, those that the batch does not
+  // name with a gradient of zero. The rows of the batch ascend strictly.
+  void ApplyToAll(const RowBatch& batch, const RowBuffers& buffers,
+                  int64_t begin, int64_t end) const;
 };
 
-// values[i] *= factor for i in [begin, end).
-void ScaleValues(float* values, int64_t begin, int64_t end, float factor);
+// Keras's Ftrl. With p(x) = x^-learning_rate_power and slots n, z:
+//   s = p(n + g^2) - p(n);  n += g^2
+//   z += g + 2 * l2_shrinkage * w - s / learning_rate * w
+//   w = (clip(z, -l1, l1) - z) / (p(n) / learning_rate + 2 * l2)
+// where l2 is Keras's with beta / (2 * learning_rate) added.
+struct FtrlRule {
+  static constexpr int kNumSlots = 2;
+  float inverse_learning_rate;
+  float power;  // -learning_rate_power
+  float l1;
+  float twice_l2;
+  float twice_l2_shrinkage;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
+// Multiplies rows begin to end - 1 of a table by a factor.
+void ScaleRows(const RowBuffers& buffers, int64_t dim, int64_t begin,
+               int64_t end, float factor);
 
 }  // namespace tfdist
 

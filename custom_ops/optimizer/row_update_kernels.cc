@@ -28,20 +28,23 @@ class ApplyRowsOp : public tf::OpKernel {
     OP_REQUIRES_OK(context, context->input("grads", &grads));
     Rule rule;
     OP_REQUIRES_OK(context, inputs_.Read(context, rows->NumElements(), &rule));
+    Rounding rounding;
+    OP_REQUIRES_OK(context, ReadRounding(context, &rounding));
     ShardAccess shard;
     const int num_slots = inputs_.NumSlots();
     OP_REQUIRES_OK(context, shard.Lock(context, 1 + num_slots));
     OP_REQUIRES_OK(context, CheckShapes(shard, *rows, *grads));
     OP_REQUIRES_OK(context, CheckRows(shard, *rows));
     OP_REQUIRES_OK(context, shard.PrepareToWrite(context));
+    shard.UseHugePages();
 
-    RowBatch batch = {rows->flat<int64_t>().data(), grads->flat<float>().data(),
-                      rows->NumElements(), grads->dim_size(1)};
-    RowBuffers buffers = {};
-    buffers.table = shard.data(0);
-    for (int i = 0; i < num_slots; ++i) buffers.slots[i] = shard.data(1 + i);
+    const RowBatch batch = {rows->flat<int64_t>().data(),
+                            grads->flat<float>().data(), rows->NumElements(),
+                            grads->dim_size(1)};
+    const Work work = {rule, shard.Buffers(num_slots, rounding),
+                       shard.tensor(0).dim_size(0)};
     if (StrictlyAscending(batch.rows, batch.size)) {
-      Update(context, rule, batch, buffers);
+      Update(context, work, batch);
       return;
     }
     OP_REQUIRES(context, !HasMeans(rule),
@@ -49,10 +52,16 @@ class ApplyRowsOp : public tf::OpKernel {
                     absl::StrCat(name(),
                                  ": rows must be strictly ascending when "
                                  "mean_squares are given")));
-    UpdateGrouped(context, rule, batch, buffers);
+    UpdateGrouped(context, work, batch);
   }
 
  private:
+  struct Work {
+    Rule rule;
+    RowBuffers buffers;
+    int64_t num_rows;  // of the table
+  };
+
   absl::Status CheckShapes(const ShardAccess& shard, const tf::Tensor& rows,
                            const tf::Tensor& grads) const {
     const tf::TensorShape& table = shard.tensor(0).shape();
@@ -105,33 +114,46 @@ class ApplyRowsOp : public tf::OpKernel {
     return 50 + dim * (1 + inputs_.NumSlots());
   }
 
-  void Update(tf::OpKernelContext* context, const Rule& rule,
-              const RowBatch& batch, const RowBuffers& buffers) const {
+  template <typename Function>
+  void Parallel(tf::OpKernelContext* context, int64_t rows, int64_t cost,
+                const Function& function) const {
     const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers, batch.size,
-              CostPerRow(batch.dim), [&](int64_t begin, int64_t end) {
-                rule.Apply(batch, buffers, begin, end);
-              });
+    tf::Shard(workers.num_threads, workers.workers, rows, cost, function);
+  }
+
+  void Update(tf::OpKernelContext* context, const Work& work,
+              const RowBatch& batch) const {
+    if constexpr (std::is_same<Rule, AdamRule>::value) {
+      if (inputs_.all_rows) {
+        Parallel(context, work.num_rows, CostPerRow(batch.dim),
+                 [&](int64_t begin, int64_t end) {
+                   work.rule.ApplyToAll(batch, work.buffers, begin, end);
+                 });
+        return;
+      }
+    }
+    Parallel(context, batch.size, CostPerRow(batch.dim),
+             [&](int64_t begin, int64_t end) {
+               work.rule.Apply(batch, work.buffers, begin, end);
+             });
   }
 
   // Rows that repeat or are not sorted: sum the gradients of each row first,
   // so that a row is updated once with its whole gradient.
-  void UpdateGrouped(tf::OpKernelContext* context, const Rule& rule,
-                     const RowBatch& batch, const RowBuffers& buffers) const {
+  void UpdateGrouped(tf::OpKernelContext* context, const Work& work,
+                     const RowBatch& batch) const {
     const RowGroups groups = GroupRows(batch.rows, batch.size);
     const auto num_groups = static_cast<int64_t>(groups.rows.size());
     tf::Tensor sums;
     OP_REQUIRES_OK(context, context->allocate_temp(
                                 tf::DT_FLOAT, {num_groups, batch.dim}, &sums));
     float* data = sums.flat<float>().data();
-    const RowBatch grouped = {groups.rows.data(), data, num_groups, batch.dim};
-    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers, num_groups,
-              2 * CostPerRow(batch.dim), [&](int64_t begin, int64_t end) {
-                SumGroups(groups, batch.grads, batch.dim, begin, end,
-                          data + begin * batch.dim);
-                rule.Apply(grouped, buffers, begin, end);
-              });
+    Parallel(context, num_groups, CostPerRow(batch.dim),
+             [&](int64_t begin, int64_t end) {
+               SumGroups(groups, batch.grads, batch.dim, begin, end,
+                         data + begin * batch.dim);
+             });
+    Update(context, work, {groups.rows.data(), data, num_groups, batch.dim});
   }
 
   RuleInputs<Rule> inputs_;
@@ -161,6 +183,11 @@ REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowAdam")
                             .Device(tf::DEVICE_CPU)
                             .TypeConstraint<float>("T"),
                         ApplyRowsOp<AdamRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowFtrl")
+                            .Device(tf::DEVICE_CPU)
+                            .TypeConstraint<float>("T"),
+                        ApplyRowsOp<FtrlRule>);
 
 }  // namespace
 }  // namespace tfdist

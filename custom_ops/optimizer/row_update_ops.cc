@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ops of the row optimizers. All of them update a shard in place and take
-//   table, slots     resource variables [num_rows, dim]
+//   table            resource variable [num_rows, dim], float or bfloat16
+//   slots            resource variables, float, of the shape of the table
 //   rows [n]         local rows; repeated rows count once, with the sum of
 //                    their gradients
 //   grads [n, dim]   gradient of each row
-// and scalar hyperparameters of dtype float64. Nothing is written when an
+// scalar hyperparameters of dtype float64, and
+//   rounding_seeds   a bfloat16 table is rounded at random with this seed, or
+//                    to nearest without one
+// Rows are computed in float. Nothing is written when an
 // input is wrong. Rows that are not named keep their weights and slots.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -52,6 +56,8 @@ REGISTER_OP("Tfdist>ApplyRowSgd")
     .Input("rows: int64")
     .Input("grads: T")
     .Input("learning_rate: double")
+    .Input("rounding_seeds: num_seeds * int64")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
@@ -64,7 +70,9 @@ REGISTER_OP("Tfdist>ApplyRowMomentum")
     .Input("grads: T")
     .Input("learning_rate: double")
     .Input("momentum: double")
+    .Input("rounding_seeds: num_seeds * int64")
     .Attr("nesterov: bool = false")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
@@ -80,6 +88,8 @@ REGISTER_OP("Tfdist>ApplyRowAdagrad")
     .Input("grads: T")
     .Input("learning_rate: double")
     .Input("epsilon: double")
+    .Input("rounding_seeds: num_seeds * int64")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
@@ -95,6 +105,8 @@ REGISTER_OP("Tfdist>ApplyRowWiseAdagrad")
     .Input("mean_squares: T")
     .Input("learning_rate: double")
     .Input("epsilon: double")
+    .Input("rounding_seeds: num_seeds * int64")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
@@ -115,13 +127,40 @@ REGISTER_OP("Tfdist>ApplyRowAdam")
     .Input("beta_2: double")
     .Input("epsilon: double")
     .Input("step: int64")
+    .Input("rounding_seeds: num_seeds * int64")
     .Attr("num_hats: int >= 0 = 0")
+    .Attr("all_rows: bool = false")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
     .Doc(
         "Adam on the given rows only, bias-corrected by step (from 1), the "
-        "global count of updates. One velocity_hat makes it AMSGrad.");
+        "global count of updates. One velocity_hat makes it AMSGrad. With "
+        "all_rows the other rows are updated with a gradient of zero, in one "
+        "pass over the table.");
+
+REGISTER_OP("Tfdist>ApplyRowFtrl")
+    .Input("table: resource")
+    .Input("accumulator: resource")
+    .Input("linear: resource")
+    .Input("rows: int64")
+    .Input("grads: T")
+    .Input("learning_rate: double")
+    .Input("learning_rate_power: double")
+    .Input("l1: double")
+    .Input("l2: double")
+    .Input("l2_shrinkage: double")
+    .Input("beta: double")
+    .Input("rounding_seeds: num_seeds * int64")
+    .Attr("num_seeds: int >= 0 = 0")
+    .Attr("T: {float} = DT_FLOAT")
+    .SetIsStateful()
+    .SetShapeFn(ApplyRowsShape)
+    .Doc(
+        "Follow the regularized leader, as Keras's Ftrl, on the given rows "
+        "only; the accumulator sums squares, linear sums what the next "
+        "weights are made of.");
 
 REGISTER_OP("Tfdist>SumDuplicateRows")
     .Input("rows: int64")
@@ -137,6 +176,8 @@ REGISTER_OP("Tfdist>SumDuplicateRows")
 REGISTER_OP("Tfdist>ScaleTable")
     .Input("table: resource")
     .Input("factor: double")
+    .Input("rounding_seeds: num_seeds * int64")
+    .Attr("num_seeds: int >= 0 = 0")
     .Attr("T: {float} = DT_FLOAT")
     .SetIsStateful()
     .SetShapeFn(tf::shape_inference::NoOutputs)

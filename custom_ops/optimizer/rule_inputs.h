@@ -101,6 +101,7 @@ template <>
 struct RuleInputs<AdamRule> {
   explicit RuleInputs(tf::OpKernelConstruction* context) {
     OP_REQUIRES_OK(context, context->GetAttr("num_hats", &num_hats));
+    OP_REQUIRES_OK(context, context->GetAttr("all_rows", &all_rows));
   }
   int NumSlots() const { return 2 + num_hats; }
   absl::Status Read(tf::OpKernelContext* context, int64_t, AdamRule* rule) {
@@ -128,6 +129,31 @@ struct RuleInputs<AdamRule> {
     return absl::OkStatus();
   }
   int num_hats;
+  bool all_rows;
+};
+
+template <>
+struct RuleInputs<FtrlRule> {
+  explicit RuleInputs(tf::OpKernelConstruction*) {}
+  int NumSlots() const { return 2; }
+  absl::Status Read(tf::OpKernelContext* context, int64_t, FtrlRule* rule) {
+    double learning_rate = 0;
+    double power = 0;
+    double l2 = 0;
+    double l2_shrinkage = 0;
+    double beta = 0;
+    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &learning_rate));
+    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate_power", &power));
+    TF_RETURN_IF_ERROR(Scalar(context, "l1", &rule->l1));
+    TF_RETURN_IF_ERROR(Scalar(context, "l2", &l2));
+    TF_RETURN_IF_ERROR(Scalar(context, "l2_shrinkage", &l2_shrinkage));
+    TF_RETURN_IF_ERROR(Scalar(context, "beta", &beta));
+    rule->inverse_learning_rate = static_cast<float>(1 / learning_rate);
+    rule->power = static_cast<float>(-power);
+    rule->twice_l2 = static_cast<float>(2 * l2 + beta / learning_rate);
+    rule->twice_l2_shrinkage = static_cast<float>(2 * l2_shrinkage);
+    return absl::OkStatus();
+  }
 };
 
 }  // namespace tfdist

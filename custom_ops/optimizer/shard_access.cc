@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "custom_ops/common/huge_pages.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 
 namespace tfdist {
@@ -38,10 +39,13 @@ absl::Status ShardAccess::Lock(tf::OpKernelContext* context,
       return absl::FailedPreconditionError(
           absl::StrCat("variable ", names_[index], " is not initialized"));
     }
-    if (tensor(index).dtype() != tf::DT_FLOAT) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "variable ", names_[index], " must be float32; received ",
-          tf::DataTypeString(tensor(index).dtype())));
+    const tf::DataType dtype = tensor(index).dtype();
+    if (dtype != tf::DT_FLOAT && (index > 0 || dtype != tf::DT_BFLOAT16)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(index > 0 ? "slot " : "table ", names_[index],
+                       index > 0 ? " must be float32; received "
+                                 : " must be float32 or bfloat16; received ",
+                       tf::DataTypeString(dtype)));
     }
   }
   return absl::OkStatus();
@@ -62,6 +66,43 @@ absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* context) {
     *values = copy;
     variable->copy_on_read_mode.store(true);
   }
+  return absl::OkStatus();
+}
+
+void ShardAccess::UseHugePages() {
+  for (auto& variable : variables_) {
+    tf::Tensor* values = variable->tensor();
+    ExchangeForHugePages(values->data(), values->TotalBytes());
+  }
+}
+
+RowBuffers ShardAccess::Buffers(int num_slots, const Rounding& rounding) const {
+  RowBuffers buffers = {};
+  buffers.rounding = rounding;
+  void* table = variables_[0]->tensor()->data();
+  if (tensor(0).dtype() == tf::DT_FLOAT) {
+    buffers.table = static_cast<float*>(table);
+  } else {
+    buffers.bfloat16_table = static_cast<uint16_t*>(table);
+  }
+  for (int i = 0; i < num_slots; ++i) {
+    void* slot = variables_[1 + i]->tensor()->data();
+    buffers.slots[i] = static_cast<float*>(slot);
+  }
+  return buffers;
+}
+
+absl::Status ReadRounding(tf::OpKernelContext* context, Rounding* rounding) {
+  tf::OpInputList seeds;
+  TF_RETURN_IF_ERROR(context->input_list("rounding_seeds", &seeds));
+  *rounding = {};
+  if (seeds.size() == 0) return absl::OkStatus();
+  if (seeds.size() != 1 || seeds[0].dims() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rounding_seeds must be one scalar or none; received ", seeds.size(),
+        " of shape ", seeds[0].shape().DebugString()));
+  }
+  *rounding = {true, static_cast<uint64_t>(seeds[0].scalar<int64_t>()())};
   return absl::OkStatus();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "custom_ops/optimizer/row_update_functor.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/lib/core/refcount.h"
@@ -17,8 +18,9 @@ namespace tfdist {
 // that two kernels sharing variables cannot deadlock.
 class ShardAccess {
  public:
-  // Looks up and locks inputs 0 to num_variables - 1. Each must be initialized
-  // with values of dtype float.
+  // Looks up and locks inputs 0 to num_variables - 1. Each must be initialized,
+  // the first, the table, with values of dtype float or bfloat16, the slots
+  // with float.
   absl::Status Lock(tensorflow::OpKernelContext* context, int num_variables);
 
   // Makes the buffers safe to write in place. Call it once every input has
@@ -26,12 +28,15 @@ class ShardAccess {
   // and makes later reads of that variable copy instead.
   absl::Status PrepareToWrite(tensorflow::OpKernelContext* context);
 
+  // Exchanges the pages of the buffers for huge ones: once, at the first
+  // update.
+  void UseHugePages();
+
   const tensorflow::Tensor& tensor(int index) const {
     return *variables_[index]->tensor();
   }
-  float* data(int index) const {
-    return variables_[index]->tensor()->flat<float>().data();
-  }
+  // The values of num_slots slots and of the table, to write.
+  RowBuffers Buffers(int num_slots, const Rounding& rounding) const;
   const std::string& name(int index) const { return names_[index]; }
 
  private:
@@ -40,6 +45,11 @@ class ShardAccess {
   std::vector<std::string> names_;
   std::vector<tensorflow::mutex_lock> locks_;
 };
+
+// The rounding of a bfloat16 table: at random with the seed in the input list
+// "rounding_seeds", to nearest if that is empty.
+absl::Status ReadRounding(tensorflow::OpKernelContext* context,
+                          Rounding* rounding);
 
 }  // namespace tfdist
 

@@ -73,16 +73,21 @@ class ScaleTableOp : public tf::OpKernel {
                 absl::InvalidArgumentError(
                     absl::StrCat(name(), ": factor must be a scalar; received ",
                                  factor.shape().DebugString())));
+    Rounding rounding;
+    OP_REQUIRES_OK(context, ReadRounding(context, &rounding));
     ShardAccess shard;
     OP_REQUIRES_OK(context, shard.Lock(context, 1));
     OP_REQUIRES_OK(context, shard.PrepareToWrite(context));
-    float* table = shard.data(0);
+    const RowBuffers buffers = shard.Buffers(0, rounding);
+    const int64_t size = shard.tensor(0).NumElements();
+    const int64_t rows =
+        shard.tensor(0).dims() == 0 ? 1 : shard.tensor(0).dim_size(0);
+    if (size == 0) return;
     const auto scale = static_cast<float>(factor.scalar<double>()());
     const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers,
-              shard.tensor(0).NumElements(), 1,
+    tf::Shard(workers.num_threads, workers.workers, rows, size / rows,
               [&](int64_t begin, int64_t end) {
-                ScaleValues(table, begin, end, scale);
+                ScaleRows(buffers, size / rows, begin, end, scale);
               });
   }
 };

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.ops import embedding_ops
-from tfdist_ext.ops import reference
+from tfdist_ext.ops import init_ops
+from tfdist_ext.ops import reference_init as reference
 from tfdist_ext.sharding import placement as placement_lib
 
 DISTRIBUTIONS = {
@@ -18,26 +18,26 @@ DISTRIBUTIONS = {
 }
 
 
-def whole_table(world_size, placement, rows, dim, module=embedding_ops, **kw):
-    """The table put together from all blocks; padding must be zero."""
+def whole_table(parts, rows, dim, module=init_ops, **kw):
+    """The table put together from all cells; padding must be zero."""
+    row_parts, column_parts = parts
+    local_rows = -(-rows // row_parts)
     table = np.full([rows, dim], np.nan, np.float32)
-    for rank in range(world_size):
+    for i, j in np.ndindex(row_parts, column_parts):
+        first, end = (k * dim // column_parts for k in (j, j + 1))
         block = module.init_rows(
-            rank=rank,
-            world_size=world_size,
             rows=rows,
-            dim=dim,
-            placement=placement,
+            row_part=i,
+            row_parts=row_parts,
+            local_rows=local_rows,
+            first_column=first,
+            local_dim=end - first,
             **kw,
         ).numpy()
-        if placement == "row":
-            ids = placement_lib.ids_of_shard(rank, world_size, rows)
-            assert block.shape == (-(-rows // world_size), dim)
-            table[ids] = block[: len(ids)]
-            assert (block[len(ids) :] == 0).all()
-        else:
-            first, end = (r * dim // world_size for r in (rank, rank + 1))
-            table[:, first:end] = block
+        ids = placement_lib.ids_of_part(i, row_parts, rows)
+        assert block.shape == (local_rows, end - first)
+        table[ids, first:end] = block[: len(ids)]
+        assert (block[len(ids) :] == 0).all()
     return table
 
 
@@ -46,24 +46,22 @@ def whole_table(world_size, placement, rows, dim, module=embedding_ops, **kw):
 def test_same_table_for_any_world(rows, dim, distribution):
     a, b = DISTRIBUTIONS[distribution]
     options = {"seed": 12, "distribution": distribution, "a": a, "b": b}
-    one = whole_table(1, "row", rows, dim, **options)
+    one = whole_table((1, 1), rows, dim, **options)
     assert np.isfinite(one).all()
-    for world_size in (2, 3, 4, 64):
-        other = whole_table(world_size, "row", rows, dim, **options)
-        np.testing.assert_array_equal(one, other)
-        if dim >= world_size:
-            other = whole_table(world_size, "column", rows, dim, **options)
+    for parts in ((2, 1), (3, 1), (64, 1), (1, 2), (1, 4), (2, 3), (3, 5)):
+        if dim >= parts[1]:
+            other = whole_table(parts, rows, dim, **options)
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("placement", ["row", "column"])
+@pytest.mark.parametrize("parts", [(3, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 3])
-def test_same_as_twin(distribution, placement, seed):
+def test_same_as_twin(distribution, parts, seed):
     a, b = DISTRIBUTIONS[distribution]
     options = {"seed": seed, "distribution": distribution, "a": a, "b": b}
-    ours = whole_table(3, placement, 40, 11, **options)
-    twin = whole_table(3, placement, 40, 11, reference, **options)
+    ours = whole_table(parts, 40, 11, **options)
+    twin = whole_table(parts, 40, 11, reference, **options)
     np.testing.assert_allclose(ours, twin, rtol=1e-5, atol=1e-6)
 
 
@@ -78,7 +76,7 @@ def test_same_as_twin(distribution, placement, seed):
 def test_moments(distribution, mean, stddev, low, high):
     a, b = DISTRIBUTIONS[distribution]
     table = whole_table(
-        1, "row", 4000, 64, seed=7, distribution=distribution, a=a, b=b
+        (1, 1), 4000, 64, seed=7, distribution=distribution, a=a, b=b
     ).astype(np.float64)
     count = table.size
     z = (table - mean) / stddev
@@ -94,37 +92,39 @@ def test_moments(distribution, mean, stddev, low, high):
 
 def test_rows_and_columns_are_uncorrelated():
     options = {"distribution": "normal", "a": 0.0, "b": 1.0}
-    table = whole_table(1, "row", 512, 256, seed=3, **options)
+    table = whole_table((1, 1), 512, 256, seed=3, **options)
     for matrix in (table, table.T):
         correlation = np.corrcoef(matrix) - np.eye(len(matrix))
         # The largest of about 130 000 coefficients of that many samples.
         assert np.abs(correlation).max() < 6 / matrix.shape[1] ** 0.5
-    other = whole_table(1, "row", 512, 256, seed=4, **options)
+    other = whole_table((1, 1), 512, 256, seed=4, **options)
     assert abs(np.corrcoef(table.ravel(), other.ravel())[0, 1]) < 0.02
 
 
 def test_uniform_is_uniform():
     table = whole_table(
-        1, "row", 1000, 64, seed=1, distribution="uniform", a=0.0, b=1.0
+        (1, 1), 1000, 64, seed=1, distribution="uniform", a=0.0, b=1.0
     )
     counts, _ = np.histogram(table, bins=64, range=(0, 1))
     chi_square = ((counts - 1000) ** 2 / 1000).sum()
     assert 20 < chi_square < 130  # 63 degrees of freedom
 
 
+CELL = {
+    "rows": 5,
+    "row_part": 1,
+    "row_parts": 2,
+    "local_rows": 3,
+    "first_column": 0,
+    "local_dim": 3,
+}
+
+
 def test_seed_may_be_a_tensor_in_a_graph():
     @tf.function
     def make(seed):
-        return embedding_ops.init_rows(
-            rank=1,
-            world_size=2,
-            rows=5,
-            dim=3,
-            placement="row",
-            seed=seed,
-            distribution="normal",
-            a=0.0,
-            b=1.0,
+        return init_ops.init_rows(
+            seed=seed, distribution="normal", a=0.0, b=1.0, **CELL
         )
 
     assert make(tf.constant(3, tf.int64)).shape == (3, 3)
@@ -133,16 +133,19 @@ def test_seed_may_be_a_tensor_in_a_graph():
     ]
 
 
-def test_rank_outside_of_the_world_is_refused():
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="rank=2, world_size=2"
-    ):
-        embedding_ops.init_rows(
-            rank=2,
-            world_size=2,
-            rows=5,
-            dim=3,
-            placement="row",
-            seed=1,
-            distribution="zeros",
-        )
+def test_a_rank_that_holds_nothing_makes_nothing():
+    block = init_ops.init_rows(
+        seed=1, distribution="zeros", **{**CELL, "local_rows": 0}
+    )
+    assert block.shape == (0, 3)
+
+
+def test_cell_outside_of_the_table_is_refused():
+    for wrong in ({"row_part": 2}, {"local_rows": 4}):
+        (name,) = wrong
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=f"{name}={wrong[name]}"
+        ):
+            init_ops.init_rows(
+                seed=1, distribution="zeros", **{**CELL, **wrong}
+            )

@@ -4,52 +4,75 @@
 Messages come from the network: any bytes decode in bounds or are refused.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.ops import embedding_ops
+from tfdist_ext.ops import id_ops
+from tfdist_ext.sharding.config import FeaturePlacement
 
 LIMIT = 1000
+PLACEMENTS = [
+    FeaturePlacement("ragged", LIMIT, 8, 1, 2, (0, 1)),
+    FeaturePlacement("one", 30, 8, 1, 1, (0,)),
+    FeaturePlacement("elsewhere", 30, 8, 1, 1, (1,)),
+    FeaturePlacement("unique", 500, 8, 2, 1, (1, 0)),
+]
+TABLES = {"placements": PLACEMENTS, "world_size": 2}
 REFUSED = (tf.errors.DataLossError, tf.errors.InvalidArgumentError)
 
 
-def message(rng, weighted=False, rank=0, samples=20):
+HOT_IDS = [np.arange(0, limit, 9) for limit in (LIMIT, 30, 30, 500)]
+
+
+def message(rng, weighted=False, rank=0, samples=20, hot_ids=()):
+    """What `rank` sends to rank 0."""
     splits = np.concatenate([[0], np.cumsum(rng.integers(0, 9, samples))])
-    ids = rng.integers(0, LIMIT, splits[-1])
-    weights = rng.normal(size=len(ids) * weighted).astype(np.float32)
-    outputs = embedding_ops.encode_ids(
-        [ids],
-        [splits],
-        [weights],
+    unique = np.unique(rng.integers(0, 500, samples))
+    lists = [
+        (rng.integers(0, LIMIT, splits[-1]), splits),
+        (rng.integers(0, 30, samples), np.arange(samples + 1)),
+        (rng.integers(0, 30, samples), np.arange(samples + 1)),
+        (unique, np.arange(len(unique) + 1)),
+    ]
+    payload, sizes, *_ = id_ops.encode_ids(
+        *zip(*lists, strict=True),
+        [
+            rng.normal(size=len(ids) * weighted).astype(np.float32)
+            for ids, _ in lists
+        ],
         3.0,
         rank=rank,
-        world_size=2,
-        vocabulary_size=LIMIT,
-        placement="column",
+        list_features=range(4),
+        out_of_range=["error"] * 4,
+        one_each=[False] * 3 + [True],
+        hot_ids=hot_ids,
+        **TABLES,
     )
-    return outputs[0].numpy()
+    return payload.numpy()[: sizes[0]]
 
 
 def decode(*messages):
-    return embedding_ops.decode_ids(
+    return id_ops.decode_ids(
         np.concatenate(messages),
         np.array([len(each) for each in messages]),
         rank=0,
-        world_size=2,
-        vocabulary_size=LIMIT,
-        placement="column",
-        layer="emb",
+        hot_ids=HOT_IDS,
+        **TABLES,
     )
 
 
 def check_decoded(outputs):
     """What was accepted must be usable without further checks."""
-    row_splits, rows, weights, sample_splits, _ = (x.numpy() for x in outputs)
+    row_splits, rows, weights, served, _ = (x.numpy() for x in outputs)
     assert row_splits[0] == 0 and row_splits[-1] == len(rows)
     assert (np.diff(row_splits) > 0).all()
-    assert sample_splits.sum() == len(row_splits) - 1
-    assert ((rows >= 0) & (rows < LIMIT)).all()
+    assert served.sum() == len(row_splits) - 1
+    limits = np.repeat(np.tile([LIMIT, 30, 0, 250], 2), served.ravel())
+    limits = np.repeat(limits, np.diff(row_splits))
+    assert ((rows >= 0) & (rows < limits)).all()
     assert len(weights) in (0, len(rows))
 
 
@@ -63,7 +86,7 @@ def changed(rng, original):
         extra = rng.integers(0, 256, rng.integers(1, 20), np.uint8)
         return np.concatenate([result, extra])
     if kind == 2:  # the header, where the sizes are
-        result[rng.integers(min(len(result), 24))] = rng.integers(256)
+        result[rng.integers(min(len(result), 20))] = rng.integers(256)
         return result
     if kind == 3:
         return rng.integers(0, 256, rng.integers(0, 60), np.uint8)
@@ -73,17 +96,18 @@ def changed(rng, original):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("hot_ids", [(), HOT_IDS])
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_bytes(seed, weighted):
+def test_changed_bytes(seed, hot_ids, weighted):
     rng = np.random.default_rng(seed)
     refused = 0
     for _ in range(300):
-        good = message(rng, weighted)
+        good = message(rng, weighted, hot_ids=hot_ids)
         other = message(rng, rng.integers(2) == 1, rank=1)
         try:
             check_decoded(decode(changed(rng, good), other))
         except REFUSED as error:
-            assert "emb" in error.message
+            assert "rank 0" in error.message
             refused += 1
     assert refused > 100
 
@@ -95,20 +119,31 @@ def test_valid_messages_are_accepted():
 
 def test_every_truncation_is_refused():
     rng = np.random.default_rng(0)
-    for weighted in (False, True):
-        whole, other = message(rng, weighted), message(rng, rank=1)
+    other = message(rng, rank=1)
+    for weighted, hot_ids in itertools.product((False, True), ((), HOT_IDS)):
+        whole = message(rng, weighted, hot_ids=hot_ids)
         for size in range(len(whole)):
             with pytest.raises(tf.errors.DataLossError, match="rank 0 sent"):
                 decode(whole[:size], other)
 
 
-def test_claimed_sizes_do_not_allocate():
-    # A header of 2^40 entries in a message of a few bytes.
-    rng = np.random.default_rng(0)
-    good = message(rng)
-    huge = [good[0] & 0x0F, 0, 0, 0, 0, 0, *[0xFF] * 5, 0x7F, 1, 63, 1, 0]
+@pytest.mark.parametrize("flags", [0, 4, 8, 12])
+def test_claimed_sizes_do_not_allocate(flags):
+    # A section of 2^41 entries in a message of a few bytes.
+    entries = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F]
+    counts = [] if flags & 4 else [1, 63, 1]
+    section = [flags, *entries, *counts, 0, 0, 0]
+    huge = [2, 0, 0, 0, 0, 0, len(section), *section, 0, 0]
+    other = message(np.random.default_rng(0), rank=1)
     with pytest.raises(tf.errors.DataLossError, match="ends before"):
-        decode(np.array(huge, np.uint8), message(rng, rank=1))
+        decode(np.array(huge, np.uint8), other)
+
+
+def test_bad_id_of_no_feature_is_refused():
+    record = [0x42, 0, 0, 0, 0, 0, 4, *[0] * 16]
+    other = message(np.random.default_rng(0), rank=1)
+    with pytest.raises(tf.errors.DataLossError, match="of no feature"):
+        decode(np.array(record, np.uint8), other)
 
 
 def test_misrouted_message_is_refused():
@@ -120,13 +155,8 @@ def test_misrouted_message_is_refused():
 @pytest.mark.parametrize("sizes", [[-1, 1], [5, 5], [1, 1], [10**15, 0], [1]])
 def test_splits_that_do_not_fit_are_refused(sizes):
     with pytest.raises(REFUSED):
-        embedding_ops.decode_ids(
-            np.zeros(3, np.uint8),
-            np.array(sizes),
-            rank=0,
-            world_size=2,
-            vocabulary_size=LIMIT,
-            placement="row",
+        id_ops.decode_ids(
+            np.zeros(3, np.uint8), np.array(sizes), rank=0, **TABLES
         )
 
 
@@ -147,13 +177,38 @@ def test_malformed_lists_are_refused(splits, weights, text):
         [np.ones(weights, np.float32)],
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        embedding_ops.merge_ids(*inputs, vocabulary_size=5)
+        id_ops.merge_ids(*inputs, vocabulary_size=5)
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        embedding_ops.encode_ids(
-            *inputs,
-            1.0,
-            rank=0,
-            world_size=2,
-            vocabulary_size=5,
-            placement="row",
-        )
+        encode_one(*inputs)
+
+
+def encode_one(*inputs, **options):
+    attributes = {
+        "placements": [FeaturePlacement("emb", 5, 8, 2, 1, (0, 1))],
+        "rank": 0,
+        "world_size": 2,
+        "list_features": [0],
+        "out_of_range": ["error"],
+        "one_each": [False],
+    }
+    return id_ops.encode_ids(*inputs, 1.0, **(attributes | options))
+
+
+@pytest.mark.parametrize(
+    "options,text",
+    [
+        ({"rank": 2}, "rank < world_size"),
+        ({"list_features": [1]}, "list_features"),
+        ({"list_features": []}, "list_features"),
+        ({"out_of_range": []}, "element per feature"),
+        ({"world_size": 1}, "distinct"),
+        ({"placements": [FeaturePlacement("f", 5, 8, 1, 2, (1, 1))]}, "disti"),
+        ({"placements": [FeaturePlacement("f", 5, 8, 2, 2, (0, 1))]}, "parts"),
+        ({"placements": [FeaturePlacement("f", 5, 8, 1, 1, (0, 1))]}, "parts"),
+        ({"placements": [FeaturePlacement("f", 0, 8, 1, 1, (0,))]}, "at least"),
+    ],
+)
+def test_malformed_attributes_are_refused(options, text):
+    inputs = [np.array([1])], [np.array([0, 1])], [np.zeros(0, np.float32)]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        encode_one(*inputs, **options)

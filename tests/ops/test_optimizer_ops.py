@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+import pathlib
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.ops import reference_optimizer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from row_rules import RULES
+from row_rules import make_state
+from row_rules import run_adagrad
+from row_rules import run_adam
+from row_rules import run_row_wise
+from row_rules import summed
+from row_rules import values
 
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "ops", [optimizer_ops, reference_optimizer], ids=["compiled", "reference"]
@@ -26,131 +38,6 @@ ROWS = {
 NUM_ROWS = 40
 
 
-def values(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
-
-
-def summed(rows, grads):
-    """Unique rows and the float64 sums of their gradients."""
-    unique, inverse = np.unique(np.asarray(rows, np.int64), return_inverse=True)
-    sums = np.zeros((len(unique), grads.shape[1]))
-    np.add.at(sums, inverse, grads.astype(np.float64))
-    return unique, sums
-
-
-def sgd(state, rows, g):
-    state["table"][rows] -= 0.3 * g
-
-
-def momentum(state, rows, g, nesterov=False):
-    state["m"][rows] = 0.9 * state["m"][rows] - 0.3 * g
-    ahead = 0.9 * state["m"][rows] - 0.3 * g
-    state["table"][rows] += ahead if nesterov else state["m"][rows]
-
-
-def nesterov_momentum(state, rows, g):
-    momentum(state, rows, g, nesterov=True)
-
-
-def adagrad(state, rows, g):
-    state["a"][rows] += g * g
-    state["table"][rows] -= 0.3 * g / np.sqrt(state["a"][rows] + 1e-7)
-
-
-def row_wise_adagrad(state, rows, g):
-    state["a"][rows] += (g * g).mean(axis=1)
-    scale = 0.3 / np.sqrt(state["a"][rows] + 1e-7)
-    state["table"][rows] -= scale[:, None] * g
-
-
-def adam(state, rows, g, hat=False):
-    step = state["step"]
-    state["m"][rows] += (g - state["m"][rows]) * 0.1
-    state["v"][rows] += (g * g - state["v"][rows]) * 0.001
-    second = state["v"][rows]
-    if hat:
-        second = np.maximum(state["hat"][rows], second)
-        state["hat"][rows] = second
-    alpha = 0.3 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-    state["table"][rows] -= alpha * state["m"][rows] / (np.sqrt(second) + 1e-7)
-
-
-def amsgrad(state, rows, g):
-    adam(state, rows, g, hat=True)
-
-
-def run_sgd(ops, v, rows, grads, step):
-    ops.apply_row_sgd(v["table"], rows, grads, learning_rate=0.3)
-
-
-def run_momentum(ops, v, rows, grads, step, nesterov=False):
-    ops.apply_row_momentum(
-        v["table"],
-        v["m"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        momentum=0.9,
-        nesterov=nesterov,
-    )
-
-
-def run_nesterov(ops, v, rows, grads, step):
-    run_momentum(ops, v, rows, grads, step, nesterov=True)
-
-
-def run_adagrad(ops, v, rows, grads, step):
-    ops.apply_row_adagrad(
-        v["table"], v["a"], rows, grads, learning_rate=0.3, epsilon=1e-7
-    )
-
-
-def run_row_wise(ops, v, rows, grads, step):
-    ops.apply_row_wise_adagrad(
-        v["table"], v["a"], rows, grads, learning_rate=0.3, epsilon=1e-7
-    )
-
-
-def run_adam(ops, v, rows, grads, step, hats=()):
-    ops.apply_row_adam(
-        v["table"],
-        v["m"],
-        v["v"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-7,
-        step=tf.constant(step, tf.int64),
-        velocity_hats=hats,
-    )
-
-
-def run_amsgrad(ops, v, rows, grads, step):
-    run_adam(ops, v, rows, grads, step, hats=[v["hat"]])
-
-
-# name: (op, NumPy twin, slots)
-RULES = {
-    "sgd": (run_sgd, sgd, []),
-    "momentum": (run_momentum, momentum, ["m"]),
-    "nesterov": (run_nesterov, nesterov_momentum, ["m"]),
-    "adagrad": (run_adagrad, adagrad, ["a"]),
-    "row_wise": (run_row_wise, row_wise_adagrad, ["a"]),
-    "adam": (run_adam, adam, ["m", "v"]),
-    "amsgrad": (run_amsgrad, amsgrad, ["m", "v", "hat"]),
-}
-
-
-def make_state(rng, rule, num_rows, dim):
-    state = {"table": values(rng, num_rows, dim)}
-    for slot in RULES[rule][2]:
-        shape = (num_rows,) if rule == "row_wise" else (num_rows, dim)
-        state[slot] = np.abs(values(rng, *shape)) + np.float32(0.1)
-    return state
-
-
 def check(ops, rule, rows_of_steps, num_rows, dim):
     rng = np.random.default_rng(dim)
     state = make_state(rng, rule, num_rows, dim)
@@ -162,9 +49,11 @@ def check(ops, rule, rows_of_steps, num_rows, dim):
         run(ops, variables, np.asarray(rows, np.int64), grads, step)
         expected["step"] = step
         twin(expected, *summed(rows, grads))
+    # The sums in FTRL are much larger than their difference, the weight.
+    atol = 1e-5 if "ftrl" in rule else 2e-6
     for name, variable in variables.items():
         np.testing.assert_allclose(
-            variable.numpy(), expected[name], rtol=2e-5, atol=2e-6, err_msg=name
+            variable.numpy(), expected[name], rtol=2e-5, atol=atol, err_msg=name
         )
 
 
@@ -186,7 +75,7 @@ def test_many_rows(ops, rule):
     check(ops, rule, steps, 60_000, 17)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(set(RULES) - {"adam, all rows"}))
 def test_untouched_rows_stay_bitwise(rule):
     state = make_state(np.random.default_rng(1), rule, NUM_ROWS, 58)
     variables = {name: tf.Variable(value) for name, value in state.items()}

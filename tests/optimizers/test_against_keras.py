@@ -12,6 +12,8 @@ from tfdist_ext import optimizers
 
 keras = tf.keras
 
+ALL = ["SGD", "Adagrad", "Adam", "Ftrl", "RowWiseAdagrad"]
+
 # Equal whichever rows a step touches.
 ANY_ROWS = {
     "sgd": ("SGD", {"learning_rate": 0.1}),
@@ -63,11 +65,31 @@ EVERY_ROW = {
     "amsgrad": ("Adam", {"learning_rate": 0.1, "amsgrad": True}),
     "adam clipnorm": ("Adam", {"learning_rate": 0.1, "clipnorm": 0.7}),
     "adam weight_decay": ("Adam", {"learning_rate": 0.1, "weight_decay": 0.1}),
+    "ftrl": ("Ftrl", {"learning_rate": 0.1}),
+    "ftrl options": (
+        "Ftrl",
+        {
+            "learning_rate": 0.1,
+            "initial_accumulator_value": 0.3,
+            "l1_regularization_strength": 0.2,
+            "l2_regularization_strength": 0.1,
+            "l2_shrinkage_regularization_strength": 0.05,
+            "beta": 0.1,
+        },
+    ),
+    "ftrl power": (
+        "Ftrl",
+        {"learning_rate": 0.1, "learning_rate_power": -0.3, "clipnorm": 0.7},
+    ),
 }
 
 
-def check(name, arguments, steps, graph):
-    ours = getattr(optimizers, name)(**arguments)
+# Equal with lazy=False, whichever rows a step touches.
+EXACT = {name: case for name, case in EVERY_ROW.items() if case[0] == "Adam"}
+
+
+def check(name, arguments, steps, graph, **more):
+    ours = getattr(optimizers, name)(**arguments, **more)
     stock = getattr(keras.optimizers, name)(**arguments)
     actual = toy_problem.train(ours, steps, graph=graph)
     expected = toy_problem.train(
@@ -90,6 +112,26 @@ def test_every_row(case, graph):
     check(*case, toy_problem.make_steps(25, every_row=True), graph)
 
 
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
+def test_exact_any_rows(case, graph):
+    check(*case, toy_problem.make_steps(25), graph, lazy=False)
+
+
+def test_ftrl_any_rows_of_a_table_of_zeros(monkeypatch):
+    """Keras's dense step leaves such rows at zero, as a lazy one does."""
+    make_variables = toy_problem.make_variables
+
+    def zeros(seed):
+        variables = make_variables(seed)
+        variables[0].assign(tf.zeros(toy_problem.SHAPES[0]))
+        return variables
+
+    monkeypatch.setattr(toy_problem, "make_variables", zeros)
+    arguments = {"learning_rate": 0.1, "l1_regularization_strength": 0.2}
+    check("Ftrl", arguments, toy_problem.make_steps(25), True)
+
+
 def test_adaptive_epsilon():
     if toy_problem.KERAS_3:
         with pytest.raises(ValueError, match="adaptive_epsilon"):
@@ -109,7 +151,7 @@ def test_loss_scale_factor(graph):
     check("Adagrad", arguments, toy_problem.make_steps(20, scale=64.0), graph)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "Ftrl"])
 def test_schedule(name):
     def arguments():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 4, 0.5)
@@ -125,7 +167,7 @@ def test_schedule(name):
     )
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "Ftrl"])
 def test_learning_rate_assigned_between_steps(name):
     results = []
     steps = toy_problem.make_steps(10, every_row=True)
@@ -157,7 +199,7 @@ def test_excluded_from_weight_decay():
     toy_problem.assert_same(*results)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "RowWiseAdagrad"])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("shape", [(6,), (4, 3, 2)])
 def test_tables_of_another_rank_take_the_way_of_keras(name, shape):
     """Slices of vectors and of cubes have no fused op."""
@@ -179,7 +221,7 @@ def test_tables_of_another_rank_take_the_way_of_keras(name, shape):
     assert (results[0] != start).any()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "RowWiseAdagrad"])
+@pytest.mark.parametrize("name", ALL)
 def test_fit_with_embedding_in_a_mirrored_strategy(name):
     """Variables and slots are mirrored; one component gets the update."""
     rng = np.random.default_rng(0)

@@ -62,6 +62,25 @@ class LazyMomentum:
         value[rows] += ahead if self.nesterov else m[rows]
 
 
+class LazyFtrl:
+    """Weights are recomputed from the slots in the steps that touch them."""
+
+    def __init__(self, l1=0.0):
+        self.slots = [np.zeros((2, *s)) for s in toy_problem.SHAPES]
+        for n, _ in self.slots:
+            n += 0.1
+        self.l1 = l1
+
+    def update(self, i, value, rows, grad):
+        n, z = self.slots[i]
+        before = n[rows]
+        n[rows] += grad**2
+        root = np.sqrt(n[rows]) / LEARNING_RATE
+        sigma = root - np.sqrt(before) / LEARNING_RATE
+        z[rows] += grad - sigma * value[rows]
+        value[rows] = (np.clip(z[rows], -self.l1, self.l1) - z[rows]) / root
+
+
 CASES = {
     "row-wise adagrad": ("RowWiseAdagrad", {}, RowWise),
     "row-wise adagrad epsilon": (
@@ -70,6 +89,12 @@ CASES = {
         lambda: RowWise(0.1),
     ),
     "adam": ("Adam", {}, LazyAdam),
+    "ftrl": ("Ftrl", {}, LazyFtrl),
+    "ftrl l1": (
+        "Ftrl",
+        {"l1_regularization_strength": 0.4},
+        lambda: LazyFtrl(0.4),
+    ),
     "amsgrad": ("Adam", {"amsgrad": True}, lambda: LazyAdam(True)),
     "momentum": ("SGD", {"momentum": 0.9}, LazyMomentum),
     "nesterov": (

@@ -18,8 +18,20 @@ OPTIONS = {
         "learning_rate": 0.3,
         "initial_accumulator_value": 0.2,
         "clipnorm": 1.0,
+        "stochastic_rounding": False,
     },
-    "Adam": {"learning_rate": 0.3, "beta_1": 0.8, "amsgrad": True},
+    "Ftrl": {
+        "learning_rate": 0.3,
+        "learning_rate_power": -0.6,
+        "l1_regularization_strength": 0.1,
+        "beta": 0.2,
+    },
+    "Adam": {
+        "learning_rate": 0.3,
+        "beta_1": 0.8,
+        "amsgrad": True,
+        "lazy": False,
+    },
 }
 NAMES = list(OPTIONS)
 
@@ -44,6 +56,8 @@ def test_defaults_are_those_of_keras(name):
     ours = getattr(optimizers, name)().get_config()
     for config in (stock, ours):
         config.pop("name")
+    assert ours.pop("stochastic_rounding")
+    assert ours.pop("lazy") if name == "Adam" else True
     assert ours == stock
 
 

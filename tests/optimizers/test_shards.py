@@ -21,9 +21,14 @@ import toy_problem
 from tfdist_ext import optimizers
 from tfdist_ext.optimizers import checks
 from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.sharding.config import TablePlacement
 
 RANKS = 2
 ROWS, DIM = toy_problem.SHAPES[0]
+PLACEMENTS = {
+    "row": TablePlacement.row_wise(RANKS),
+    "column": TablePlacement.column_wise(RANKS),
+}
 
 
 @dataclasses.dataclass
@@ -37,7 +42,8 @@ class Exchange:
     values: dict = dataclasses.field(default_factory=dict)
     labels: list = dataclasses.field(default_factory=list)
 
-    def sum_over_ranks(self, tensor, label):
+    def sum_over_ranks(self, tensor, label, peers=None):
+        assert peers is None or sorted(peers) == list(range(RANKS))
         self.values[self.rank.index] = tensor
         self.barrier.wait()
         total = tf.add_n([self.values[rank] for rank in range(RANKS)])
@@ -69,7 +75,9 @@ def make_rank_variables(placement, rank):
     part = variables[0].numpy()[local_part(placement, rank)]
     table = toy_problem.make_variable(part, "table")
     native = table.value if toy_problem.KERAS_3 else table
-    native._tfdist_shard = ShardSpec("t", ROWS, DIM, placement, rank, RANKS)
+    native._tfdist_shard = ShardSpec.of(
+        "t", ROWS, DIM, PLACEMENTS[placement], rank, RANKS
+    )
     return [table, *variables[1:]]
 
 
@@ -124,6 +132,8 @@ CASES = {
     "adagrad": ("Adagrad", {}),
     "row-wise": ("RowWiseAdagrad", {}),
     "adam": ("Adam", {}),
+    "exact adam": ("Adam", {"lazy": False}),
+    "ftrl": ("Ftrl", {"l1_regularization_strength": 0.01}),
     "clipnorm": ("SGD", {"clipnorm": 0.7}),
     "row-wise clipnorm": ("RowWiseAdagrad", {"clipnorm": 0.7}),
     "global_clipnorm": ("Adagrad", {"global_clipnorm": 0.9}),
@@ -177,7 +187,9 @@ def test_a_rank_that_is_clipped_alone_would_be_wrong(exchange):
 
 
 @pytest.mark.skipif(not toy_problem.KERAS_3, reason="an argument of Keras 3")
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RowWiseAdagrad", "Adam"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adagrad", "RowWiseAdagrad", "Adam", "Ftrl"]
+)
 def test_gradient_accumulation_is_refused(name):
     optimizer = getattr(optimizers, name)(gradient_accumulation_steps=2)
     message = f"{name}.*gradient_accumulation_steps.*sharding='replicated'"

@@ -9,11 +9,9 @@ starting from the tables in INITIAL.npz.
 Every rank writes OUTPUT.npz with its rank inserted before the ending.
 """
 
-import argparse
-import pathlib
-
 import numpy as np
 import tensorflow as tf
+from cases import run_cases
 
 import tfdist_ext
 from tfdist_ext.layers import FullSparse
@@ -199,23 +197,5 @@ def stock(case, result, initial):
         )
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=pathlib.Path)
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--stock")
-    arguments = parser.parse_args()
-    result, rank = {}, 0
-    if arguments.stock:
-        for case in arguments.cases:
-            stock(case, result, np.load(arguments.stock))
-    else:
-        strategy = tfdist_ext.HybridParallelStrategy()
-        rank = strategy.rank
-        for case in arguments.cases:
-            hybrid(strategy, case, result)
-    np.savez(arguments.output.with_suffix(f".{rank}.npz"), **result)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(hybrid, stock)

@@ -157,6 +157,32 @@ class Collectives:
             label=label,
         )
 
+    def sum_over_peers(
+        self, tensor: tf.Tensor, peers: Sequence[int], label: str
+    ) -> tf.Tensor:
+        """Sums a tensor over some of the ranks; every rank must call.
+
+        Args:
+            tensor: float `[n]`, with the same n on all ranks of a group.
+            peers: the ranks of this rank's group, it included, ascending or
+                not but alike on all of them; empty for a rank in no group.
+            label: names the exchange in errors.
+
+        Returns:
+            `[n]`, bitwise equal on all ranks of the group.
+        """
+        size = tf.size(tensor, tf.int64)
+        splits = [
+            size if rank in peers else tf.zeros([], tf.int64)
+            for rank in range(self.group.world_size)
+        ]
+        parts, _ = self.all_to_all(
+            tf.tile(tensor, [len(peers)]), tf.stack(splits), label
+        )
+        if not peers:
+            return tensor
+        return tf.reduce_sum(tf.reshape(parts, [len(peers), -1]), axis=0)
+
     def initial_value(self, tensor: tf.Tensor, variable: str) -> tf.Tensor:
         """Rank 0's initial value of a variable, on every rank."""
         # One tag for all variables: ranks that create different ones meet
@@ -200,12 +226,22 @@ def active() -> Collectives | None:
     return getattr(tf.distribute.get_strategy(), "collectives", None)
 
 
-def sum_over_ranks(tensor: tf.Tensor, label: str) -> tf.Tensor:
-    """Sum of `tensor` over the ranks of the strategy in scope."""
+def sum_over_ranks(
+    tensor: tf.Tensor, label: str, peers: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Sum of `tensor` over the ranks of the strategy in scope.
+
+    Args:
+        tensor: of the same shape on all ranks that are summed.
+        label: names the exchange in errors.
+        peers: see `Collectives.sum_over_peers`; None for all ranks.
+    """
     collectives = active()
     if collectives is None:
         return tensor
-    return collectives.all_reduce([tensor], label)[0]
+    if peers is None or len(peers) == collectives.group.world_size:
+        return collectives.all_reduce([tensor], label)[0]
+    return collectives.sum_over_peers(tensor, peers, label)
 
 
 def is_gradient_reduction() -> bool:

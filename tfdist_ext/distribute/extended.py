@@ -53,7 +53,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self, next_creator: Callable[..., tf.Variable], **kwargs: Any
     ) -> tf.Variable:
         spec = sharded_variable.spec_for(kwargs.get("colocate_with"))
-        if spec is None or self.collectives is None:
+        unsynchronized = (
+            kwargs.get("synchronization") == tf.VariableSynchronization.NONE
+        )
+        local = spec is not None or unsynchronized
+        if not local or self.collectives is None:
             if _is_moving_average(kwargs):
                 kwargs["aggregation"] = tf.VariableAggregation.MEAN
             return super()._create_variable(next_creator, **kwargs)
@@ -65,7 +69,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         device = tf.DeviceSpec.from_string(self.worker_devices[0])
         with tf.device(device.replace(device_type="CPU", device_index=0)):
             variable = next_creator(**kwargs)
-        sharded_variable.mark(variable, spec, self.collectives)
+        if spec is not None:
+            sharded_variable.mark(variable, spec, self.collectives)
         return variable
 
     def _get_variable_creator_initial_value(
@@ -103,10 +108,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         kwargs: dict[str, Any],
         group: bool,
     ) -> Any:
+        sharded_variable.check_update(var, fn, args)
         with self._after_checks():
             if not sharded_variable.is_shard(var):
                 return super()._update(var, fn, args, kwargs, group)
-            sharded_variable.check_update(var, fn, args)
             with tf.device(var.device), internals.UpdateContext(0):
                 result = fn(var, *args, **kwargs)
         return tf.group(result) if group else result

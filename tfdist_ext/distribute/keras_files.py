@@ -68,8 +68,12 @@ def _collectives_of(owner: Any) -> Collectives | None:
 
 def _shards(model: Any) -> list[Any]:
     variables = list(model.variables)
-    if getattr(model, "optimizer", None) is not None:
-        variables += list(model.optimizer.variables)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        variables += list(optimizer.variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for own in getattr(inner, "table_optimizers", ()):
+            variables += list(own.variables)
     return _only_shards(variables)
 
 

@@ -218,6 +218,11 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             `[rows, dim]`, float32.
         """
         variable = getattr(layer, "kernel", layer)
+        if hasattr(variable, "get_embedding_tables"):
+            raise ValueError(
+                f"Layer '{variable.name}' has several tables: use its "
+                "get_embedding_tables()."
+            )
         return sharded_variable.gather(variable, self.collectives)
 
     def statistics(self) -> dict[str, Any]:

@@ -5,141 +5,180 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.step import Step
-from tfdist_ext.ops import embedding_ops
-from tfdist_ext.sharding.config import ShardSpec
-
-OutOfRange = Literal["error", "ignore"]
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.ops import id_ops
 
 
 @dataclasses.dataclass(frozen=True)
-class Ids:
-    """Ids of a batch, one list per sample (CSR).
+class OwnedIds:
+    """The rows of the local shards that some samples ask for.
+
+    Entries are ordered by asking rank, feature and sample.
 
     Attributes:
-        values: int32 or int64 `[n]`.
-        row_splits: int64 `[b + 1]`; sample s has the ids
-            `values[row_splits[s] : row_splits[s + 1]]`.
+        row_splits: int64 `[s + 1]`, for the s samples served.
+        rows: int64 `[n]`, rows of the local shards.
         weights: float32 `[n]`, or `[0]` when all weights are one.
+        served: int64 `[world_size, features]`, samples of each rank and
+            feature.
     """
 
-    values: tf.Tensor
     row_splits: tf.Tensor
+    rows: tf.Tensor
     weights: tf.Tensor
+    served: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How pooled results find their way back to the samples.
+    """How results find their way back to the samples.
 
     Attributes:
-        samples: int64 scalar, samples of this rank's batch.
+        samples: int64 `[features]`, samples of this rank's batch.
         sample_ids: int32 `[m]`, this rank's samples that have ids at an
-            owner, grouped by owner.
-        sample_splits: int64 `[world_size]`, how many of them at each owner.
-        served_splits: int64 `[world_size]`, samples this rank pools for
-            each rank.
+            owner, grouped by owner and feature.
+        sample_splits: int64 `[world_size, features]`, how many of them.
         gradient_scale: float32 scalar, what this rank's gradients count.
     """
 
     samples: tf.Tensor
     sample_ids: tf.Tensor
     sample_splits: tf.Tensor
-    served_splits: tf.Tensor
     gradient_scale: tf.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnedIds:
-    """The rows of the local shard that some samples ask for.
-
-    Attributes:
-        row_splits: int64 `[s + 1]`, for the s samples served.
-        rows: int64 `[n]`, rows of the local shard.
-        weights: float32 `[n]`, or `[0]` when all weights are one.
-    """
-
-    row_splits: tf.Tensor
-    rows: tf.Tensor
-    weights: tf.Tensor
-
-
 def merge_local(
-    features: Sequence[Ids], rows: int, out_of_range: OutOfRange, layer: str
+    ids: Sequence[Sequence[Ids]], features: Sequence[Feature]
 ) -> OwnedIds:
-    """One process: the ids of all features, checked, no exchange."""
-    row_splits, merged, weights = embedding_ops.merge_ids(
-        [f.values for f in features],
-        [f.row_splits for f in features],
-        [f.weights for f in features],
-        vocabulary_size=rows,
-        out_of_range=out_of_range,
-        layer=layer,
+    """Ids of tables that lie on this rank whole: checked, no exchange.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+        features: what they are looked up in.
+    """
+    merged = [
+        id_ops.merge_ids(
+            [part.values for part in lists],
+            [part.row_splits for part in lists],
+            [part.weights for part in lists],
+            vocabulary_size=feature.spec.rows,
+            out_of_range=feature.out_of_range,
+            layer=feature.name,
+        )
+        for lists, feature in zip(ids, features, strict=True)
+    ]
+    row_splits, rows, weights = zip(*merged, strict=True)
+    served = tf.stack([tf.size(s, tf.int64) - 1 for s in row_splits])[None]
+    if len(merged) == 1:
+        return OwnedIds(row_splits[0], rows[0], weights[0], served)
+    ends = tf.cumsum(tf.stack([tf.size(part, tf.int64) for part in rows]))
+    shifted = [
+        part[1:] + ends[i - 1] if i else part
+        for i, part in enumerate(row_splits)
+    ]
+    return OwnedIds(
+        tf.concat(shifted, 0), tf.concat(rows, 0), _join(weights, rows), served
     )
-    return OwnedIds(row_splits, merged, weights)
+
+
+def _join(weights: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One list of weights; still empty if all of them are one."""
+    given = tf.add_n([tf.size(part) for part in weights])
+
+    def with_ones() -> tf.Tensor:
+        # Weights of a feature without any are ones, as many as its rows.
+        missing = [
+            tf.size(r) - tf.size(w) for w, r in zip(weights, rows, strict=True)
+        ]
+        return tf.concat(
+            [
+                tf.concat([part, tf.ones([count])], 0)
+                for part, count in zip(weights, missing, strict=True)
+            ],
+            0,
+        )
+
+    return tf.cond(given > 0, with_ones, lambda: tf.zeros([0]))
 
 
 def input_dist(
-    features: Sequence[Ids],
-    spec: ShardSpec,
-    out_of_range: OutOfRange,
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
     collectives: Collectives,
+    label: str,
+    frequent: Sequence[tf.Tensor] = (),
 ) -> tuple[OwnedIds, Route]:
     """Sends the batch's ids to the owners of their rows, in one exchange.
 
     Args:
-        features: inputs whose results are summed.
-        spec: the table and its placement.
-        out_of_range: what an id outside of the table does.
+        ids: per feature, the lists whose results are summed.
+        features: what they are looked up in, and where that is.
         collectives: of the strategy.
+        label: names the exchange in errors.
+        frequent: per feature int64 `[k]`, its most frequent ids, the same on
+            all ranks, or nothing; they get shorter codes.
 
     Returns:
         What this rank shall look up, and the way back.
 
     Raises:
         tf.errors.InvalidArgumentError: on every rank, if an id on any rank
-            is out of range and `out_of_range` is "error".
+            is out of range and its feature's `out_of_range` is "error".
     """
-    samples = tf.size(features[0].row_splits, tf.int64) - 1
     step = collectives.step
-    weight = step.samples if step else tf.cast(samples, tf.float32)
-    payload, splits, sample_ids, sample_splits = embedding_ops.encode_ids(
-        [f.values for f in features],
-        [f.row_splits for f in features],
-        [f.weights for f in features],
-        weight,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        vocabulary_size=spec.rows,
-        placement=spec.placement,
-        out_of_range=out_of_range,
-        layer=spec.table,
+    group = collectives.group
+    where: dict[str, Any] = {
+        "placements": [feature.placement for feature in features],
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "hot_ids": frequent,
+    }
+    samples = tf.stack(
+        [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
-    label = f"{spec.table}/ids"
-    if spec.placement == "row":
-        message, splits = collectives.all_to_all(payload, splits, label)
-    else:
-        message, splits = collectives.gather_messages(payload, label)
-    row_splits, rows, weights, served, shares = embedding_ops.decode_ids(
-        message,
-        splits,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        vocabulary_size=spec.rows,
-        placement=spec.placement,
-        layer=spec.table,
+    weight = step.samples if step else tf.cast(samples[0], tf.float32)
+    payload, splits, sample_ids, sample_splits = _encode(
+        ids, features, weight, where
+    )
+    message, splits = collectives.all_to_all(payload, splits, f"{label}/ids")
+    row_splits, rows, weights, served, shares = id_ops.decode_ids(
+        message, splits, **where
     )
     if step is not None:
         step.checks.append(served)
-    scale = _gradient_scale(step, shares, spec.rank)
+    scale = _gradient_scale(step, shares, group.rank)
     return (
-        OwnedIds(row_splits, rows, weights),
-        Route(samples, sample_ids, sample_splits, served, scale),
+        OwnedIds(row_splits, rows, weights, served),
+        Route(samples, sample_ids, sample_splits, scale),
+    )
+
+
+def _encode(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    weight: tf.Tensor,
+    where: dict[str, Any],
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    flat = [part for lists in ids for part in lists]
+    values = [part.values for part in flat]
+    if len({each.dtype for each in values}) > 1:
+        values = [tf.cast(each, tf.int64) for each in values]
+    return id_ops.encode_ids(
+        values,
+        [part.row_splits for part in flat],
+        [part.weights for part in flat],
+        weight,
+        list_features=[f for f, lists in enumerate(ids) for _ in lists],
+        out_of_range=[feature.out_of_range for feature in features],
+        one_each=[feature.deduplicate for feature in features],
+        **where,
     )
 
 

@@ -1,24 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Middle stage: pooled lookup in the local shard, no communication."""
+"""Middle stage: pooled lookup in the local shards, no communication."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.input_dist import OwnedIds
-from tfdist_ext.ops import embedding_ops
+from tfdist_ext.ops import lookup_ops
 
 
-def lookup(table: Any, ids: OwnedIds) -> tf.Tensor:
-    """Sums the weighted rows of every sample served.
+def lookup(
+    tables: Sequence[Any], features: Sequence[Feature], ids: OwnedIds
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the weighted rows of every sample served, of all tables at once.
 
     Args:
-        table: float32 variable `[local_rows, local_dim]`.
+        tables: variables `[local_rows, local_dim]`.
+        features: which table each feature reads.
         ids: rows and weights from `input_dist`.
 
     Returns:
-        float32 `[s, local_dim]`.
+        float32 `[v]`, the sums one after the other in the order of `ids`, and
+        int64 `[world_size]`, how many of the numbers each rank asked for.
     """
-    return embedding_ops.lookup(table, ids.row_splits, ids.rows, ids.weights)
+    used = sorted({feature.table for feature in features})
+    return lookup_ops.lookup(
+        [tables[index] for index in used],
+        ids.row_splits,
+        ids.rows,
+        ids.weights,
+        ids.served,
+        feature_tables=[used.index(feature.table) for feature in features],
+    )

@@ -1,84 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Last stage: pooled results travel back to the rank of their sample."""
+"""Last stage: results travel back to the rank of their sample."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.ops import lookup_ops
+from tfdist_ext.ops import pack_ops
+from tfdist_ext.ops import wire_ops
+
+_SCATTER = 0x1E3779B97F4A7C15
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How results and their gradients travel.
+
+    Attributes:
+        label: names the exchanges in errors.
+        dtype: of the numbers between ranks.
+        packed: whether they are packed, without loss.
+        rounding: to the nearest number of that dtype, or "stochastic".
+    """
+
+    label: str
+    dtype: tf.DType = tf.float32
+    packed: bool = False
+    rounding: wire_ops.Rounding = "nearest"
+
+    def seeds(self, rank: int) -> list[tf.Tensor]:
+        """For the rounding of results and of gradients, new in every step."""
+        if self.rounding == "nearest":
+            return [tf.zeros([], tf.int64)] * 2
+        # Ranks that have set the same seed must not round alike.
+        drawn = tf.random.uniform([2], 0, tf.int64.max, tf.int64)
+        return tf.unstack(drawn ^ (rank * _SCATTER % 2**63))
 
 
 def output_dist(
-    pooled: tf.Tensor,
+    values: tf.Tensor,
+    send_splits: tf.Tensor,
     route: Route,
-    spec: ShardSpec,
+    features: Sequence[Feature],
     collectives: Collectives,
-    wire_dtype: tf.DType,
-) -> tf.Tensor:
-    """Sends pooled results back and puts a sample's parts together.
+    wire: Wire,
+) -> list[tf.Tensor]:
+    """Sends results back and puts each sample's parts together.
 
     The gradient takes the same way in the other direction, in the same
     wire dtype.
 
     Args:
-        pooled: float32 `[s, local_dim]`, one row per sample served.
+        values: float32 `[v]`, from `lookup`.
+        send_splits: int64 `[world_size]`, from `lookup`.
         route: from `input_dist`.
-        spec: the table and its placement.
+        features: what the results are of.
         collectives: of the strategy.
-        wire_dtype: dtype of the numbers that travel.
+        wire: how the numbers travel.
 
     Returns:
-        float32 `[b, dim]`; zeros for samples without ids.
+        Per feature float32 `[b, dim]`; zeros for samples without ids.
     """
-    combine = _sum_partials if spec.placement == "row" else _join_columns
-    result = combine(tf.cast(pooled, wire_dtype), route, spec, collectives)
-    return _scale_gradient(result, route.gradient_scale)
+    seed, gradient_seed = wire.seeds(collectives.group.rank)
+    numbers = wire_ops.to_wire(
+        values, wire.dtype, rounding=wire.rounding, seed=seed
+    )
+    label = f"{wire.label}/results"
+    if wire.packed:
+        parts = _packed_all_to_all(numbers, send_splits, collectives, label)
+    else:
+        parts, _ = collectives.all_to_all(numbers, send_splits, label)
+    return lookup_ops.combine(
+        wire_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed),
+        route.sample_ids,
+        route.sample_splits,
+        route.samples,
+        route.gradient_scale,
+        placements=[feature.placement for feature in features],
+        world_size=collectives.group.world_size,
+    )
 
 
-def _sum_partials(
-    pooled: tf.Tensor, route: Route, spec: ShardSpec, collectives: Collectives
+def _packed_all_to_all(
+    numbers: tf.Tensor,
+    send_splits: tf.Tensor,
+    collectives: Collectives,
+    label: str,
 ) -> tf.Tensor:
-    parts, _ = collectives.all_to_all(
-        pooled, route.served_splits, f"{spec.table}/results"
-    )
-    return tf.math.unsorted_segment_sum(
-        tf.cast(parts, tf.float32), route.sample_ids, route.samples
-    )
+    def exchange(
+        values: tf.Tensor, splits: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        payload, sizes = pack_ops.pack_numbers(values, splits)
+        payload, sizes = collectives.all_to_all(payload, sizes, label)
+        return pack_ops.unpack_numbers(payload, sizes, values.dtype)
+
+    @tf.custom_gradient
+    def differentiable(values: tf.Tensor) -> Any:
+        parts, splits = exchange(values, send_splits, label)
+
+        def grad(upstream: tf.Tensor) -> tf.Tensor:
+            return exchange(upstream, splits, f"{label}/gradient")[0]
+
+        return parts, grad
+
+    return differentiable(numbers)
 
 
-def _join_columns(
-    pooled: tf.Tensor, route: Route, spec: ShardSpec, collectives: Collectives
-) -> tf.Tensor:
-    # Owners hold different numbers of columns, so numbers travel, not rows.
-    flat, _ = collectives.all_to_all(
-        tf.reshape(pooled, [-1]),
-        route.served_splits * spec.local_dim,
-        f"{spec.table}/results",
-    )
-    widths = [spec.dims_of(rank) for rank in range(spec.world_size)]
-    served = tf.size(route.sample_ids, tf.int64)
-    sizes = served * tf.constant(widths, tf.int64)
-    blocks = [
-        tf.reshape(block, [-1, width])
-        for block, width in zip(
-            tf.split(tf.cast(flat, tf.float32), sizes, num=spec.world_size),
-            widths,
-            strict=True,
-        )
+def split_local(
+    values: tf.Tensor, ids: OwnedIds, features: Sequence[Feature]
+) -> list[tf.Tensor]:
+    """One process: the results of each feature, no exchange.
+
+    Args:
+        values: float32 `[v]`, from `lookup`.
+        ids: what was looked up.
+        features: what the results are of.
+
+    Returns:
+        Per feature float32 `[b, dim]`.
+    """
+    dims = [feature.spec.dim for feature in features]
+    if len(dims) == 1:
+        return [tf.reshape(values, [-1, dims[0]])]
+    sizes = ids.served[0] * tf.constant(dims, tf.int64)
+    parts = tf.split(values, sizes, num=len(dims))
+    return [
+        tf.reshape(part, [-1, dim])
+        for part, dim in zip(parts, dims, strict=True)
     ]
-    return tf.math.unsorted_segment_sum(
-        tf.concat(blocks, 1), route.sample_ids, route.samples
-    )
-
-
-@tf.custom_gradient
-def _scale_gradient(x: tf.Tensor, scale: tf.Tensor) -> Any:
-    def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
-        # A rank without samples may carry NaN (a mean over nothing).
-        return tf.math.multiply_no_nan(upstream, scale), None
-
-    return tf.identity(x), grad

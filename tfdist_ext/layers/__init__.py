@@ -1,6 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose weights are partitioned over the ranks."""
 
+from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.full_sparse import FullSparse
+from tfdist_ext.layers.shared_exchange import SharedExchange
+from tfdist_ext.sharding.tables import FeatureConfig
+from tfdist_ext.sharding.tables import TableConfig
 
-__all__ = ["FullSparse"]
+__all__ = [
+    "DistributedEmbedding",
+    "FeatureConfig",
+    "FullSparse",
+    "SharedExchange",
+    "TableConfig",
+]

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.embedding.input_dist import Ids
+from tfdist_ext.embedding.feature import Ids
 
 _KINDS = (
     "a SparseTensor [batch, input_dim], int32 or int64 ids [batch] or "
@@ -54,12 +54,61 @@ def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
     return features
 
 
+def ids_of(value: Any, weights: Any, layer: str) -> Ids:
+    """CSR ids of a feature whose ids are given as values.
+
+    Args:
+        value: int32 or int64 ids, a tensor `[batch]` or `[batch, k]`, a
+            RaggedTensor `[batch, None]`, or a SparseTensor whose values are
+            the ids.
+        weights: None, or floats of the same kind and shape.
+        layer: name, for errors.
+
+    Raises:
+        ValueError: for an input of another kind.
+    """
+    ids = _without_weights(value, layer)
+    if weights is None:
+        return ids
+    same_kind = tf.is_tensor(weights) and (
+        is_sparse(weights) == is_sparse(value)
+        and is_ragged(weights) == is_ragged(value)
+    )
+    if not same_kind or not _is_float(weights):
+        raise ValueError(
+            f"Layer '{layer}': weights must be floats of the same kind as "
+            f"their ids, {type(value).__name__}. Received: {weights}."
+        )
+    if is_sparse(weights):
+        weights = tf.sparse.reorder(weights)
+    flat = getattr(weights, "values", weights)
+    return dataclasses.replace(
+        ids, weights=tf.cast(tf.reshape(flat, [-1]), tf.float32)
+    )
+
+
+def _without_weights(value: Any, layer: str) -> Ids:
+    if isinstance(value, tf.SparseTensor):
+        value = tf.sparse.reorder(value)
+        _require_ids(value.values, layer)
+        return Ids(value.values, _splits_of_sparse(value), tf.zeros([0]))
+    if is_ragged(value):
+        _require_ids(value.values, layer)
+        return Ids(value.values, _splits(value), tf.zeros([0]))
+    return _from_dense(value, layer)
+
+
+def is_ragged(value: Any) -> bool:
+    """Whether a value is a RaggedTensor of one ragged dimension."""
+    return isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1
+
+
 def _feature(value: Any, binary_values: bool, layer: str) -> Ids:
     if is_weighted_pair(value):
         return _from_weighted(value[0], value[1], layer)
     if isinstance(value, tf.SparseTensor):
         return _from_sparse(value, binary_values)
-    if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1:
+    if is_ragged(value):
         _require_ids(value.values, layer)
         return Ids(value.values, _splits(value), tf.zeros([0]))
     return _from_dense(value, layer)
@@ -104,14 +153,18 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
 def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:
     # Free when the indices are in row-major order, as they should be.
     value = tf.sparse.reorder(value)
-    samples = value.dense_shape[0]
-    row_splits = tf.searchsorted(
-        value.indices[:, 0], tf.range(samples + 1), out_type=tf.int64
-    )
     weights = (
         tf.zeros([0]) if binary_values else tf.cast(value.values, tf.float32)
     )
-    return Ids(value.indices[:, 1], row_splits, weights)
+    return Ids(value.indices[:, 1], _splits_of_sparse(value), weights)
+
+
+def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
+    return tf.searchsorted(
+        value.indices[:, 0],
+        tf.range(value.dense_shape[0] + 1),
+        out_type=tf.int64,
+    )
 
 
 def _from_dense(value: Any, layer: str) -> Ids:

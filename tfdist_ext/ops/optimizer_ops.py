@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused row updates of a shard, in place.
 
-Every function takes the table and its slots as float32 resource variables
-`[num_rows, dim]`, `rows` int64 `[n]` and `grads` float32 `[n, dim]`. A row
-that occurs more than once is updated once, with the sum of its gradients.
-Only the given rows change. Hyperparameters are numbers or scalar tensors.
+Every function takes the table, a float32 or bfloat16 resource variable
+`[num_rows, dim]`, its slots, float32 variables of that shape, `rows` int64
+`[n]` and `grads` float32 `[n, dim]`. A row that occurs more than once is
+updated once, with the sum of its gradients. Only the given rows change.
+Hyperparameters are numbers or scalar tensors.
+
+A row is computed in float32. In a bfloat16 table it is then rounded: to
+nearest, which loses changes below 1/512 of a weight, or, with a
+`rounding_seed`, up or down at random such that the expectation is exact. The
+random bits are a function of the seed, the row and the column: give another
+seed in every step.
 
 A row outside the table, or a shape that does not fit, is an
 `InvalidArgumentError`; nothing has been written then.
@@ -27,26 +34,38 @@ def _scalar(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
+def _seeds(rounding_seed: Any) -> list[tf.Tensor]:
+    if rounding_seed is None:
+        return []
+    return [tf.cast(rounding_seed, tf.int64)]
+
+
 def apply_row_sgd(
     table: tf.Variable,
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
     learning_rate: Any,
+    rounding_seed: Any = None,
 ) -> Any:
     """Applies `w -= learning_rate * g` to the given rows.
 
     Args:
-        table: float32 variable `[num_rows, dim]`.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
     """
     return library().tfdist_apply_row_sgd(
-        table.handle, rows, grads, _scalar(learning_rate)
+        table.handle,
+        rows,
+        grads,
+        _scalar(learning_rate),
+        _seeds(rounding_seed),
     )
 
 
@@ -59,6 +78,7 @@ def apply_row_momentum(
     learning_rate: Any,
     momentum: Any,
     nesterov: bool = False,
+    rounding_seed: Any = None,
 ) -> Any:
     """Applies SGD with momentum to the given rows.
 
@@ -67,13 +87,14 @@ def apply_row_momentum(
     given neither decays nor moves the row.
 
     Args:
-        table: float32 variable `[num_rows, dim]`.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
         velocity: slot m, of the shape of the table.
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
         momentum: scalar.
         nesterov: whether to look ahead.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
@@ -85,6 +106,7 @@ def apply_row_momentum(
         grads,
         _scalar(learning_rate),
         _scalar(momentum),
+        _seeds(rounding_seed),
         nesterov=nesterov,
     )
 
@@ -97,16 +119,18 @@ def apply_row_adagrad(
     *,
     learning_rate: Any,
     epsilon: Any,
+    rounding_seed: Any = None,
 ) -> Any:
     """Applies `a += g^2; w -= learning_rate * g / sqrt(a + epsilon)`.
 
     Args:
-        table: float32 variable `[num_rows, dim]`.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
         accumulator: slot a, of the shape of the table.
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
         epsilon: scalar.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
@@ -118,6 +142,7 @@ def apply_row_adagrad(
         grads,
         _scalar(learning_rate),
         _scalar(epsilon),
+        _seeds(rounding_seed),
     )
 
 
@@ -130,11 +155,12 @@ def apply_row_wise_adagrad(
     learning_rate: Any,
     epsilon: Any,
     mean_squares: tf.Tensor | None = None,
+    rounding_seed: Any = None,
 ) -> Any:
     """Applies Adagrad with one accumulator per row: `a += mean(g^2)`.
 
     Args:
-        table: float32 variable `[num_rows, dim]`.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
         accumulator: slot a, `[num_rows]`.
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
@@ -143,6 +169,7 @@ def apply_row_wise_adagrad(
         mean_squares: float32 `[n]`, mean of g^2 of every row where this rank
             holds only some of its columns; rows must then be strictly
             ascending. None computes it from grads.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
@@ -157,6 +184,7 @@ def apply_row_wise_adagrad(
         mean_squares,
         _scalar(learning_rate),
         _scalar(epsilon),
+        _seeds(rounding_seed),
     )
 
 
@@ -173,16 +201,18 @@ def apply_row_adam(
     epsilon: Any,
     step: tf.Tensor,
     velocity_hats: Sequence[tf.Variable] = (),
+    all_rows: bool = False,
+    rounding_seed: Any = None,
 ) -> Any:
     """Applies Adam to the given rows ("lazy" Adam).
 
     `m += (1 - beta_1) (g - m); v += (1 - beta_2) (g^2 - v)`, then
     `w -= learning_rate * c * m / (sqrt(v) + epsilon)` with the bias correction
     `c = sqrt(1 - beta_2^step) / (1 - beta_1^step)`. The moments of rows that
-    are not given stay as they are.
+    are not given stay as they are, unless `all_rows`.
 
     Args:
-        table: float32 variable `[num_rows, dim]`.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
         momentum: slot m, of the shape of the table.
         velocity: slot v, of the shape of the table.
         rows: int64 `[n]`, local rows.
@@ -194,6 +224,9 @@ def apply_row_adam(
         step: int64 scalar, the global count of updates including this one.
         velocity_hats: one slot, of the shape of the table, that keeps the
             maximum of v (AMSGrad), or none.
+        all_rows: update the other rows too, with a gradient of zero, in one
+            pass over the whole table: the result of Keras's dense Adam.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
@@ -210,6 +243,65 @@ def apply_row_adam(
         _scalar(beta_2),
         _scalar(epsilon),
         step,
+        _seeds(rounding_seed),
+        all_rows=all_rows,
+    )
+
+
+def apply_row_ftrl(
+    table: tf.Variable,
+    accumulator: tf.Variable,
+    linear: tf.Variable,
+    rows: tf.Tensor,
+    grads: tf.Tensor,
+    *,
+    learning_rate: Any,
+    learning_rate_power: Any = -0.5,
+    l1: Any = 0.0,
+    l2: Any = 0.0,
+    l2_shrinkage: Any = 0.0,
+    beta: Any = 0.0,
+    rounding_seed: Any = None,
+) -> Any:
+    """Applies Keras's Ftrl ("follow the regularized leader") to the given rows.
+
+    With `p(x) = x^-learning_rate_power` and `l = l2 + beta / (2
+    learning_rate)`:
+
+        s = (p(n + g^2) - p(n)) / learning_rate;  n += g^2
+        z += g + 2 * l2_shrinkage * w - s * w
+        w = (clip(z, -l1, l1) - z) / (p(n) / learning_rate + 2 * l)
+
+    A power of -0.5 is the fast one, a square root.
+
+    Args:
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
+        accumulator: slot n, of the shape of the table.
+        linear: slot z, of the shape of the table.
+        rows: int64 `[n]`, local rows.
+        grads: float32 `[n, dim]`.
+        learning_rate: scalar.
+        learning_rate_power: scalar, zero or less.
+        l1: scalar, zero or more, as the three that follow.
+        l2: scalar.
+        l2_shrinkage: scalar.
+        beta: scalar.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
+
+    Returns:
+        The operation in a graph, None when executing eagerly.
+    """
+    return library().tfdist_apply_row_ftrl(
+        table.handle,
+        accumulator.handle,
+        linear.handle,
+        rows,
+        grads,
+        *map(
+            _scalar,
+            (learning_rate, learning_rate_power, l1, l2, l2_shrinkage, beta),
+        ),
+        _seeds(rounding_seed),
     )
 
 
@@ -230,14 +322,19 @@ def sum_duplicate_rows(
     return unique_rows, sums
 
 
-def scale_table(table: tf.Variable, factor: Any) -> Any:
+def scale_table(
+    table: tf.Variable, factor: Any, *, rounding_seed: Any = None
+) -> Any:
     """Multiplies a table by a factor in place, without a temporary table.
 
     Args:
-        table: float32 variable of any shape.
+        table: float32 or bfloat16 variable of any shape.
         factor: scalar.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
     """
-    return library().tfdist_scale_table(table.handle, _scalar(factor))
+    return library().tfdist_scale_table(
+        table.handle, _scalar(factor), _seeds(rounding_seed)
+    )

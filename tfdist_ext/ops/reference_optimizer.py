@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.ops import reference_rounding as rounding
+
 
 def sum_duplicate_rows(
     rows: tf.Tensor, grads: tf.Tensor
@@ -28,9 +30,11 @@ def apply_row_sgd(
     grads: tf.Tensor,
     *,
     learning_rate: Any,
+    rounding_seed: Any = None,
 ) -> None:
     """See `optimizer_ops.apply_row_sgd`."""
-    _add(table, rows, -learning_rate * grads)
+    rows, grads = sum_duplicate_rows(rows, grads)
+    _move(table, rows, -learning_rate * grads, rounding_seed)
 
 
 def apply_row_momentum(
@@ -42,13 +46,14 @@ def apply_row_momentum(
     learning_rate: Any,
     momentum: Any,
     nesterov: bool = False,
+    rounding_seed: Any = None,
 ) -> None:
     """See `optimizer_ops.apply_row_momentum`."""
     rows, grads = sum_duplicate_rows(rows, grads)
     step = -learning_rate * grads
     m = momentum * tf.gather(velocity, rows) + step
     _set(velocity, rows, m)
-    _add(table, rows, momentum * m + step if nesterov else m)
+    _move(table, rows, momentum * m + step if nesterov else m, rounding_seed)
 
 
 def apply_row_adagrad(
@@ -59,12 +64,13 @@ def apply_row_adagrad(
     *,
     learning_rate: Any,
     epsilon: Any,
+    rounding_seed: Any = None,
 ) -> None:
     """See `optimizer_ops.apply_row_adagrad`."""
     rows, grads = sum_duplicate_rows(rows, grads)
     _add(accumulator, rows, tf.square(grads))
     root = tf.sqrt(tf.gather(accumulator, rows) + epsilon)
-    _add(table, rows, -learning_rate * grads / root)
+    _move(table, rows, -learning_rate * grads / root, rounding_seed)
 
 
 def apply_row_wise_adagrad(
@@ -76,6 +82,7 @@ def apply_row_wise_adagrad(
     learning_rate: Any,
     epsilon: Any,
     mean_squares: tf.Tensor | None = None,
+    rounding_seed: Any = None,
 ) -> None:
     """See `optimizer_ops.apply_row_wise_adagrad`."""
     rows, grads = sum_duplicate_rows(rows, grads)
@@ -83,7 +90,9 @@ def apply_row_wise_adagrad(
         mean_squares = tf.reduce_mean(tf.square(grads), axis=1)
     _add(accumulator, rows, mean_squares)
     root = tf.sqrt(tf.gather(accumulator, rows) + epsilon)
-    _add(table, rows, -learning_rate * grads / root[:, tf.newaxis])
+    _move(
+        table, rows, -learning_rate * grads / root[:, tf.newaxis], rounding_seed
+    )
 
 
 def apply_row_adam(
@@ -99,9 +108,15 @@ def apply_row_adam(
     epsilon: Any,
     step: tf.Tensor,
     velocity_hats: Sequence[tf.Variable] = (),
+    all_rows: bool = False,
+    rounding_seed: Any = None,
 ) -> None:
     """See `optimizer_ops.apply_row_adam`."""
     rows, grads = sum_duplicate_rows(rows, grads)
+    if all_rows:
+        shape = tf.shape(table, tf.int64)
+        grads = tf.scatter_nd(rows[:, tf.newaxis], grads, shape)
+        rows = tf.range(shape[0])
     m = tf.gather(momentum, rows)
     v = tf.gather(velocity, rows)
     m += (grads - m) * (1 - beta_1)
@@ -116,12 +131,66 @@ def apply_row_adam(
     count = tf.cast(step, tf.float64)
     correction = tf.sqrt(1 - second**count) / (1 - first**count)
     alpha = tf.cast(learning_rate * correction, grads.dtype)
-    _add(table, rows, -alpha * m / (tf.sqrt(v) + epsilon))
+    _move(table, rows, -alpha * m / (tf.sqrt(v) + epsilon), rounding_seed)
 
 
-def scale_table(table: tf.Variable, factor: Any) -> None:
+def apply_row_ftrl(
+    table: tf.Variable,
+    accumulator: tf.Variable,
+    linear: tf.Variable,
+    rows: tf.Tensor,
+    grads: tf.Tensor,
+    *,
+    learning_rate: Any,
+    learning_rate_power: Any = -0.5,
+    l1: Any = 0.0,
+    l2: Any = 0.0,
+    l2_shrinkage: Any = 0.0,
+    beta: Any = 0.0,
+    rounding_seed: Any = None,
+) -> None:
+    """See `optimizer_ops.apply_row_ftrl`."""
+    rows, grads = sum_duplicate_rows(rows, grads)
+    w = tf.cast(tf.gather(table, rows), tf.float32)
+    before = tf.gather(accumulator, rows)
+    after = before + tf.square(grads)
+    power = tf.pow(after, -learning_rate_power)
+    sigma = (power - tf.pow(before, -learning_rate_power)) / learning_rate
+    z = tf.gather(linear, rows)
+    z += grads + 2 * l2_shrinkage * w - sigma * w
+    _set(accumulator, rows, after)
+    _set(linear, rows, z)
+    quadratic = power / learning_rate + 2 * l2 + beta / learning_rate
+    leader = (tf.clip_by_value(z, -l1, l1) - z) / quadratic
+    _replace(table, rows, leader, rounding_seed)
+
+
+def scale_table(
+    table: tf.Variable, factor: Any, *, rounding_seed: Any = None
+) -> None:
     """See `optimizer_ops.scale_table`."""
-    table.assign(table * factor)
+    scaled = tf.cast(table, tf.float32) * factor
+    if table.dtype == tf.bfloat16:
+        rows = tf.range(scaled.shape[0] if scaled.shape.rank else 1)
+        matrix = tf.reshape(scaled, [len(rows), -1])
+        rounded = rounding.to_bfloat16(matrix, rows, rounding_seed)
+        scaled = tf.reshape(rounded, scaled.shape)
+    table.assign(scaled)
+
+
+def _move(
+    table: tf.Variable, rows: tf.Tensor, step: tf.Tensor, seed: Any
+) -> None:
+    weights = tf.cast(tf.gather(table, rows), tf.float32)
+    _replace(table, rows, weights + step, seed)
+
+
+def _replace(
+    table: tf.Variable, rows: tf.Tensor, weights: tf.Tensor, seed: Any
+) -> None:
+    if table.dtype == tf.bfloat16:
+        weights = rounding.to_bfloat16(weights, rows, seed)
+    _set(table, rows, weights)
 
 
 def _add(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> None:

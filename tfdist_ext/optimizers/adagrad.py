@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 
 
@@ -23,12 +22,12 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
     """
 
     def build(self, variables: Sequence[Any]) -> None:
-        if not KERAS_3 or self.built:
-            super().build(variables)
+        if getattr(self, "_built", False):
             return
         # Older Keras 3 does not say which variable a slot belongs to, and
-        # the slot of a shard must be a shard.
-        self._check_shards(variables)
+        # the slot of a shard must be a shard; tf_keras rounds the initial
+        # value to the dtype of the variable.
+        self._prepare(variables)
         super(tf.keras.optimizers.Adagrad, self).build(variables)
         self._accumulators = [
             self._add_slot(
@@ -36,6 +35,7 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             )
             for variable in variables
         ]
+        self._built = True
 
     def _update_rows(
         self,
@@ -51,4 +51,5 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             grads,
             learning_rate=learning_rate,
             epsilon=self.epsilon,
+            rounding_seed=self._rounding_seed(variable),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam that touches only the rows with a gradient."""
+"""Adam, lazy or exact, with fused row updates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class Adam(RowOptimizer, tf.keras.optimizers.Adam):
-    """Keras's Adam; lazy, fused and in place for sparse gradients.
+    """Keras's Adam; fused and in place for sparse gradients.
 
-    Takes the arguments of `keras.optimizers.Adam`, with the same defaults.
+    Takes the arguments of `keras.optimizers.Adam`, with the same defaults,
+    and `lazy`. Dense gradients get Keras's Adam. In a table, with
 
-    Dense gradients get Keras's Adam. In a table, a step updates the moments
-    and the weights of the rows it looked up and nothing else; the bias
-    correction counts all steps. Keras's own Adam decays the moments of every
-    row and moves every row in every step, so results differ unless every step
-    looks up every row. It trains partitioned tables too, at the cost of
-    several passes over the shard.
+    - `lazy=True`, a step updates the moments and the weights of the rows it
+      looked up and nothing else; the bias correction counts all steps.
+    - `lazy=False`, the result is that of Keras's own Adam, which decays the
+      moments of every row and moves every row in every step. That takes one
+      pass over the shard and its slots in every step, without a copy; Keras's
+      own takes several, with copies.
+
+    The two are equal if every step looks up every row.
     """
+
+    def __init__(self, *args: Any, lazy: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "lazy": self.lazy}
 
     def _update_rows(
         self,
@@ -48,6 +58,8 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             epsilon=self._epsilon_hat(step),
             step=step,
             velocity_hats=hats,
+            all_rows=not self.lazy,
+            rounding_seed=self._rounding_seed(variable),
         )
 
     def _epsilon_hat(self, step: tf.Tensor) -> Any:

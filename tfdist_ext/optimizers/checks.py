@@ -61,6 +61,27 @@ def check_supported(optimizer: Any) -> None:
     )
 
 
+def check_table_optimizer(optimizer: Any, variable: Any) -> None:
+    """Refuses a model's optimizer that would ignore that of a table.
+
+    Args:
+        optimizer: a Keras optimizer, of either Keras.
+        variable: what it updates.
+
+    Raises:
+        ValueError: if the table has an optimizer for itself and `optimizer`
+            is not of this package.
+    """
+    has_own = getattr(variable, "_tfdist_optimizer", None) is not None
+    if has_own and not getattr(optimizer, "_tfdist_row_updates", False):
+        raise ValueError(
+            f"Table '{variable.name}' has an optimizer for itself, which "
+            f"{type(optimizer).__name__} would ignore. Give the model an "
+            "optimizer of tfdist_ext.optimizers, or leave out the table's "
+            "`optimizer`."
+        )
+
+
 def _refuse(optimizer: Any, option: str, reason: str) -> None:
     value = getattr(optimizer, option, None)
     if value:

@@ -93,7 +93,7 @@ def _square_norms(
         for grad in grads
     ]
     specs = [shard_spec(variable) for variable in variables]
-    if not any(spec is not None and spec.world_size > 1 for spec in specs):
+    if not any(spec is not None and spec.partitioned for spec in specs):
         return local
     # Imported here: the strategy's modules import the optimizers.
     from tfdist_ext.distribute.collectives import sum_over_ranks

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.optimizers.clipping import clip_gradients
+from tfdist_ext.optimizers.kernels import is_bfloat16_table
 
 # tf.keras of tf_keras has no __version__; `ops` came with Keras 3.
 KERAS_3 = hasattr(tf.keras, "ops")
@@ -38,13 +39,25 @@ class _Keras3Differences(_Optimizer):
         name: Any = None,
         initializer: Any = "zeros",
     ) -> Any:
-        """Adds a slot, made in place: it may be as large as the table."""
+        """Adds a slot, made in place: it may be as large as the table.
+
+        Tables with an optimizer for themselves have no slot here.
+        """
+        if self._hands_on(reference_variable):
+            return None
         value = getattr(initializer, "value", None)
         if isinstance(value, float | int):
             # Keras's own makes ones first, then their product with the value.
             def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
                 return tf.fill(shape, tf.cast(value, dtype))
 
+        if name != "average" and is_bfloat16_table(reference_variable):
+            return self._add_beside(
+                reference_variable,
+                name or "var",
+                initializer,
+                reference_variable.shape,
+            )
         return super().add_variable_from_reference(
             reference_variable, name=name, initializer=initializer
         )
@@ -53,19 +66,28 @@ class _Keras3Differences(_Optimizer):
         self, variable: Any, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot like a variable, or with one value per row of it."""
+        if self._hands_on(variable):
+            return None
         initializer = tf.keras.initializers.Constant(value)
         if not per_row:
             return self.add_variable_from_reference(
                 variable, name=name, initializer=initializer
             )
+        return self._add_beside(
+            variable, name, initializer, (variable.shape[0],)
+        )
+
+    def _add_beside(
+        self, variable: Any, name: str, initializer: Any, shape: Any
+    ) -> Any:
         native = self._native(variable)
         path = getattr(variable, "path", native.name)
         strategy = self._distribution_strategy
         with strategy.extended.colocate_vars_with(native):
             return self.add_variable(
-                shape=(variable.shape[0],),
+                shape=shape,
                 initializer=initializer,
-                dtype=variable.dtype,
+                dtype=_slot_dtype(variable),
                 name=path.replace("/", "_").replace(":", "_") + f"_{name}",
             )
 
@@ -77,7 +99,13 @@ class _Keras3Differences(_Optimizer):
                 else grad
                 for grad in grads
             ]
-        return super().apply(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
+        for own in self.table_optimizers:
+            own.iterations.assign_add(1)
+
+    def rate_argument(self) -> tuple[Any, ...]:
+        """The learning rate, as `update_step` takes it."""
+        return (self._get_current_learning_rate(),)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
         # Keras would clip here, before the sum over the ranks.
@@ -90,6 +118,10 @@ class _Keras3Differences(_Optimizer):
             global_clipnorm=self.global_clipnorm,
             clipvalue=self.clipvalue,
         )
+
+
+def _slot_dtype(variable: Any) -> Any:
+    return "float32" if is_bfloat16_table(variable) else variable.dtype
 
 
 class _Unscalable(tf.IndexedSlices):
@@ -123,11 +155,56 @@ class _LegacyDifferences(_Optimizer):
         self, variable: Any, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot like a variable, or with one value per row of it."""
+        if self._hands_on(variable):
+            return None
         shape = variable.shape[:1] if per_row else variable.shape
         initializer = tf.keras.initializers.Constant(value)
         return self.add_variable_from_reference(
-            variable, name, initial_value=initializer(shape, variable.dtype)
+            variable,
+            name,
+            initial_value=initializer(shape, _slot_dtype(variable)),
         )
+
+    def add_variable_from_reference(
+        self,
+        model_variable: Any,
+        variable_name: str,
+        shape: Any = None,
+        initial_value: Any = None,
+    ) -> Any:
+        """Adds a slot, of dtype float32 for a table of bfloat16.
+
+        Tables with an optimizer for themselves have no slot here.
+        """
+        if self._hands_on(model_variable):
+            return None
+        if variable_name == "average" or not is_bfloat16_table(model_variable):
+            return super().add_variable_from_reference(
+                model_variable, variable_name, shape, initial_value
+            )
+        if initial_value is None:
+            initial_value = tf.zeros(shape or model_variable.shape, tf.float32)
+        strategy = tf.distribute.get_strategy()
+        with strategy.extended.colocate_vars_with(model_variable):
+            variable = tf.Variable(
+                tf.cast(initial_value, tf.float32),
+                name=f"{variable_name}/{model_variable._shared_name}",
+                trainable=False,
+            )
+        self._variables.append(variable)
+        return variable
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        for own in self.table_optimizers:
+            own._compute_current_learning_rate()
+        result = super().apply_gradients(*args, **kwargs)
+        for own in self.table_optimizers:
+            own.iterations.assign_add(1)
+        return result
+
+    def rate_argument(self) -> tuple[Any, ...]:
+        """Nothing: `update_step` reads the learning rate itself."""
+        return ()
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
         # Clipped below, where each gradient comes with its variable.

@@ -12,6 +12,8 @@ from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
 from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
+from tfdist_ext.optimizers.kernels import has_kernel
+from tfdist_ext.optimizers.kernels import is_bfloat16_table
 from tfdist_ext.sharding.config import shard_spec
 
 
@@ -26,19 +28,52 @@ class RowOptimizer(KerasDifferences):
     Clipping happens after the sum over the ranks, with norms of whole
     variables: the result is that of one process with the global batch.
 
+    Tables may be bfloat16: their slots are float32, a row is computed in
+    float32, and its weights are rounded at random, up or down such that the
+    expectation is exact. `stochastic_rounding=False` rounds to nearest, which
+    loses changes below 1/512 of a weight.
+
     A subclass defines `_update_rows`.
     """
 
     # Tells the strategy that options work over all ranks.
     _tfdist_row_updates = True
 
+    # Optimizers of single tables, see `table_optimizers.py`.
+    table_optimizers: Sequence[Any] = ()
+
+    def __init__(
+        self, *args: Any, stochastic_rounding: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.stochastic_rounding = stochastic_rounding
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "stochastic_rounding": self.stochastic_rounding,
+        }
+
     def build(self, variables: Sequence[Any]) -> None:
-        self._check_shards(variables)
+        self._prepare(variables)
         super().build(variables)
 
-    def _check_shards(self, variables: Sequence[Any]) -> None:
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        """Refuses bad options; builds the optimizers that tables bring."""
         if any(shard_spec(variable) is not None for variable in variables):
             check_supported(self)
+        tables: dict[int, tuple[Any, list[Any]]] = {}
+        for variable in variables:
+            if self._hands_on(variable):
+                own = own_optimizer(variable)
+                tables.setdefault(id(own), (own, []))[1].append(variable)
+        # An attribute that Keras tracks: it saves what they hold.
+        self.table_optimizers = [own for own, _ in tables.values()]
+        for own, mine in tables.values():
+            own.build(mine)
+
+    def _hands_on(self, variable: Any) -> bool:
+        return own_optimizer(variable) not in (None, self)
 
     def update_step(
         self, gradient: Any, variable: Any, *learning_rate: Any
@@ -51,6 +86,12 @@ class RowOptimizer(KerasDifferences):
             *learning_rate: the learning rate under Keras 3, nothing under
                 tf_keras.
         """
+        if self._hands_on(variable):
+            own = own_optimizer(variable)
+            own.update_step(gradient, variable, *own.rate_argument())
+            return
+        if is_bfloat16_table(variable):
+            gradient = _as_slices(gradient)
         if not isinstance(gradient, tf.IndexedSlices):
             super().update_step(gradient, variable, *learning_rate)
             return
@@ -75,6 +116,15 @@ class RowOptimizer(KerasDifferences):
         """Updates rows int64 `[n]` of a variable with grads `[n, dim]`."""
         raise NotImplementedError
 
+    def _rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
+        """Another seed per step, variable, rank and use within a step."""
+        if not (self.stochastic_rounding and is_bfloat16_table(variable)):
+            return None
+        spec = shard_spec(variable)
+        rank = 0 if spec is None else spec.rank
+        salt = (self._index_of(variable) << 48) + (rank << 32) + use
+        return 2 * tf.cast(self.iterations, tf.int64) + salt
+
     def _slot(self, slots: Sequence[Any], variable: Any) -> Any:
         return slots[self._index_of(variable)]
 
@@ -90,12 +140,15 @@ class RowOptimizer(KerasDifferences):
         def decay(variable: tf.Variable) -> None:
             if not self._use_weight_decay(variable):
                 return
-            rate = tf.cast(self.learning_rate, variable.dtype)
             if has_kernel(variable):
+                rate = tf.cast(self.learning_rate, tf.float64)
                 optimizer_ops.scale_table(
-                    variable, 1 - self.weight_decay * tf.cast(rate, tf.float64)
+                    variable,
+                    1 - self.weight_decay * rate,
+                    rounding_seed=self._rounding_seed(variable, use=1),
                 )
             else:
+                rate = tf.cast(self.learning_rate, variable.dtype)
                 decay = tf.cast(self.weight_decay, variable.dtype)
                 variable.assign_sub(variable * decay * rate)
 
@@ -103,10 +156,16 @@ class RowOptimizer(KerasDifferences):
             strategy.extended.update(self._native(variable), decay, group=False)
 
 
-def has_kernel(variable: Any) -> bool:
-    """Whether the ops can update a variable: float32 `[n, dim]` on a CPU."""
-    return (
-        len(variable.shape) == 2
-        and tf.as_dtype(variable.dtype) == tf.float32
-        and "GPU" not in (getattr(variable, "device", "") or "")
-    )
+def own_optimizer(variable: Any) -> Any:
+    """The optimizer of a table that has one for itself, else None."""
+    native = getattr(variable, "_value", variable)
+    return getattr(native, "_tfdist_optimizer", None)
+
+
+def _as_slices(gradient: Any) -> tf.IndexedSlices:
+    """A dense gradient as that of all rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    gradient = tf.convert_to_tensor(gradient)
+    rows = tf.range(tf.shape(gradient, tf.int64)[0])
+    return tf.IndexedSlices(gradient, rows, tf.shape(gradient))

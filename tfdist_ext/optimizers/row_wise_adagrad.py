@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.kernels import has_kernel
+from tfdist_ext.optimizers.kernels import is_bfloat16_table
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
-from tfdist_ext.optimizers.row_optimizer import has_kernel
 from tfdist_ext.sharding.config import shard_spec
 
 
@@ -36,7 +37,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
     def build(self, variables: Sequence[Any]) -> None:
         if getattr(self, "_built", False):
             return
-        self._check_shards(variables)
+        self._prepare(variables)
         # Past Adagrad's own build, which would add full accumulators.
         super(tf.keras.optimizers.Adagrad, self).build(variables)
         self._accumulators = [
@@ -55,7 +56,8 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
     ) -> None:
         """Updates one variable, see `RowOptimizer.update_step`."""
         sparse = isinstance(gradient, tf.IndexedSlices)
-        if len(variable.shape) != 2 or (sparse and has_kernel(variable)):
+        fused = is_bfloat16_table(variable) or (sparse and has_kernel(variable))
+        if fused or len(variable.shape) != 2:
             super().update_step(gradient, variable, *learning_rate)
             return
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
@@ -85,23 +87,24 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             learning_rate=learning_rate,
             epsilon=self.epsilon,
             mean_squares=means,
+            rounding_seed=self._rounding_seed(variable),
         )
 
 
 def _has_part_of_rows(variable: tf.Variable) -> bool:
     spec = shard_spec(variable)
-    return spec is not None and spec.placement == "column"
+    return spec is not None and spec.column_parts > 1
 
 
 def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
     """Means over whole rows of squared gradients, `[n]` of `[n, dim]`."""
     spec = shard_spec(variable)
-    if spec is None or spec.placement == "row":
+    if spec is None or spec.column_parts == 1:
         return tf.reduce_mean(tf.square(grads), axis=1)
     # Imported here: the strategy's modules import the optimizers.
     from tfdist_ext.distribute.collectives import sum_over_ranks
 
-    # Every rank looks up the same ids in its columns: its rows are the same.
+    # Ranks that hold other columns of these rows look up the same ids.
     squares = tf.reduce_sum(tf.square(grads), axis=1)
     label = f"{spec.table}/row-wise accumulator"
-    return sum_over_ranks(squares, label) / spec.dim
+    return sum_over_ranks(squares, label, spec.row_peers) / spec.dim

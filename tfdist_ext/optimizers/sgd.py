@@ -30,7 +30,7 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
             super().build(variables)
         elif not getattr(self, "_built", False):
             # tf_keras would add momentums that it multiplies by zero.
-            self._check_shards(variables)
+            self._prepare(variables)
             super(tf.keras.optimizers.SGD, self).build(variables)
             self.momentums = [None] * len(variables)
             self._built = True
@@ -44,7 +44,11 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
     ) -> None:
         if not self.momentum:
             optimizer_ops.apply_row_sgd(
-                variable, rows, grads, learning_rate=learning_rate
+                variable,
+                rows,
+                grads,
+                learning_rate=learning_rate,
+                rounding_seed=self._rounding_seed(variable),
             )
             return
         optimizer_ops.apply_row_momentum(
@@ -55,4 +59,5 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
             learning_rate=learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
+            rounding_seed=self._rounding_seed(variable),
         )

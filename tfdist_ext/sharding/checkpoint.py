@@ -3,9 +3,10 @@
 
 TensorFlow's format stores slices of a tensor, so every rank writes a block
 of rows or columns and a merge of the index makes them one table that plain
-TensorFlow reads whole. Row-placed shards hold rows of all over the table, so
-ranks first exchange rows, each keeping a contiguous block; that needs room
-for a second copy of the shard while a checkpoint is written or read.
+TensorFlow reads whole. Unless a table is placed by column, its shards hold
+rows of all over it, so ranks first exchange rows, each keeping a contiguous
+block; that needs room for a second copy of the shard while a checkpoint is
+written or read.
 """
 
 from __future__ import annotations
@@ -48,18 +49,24 @@ class _SavedShard:
         self._collectives = collectives
 
     @property
+    def _by_column(self) -> bool:
+        # Every rank's part is a slice of the table already; slots with one
+        # value per row have no columns.
+        by_column = self._spec.column_parts == self._spec.world_size
+        return by_column and self._variable.shape.rank == 2
+
+    @property
     def _whole(self) -> bool:
         # So few rows that some ranks would have an empty block.
         spec = self._spec
-        by_row = spec.placement == "row"
-        return by_row and spec.local_rows < spec.world_size
+        rows = -(-spec.rows // spec.row_parts)
+        return not self._by_column and rows < spec.world_size
 
     def serialize(self) -> dict[str, Any]:
         """The slice this rank writes, computed when it is written."""
-        spec = self._spec
         slice_spec = "" if self._whole else self._slice()
         make = self._gather if self._whole else self._block
-        if spec.placement == "column":
+        if self._by_column:
             make = self._variable.read_value
         return {
             _KEY: {
@@ -78,86 +85,111 @@ class _SavedShard:
         value = restored[_KEY]
         if isinstance(value, dict):
             (value,) = value.values()
-        spec = self._spec
-        if spec.placement == "row":
+        if not self._by_column:
             value = self._pick(value) if self._whole else self._spread(value)
         return self._variable.assign(value)
 
     def _slice(self) -> str:
         spec = self._spec
-        if spec.placement == "column":
+        if self._by_column:
             first, end = spec.columns
             return f"{spec.rows} {spec.dim} 0,{spec.rows}:{first},{end - first}"
-        first, end = self._rows()
+        first, end = self._rows_of(spec.rank)
         if self._variable.shape.rank == 1:
             return f"{spec.rows} {first},{end - first}"
         return f"{spec.rows} {spec.dim} {first},{end - first}:0,{spec.dim}"
 
-    def _blocks(self) -> np.ndarray:
-        """First block of rows (`id // world_size`) of every rank's part."""
+    def _local_rows(self) -> np.ndarray:
+        """First local row, in any part, of every rank's contiguous block."""
         spec = self._spec
         ranks = np.arange(spec.world_size + 1)
-        return ranks * spec.local_rows // spec.world_size
+        return ranks * -(-spec.rows // spec.row_parts) // spec.world_size
 
-    def _rows(self) -> tuple[int, int]:
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        """The contiguous rows of the table that a rank reads and writes."""
+        first, end = self._local_rows()[rank : rank + 2] * self._spec.row_parts
+        return int(first), int(min(end, self._spec.rows))
+
+    def _widths(self) -> list[int]:
+        """Columns that every rank gives to a block, 0 if it has none."""
         spec = self._spec
-        blocks = self._blocks()
-        first = blocks[spec.rank] * spec.world_size
-        end = blocks[spec.rank + 1] * spec.world_size
-        return int(first), int(min(end, spec.rows))
+        parts = map(spec.at, range(spec.world_size))
+        if self._variable.shape.rank == 2:
+            return [part.local_dim if part.cell else 0 for part in parts]
+        # Ranks that share rows have equal slots: one of them suffices.
+        return [int(part.cell is not None) for part in parts]
 
-    def _gather(self) -> tf.Tensor:
+    def _gather(self) -> tf.Tensor | None:
+        """The whole table, which rank 0 writes; all ranks take part."""
         from tfdist_ext.sharding import sharded_variable
 
         whole = sharded_variable.gather(self._variable, self._collectives)
-        return tf.constant(whole)
+        return tf.constant(whole) if self._spec.rank == 0 else None
 
     def _pick(self, whole: tf.Tensor) -> tf.Tensor:
         spec = self._spec
-        ids = placement.ids_of_shard(spec.rank, spec.world_size, spec.rows)
+        if spec.cell is None:
+            return tf.zeros_like(self._variable)
+        ids = placement.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
         mine = tf.gather(whole, ids)
-        blank = tf.zeros_like(self._variable)
-        return tf.tensor_scatter_nd_update(
-            blank, (ids // spec.world_size)[:, None], mine
-        )
+        if whole.shape.rank == 2:
+            mine = mine[:, slice(*spec.columns)]
+        return self._padded(mine)
+
+    def _padded(self, rows: tf.Tensor) -> tf.Tensor:
+        missing = self._spec.local_rows - tf.shape(rows)[0]
+        padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
+        return tf.pad(rows, padding)
+
+    def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
+        """A part's ids among a rank's contiguous rows, ascending."""
+        ids = np.arange(*self._rows_of(rank))
+        return ids[placement.part_of(ids, self._spec.row_parts) == part]
 
     def _block(self) -> tf.Tensor:
         """Contiguous rows of the table, put together from all ranks."""
         spec = self._spec
-        blocks = self._blocks()
-        parts, _ = self._collectives.all_to_all(
-            tf.convert_to_tensor(self._variable),
-            tf.constant(np.diff(blocks), tf.int64),
+        width = self._widths()[spec.rank]
+        sizes = np.diff(self._local_rows()) * width
+        flat, received = self._collectives.all_to_all(
+            tf.reshape(tf.convert_to_tensor(self._variable), [-1]),
+            tf.constant(sizes, tf.int64),
             f"{spec.table}/save",
         )
-        first, end = self._rows()
-        ids = np.arange(first, end)
-        count = blocks[spec.rank + 1] - blocks[spec.rank]
-        owner = placement.owner_of(ids, spec.world_size)
-        block = ids // spec.world_size - blocks[spec.rank]
-        return tf.gather(parts, owner * count + block)
+        first, end = self._rows_of(spec.rank)
+        dims = self._variable.shape.rank
+        block = np.empty((end - first, spec.dim)[:dims], flat.numpy().dtype)
+        pieces = np.split(flat.numpy(), np.cumsum(received.numpy())[:-1])
+        for rank, piece in enumerate(pieces):
+            part = spec.at(rank)
+            if part.cell is None:
+                continue
+            ids = self._ids_in_block(spec.rank, part.cell[0])
+            columns: Any = (slice(*part.columns),)[: dims - 1]
+            shape = (-1, part.local_dim)[:dims]
+            block[(ids - first, *columns)] = piece.reshape(shape)[: len(ids)]
+        return tf.constant(block)
 
     def _spread(self, rows: tf.Tensor) -> tf.Tensor:
         """This rank's shard, from the contiguous rows that ranks have read."""
         spec = self._spec
-        first, end = self._rows()
-        ids = np.arange(first, end)
-        # To every owner in turn, its rows in ascending order.
-        order = np.argsort(
-            placement.owner_of(ids, spec.world_size), kind="stable"
-        )
-        counts = np.bincount(
-            placement.owner_of(ids, spec.world_size),
-            minlength=spec.world_size,
-        )
-        parts, _ = self._collectives.all_to_all(
-            tf.gather(rows, order),
-            tf.constant(counts, tf.int64),
+        block = rows.numpy()
+        first, _ = self._rows_of(spec.rank)
+        pieces = []
+        for part in map(spec.at, range(spec.world_size)):
+            piece = block[:0]
+            if part.cell is not None:
+                ids = self._ids_in_block(spec.rank, part.cell[0])
+                columns = (slice(*part.columns),)[: block.ndim - 1]
+                piece = block[(ids - first, *columns)]
+            pieces.append(piece.reshape(-1))
+        flat, _ = self._collectives.all_to_all(
+            tf.concat(pieces, 0),
+            tf.constant([len(piece) for piece in pieces], tf.int64),
             f"{spec.table}/restore",
         )
-        missing = spec.local_rows - tf.shape(parts)[0]
-        padding = [[0, missing]] + [[0, 0]] * (parts.shape.rank - 1)
-        return tf.pad(parts, padding)
+        shape = (-1, spec.local_dim)[: block.ndim]
+        return self._padded(tf.reshape(flat, shape))
 
 
 def merge_shards_of_all_ranks() -> None:
@@ -188,10 +220,16 @@ def merge_shards_of_all_ranks() -> None:
 def _collectives_of(saver: Any) -> Any:
     for tensors in saver._shardable_tensors_by_task.values():
         for tensor in tensors:
-            owner = getattr(tensor.trackable, "_value", tensor.trackable)
-            if hasattr(owner, "_tfdist_collectives"):
+            owner = _owner(tensor)
+            if owner is not None:
                 return owner._tfdist_collectives
     return None
+
+
+def _owner(tensor: Any) -> Any:
+    """The shard that a saver's tensor belongs to, None if to no shard."""
+    owner = getattr(tensor.trackable, "_value", tensor.trackable)
+    return owner if hasattr(owner, "_tfdist_collectives") else None
 
 
 def _save_merged(
@@ -207,9 +245,8 @@ def _save_merged(
     failure = None
     try:
         tf.io.gfile.makedirs(f"{prefix}_ranks")
-        if group.rank > 0:
-            _keep_slices_only(saver)
-        original(saver, tf.constant(parts[group.rank]), options)
+        if group.rank == 0 or _keep_shards_only(saver):
+            original(saver, tf.constant(parts[group.rank]), options)
     except tf.errors.OpError as error:
         failure = error
     _raise_everywhere(failure, prefix, collectives)
@@ -226,10 +263,17 @@ def _save_merged(
     _raise_everywhere(failure, prefix, collectives)
 
 
-def _keep_slices_only(saver: Any) -> None:
+def _keep_shards_only(saver: Any) -> bool:
+    """Leaves the rest to rank 0; whether this rank has anything to write."""
     by_task = saver._shardable_tensors_by_task
     for task, tensors in by_task.items():
-        by_task[task] = [t for t in tensors if t.slice_spec]
+        by_task[task] = [t for t in tensors if _owner(t) is not None]
+    kept = [tensor for tensors in by_task.values() for tensor in tensors]
+    if any(tensor.slice_spec for tensor in kept):
+        return True
+    for tensor in kept:
+        _ = tensor._tensor_save_spec.tensor  # rank 0 gathers it
+    return False
 
 
 def _prefix_of_first_rank(file_prefix: Any, collectives: Collectives) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.ops import embedding_ops
+from tfdist_ext.ops import init_ops
 from tfdist_ext.sharding.config import ShardSpec
 
 # Standard deviation of a unit normal cut at two standard deviations.
@@ -40,7 +40,7 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
     """
     described = _describe(initializer, spec)
     if described is None:
-        if spec.world_size == 1:
+        if not spec.partitioned:
             return initializer
         raise ValueError(
             f"Table '{spec.table}' is partitioned over {spec.world_size} "
@@ -53,12 +53,13 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
 
     def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
         del shape, kwargs
-        block = embedding_ops.init_rows(
-            rank=spec.rank,
-            world_size=spec.world_size,
+        block = init_ops.init_rows(
             rows=spec.rows,
-            dim=spec.dim,
-            placement=spec.placement,
+            row_part=spec.cell[0] if spec.cell else 0,
+            row_parts=spec.row_parts,
+            local_rows=spec.local_rows,
+            first_column=spec.columns[0],
+            local_dim=spec.local_dim,
             seed=_seed(initializer, spec.table),
             distribution=distribution,
             a=first,

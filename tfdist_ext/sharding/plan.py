@@ -1,87 +1,288 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how to place a table from what its exchanges cost (no TensorFlow).
+"""Where every table of a model lives: `plan(...)` makes a `ShardingPlan`.
 
-Bytes that leave a rank per sample and step, for W ranks, z ids per sample,
-width d and about 1.4 bytes per coded id (see docs/data_path.md):
-
-    row      1.4 z (W-1)/W + 8 d min(z, W) (W-1)/W
-    column   1.4 z (W-1)   + 8 d (W-1)/W
-
-A row-placed sample is pooled by up to min(z, W) owners, each of which sends
-one result and gets one gradient; a column-placed one sends its ids to all.
+No TensorFlow here. `problem.py` reduces configurations to numbers, `cost.py`
+has the model of bytes, time and memory, `balance.py` chooses.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import types
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
-_ID_BYTES = 1.4
-_NUMBER_BYTES = 4
-# What is assumed when the input does not tell how many ids a sample has.
-_USUAL_HOTNESS = 100
-# A table of this size is cheaper to copy than to ask for.
-_REPLICATED_BYTES = 32 << 10
+import numpy as np
+
+from tfdist_ext.sharding import balance
+from tfdist_ext.sharding import candidates
+from tfdist_ext.sharding import improve
+from tfdist_ext.sharding import plan_text
+from tfdist_ext.sharding import plot
+from tfdist_ext.sharding import problem as problem_lib
+from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.load import Load
+from tfdist_ext.sharding.popularity import DEFAULT_EXPONENT
+from tfdist_ext.sharding.problem import Problem
+from tfdist_ext.sharding.problem import hotness
+from tfdist_ext.sharding.tables import FeatureConfig
+from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.sharding.tables import placement_from_dict
+from tfdist_ext.sharding.tables import placement_to_dict
+
+__all__ = ["ShardingPlan", "hotness", "plan"]
+
+_FORMAT = "tfdist_ext.ShardingPlan"
+_VERSION = 1
 
 
-def hotness(input_shape: Any, input_dim: int) -> int | None:
-    """Ids per sample, read off the shape of an input of ids.
+@dataclasses.dataclass(frozen=True)
+class ShardingPlan:
+    """The placement of every table, and what it costs.
 
-    Args:
-        input_shape: shape of the input, or a list of shapes.
-        input_dim: rows of the table; a last dimension of this size is a
-            SparseTensor's and tells nothing.
+    Made by `plan`, or read by `load`. Two plans are equal if they place the
+    same tables alike for the same problem.
 
-    Returns:
-        Ids per sample, None if unknown.
+    Attributes:
+        problem: the numbers it was made for.
+        placements: of every table, by name, in the order of the problem.
+
+    Raises:
+        ValueError: if a table has no placement, or one it cannot have.
     """
-    shape = list(input_shape)
-    if shape and isinstance(shape[0], list | tuple):
-        known = [hotness(part, input_dim) for part in shape]
-        return None if None in known else sum(k for k in known if k)
-    if len(shape) == 1:
-        return 1
-    return None if shape[-1] == input_dim else shape[-1]
+
+    problem: Problem
+    placements: Mapping[str, TablePlacement]
+
+    def __post_init__(self) -> None:
+        names = [table.name for table in self.problem.tables]
+        if sorted(names) != sorted(self.placements):
+            raise ValueError(
+                "A plan needs one placement for each of its tables. Received: "
+                f"placements of {sorted(self.placements)}, tables "
+                f"{sorted(names)}."
+            )
+        for table in self.problem.tables:
+            candidates.check_placement(
+                table, self.placements[table.name], self.world_size
+            )
+        ordered = {name: self.placements[name] for name in names}
+        object.__setattr__(self, "placements", types.MappingProxyType(ordered))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.problem.setting.world_size
+
+    def placement_of(self, table: str) -> TablePlacement:
+        """Placement of the table of that name.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        self.problem.index(table)
+        return self.placements[table]
+
+    @functools.cached_property
+    def options(self) -> balance.Options:
+        """Costs of every table in every shape."""
+        return balance.Options(self.problem, list(self.placements.values()))
+
+    @functools.cached_property
+    def loads(self) -> Mapping[str, Load]:
+        """What each table loads the ranks with, by name, arrays `[W]`."""
+        return {
+            name: improve.load_of_table(self.options, index, placement)
+            for index, (name, placement) in enumerate(self.placements.items())
+        }
+
+    @functools.cached_property
+    def total(self) -> Load:
+        """What all tables and the exchanges load the ranks with, `[W]`."""
+        load = sum(self.loads.values(), start=Load())
+        return balance.total(load, list(self.placements.values()), self.problem)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that the rank that sends most sends in a step."""
+        return float(np.max(self.total.sent))
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Estimated time of the busiest rank's tables in a step."""
+        return float(np.max(self.total.time(self.problem.setting)))
+
+    @property
+    def memory(self) -> float:
+        """Bytes of weights and slots on the fullest rank."""
+        return float(np.max(self.total.memory))
+
+    def summary(self) -> str:
+        """The plan as a table of text, a line per table."""
+        return plan_text.summary(self)
+
+    def explain(self, table: str) -> str:
+        """All placements the table could have, and why it has this one."""
+        return plan_text.explain(self, table)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws memory, bytes sent and lookups of every rank.
+
+        Args:
+            path: file to write, if any.
+
+        Returns:
+            The matplotlib Figure.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        return plot.draw(self, path)
+
+    def replace(
+        self, table: str, placement: TablePlacement | str
+    ) -> ShardingPlan:
+        """The plan with one table placed otherwise.
+
+        Args:
+            table: its name.
+            placement: where it goes; for a kind such as "row_wise" the
+                planner chooses the ranks. Other tables stay where they are.
+
+        Raises:
+            ValueError: for a placement the table cannot have, or without
+                memory for it.
+        """
+        index = self.problem.index(table)
+        problem_lib.check_kind(table, placement)
+        # The others are held in place while this one is planned.
+        kept = [
+            dataclasses.replace(t, placement=self.placements[t.name])
+            for t in self.problem.tables
+        ]
+        kept[index] = dataclasses.replace(kept[index], placement=placement)
+        solved = _solve(dataclasses.replace(self.problem, tables=tuple(kept)))
+        tables = list(self.problem.tables)
+        tables[index] = kept[index]
+        return dataclasses.replace(
+            solved,
+            problem=dataclasses.replace(self.problem, tables=tuple(tables)),
+        )
+
+    def at(self, world_size: int) -> ShardingPlan:
+        """A plan for the same problem on another number of ranks."""
+        setting = dataclasses.replace(
+            self.problem.setting, world_size=world_size
+        )
+        return _solve(dataclasses.replace(self.problem, setting=setting))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "placements": {
+                name: placement_to_dict(placement)
+                for name, placement in self.placements.items()
+            },
+            "problem": self.problem.to_dict(),
+        }
+        text = json.dumps(content, indent=1) + "\n"
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
+        """Reads what `save` wrote, perhaps edited.
+
+        Raises:
+            ValueError: if the file is something else.
+        """
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+            content = json.loads(text)
+            found = (content["format"], content["version"])
+            if found != (_FORMAT, _VERSION):
+                raise ValueError(f"format and version {found}")
+            placements = content["placements"].items()
+            return cls(
+                Problem.from_dict(content["problem"]),
+                {name: placement_from_dict(p) for name, p in placements},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} holds no sharding plan of version "
+                f"{_VERSION}, or an invalid one: {error}"
+            ) from error
 
 
-def bytes_per_sample(
-    placement: str, dim: int, world_size: int, ids_per_sample: int
-) -> float:
-    """Bytes that one sample's ids, results and gradients send.
+def plan(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    world_size: int,
+    *,
+    batch_size: int = 256,
+    wire_bytes: float = 4,
+    link_bytes_per_second: float = 150e6,
+    read_bytes_per_second: float = 8e9,
+    memory_limit: float | None = None,
+    bytes_slack: float = 0.1,
+    slots_per_weight: float | str = 1.0,
+    popularity: float | Mapping[str, float] = DEFAULT_EXPONENT,
+    forced: Mapping[str, TablePlacement | str] | None = None,
+) -> ShardingPlan:
+    """Chooses a placement for every table; the same one on every rank.
 
     Args:
-        placement: "row" or "column".
-        dim: width of the table.
+        tables: to place.
+        features: that look up in them.
         world_size: number of ranks.
-        ids_per_sample: hotness.
+        batch_size: samples per rank and step.
+        wire_bytes: of a number of a result: 4, or 2 with a 16-bit wire dtype.
+        link_bytes_per_second: of a rank, each way.
+        read_bytes_per_second: of a rank, reading rows of a table at random.
+        memory_limit: bytes of weights and slots per rank.
+        bytes_slack: share of bytes to send beyond the least, if that saves
+            time; math.inf plans for time alone.
+        slots_per_weight: numbers the optimizer keeps per weight, or its name.
+            A table's own optimizer goes before.
+        popularity: Zipf exponent, of all or by table; 0 is uniform.
+        forced: placements or kinds by table, before the tables' own.
+
+    Raises:
+        ValueError: for arguments that contradict each other, or a
+            `memory_limit` that no plan keeps; the message has the least.
     """
-    others = world_size - 1
-    results = 2 * _NUMBER_BYTES * dim * others / world_size
-    ids = _ID_BYTES * ids_per_sample
-    if placement == "column":
-        return ids * others + results
-    return ids * others / world_size + results * min(ids_per_sample, world_size)
+    setting = problem_lib.Setting(
+        world_size=world_size,
+        batch_size=batch_size,
+        wire_bytes=wire_bytes,
+        link_bytes_per_second=link_bytes_per_second,
+        read_bytes_per_second=read_bytes_per_second,
+        memory_limit=memory_limit,
+        bytes_slack=bytes_slack,
+    )
+    return _solve(
+        problem_lib.make_problem(
+            tables,
+            features,
+            setting,
+            slots_per_weight,
+            popularity,
+            forced or {},
+        )
+    )
 
 
-def choose_sharding(
-    rows: int, dim: int, world_size: int, ids_per_sample: int | None
-) -> Literal["row", "column", "replicated"]:
-    """The placement that `sharding="auto"` stands for.
-
-    Args:
-        rows: rows of the table.
-        dim: width of the table.
-        world_size: number of ranks.
-        ids_per_sample: hotness, None if unknown.
-
-    Returns:
-        "replicated" for a tiny table, else the cheaper of the others.
-    """
-    if rows * dim * _NUMBER_BYTES <= _REPLICATED_BYTES:
-        return "replicated"
-    z = ids_per_sample or _USUAL_HOTNESS
-    if dim < world_size:
-        return "row"
-    column = bytes_per_sample("column", dim, world_size, z)
-    row = bytes_per_sample("row", dim, world_size, z)
-    return "column" if column < row else "row"
+def _solve(problem: Problem) -> ShardingPlan:
+    if not problem.tables:
+        return ShardingPlan(problem, {})
+    options = balance.Options(problem)
+    solution = improve.best(options)
+    names = [table.name for table in problem.tables]
+    placements = dict(zip(names, solution.placements, strict=True))
+    return ShardingPlan(problem, placements)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ _pending = _Pending()
 @contextlib.contextmanager
 def creating(spec: ShardSpec) -> Iterator[None]:
     """Variables created inside are this rank's part of a table."""
-    _pending.spec = spec if spec.world_size > 1 else None
+    _pending.spec = spec if spec.partitioned else None
     try:
         yield
     finally:
@@ -116,19 +117,20 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     return _assemble(flat.numpy(), spec, local.shape.rank)
 
 
-def _assemble(flat: np.ndarray, spec: ShardSpec, rank: int) -> np.ndarray:
-    """A table from its shards, one after the other."""
-    if spec.placement == "row":
-        shape = [-1, spec.dim] if rank == 2 else [-1]
-        ids = np.arange(spec.rows)
-        owner = placement.owner_of(ids, spec.world_size)
-        place = owner * spec.local_rows + ids // spec.world_size
-        return flat.reshape(shape)[place]
-    if rank == 1:
-        return flat[: spec.rows]
-    sizes = [spec.rows * spec.dims_of(r) for r in range(spec.world_size)]
-    parts = np.split(flat, np.cumsum(sizes)[:-1])
-    return np.concatenate([p.reshape(spec.rows, -1) for p in parts], axis=1)
+def _assemble(flat: np.ndarray, spec: ShardSpec, dims: int) -> np.ndarray:
+    """A table from the parts of all ranks, one after the other."""
+    whole = np.empty((spec.rows, spec.dim)[:dims], flat.dtype)
+    end = 0
+    for part in map(spec.at, range(spec.world_size)):
+        shape = part.local_shape[:dims]
+        start, end = end, end + math.prod(shape)
+        if part.cell is None:
+            continue
+        block = flat[start:end].reshape(shape)
+        ids = placement.ids_of_part(part.cell[0], spec.row_parts, spec.rows)
+        columns: Any = (slice(*part.columns),)[: dims - 1]
+        whole[(ids, *columns)] = block[: len(ids)]
+    return whole
 
 
 def assign_part(variable: Any, whole: Any) -> None:
@@ -151,25 +153,23 @@ def assign_part(variable: Any, whole: Any) -> None:
             f"Table '{spec.table}' has shape {expected}. Received values of "
             f"shape {tuple(whole.shape)}."
         )
-    if spec.placement == "column":
-        first, end = spec.columns
-        columns = (slice(first, end),) if inner.shape.rank == 2 else ()
-        inner.assign(np.asarray(whole[(slice(None), *columns)]))
+    if spec.cell is None:
         return
+    columns = (slice(*spec.columns),)[: inner.shape.rank - 1]
     part = np.zeros(inner.shape, inner.dtype.as_numpy_dtype)
     for start in range(0, spec.rows, _READ_ROWS):
-        block = np.asarray(whole[start : start + _READ_ROWS])
+        block = np.asarray(whole[(slice(start, start + _READ_ROWS), *columns)])
         ids = np.arange(start, start + len(block))
-        mine = placement.owner_of(ids, spec.world_size) == spec.rank
-        part[ids[mine] // spec.world_size] = block[mine]
+        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
+        part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]
     inner.assign(part)
 
 
 def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
-    """Refuses an update that would train a shard wrongly without a word.
+    """Refuses an update that would train a table wrongly without a word.
 
     Args:
-        variable: the shard.
+        variable: a shard, or any other variable.
         fn: what an optimizer gave to `extended.update`.
         args: its arguments; the gradient first, when it is one.
 
@@ -184,8 +184,10 @@ def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     for owner in [*cells, getattr(fn, "__self__", None)]:
         if hasattr(owner, "global_clipnorm"):
-            checks.check_supported(owner)
-            _check_gradient(variable, args)
+            checks.check_table_optimizer(owner, variable)
+            if is_shard(variable):
+                checks.check_supported(owner)
+                _check_gradient(variable, args)
 
 
 def _check_gradient(variable: Any, args: Sequence[Any]) -> None:

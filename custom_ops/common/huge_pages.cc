@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "custom_ops/common/huge_pages.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_set>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace tfdist {
+namespace {
+
+constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+// Smaller ones fit the processor's table of pages anyway.
+constexpr size_t kSmallest = 4 * kHugePage;
+
+bool Wanted() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("TFDIST_HUGE_PAGES");
+    return value == nullptr || std::strcmp(value, "0") != 0;
+  }();
+  return wanted;
+}
+
+bool IsNew(const void* data) {
+  static std::mutex mutex;
+  static auto* known = new std::unordered_set<const void*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known->insert(data).second;
+}
+
+// Advises the huge pages that lie within the buffer, in parts: a failure, such
+// as no free memory in one piece, ends it.
+void Advise(void* data, size_t bytes, int advice, uintptr_t part) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+#ifdef __linux__
+  for (uintptr_t at = begin; at < end; at += part) {
+    const size_t size = std::min(part, end - at);
+    if (madvise(reinterpret_cast<void*>(at), size, advice) != 0) return;
+  }
+#endif
+}
+
+}  // namespace
+
+void AdviseHugePages(void* data, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  if (!Wanted() || bytes < kSmallest) return;
+  Advise(data, bytes, MADV_HUGEPAGE, bytes);
+#endif
+}
+
+void ExchangeForHugePages(void* data, size_t bytes) {
+  if (!Wanted() || bytes < kSmallest || !IsNew(data)) return;
+  AdviseHugePages(data, bytes);
+#ifdef __linux__
+  constexpr int kMadvCollapse = 25;  // Newer than some C libraries.
+  constexpr uintptr_t kPart = 32 * kHugePage;
+  Advise(data, bytes, kMadvCollapse, kPart);
+#endif
+}
+
+}  // namespace tfdist

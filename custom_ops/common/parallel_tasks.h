@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_COMMON_PARALLEL_TASKS_H_
+#define TFDIST_COMMON_PARALLEL_TASKS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tensorflow/core/lib/core/threadpool.h"
+
+namespace tfdist {
+
+// A piece of work that can be cut at any of its units.
+struct Task {
+  int64_t units;
+  int64_t nanoseconds;  // about, for a unit; at least 1
+};
+
+// Calls work(task, begin, end) for all units of all tasks, every unit once.
+// Cut by time: a long task is spread over threads, many short ones share one,
+// and work for a single thread stays on the caller's. A task that cannot be cut
+// does all of its work in the call with begin == 0.
+void ParallelTasks(
+    tensorflow::thread::ThreadPool* pool, const std::vector<Task>& tasks,
+    const std::function<void(size_t task, int64_t begin, int64_t end)>& work);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COMMON_PARALLEL_TASKS_H_

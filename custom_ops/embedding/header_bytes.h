@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_HEADER_BYTES_H_
+#define TFDIST_EMBEDDING_HEADER_BYTES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "bit_stream.h"
+
+namespace tfdist {
+
+// Seven bits per byte, least significant first; the top bit says "more".
+inline uint8_t* PutVarint(uint64_t value, uint8_t* out) {
+  for (; value >= 0x80; value >>= 7) {
+    *out++ = static_cast<uint8_t>(value | 0x80);
+  }
+  *out++ = static_cast<uint8_t>(value);
+  return out;
+}
+
+// Bytes that PutVarint() writes.
+inline size_t VarintSize(uint64_t value) {
+  size_t size = 1;
+  for (; value >= 0x80; value >>= 7) ++size;
+  return size;
+}
+
+template <typename T>
+uint8_t* PutFixed(T value, uint8_t* out) {
+  std::memcpy(out, &value, sizeof(T));
+  return out + sizeof(T);
+}
+
+inline uint8_t* PutCode(const RiceCode& code, uint8_t* out) {
+  *out++ = static_cast<uint8_t>(code.k);
+  return PutVarint(code.base, out);
+}
+
+// Takes header fields off the front of a message; after the first field that is
+// not there, ok() is false and every further field reads as 0.
+class HeaderReader {
+ public:
+  HeaderReader(const uint8_t* data, size_t size)
+      : next_(data), end_(data + size) {}
+
+  uint8_t Byte() {
+    if (next_ == end_) {
+      ok_ = false;
+      return 0;
+    }
+    return *next_++;
+  }
+
+  uint64_t Varint() {
+    uint64_t value = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      const uint8_t byte = Byte();
+      value |= static_cast<uint64_t>(byte & 0x7F) << shift;
+      if ((byte & 0x80) == 0) return value;
+    }
+    ok_ = false;
+    return 0;
+  }
+
+  template <typename T>
+  T Fixed() {
+    T value{};
+    if (left() < sizeof(T)) {
+      ok_ = false;
+      return value;
+    }
+    std::memcpy(&value, next_, sizeof(T));
+    next_ += sizeof(T);
+    return value;
+  }
+
+  // The parameter of a Rice code that cannot be constant.
+  int Parameter() {
+    const uint8_t k = Byte();
+    if (k > RiceCode::kMaxK) ok_ = false;
+    return k;
+  }
+
+  RiceCode Code() {
+    RiceCode code;
+    code.k = Byte();
+    code.base = Varint();
+    if (code.k > RiceCode::kMaxK && code.k != RiceCode::kConstant) ok_ = false;
+    return code;
+  }
+
+  // Skips `size` bytes, which the caller knows to be there.
+  void Skip(size_t size) { next_ += size; }
+
+  bool ok() const { return ok_; }
+  const uint8_t* next() const { return next_; }
+  size_t left() const { return end_ - next_; }
+
+ private:
+  const uint8_t* next_;
+  const uint8_t* end_;
+  bool ok_ = true;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_HEADER_BYTES_H_

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_MESSAGE_BUILDER_H_
+#define TFDIST_EMBEDDING_MESSAGE_BUILDER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "entry_builder.h"
+#include "feature_grid.h"
+#include "hot_ids.h"
+#include "id_section.h"
+#include "message_header.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/lib/core/threadpool.h"
+
+namespace tfdist {
+
+// The entries of one feature: those of consecutive ranges of its samples.
+struct FeatureEntries {
+  std::vector<EntryBuilder> ranges;
+  const HotIndex* hot = nullptr;
+  bool one_each = false;
+  bool weighted = false;
+};
+
+// Lays the entries of all features out as messages to all ranks. There is one
+// section per feature and row part; the ranks that hold the part's cells all
+// get a copy.
+class MessageBuilder {
+ public:
+  MessageBuilder(const FeatureGrids& grids,
+                 const std::vector<FeatureEntries>& entries,
+                 const MessageHeader& header,
+                 tensorflow::thread::ThreadPool* pool);
+
+  // Chooses the codes of all sections. To be called once, before the outputs.
+  void Code();
+
+  // Allocates and fills payload and send_splits, outputs 0 and 1.
+  absl::Status WritePayload(tensorflow::OpKernelContext* ctx) const;
+
+  // Allocates and fills sample_ids and sample_splits, outputs 2 and 3.
+  absl::Status WriteSamples(tensorflow::OpKernelContext* ctx) const;
+
+ private:
+  struct Section {
+    size_t feature = 0;
+    int64_t part = 0;
+    int64_t bytes = 0;
+    SectionWriter writer;
+    std::vector<int32_t> sample_ids;
+  };
+
+  void CodeSection(Section* section) const;
+  // Runs f(section) for all sections, on the pool.
+  template <typename F>
+  void ForAllSections(F f) const;
+  // The section of a feature that a rank gets, or kNoPart.
+  int64_t SectionOf(size_t feature, int64_t rank) const;
+
+  const FeatureGrids& grids_;
+  const std::vector<FeatureEntries>& entries_;
+  const MessageHeader& header_;
+  tensorflow::thread::ThreadPool* pool_;
+  std::vector<Section> sections_;
+  std::vector<int64_t> first_section_;  // of every feature
+  int64_t cost_ = 0;                    // of a section in the mean, ns
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_MESSAGE_BUILDER_H_

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_MESSAGE_HEADER_H_
+#define TFDIST_EMBEDDING_MESSAGE_HEADER_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "header_bytes.h"
+
+namespace tfdist {
+
+// The message that carries the ids of all features from one rank to another:
+//
+//   header     version and flags, rank, samples
+//   sections   for every feature of which the receiver holds a cell, in order:
+//              the section's bytes as a varint, then those (id_section.h); a
+//              section without entries is a single 0
+//
+// A sender that met a bad id sends an error record in the header and no
+// sections, to all ranks, so that the step fails everywhere with one text.
+
+// The first id that the `out_of_range="error"` policy refuses.
+struct BadId {
+  // Of a one_each feature: its ids are distinct ids of all samples.
+  static constexpr int64_t kNoSample = -1;
+
+  bool found = false;
+  int64_t feature = 0;
+  int64_t sample = 0;
+  int64_t id = 0;
+};
+
+struct MessageHeader {
+  static constexpr size_t kMaxBytes = 64;
+
+  int64_t rank = 0;
+  float samples = 0;  // the sender's weight in the batch mean
+  BadId bad_id;
+
+  // Returns the end of what it wrote.
+  uint8_t* Write(uint8_t* out) const {
+    *out++ = kVersion | (bad_id.found ? kBadId : 0);
+    out = PutVarint(rank, out);
+    out = PutFixed(samples, out);
+    if (!bad_id.found) return out;
+    out = PutVarint(bad_id.feature, out);
+    out = PutFixed(bad_id.sample, out);
+    return PutFixed(bad_id.id, out);
+  }
+
+  // Returns nullptr, or why the message is malformed.
+  const char* Read(HeaderReader* in) {
+    const uint8_t flags = in->Byte();
+    if ((flags & ~kBadId) != kVersion) return "its version is unknown";
+    rank = static_cast<int64_t>(in->Varint());
+    samples = in->Fixed<float>();
+    if (flags & kBadId) {
+      bad_id.found = true;
+      bad_id.feature = static_cast<int64_t>(in->Varint());
+      bad_id.sample = in->Fixed<int64_t>();
+      bad_id.id = in->Fixed<int64_t>();
+    }
+    return in->ok() ? nullptr : "its header is malformed";
+  }
+
+ private:
+  static constexpr uint8_t kVersion = 2;
+  static constexpr uint8_t kBadId = 0x40;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_MESSAGE_HEADER_H_

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_ROW_VECTORS_H_
+#define TFDIST_EMBEDDING_ROW_VECTORS_H_
+
+#include <cstdint>
+
+#include "common/target_clones.h"
+#include "lookup_functor.h"
+
+namespace tfdist {
+
+// `kLanes` numbers at any address; the compiler splits what the processor's
+// registers cannot hold.
+template <typename T, int kLanes>
+struct Vector {
+  typedef T Type __attribute__((vector_size(kLanes * sizeof(T)),
+                                aligned(alignof(T)), may_alias));
+};
+
+template <int kLanes>
+using Floats = typename Vector<float, kLanes>::Type;
+
+// By reference: a vector that is returned would be part of the ABI.
+template <int kLanes>
+TFDIST_INLINE void Load(const float* from, Floats<kLanes>* values) {
+  *values = *reinterpret_cast<const Floats<kLanes>*>(from);
+}
+
+template <int kLanes>
+TFDIST_INLINE void Load(const Bfloat16* from, Floats<kLanes>* values) {
+  using Halves = typename Vector<uint16_t, kLanes>::Type;
+  using Words = typename Vector<uint32_t, kLanes>::Type;
+  const Words words =
+      __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words);
+  *values = reinterpret_cast<Floats<kLanes>>(words << 16);
+}
+
+constexpr int kMaxVectors = 8;          // accumulators that stay in registers
+constexpr int64_t kPrefetchAhead = 12;  // entries; hides a trip to memory
+constexpr int64_t kLineBytes = 64;
+
+template <typename T>
+TFDIST_INLINE void PrefetchRow(const T* row, int64_t width) {
+  constexpr int64_t kLine = kLineBytes / sizeof(T);
+  for (int64_t j = 0; j < width; j += kLine) __builtin_prefetch(row + j);
+  __builtin_prefetch(row + width - 1);
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_ROW_VECTORS_H_

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_EMBEDDING_SORTED_ENTRIES_H_
+#define TFDIST_EMBEDDING_SORTED_ENTRIES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lookup_blocks.h"
+
+namespace tfdist {
+
+// What Lookup was given for one table: sample s of a block has the entries
+// row_splits[s] .. row_splits[s + 1].
+struct TableEntries {
+  std::vector<LookupBlock> blocks;
+  const int64_t* row_splits;
+  const int64_t* rows;
+  const float* weights;  // nullptr when all are 1
+  int64_t count = 0;     // entries of all blocks
+  int offset_bits = 0;   // enough for an offset within the values
+
+  int64_t First(const LookupBlock& block) const {
+    return row_splits[block.first_sample];
+  }
+  int64_t Count(const LookupBlock& block) const {
+    return row_splits[block.first_sample + block.samples] - First(block);
+  }
+};
+
+// Memory that is kept for the next step: fresh pages cost more than what is
+// written to them.
+template <typename T>
+class KeptArray {
+ public:
+  T* Resize(int64_t size) {
+    if (size > capacity_) {
+      capacity_ = size + size / 4;
+      data_.reset(new T[capacity_]);
+    }
+    return data_.get();
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  int64_t capacity_ = 0;
+};
+
+// The entries of the rows in one range, ascending by row, within a row in the
+// order of the samples: what one thread sorts. The form is that of RowGradSum.
+class SortedEntries {
+ public:
+  // Takes the entries with rows in [low, high); `all` if those are all of the
+  // table's.
+  void Build(const TableEntries& entries, int64_t low, int64_t high, bool all);
+
+  int64_t distinct() const { return distinct_; }
+  const int64_t* rows() const { return rows_.data(); }
+  const int64_t* row_splits() const { return row_splits_.data(); }
+  const uint64_t* entries() const { return sorted_; }
+  const float* weights() const { return weighted_ ? weights_.data() : nullptr; }
+
+ private:
+  int64_t Select(const TableEntries& entries) const;
+  // One pass over as many bins as there are rows in the range.
+  void CountingSort(const TableEntries& entries, int64_t selected);
+  // Passes over digits of the rows.
+  void DigitSort(const TableEntries& entries, int64_t selected);
+
+  // Calls visit(entry, row - low, offset of its sample) for the range's
+  // entries.
+  template <typename Visit>
+  void ForEach(const TableEntries& entries, const Visit& visit) const;
+
+  uint64_t low_ = 0;
+  uint64_t range_ = 0;
+  bool all_ = false;
+  bool weighted_ = false;
+  int64_t distinct_ = 0;
+  const uint64_t* sorted_ = nullptr;
+  KeptArray<int64_t> rows_;
+  KeptArray<int64_t> row_splits_;
+  KeptArray<float> weights_;
+  KeptArray<uint64_t> keys_;
+  KeptArray<uint64_t> spare_keys_;
+  KeptArray<uint32_t> weight_bits_;
+  KeptArray<uint32_t> bins_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_EMBEDDING_SORTED_ENTRIES_H_

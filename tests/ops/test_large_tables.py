@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of more than 2^31 elements: offsets do not fit 32 bits.
+
+Skipped where memory is short: such a table takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.ops import optimizer_ops
+
+ROWS, DIM = 2**25 + 5, 80
+# On both sides of the elements 2^31 and 2^32 - 1 would wrap to.
+NAMED = np.array([0, 3, 2**31 // DIM - 1, 2**31 // DIM + 1, ROWS - 1])
+
+
+def free_gigabytes() -> float:
+    """Memory that is free or can be had by dropping caches."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0.0
+    sizes = dict(line.split(":") for line in lines)
+    return int(sizes["MemAvailable"].split()[0]) / 2**20
+
+
+def make_table(dtype: tf.DType, gigabytes: float) -> tf.Variable:
+    free = free_gigabytes()
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of free memory, {free:.1f} are")
+    assert ROWS * DIM > 2**31
+    return tf.Variable(tf.zeros([ROWS, DIM], dtype))
+
+
+def assert_only_named_rows_changed(table: tf.Variable, value: float) -> None:
+    found = tf.cast(tf.gather(table, NAMED), tf.float32).numpy()
+    np.testing.assert_array_equal(found, np.float32(value))
+    # Where a 32-bit offset, signed or not, would have written instead.
+    wrapped = [
+        offset % 2**32 % (ROWS * DIM) // DIM
+        for offset in (NAMED * DIM, (NAMED * DIM) - 2**31)
+    ]
+    others = np.setdiff1d(np.concatenate([*wrapped, NAMED + 1]), NAMED)
+    others = others[others < ROWS]
+    assert not tf.cast(tf.gather(table, others), tf.float32).numpy().any()
+
+
+def test_sgd_and_decay_of_bfloat16() -> None:
+    table = make_table(tf.bfloat16, 8.0)
+    grads = tf.fill([len(NAMED), DIM], -2.0)
+    optimizer_ops.apply_row_sgd(table, NAMED, grads, learning_rate=1.0)
+    assert_only_named_rows_changed(table, 2.0)
+    optimizer_ops.scale_table(table, 0.5)
+    assert_only_named_rows_changed(table, 1.0)
+    # Gathered: a slice of a variable would first copy all of it.
+    total = 0
+    for begin in range(0, ROWS, 2**20):
+        rows = tf.range(begin, min(begin + 2**20, ROWS))
+        words = tf.bitcast(tf.gather(table, rows), tf.uint16).numpy()
+        total += np.count_nonzero(words)
+    assert total == NAMED.size * DIM
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is outside the"):
+        optimizer_ops.apply_row_sgd(
+            table, np.array([ROWS]), tf.ones([1, DIM]), learning_rate=1.0
+        )
+
+
+def test_sgd_of_float32() -> None:
+    table = make_table(tf.float32, 13.0)
+    # Unsorted and repeated: the grouping path.
+    rows = np.concatenate([NAMED[::-1], NAMED])
+    grads = tf.fill([len(rows), DIM], -1.0)
+    optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=1.0)
+    assert_only_named_rows_changed(table, 2.0)

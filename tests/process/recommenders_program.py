@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains models of tensorflow-recommenders; run on any number of ranks.
+
+Usage: recommenders_program.py OUTPUT.npz
+"""
+
+import sys
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_recommenders as tfrs
+
+import tfdist_ext
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import TableConfig
+
+SAMPLES, BATCH = 960, 48
+
+
+def feature(name, rows, dim, placement="sparsecore"):
+    initializer = tf.keras.initializers.RandomNormal(0.0, 0.1, seed=1)
+    table = TableConfig(
+        name, rows, dim, initializer, placement=placement, combiner="sum"
+    )
+    return FeatureConfig(name, table, (None,), (None, dim))
+
+
+def dlrm():
+    """`tfrs.experimental.models.Ranking` on four tables."""
+    names = {"c1": 1000, "c2": 77, "c3": 500, "c4": 9}
+    rng = np.random.default_rng(1)
+    sparse = {n: rng.zipf(1.2, SAMPLES) % rows for n, rows in names.items()}
+    dense = rng.normal(size=(SAMPLES, 5)).astype(np.float32)
+    labels = (dense[:, 0] + np.sin(sparse["c1"]) > 0).astype(np.float32)
+    inputs = {"dense_features": dense, "sparse_features": sparse}
+    data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(BATCH)
+
+    def mlp(*units):
+        return tf.keras.Sequential(
+            [
+                tf.keras.layers.Dense(
+                    width,
+                    "sigmoid" if width == 1 else "relu",
+                    kernel_initializer=tf.keras.initializers.GlorotUniform(
+                        seed=i
+                    ),
+                )
+                for i, width in enumerate(units)
+            ]
+        )
+
+    placements = ["row_wise", "data_parallel", "column_wise", "table_wise"]
+    model = tfrs.experimental.models.Ranking(
+        DistributedEmbedding(
+            {
+                n: feature(n, rows, 8, placement)
+                for (n, rows), placement in zip(
+                    names.items(), placements, strict=True
+                )
+            }
+        ),
+        bottom_stack=mlp(16, 8),
+        top_stack=mlp(16, 1),
+    )
+    return model, data
+
+
+class TwoTower(tfrs.Model):
+    """Retrieval: users and movies in one space."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = DistributedEmbedding(
+            {
+                "user": feature("user", 943, 16),
+                "movie": feature("movie", 1682, 16),
+            }
+        )
+        self.user = tf.keras.layers.Dense(8)
+        self.movie = tf.keras.layers.Dense(8)
+        self.task = tfrs.tasks.Retrieval()
+
+    def compute_loss(self, inputs, training=False):
+        found = self.embedding(inputs)
+        loss = self.task(
+            self.user(found["user"]),
+            self.movie(found["movie"]),
+            compute_metrics=False,
+        )
+        return loss / tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def two_tower():
+    rng = np.random.default_rng(2)
+    user = rng.integers(0, 943, SAMPLES)
+    data = {"user": user, "movie": (user * 7) % 1682}
+    return TwoTower(), tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+
+
+def main():
+    strategy = tfdist_ext.HybridParallelStrategy()
+    result = {}
+    for name, make in (("dlrm", dlrm), ("two_tower", two_tower)):
+        with strategy.scope():
+            model, data = make()
+            model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.1))
+        history = model.fit(data, epochs=4, verbose=0).history
+        result[f"{name}/loss"] = history["loss"]
+    path = sys.argv[1].replace(".npz", f".{strategy.rank}.npz")
+    np.savez(path, **result)
+
+
+if __name__ == "__main__":
+    main()

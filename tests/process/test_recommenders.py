@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of tensorflow-recommenders train with DistributedEmbedding."""
+
+import numpy as np
+import pytest
+from launching import run_ranks
+
+pytestmark = pytest.mark.process
+
+
+def test_dlrm_and_two_towers_train(tmp_path):
+    losses = {}
+    for ranks in (1, 2):
+        output = tmp_path / f"ranks{ranks}.npz"
+        run_ranks("recommenders_program.py", ranks, output, keras=2)
+        losses[ranks] = np.load(output.with_suffix(".0.npz"))
+    for result in losses.values():
+        for name in result.files:
+            assert result[name][-1] < 0.9 * result[name][0], name
+    # The models divide the loss they log by the number of ranks. Negatives of
+    # retrieval are those of a rank's own batch: not comparable.
+    np.testing.assert_allclose(
+        2 * losses[2]["dlrm/loss"], losses[1]["dlrm/loss"], rtol=1e-4
+    )

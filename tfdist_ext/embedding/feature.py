@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is looked up: a feature's ids, and the table behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import tensorflow as tf
+
+from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.sharding.config import ShardSpec
+
+OutOfRange = Literal["error", "ignore"]
+Combiner = Literal["sum", "mean", "sqrtn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """Ids of a batch, one list per sample (CSR).
+
+    Attributes:
+        values: int32 or int64 `[n]`.
+        row_splits: int64 `[b + 1]`; sample s has the ids
+            `values[row_splits[s] : row_splits[s + 1]]`.
+        weights: float32 `[n]`, or `[0]` when all weights are one.
+    """
+
+    values: tf.Tensor
+    row_splits: tf.Tensor
+    weights: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A column of the input that is looked up in a table.
+
+    Attributes:
+        name: for messages.
+        table: index of the table among those of the lookup.
+        spec: the part of that table this rank holds.
+        combiner: what happens to the rows of a sample.
+        out_of_range: what an id outside of the table does.
+        deduplicate: whether distinct rows travel, not sums of rows.
+    """
+
+    name: str
+    table: int
+    spec: ShardSpec
+    combiner: Combiner = "sum"
+    out_of_range: OutOfRange = "error"
+    deduplicate: bool = False
+
+    @property
+    def placement(self) -> FeaturePlacement:
+        """Where the rows live, as the ops need it."""
+        return FeaturePlacement(
+            self.name,
+            self.spec.rows,
+            self.spec.dim,
+            self.spec.row_parts,
+            self.spec.column_parts,
+            self.spec.ranks,
+        )

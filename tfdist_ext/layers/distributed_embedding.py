@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many embedding tables, looked up together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+import tensorflow as tf
+
+from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.embedding import frequent_ids
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.pooled_lookup import pooled_lookup
+from tfdist_ext.layers import sparse_inputs
+from tfdist_ext.layers import tables
+from tfdist_ext.layers.feature_configs import FeatureConfigs
+from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.plan import ShardingPlan
+from tfdist_ext.sharding.plan import plan as make_plan
+from tfdist_ext.sharding.tables import FeatureConfig
+from tfdist_ext.sharding.tables import TableConfig
+
+keras = tf.keras
+
+Nest = Any
+
+
+@keras.utils.register_keras_serializable(package="tfdist_ext")
+class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
+    """Looks up all features of a model, and reduces each per sample.
+
+    The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
+    arguments. Under a `HybridParallelStrategy` tables are partitioned over
+    the ranks as a plan says (`tfdist_ext.sharding.plan`), and all of them
+    travel in one exchange per direction and step.
+
+    >>> movies = TableConfig("movies", 1000, 8, combiner="mean")
+    >>> layer = DistributedEmbedding({
+    ...     "seen": FeatureConfig("seen", movies, (None, 5), (None, 8)),
+    ...     "movie": FeatureConfig("movie", movies, (None,), (None, 8)),
+    ... })
+    >>> outputs = layer({
+    ...     "seen": tf.constant([[1, 2, 3, 4, 5]]), "movie": tf.constant([7])
+    ... })
+    >>> outputs["seen"].shape
+    TensorShape([1, 8])
+
+    Inputs, in the nest of `feature_configs`, int32 or int64:
+      * ids `[batch]` or `[batch, k]`;
+      * RaggedTensor of ids `[batch, None]`;
+      * SparseTensor `[batch, k]` whose values are ids.
+
+    Args:
+        feature_configs: nest of `FeatureConfig`. Features with the same
+            `TableConfig` share its table.
+        table_stacking: of keras-rs, without effect: all tables travel
+            together.
+        update_stats: of keras-rs, without effect: buffers grow by themselves.
+        plan: a `ShardingPlan` that places the tables, instead of the one
+            made when the layer is built.
+        wire_dtype: dtype of results and their gradients between ranks.
+        wire_rounding: "nearest" or "stochastic", see `FullSparse`.
+        wire_packing: pack those numbers without loss, see `FullSparse`.
+        learn_frequent_ids: shorter codes for frequent ids, see `FullSparse`.
+
+    Raises:
+        ValueError: for arguments outside of these.
+    """
+
+    def __init__(
+        self,
+        feature_configs: Nest,
+        *,
+        table_stacking: str | Sequence[Any] | None = "auto",
+        update_stats: bool = False,
+        plan: ShardingPlan | None = None,
+        wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        wire_rounding: Literal["nearest", "stochastic"] = "nearest",
+        wire_packing: bool = False,
+        learn_frequent_ids: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # Ids must not be cast, and tables have a dtype of their own.
+        kwargs.setdefault("autocast", False)
+        super().__init__(**kwargs)
+        del table_stacking, update_stats
+        self._configs = FeatureConfigs.of(feature_configs)
+        tables.require_one_of("wire_dtype", wire_dtype, tables.WIRE_DTYPES)
+        tables.require_one_of("wire_rounding", wire_rounding, tables.ROUNDINGS)
+        self.wire_dtype = wire_dtype
+        self.wire_rounding = wire_rounding
+        self.wire_packing = wire_packing
+        self.learn_frequent_ids = learn_frequent_ids
+        self.plan = plan
+        self.supports_jit = False
+
+    def build(self, input_shapes: Nest = None) -> None:
+        """Creates this rank's part of every table."""
+        del input_shapes  # FeatureConfig tells them
+        if getattr(self, "_features", None) is not None:
+            return
+        self._collectives = collectives_lib.active()
+        rank, world_size = tables.rank_and_world_size(self._collectives)
+        placements = self._placements(world_size)
+        specs = [
+            ShardSpec.of(
+                table.name,
+                table.vocabulary_size,
+                table.embedding_dim,
+                placement,
+                rank,
+                world_size,
+            )
+            for table, placement in zip(
+                self._configs.tables, placements, strict=True
+            )
+        ]
+        self._variables = [
+            self._add_table(table, spec)
+            for table, spec in zip(self._configs.tables, specs, strict=True)
+        ]
+        self._features = [
+            self._feature(config, specs, placements)
+            for config in self._configs.features
+        ]
+        self._frequent = None
+        if self.learn_frequent_ids:
+            self._frequent = frequent_ids.for_features(
+                self._features, self._collectives, self.name
+            )
+        self.built = True
+
+    def _add_table(self, table: TableConfig, spec: ShardSpec) -> Any:
+        variable = tables.add_table(
+            self,
+            table.name,
+            spec,
+            keras.initializers.get(table.initializer),
+            optimizer=self._configs.optimizers.get(table.name),
+            dtype=table.dtype,
+        )
+        # Checkpoints find attributes; Keras 3 hides lists from them.
+        setattr(self, f"table_{table.name}", variable)
+        return variable
+
+    def _feature(
+        self,
+        config: FeatureConfig,
+        specs: Sequence[ShardSpec],
+        placements: Sequence[TablePlacement],
+    ) -> Feature:
+        table = self._configs.tables.index(config.table)
+        return Feature(
+            f"{self.name}/{config.name}",
+            table,
+            specs[table],
+            config.table.combiner,
+            config.table.out_of_range,
+            placements[table].deduplicate,
+        )
+
+    def _placements(self, world_size: int) -> list[TablePlacement]:
+        """Of the tables; one process holds all of them whole."""
+        if world_size == 1:
+            return [TablePlacement.data_parallel()] * len(self._configs.tables)
+        if self.plan is None:
+            self.plan = make_plan(
+                self._configs.tables,
+                self._configs.features,
+                world_size,
+                batch_size=self._batch_size(world_size),
+                wire_bytes=tf.as_dtype(self.wire_dtype).size,
+            )
+        return [
+            self.plan.placement_of(table.name) for table in self._configs.tables
+        ]
+
+    def _batch_size(self, world_size: int) -> int:
+        """Samples per rank, 256 if no feature tells."""
+        batch = self._configs.features[0].input_shape[0]
+        return 256 if batch is None else -(-batch // world_size)
+
+    def call(
+        self, inputs: Nest, weights: Nest = None, training: bool = False
+    ) -> Nest:
+        """Looks up every feature.
+
+        Args:
+            inputs: nest of ids, see the class; or what `preprocess` made.
+            weights: None, or a nest of floats like the ids.
+            training: not used.
+
+        Returns:
+            A nest like `feature_configs` of `[batch, embedding_dim]` in the
+            layer's compute dtype.
+        """
+        del training
+        if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
+            inputs, weights = inputs["ids"], inputs["weights"]
+        if tables.is_symbolic_build():
+            return self._zeros(inputs)
+        flat = self._flatten("inputs", inputs)
+        given = [None] * len(flat)
+        if weights is not None:
+            given = self._flatten("weights", weights)
+        ids = [
+            [sparse_inputs.ids_of(value, weight, feature.name)]
+            for value, weight, feature in zip(
+                flat, given, self._features, strict=True
+            )
+        ]
+        outputs = pooled_lookup(
+            ids,
+            self._features,
+            self._variables,
+            self._collectives,
+            tables.wire_of(self),
+            self._frequent,
+        )
+        for output, feature in zip(outputs, self._features, strict=True):
+            output.set_shape([None, feature.spec.dim])
+        return self._pack(
+            [tf.cast(output, self.compute_dtype) for output in outputs]
+        )
+
+    def _zeros(self, inputs: Nest) -> Nest:
+        return self._pack(
+            [
+                tf.zeros([tf.shape(value)[0], config.table.embedding_dim])
+                for value, config in zip(
+                    tf.nest.flatten(inputs), self._configs.features, strict=True
+                )
+            ]
+        )
+
+    def _flatten(self, argument: str, values: Nest) -> list[Any]:
+        try:
+            tf.nest.assert_same_structure(self._configs.nest, values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Layer '{self.name}': `{argument}` must have the nest of "
+                f"`feature_configs`, {self._names()}. Received: {values}."
+            ) from error
+        flat: list[Any] = tf.nest.flatten(values)
+        return flat
+
+    def _pack(self, flat: Sequence[Any]) -> Nest:
+        return tf.nest.pack_sequence_as(self._configs.nest, flat)
+
+    def _names(self) -> Nest:
+        return self._pack([config.name for config in self._configs.features])
+
+    def preprocess(
+        self, inputs: Nest, weights: Nest = None, training: bool = False
+    ) -> Nest:
+        """Bundles ids and weights into one input of the layer (keras-rs)."""
+        del training
+        return (
+            inputs if weights is None else {"ids": inputs, "weights": weights}
+        )
+
+    def get_embedding_tables(self) -> dict[str, tf.Tensor]:
+        """The whole tables by name; under a strategy all ranks must call.
+
+        Needs room for every table on every rank. Checkpoints do not.
+        """
+        return {
+            table.name: tf.constant(
+                sharded_variable.gather(variable, self._collectives)
+            )
+            for table, variable in zip(
+                self._configs.tables, self._variables, strict=True
+            )
+        }
+
+    def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
+        """A nest of `(batch, embedding_dim)`."""
+        del input_shapes
+        return self._pack(
+            [
+                (config.output_shape[0], config.table.embedding_dim)
+                for config in self._configs.features
+            ]
+        )
+
+    def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
+        """The symbolic outputs (Keras 3)."""
+        batch = tf.nest.flatten(inputs)[0].shape[0]
+        return self._pack(
+            [
+                keras.KerasTensor(
+                    (batch, config.table.embedding_dim),
+                    dtype=self.compute_dtype,
+                )
+                for config in self._configs.features
+            ]
+        )
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes whole tables; all ranks call, rank 0's file stays."""
+        for table, variable in zip(
+            self._configs.tables, self._variables, strict=True
+        ):
+            store[table.name] = tables.to_save(variable, self._collectives)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads this rank's part of every table."""
+        for table, variable in zip(
+            self._configs.tables, self._variables, strict=True
+        ):
+            tables.load(variable, store[table.name])
+
+    def get_config(self) -> dict[str, Any]:
+        """Arguments to make the layer again."""
+        config: dict[str, Any] = super().get_config()
+        serialize = keras.utils.serialize_keras_object
+        config["tables"] = [
+            table.get_config(serialize) for table in self._configs.tables
+        ]
+        config["features"] = [
+            {**feature.get_config(), "table": feature.table.name}
+            for feature in self._configs.features
+        ]
+        config["nest"] = self._pack(range(len(self._configs.features)))
+        config["wire_dtype"] = self.wire_dtype
+        config["wire_rounding"] = self.wire_rounding
+        config["wire_packing"] = self.wire_packing
+        config["learn_frequent_ids"] = self.learn_frequent_ids
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
+        """The layer that `get_config` describes."""
+        deserialize = keras.utils.deserialize_keras_object
+        arguments = dict(config)
+        by_name = {
+            table["name"]: TableConfig.from_config(table, deserialize)
+            for table in arguments.pop("tables")
+        }
+        features = [
+            FeatureConfig.from_config(
+                {**feature, "table": by_name[feature["table"]]}
+            )
+            for feature in arguments.pop("features")
+        ]
+        nest = tf.nest.map_structure(
+            lambda index: features[index], arguments.pop("nest")
+        )
+        return cls(nest, **arguments)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as weights of a Keras layer: made, saved and loaded in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.embedding.output_dist import Wire
+from tfdist_ext.optimizers import table_optimizers
+from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.sharding import initial_rows
+from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding.config import ShardSpec
+
+WIRE_DTYPES = ("float32", "bfloat16", "float16")
+ROUNDINGS = ("nearest", "stochastic")
+
+# For `add_weight`: tf_keras would round a weight to the compute dtype of a
+# mixed policy wherever it is read.
+KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
+
+
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses an argument that is not one of some choices."""
+    if value not in choices:
+        raise ValueError(
+            f"Argument `{name}` must be one of {choices}. Received: "
+            f"{name}={value!r}."
+        )
+
+
+def wire_of(layer: Any) -> Wire:
+    """How the results of a layer travel, as its arguments say."""
+    return Wire(
+        layer.name,
+        tf.as_dtype(layer.wire_dtype),
+        layer.wire_packing,
+        layer.wire_rounding,
+    )
+
+
+def rank_and_world_size(collectives: Collectives | None) -> tuple[int, int]:
+    """Of the strategy; rank 0 of 1 without one."""
+    if collectives is None:
+        return 0, 1
+    return collectives.group.rank, collectives.group.world_size
+
+
+def add_table(
+    layer: Any,
+    name: str,
+    spec: ShardSpec,
+    initializer: Any,
+    optimizer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Adds the weight that holds this rank's part of a table.
+
+    Args:
+        layer: the Keras layer.
+        name: of the weight.
+        spec: which part.
+        initializer: of Keras, for the whole table.
+        optimizer: for this table alone, None to leave it to the model's.
+        **kwargs: for `add_weight`.
+    """
+    with sharded_variable.creating(spec):
+        variable = layer.add_weight(
+            name=name,
+            shape=spec.local_shape,
+            initializer=initial_rows.for_shard(initializer, spec),
+            **{"dtype": "float32", **kwargs},
+        )
+
+    def attach_optimizer() -> None:
+        if optimizer is not None:
+            table_optimizers.attach(variable, optimizer)
+
+    if getattr(variable, "_value", variable) is not None:
+        attach_optimizer()
+        return variable
+    # Keras 3 builds some models in a scope where no variable may be made, and
+    # makes them afterwards.
+    make = variable._deferred_initialize
+
+    def make_part() -> None:
+        with sharded_variable.creating(spec):
+            make()
+        attach_optimizer()
+
+    variable._deferred_initialize = make_part
+    return variable
+
+
+def to_save(variable: Any, collectives: Collectives | None) -> Any:
+    """The whole table on rank 0, which writes the file; all ranks call."""
+    if collectives and sharded_variable.is_shard(variable):
+        return sharded_variable.gather_to_first(variable, collectives)
+    return variable
+
+
+def load(variable: Any, whole: Any) -> None:
+    """Assigns this rank's part of a whole table."""
+    if sharded_variable.is_shard(variable):
+        sharded_variable.assign_part(variable, whole)
+    else:
+        variable.assign(whole)
+
+
+def is_symbolic_build() -> bool:
+    """Whether Keras 3 builds a model, in a graph that is never run.
+
+    It does so under a strategy, with dense placeholders even for sparse
+    inputs.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return str(getattr(graph, "name", "")).startswith("scratch_graph")

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops of the pooled lookup: from rows of the local tables to results.
+
+The entries of sample s are `rows[row_splits[s] : row_splits[s + 1]]`. Weights
+are float32 of the same length, or empty when all are one. `served` is int64
+`[world_size, F]`: samples come by the rank that asks for them, then by
+feature. `reference_lookup.py` has the same functions made of stock ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops.library import library
+from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.sharding.config import spec_from_json
+from tfdist_ext.sharding.config import spec_to_json
+
+
+def lookup(
+    tables: Sequence[Any],
+    row_splits: tf.Tensor,
+    rows: tf.Tensor,
+    weights: tf.Tensor,
+    served: tf.Tensor,
+    *,
+    feature_tables: Sequence[int],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums weighted rows of tables per sample.
+
+    With two ranks, feature 0 in a table of 2 columns, feature 1 in one of 1:
+
+        served [[1, 2], [0, 1]] -> values [a0 a1 b c d], send_splits [4, 1]
+
+    a0 a1 being the result of rank 0's sample for feature 0, b and c those of
+    its samples for feature 1, d that of rank 1's sample for feature 1.
+
+    The tables are read in place. The gradient of each is a `tf.IndexedSlices`
+    of unique, ascending rows with float32 values; a mark `_tfdist_shard` is
+    passed on to its `dense_shape`.
+
+    Args:
+        tables: float32 or bfloat16 `[rows, d]`, TensorFlow's or Keras's
+            variables.
+        row_splits: int64 `[S + 1]`.
+        rows: int64 `[n]`, of the table of the sample's feature.
+        weights: float32 `[n]` or `[0]`.
+        served: int64 `[world_size, F]`, samples of every rank and feature.
+        feature_tables: index of every feature's table; -1 for a feature of
+            which no sample is served here.
+
+    Returns:
+        float32 `[V]`, the results `[served[w, f], d]` of every rank w and
+        feature f behind each other, zeros for a sample without rows, and int64
+        `[world_size]`, how many of the numbers are for every rank.
+
+    Raises:
+        tf.errors.InvalidArgumentError: bad rows, malformed inputs.
+    """
+    variables = [_component(getattr(t, "_value", t)) for t in tables]
+    for variable in variables:
+        # Reading no rows tells the gradient tapes that the variable is used;
+        # the handle alone does not, and reading all would copy the table.
+        variable.sparse_read(tf.zeros([0], tf.int32))
+    values, send_splits = library().tfdist_lookup(
+        [variable.handle for variable in variables],
+        row_splits,
+        rows,
+        weights,
+        served,
+        feature_tables=list(feature_tables),
+        table_shapes=[variable.shape for variable in variables],
+        shards=[
+            spec_to_json(getattr(variable, "_tfdist_shard", None))
+            for variable in variables
+        ],
+    )
+    return values, send_splits
+
+
+def _component(variable: Any) -> Any:
+    """The variable of this replica, if every replica has its own."""
+    strategy = getattr(variable, "distribute_strategy", None)
+    if strategy is None:
+        return variable
+    components = strategy.experimental_local_results(variable)
+    if len(components) > 1 and not tf.distribute.in_cross_replica_context():
+        handle = variable.handle
+        return next(each for each in components if each.handle is handle)
+    return components[0]
+
+
+@tf.RegisterGradient("Tfdist>Lookup")
+def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
+    shapes = [tf.TensorShape(s).as_list() for s in op.get_attr("table_shapes")]
+    row_splits, rows, weights, served = op.inputs[len(shapes) :]
+    unique_rows, row_grads = lookup_grad(
+        row_splits,
+        rows,
+        weights,
+        served,
+        grad,
+        feature_tables=op.get_attr("feature_tables"),
+        widths=[shape[1] for shape in shapes],
+    )
+    slices = []
+    for shape, shard, unique, values in zip(
+        shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
+    ):
+        dense_shape = tf.constant(shape, tf.int64)
+        if shard:
+            # On the tensor, not on the slices: the tape sums the gradients of
+            # several lookups into new slices, but keeps the first dense_shape.
+            dense_shape._tfdist_shard = spec_from_json(shard)
+        slices.append(tf.IndexedSlices(values, unique, dense_shape))
+    return [*slices, None, None, None, None]
+
+
+def lookup_grad(
+    row_splits: tf.Tensor,
+    rows: tf.Tensor,
+    weights: tf.Tensor,
+    served: tf.Tensor,
+    grad: tf.Tensor,
+    *,
+    feature_tables: Sequence[int],
+    widths: Sequence[int],
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The gradient of `lookup` for the rows it touched.
+
+    Args:
+        row_splits: int64 `[S + 1]`.
+        rows: int64 `[n]`.
+        weights: float32 `[n]` or `[0]`.
+        served: int64 `[world_size, F]`.
+        grad: float32 `[V]`, gradient of the values.
+        feature_tables: index of every feature's table, or -1.
+        widths: columns of every table.
+
+    Returns:
+        For every table the distinct rows ascending, int64 `[u]`, and their
+        gradients, float32 `[u, d]`; the same bits for any number of threads.
+    """
+    unique_rows, row_grads = library().tfdist_lookup_grad(
+        row_splits,
+        rows,
+        weights,
+        served,
+        grad,
+        N=len(widths),
+        feature_tables=list(feature_tables),
+        widths=list(widths),
+    )
+    return list(unique_rows), list(row_grads)
+
+
+def combine(
+    parts: tf.Tensor,
+    sample_ids: tf.Tensor,
+    sample_splits: tf.Tensor,
+    samples: tf.Tensor,
+    gradient_scale: tf.Tensor,
+    *,
+    placements: Sequence[FeaturePlacement],
+    world_size: int,
+) -> list[tf.Tensor]:
+    """Puts together what the owners' lookups sent for this rank's samples.
+
+    With a table of 2 columns on two ranks, by row:
+
+        parts [a0 a1 b0 b1], sample_ids [0 0], sample_splits [[1] [1]],
+        samples [2]  ->  [[a0 + b0, a1 + b1], [0, 0]]
+
+    and by column, parts [a b]: [[a, b], [0, 0]].
+
+    Args:
+        parts: float32 `[V]`, values of rank 0, then those of rank 1 and so
+            on; of every rank by feature, then by sample.
+        sample_ids: int32 `[m]`, the samples that every rank has sent for
+            every feature, in the same order; ascending for one of both.
+        sample_splits: int64 `[world_size, F]`, how many those are.
+        samples: int64 `[F]`, samples of every feature.
+        gradient_scale: float32 scalar; the gradient is multiplied with it,
+            and zero where it is 0 even if the upstream gradient holds NaN.
+        placements: of every feature.
+        world_size: number of ranks.
+
+    Returns:
+        float32 `[samples, dim]` of every feature: the sum of its row parts,
+        its column parts beside each other, zeros for samples without ids.
+
+    Raises:
+        tf.errors.InvalidArgumentError: malformed inputs.
+    """
+    return list(
+        library().tfdist_combine(
+            parts,
+            sample_ids,
+            sample_splits,
+            samples,
+            gradient_scale,
+            F=len(placements),
+            world_size=world_size,
+            dims=[p.dim for p in placements],
+            row_parts=[p.row_parts for p in placements],
+            column_parts=[p.column_parts for p in placements],
+            ranks=[rank for p in placements for rank in p.ranks],
+        )
+    )
+
+
+@tf.RegisterGradient("Tfdist>Combine")
+def _combine_gradient(op: Any, *grads: Any) -> list[Any]:
+    _, sample_ids, sample_splits, _, gradient_scale = op.inputs
+    names = ("world_size", "dims", "row_parts", "column_parts", "ranks")
+    values = library().tfdist_combine_grad(
+        [tf.convert_to_tensor(grad) for grad in grads],
+        sample_ids,
+        sample_splits,
+        gradient_scale,
+        **{name: op.get_attr(name) for name in names},
+    )
+    return [values, None, None, None, None]
+
+
+def pool(
+    matrix: tf.Tensor,
+    row_splits: tf.Tensor,
+    positions: tf.Tensor,
+    weights: tf.Tensor,
+) -> tf.Tensor:
+    """Sums weighted rows of a matrix per sample: `lookup` in a tensor.
+
+    Args:
+        matrix: float32 `[u, d]`, the distinct rows of a batch.
+        row_splits: int64 `[b + 1]`.
+        positions: int64 `[n]`, rows of the matrix.
+        weights: float32 `[n]` or `[0]`.
+
+    Returns:
+        float32 `[b, d]`, differentiable with respect to the matrix, densely;
+        zeros for a sample without positions.
+
+    Raises:
+        tf.errors.InvalidArgumentError: bad positions, malformed inputs.
+    """
+    return library().tfdist_pool(matrix, row_splits, positions, weights)
+
+
+@tf.RegisterGradient("Tfdist>Pool")
+def _pool_gradient(op: Any, grad: tf.Tensor) -> list[Any]:
+    matrix, row_splits, positions, weights = op.inputs
+    matrix_grad = library().tfdist_pool_grad(
+        tf.shape(matrix, tf.int64)[0], row_splits, positions, weights, grad
+    )
+    matrix_grad.set_shape(matrix.shape)
+    return [matrix_grad, None, None, None]

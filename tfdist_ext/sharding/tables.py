@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and the features that look up in them, as a user describes them.
+
+Field names, their order and what may be passed by position are those of
+keras-rs' classes of the same names, so that its examples run with the import
+changed. This module does not import TensorFlow: initializers and optimizers
+are carried as they are, and the layer says how to write them to a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+from tfdist_ext.sharding.config import TablePlacement
+
+COMBINERS = ("mean", "sum", "sqrtn")
+# The last two are the names of keras-rs: partitioned in whatever way, and an
+# ordinary variable on every rank.
+PLACEMENTS = (
+    "auto",
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "grid",
+    "sparsecore",
+    "default_device",
+)
+DTYPES = ("float32", "bfloat16")
+POLICIES = ("error", "ignore")
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """A table of weights, `[vocabulary_size, embedding_dim]`.
+
+    Features that are given the same object share one table.
+
+    >>> words = TableConfig("words", 1 << 20, 64, combiner="sum")
+    >>> words.placement
+    'auto'
+
+    Attributes:
+        name: of the table, unique within a layer.
+        vocabulary_size: number of rows; ids are in `[0, vocabulary_size)`.
+        embedding_dim: number of columns.
+        initializer: a Keras initializer or its name.
+        optimizer: a Keras optimizer or its name for this table only; None
+            leaves the table to the model's.
+        combiner: "mean", "sum" or "sqrtn" of a sample's weighted rows.
+        placement: "auto" (the planner chooses), "data_parallel" (all of it on
+            every rank), "table_wise" (all of it on one rank), "row_wise",
+            "column_wise", "grid", "sparsecore" (the planner chooses, but not
+            data_parallel), "default_device" (data_parallel), or a
+            `TablePlacement`, which names the ranks too.
+        max_ids_per_partition: not used, buffers grow as needed. There so that
+            configurations of keras-rs are accepted.
+        max_unique_ids_per_partition: not used, as above.
+        hot_rows: that many of the most popular rows are kept on every rank;
+            counted by the planner, refused by the layer so far.
+        deduplicate: whether a batch asks for each distinct row once and pools
+            on its own rank; None leaves it to the planner.
+        dtype: of the weights, "float32" or "bfloat16".
+        out_of_range: "error" raises on every rank, "ignore" drops the id.
+
+    Raises:
+        ValueError: for a value outside of these.
+    """
+
+    name: str
+    vocabulary_size: int
+    embedding_dim: int
+    initializer: Any = "uniform"
+    optimizer: Any = None
+    combiner: Literal["mean", "sum", "sqrtn"] = "mean"
+    placement: str | TablePlacement = "auto"
+    max_ids_per_partition: int = 256
+    max_unique_ids_per_partition: int = 256
+    hot_rows: int = dataclasses.field(default=0, kw_only=True)
+    deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
+    dtype: str = dataclasses.field(default="float32", kw_only=True)
+    out_of_range: Literal["error", "ignore"] = dataclasses.field(
+        default="error", kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        _require_name("a table", self.name)
+        for field in ("vocabulary_size", "embedding_dim"):
+            value = _integer(field, getattr(self, field), 1, where)
+            object.__setattr__(self, field, value)
+        hot_rows = _integer("hot_rows", self.hot_rows, 0, where)
+        object.__setattr__(self, "hot_rows", hot_rows)
+        _require_one_of("combiner", self.combiner, COMBINERS, where)
+        _require_one_of("dtype", self.dtype, DTYPES, where)
+        _require_one_of("out_of_range", self.out_of_range, POLICIES, where)
+        self._check_placement(where)
+
+    def _check_placement(self, where: str) -> None:
+        if self.deduplicate not in (None, True, False):
+            raise ValueError(
+                "Argument `deduplicate` must be True, False or None. "
+                f"Received: deduplicate={self.deduplicate!r} ({where})."
+            )
+        if not isinstance(self.placement, TablePlacement):
+            _require_one_of("placement", self.placement, PLACEMENTS, where)
+            replicated = self.placement in ("data_parallel", "default_device")
+        else:
+            replicated = not self.placement.ranks
+            if self.deduplicate not in (None, self.placement.deduplicate):
+                raise ValueError(
+                    "Argument `deduplicate` contradicts the placement: "
+                    "received "
+                    f"deduplicate={self.deduplicate}, placement="
+                    f"{self.placement} ({where}). Leave it out."
+                )
+        if replicated and (self.deduplicate or self.hot_rows):
+            raise ValueError(
+                "A table that every rank holds whole has no ids to "
+                "deduplicate and no hot rows. Received: placement="
+                f"{self.placement!r}, deduplicate={self.deduplicate}, "
+                f"hot_rows={self.hot_rows} ({where}). Leave them out, or "
+                "use placement='sparsecore'."
+            )
+
+    def get_config(
+        self, serialize: Callable[[Any], Any] = _as_is
+    ) -> dict[str, Any]:
+        """The arguments that make this object again.
+
+        Args:
+            serialize: what is done to `initializer` and `optimizer`, for
+                example `keras.saving.serialize_keras_object`.
+
+        Returns:
+            A dictionary that JSON can hold if `serialize` sees to it.
+        """
+        config = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
+        for field in ("initializer", "optimizer"):
+            config[field] = serialize(config[field])
+        if isinstance(self.placement, TablePlacement):
+            config["placement"] = placement_to_dict(self.placement)
+        return config
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        deserialize: Callable[[Any], Any] = _as_is,
+    ) -> TableConfig:
+        """The object that `get_config` describes.
+
+        Args:
+            config: of `get_config`.
+            deserialize: the inverse of `serialize` there.
+        """
+        arguments = dict(config)
+        for field in ("initializer", "optimizer"):
+            if field in arguments:
+                arguments[field] = deserialize(arguments[field])
+        if isinstance(arguments.get("placement"), Mapping):
+            arguments["placement"] = placement_from_dict(arguments["placement"])
+        return cls(**arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureConfig:
+    """A column of the input and the table that it looks up in.
+
+    Attributes:
+        name: of the feature, unique within a layer.
+        table: where its ids are looked up.
+        input_shape: of its ids, `(batch, ids per sample)`; None for what is
+            not known. The first dimension is the global batch.
+        output_shape: of its result, `(batch, embedding_dim)`.
+        hotness: mean ids per sample, for the planner, if `input_shape` does
+            not tell.
+        unique: mean number of distinct ids in one rank's batch, for the
+            planner, if known.
+
+    Raises:
+        ValueError: for a value outside of these.
+    """
+
+    name: str
+    table: TableConfig
+    input_shape: Sequence[int | None]
+    output_shape: Sequence[int | None]
+    hotness: float | None = dataclasses.field(default=None, kw_only=True)
+    unique: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        where = f"feature {self.name!r}"
+        _require_name("a feature", self.name)
+        if not isinstance(self.table, TableConfig):
+            raise ValueError(
+                "Argument `table` must be a TableConfig. Received: "
+                f"table={self.table!r} ({where})."
+            )
+        for field in ("input_shape", "output_shape"):
+            shape = _shape(field, getattr(self, field), where)
+            object.__setattr__(self, field, shape)
+        if self.output_shape[-1] not in (None, self.table.embedding_dim):
+            raise ValueError(
+                "The last dimension of `output_shape` must be the table's "
+                f"embedding_dim, {self.table.embedding_dim}. Received: "
+                f"output_shape={self.output_shape} ({where}, table "
+                f"{self.table.name!r})."
+            )
+        for field in ("hotness", "unique"):
+            value = getattr(self, field)
+            if value is not None and not (0 < value < math.inf):
+                raise ValueError(
+                    f"Argument `{field}` must be a positive number or None. "
+                    f"Received: {field}={value!r} ({where})."
+                )
+
+    def get_config(
+        self, serialize: Callable[[Any], Any] = _as_is
+    ) -> dict[str, Any]:
+        """The arguments that make this object again; see `TableConfig`."""
+        return {
+            "name": self.name,
+            "table": self.table.get_config(serialize),
+            "input_shape": self.input_shape,
+            "output_shape": self.output_shape,
+            "hotness": self.hotness,
+            "unique": self.unique,
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        deserialize: Callable[[Any], Any] = _as_is,
+    ) -> FeatureConfig:
+        """The object that `get_config` describes.
+
+        Args:
+            config: of `get_config`; `table` may be a TableConfig already, as
+                features that share a table need it.
+            deserialize: see `TableConfig.from_config`.
+        """
+        arguments = dict(config)
+        if not isinstance(arguments["table"], TableConfig):
+            arguments["table"] = TableConfig.from_config(
+                arguments["table"], deserialize
+            )
+        return cls(**arguments)
+
+
+def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
+    """A placement as JSON can hold it."""
+    return {
+        "row_parts": placement.row_parts,
+        "column_parts": placement.column_parts,
+        "ranks": list(placement.ranks),
+        "deduplicate": placement.deduplicate,
+    }
+
+
+def placement_from_dict(config: Mapping[str, Any]) -> TablePlacement:
+    """The inverse of `placement_to_dict`."""
+    return TablePlacement(**{**config, "ranks": tuple(config["ranks"])})
+
+
+def _require_name(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"Argument `name` of {what} must be a non-empty string. "
+            f"Received: name={name!r}."
+        )
+
+
+def _require_one_of(
+    field: str, value: Any, choices: tuple[str, ...], where: str
+) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"Argument `{field}` must be one of {choices}. Received: "
+            f"{field}={value!r} ({where})."
+        )
+
+
+def _integer(field: str, value: Any, least: int, where: str) -> int:
+    """`value` as an int; NumPy's integers are accepted too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(
+            f"Argument `{field}` must be an integer of at least {least}. "
+            f"Received: {field}={value!r} ({where})."
+        )
+    return number
+
+
+def _shape(field: str, value: Any, where: str) -> tuple[int | None, ...]:
+    """`value` as a tuple; tf.TensorShape and lists are accepted too."""
+    try:
+        shape = tuple(
+            None if size is None else operator.index(size) for size in value
+        )
+    except TypeError:
+        shape = ()
+    if not shape or any(size is not None and size < 0 for size in shape):
+        raise ValueError(
+            f"Argument `{field}` must be a shape with a batch dimension, such "
+            f"as (None, 10). Received: {field}={value!r} ({where})."
+        )
+    return shape
