@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ours: partitioned FullSparse layers under HybridParallelStrategy."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,19 @@ import tensorflow as tf
 import tfdist_ext
 from benchmarks import models
 from benchmarks import workloads
+from tfdist_ext.sharding import plan as sharding_plan
+from tfdist_ext.sharding.plan import ShardingPlan
+from tfdist_ext.sharding.tables import FeatureConfig
+from tfdist_ext.sharding.tables import TableConfig
 
+_PLACEMENTS = {
+    "row": "row_wise",
+    "column": "column_wise",
+    "table": "table_wise",
+    "grid": "grid",
+    "replicated": "data_parallel",
+    "auto": "auto",
+}
 _OPTIMIZERS = {
     "sgd": tfdist_ext.optimizers.SGD,
     "adagrad": tfdist_ext.optimizers.Adagrad,
@@ -26,7 +39,34 @@ class HybridVariant:
 
     def make_model(self, workload: workloads.Workload) -> models.SparseTower:
         """Builds the model; call inside the strategy's scope."""
-        return models.SparseTower(workload, self._make_layer)
+        plan = self._plan(workload)
+        return models.SparseTower(
+            workload,
+            functools.partial(self._make_layer, plan),
+            tfdist_ext.layers.SharedExchange,
+        )
+
+    def _plan(self, workload: workloads.Workload) -> ShardingPlan:
+        """Places all tables together, as the variant says."""
+        placement, _, dedup = self.options["sharding"].partition("-")
+        features = []
+        for index, table in enumerate(workload.tables):
+            config = TableConfig(
+                f"table{index}",
+                table.rows,
+                table.width,
+                combiner="sum",
+                placement=_PLACEMENTS[placement],
+                deduplicate=True if dedup else None,
+            )
+            shapes = (None, table.hotness), (None, table.width)
+            features.append(FeatureConfig(config.name, config, *shapes))
+        return sharding_plan.plan(
+            [feature.table for feature in features],
+            features,
+            self.strategy.num_replicas_in_sync,
+            batch_size=self.options["batch"],
+        )
 
     def make_optimizer(self) -> tf.keras.optimizers.Optimizer:
         """Makes the optimizer with fused updates of shards."""
@@ -63,13 +103,15 @@ class HybridVariant:
             layer.wire_dtype = wire_dtype
 
     def _make_layer(
-        self, table: workloads.Table, index: int
+        self, plan: ShardingPlan, table: workloads.Table, index: int
     ) -> tf.keras.layers.Layer:
         layer = tfdist_ext.layers.FullSparse(
             table.width,
             input_dim=table.rows,
-            sharding=self.options["sharding"],
+            sharding=plan.placement_of(f"table{index}"),
             wire_dtype=self.options["wire_dtype"],
+            wire_packing=self.options["wire_packing"],
+            learn_frequent_ids=self.options["learn_frequent_ids"],
             kernel_initializer=models.row_initializer(index),
             use_bias=False,
             binary_values=True,

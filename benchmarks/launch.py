@@ -8,12 +8,12 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from typing import Any
 
+from benchmarks import cluster
 from benchmarks import network
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -21,7 +21,6 @@ _POLL_SECONDS = 0.1
 
 # When a rank fails, the others usually fail too; their logs are worth having.
 _GRACE_SECONDS = 5.0
-_FIXED_PORT = 2222
 _REASON_LENGTH = 300
 _COLOUR = re.compile(r"\x1b\[\d*m")
 
@@ -50,6 +49,7 @@ def run_job(
     folder: pathlib.Path,
     limit_seconds: float,
     environment: dict[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Outcome:
     """Runs `task` on every rank of `net`; never leaves a process behind.
 
@@ -60,10 +60,11 @@ def run_job(
         folder: new folder for the job file, logs and results.
         limit_seconds: wall limit of the job.
         environment: variables set for the ranks on top of this process's.
+        python: interpreter of the ranks.
     """
     _write_job(folder, task, options, net)
     start = time.monotonic()
-    processes = _start(net, folder, environment or {})
+    processes = _start(net, folder, environment or {}, python)
     try:
         status, reason = _watch(processes, folder, start + limit_seconds)
     finally:
@@ -115,21 +116,24 @@ def _results(folder: pathlib.Path, ranks: int) -> tuple[dict[str, Any], ...]:
 
 
 def _start(
-    net: network.Network, folder: pathlib.Path, environment: dict[str, str]
+    net: network.Network,
+    folder: pathlib.Path,
+    environment: dict[str, str],
+    python: str,
 ) -> list[subprocess.Popen[bytes]]:
-    addresses = _addresses(net)
+    configs = cluster.tf_configs(net)
     scratch = folder / "scratch"
     scratch.mkdir()
     processes = []
-    for rank in range(len(addresses)):
-        command = [*net.prefixes[rank], sys.executable, "-m"]
+    for rank, config in enumerate(configs):
+        command = [*net.prefixes[rank], python, "-m"]
         command += ["benchmarks.rank", str(folder / "job.json"), str(rank)]
         with (folder / f"rank{rank}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(
                     command,
                     cwd=_ROOT,
-                    env=_environment(addresses, rank, scratch, environment),
+                    env=_environment(config, scratch, environment),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -140,36 +144,16 @@ def _start(
 
 
 def _environment(
-    addresses: list[str],
-    rank: int,
-    scratch: pathlib.Path,
-    extra: dict[str, str],
+    tf_config: str, scratch: pathlib.Path, extra: dict[str, str]
 ) -> dict[str, str]:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment.pop("TF_CONFIG", None)
-    if len(addresses) > 1:
-        task = {"type": "worker", "index": rank}
-        cluster = {"worker": addresses}
-        config = json.dumps({"cluster": cluster, "task": task})
-        environment["TF_CONFIG"] = config
+    if tf_config:
+        environment["TF_CONFIG"] = tf_config
     # Ranks end without cleaning up; what they leave must not fill /tmp.
     environment["TMPDIR"] = str(scratch)
     return {**environment, **extra}
-
-
-def _addresses(net: network.Network) -> list[str]:
-    """TF_CONFIG addresses: a fixed port per namespace, else free ports."""
-    if net.interface:
-        return [f"{host}:{_FIXED_PORT}" for host in net.hosts]
-    sockets = [socket.socket() for _ in net.hosts]
-    try:
-        for host, free in zip(net.hosts, sockets, strict=True):
-            free.bind((host, 0))
-        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
-    finally:
-        for free in sockets:
-            free.close()
 
 
 def _watch(

@@ -82,10 +82,10 @@ class Trainee:
         ]
 
     def dense(self) -> tuple[np.ndarray, ...]:
-        """Returns kernels and biases of the dense tower."""
+        """Returns the dense variables, in the order of the reference."""
         return tuple(
             np.asarray(variable.numpy())
-            for variable in self.model.tower.trainable_variables
+            for variable in self.model.dense_variables
         )
 
     def rows(self, touched: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:

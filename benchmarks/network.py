@@ -50,11 +50,13 @@ class Network:
         prefixes: command prefix that enters the network of every rank.
         interface: interface that carries the ranks' traffic and nothing
             else, or "" when its bytes cannot be told apart (loopback).
+        roles: TensorFlow's job of every rank, or () when all are workers.
     """
 
     hosts: tuple[str, ...]
     prefixes: tuple[tuple[str, ...], ...]
     interface: str
+    roles: tuple[str, ...] = ()
 
 
 def check_rate(rate: str) -> str:

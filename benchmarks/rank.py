@@ -22,6 +22,8 @@ _POLL_SECONDS = 0.002
 # Task of a job -> module with a function `run_rank(context) -> dict`.
 TASKS = {
     "training": "benchmarks.training",
+    "parameter-server": "benchmarks.parameter_server",
+    "fbgemm": "benchmarks.fbgemm",
     "collectives": "benchmarks.exchange_rates",
     "overhead": "benchmarks.tiny_dense",
 }
@@ -42,6 +44,7 @@ class RankContext:
         interface: interface to count bytes on, or "".
         folder: the run folder, shared by all ranks.
         options: options of the task, JSON values.
+        poll_seconds: how often to look whether others have come.
     """
 
     rank: int
@@ -50,6 +53,7 @@ class RankContext:
     interface: str
     folder: pathlib.Path
     options: dict[str, Any]
+    poll_seconds: float = _POLL_SECONDS
 
     def barrier(self, phase: str) -> None:
         """Waits until every rank has come to `phase` (a unique name).
@@ -74,7 +78,7 @@ class RankContext:
     def _read(self, name: str) -> str:
         path = self.folder / name
         while not path.exists():
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self.poll_seconds)
         return path.read_text()
 
 

@@ -70,12 +70,35 @@ def compact(
     return Compact(touched, renumbered)
 
 
+def logits(
+    head: workloads.Head,
+    pooled: list[tf.Tensor],
+    dense: list[tf.Tensor | tf.Variable],
+) -> tf.Tensor:
+    """A workload's head in stock ops: float32 `[batch_size, 1]`.
+
+    Args:
+        head: what to do with the results of the tables.
+        pooled: float32 `[batch_size, width]` per table.
+        dense: kernels and biases of the towers in order, or one bias.
+    """
+    if head == "linear":
+        return tf.add_n(pooled) + dense[0]
+    if head == "tower":
+        return _tower(tf.concat(pooled, axis=1), dense)
+    half = len(dense) // 2
+    one, other = dense[:half], dense[half:]
+    product = _tower(pooled[0], one) * _tower(pooled[1], other)
+    return tf.reduce_sum(product, axis=1, keepdims=True)
+
+
 def train(
     data: Compact,
     rows: tuple[np.ndarray, ...],
     dense: tuple[np.ndarray, ...],
     optimizer: str,
     learning_rate: float,
+    head: workloads.Head = "tower",
 ) -> Trained:
     """Trains on all steps of `data`, starting from `rows` and `dense`."""
     tables = [tf.Variable(value) for value in rows]
@@ -87,7 +110,7 @@ def train(
     losses = []
     for step in data.steps:
         with tf.GradientTape() as tape:
-            by_rank = _losses(step, tables, tower)
+            by_rank = _losses(step, tables, tower, head)
             loss = tf.add_n(by_rank)
         losses.append([float(value) for value in by_rank])
         gradients = tape.gradient(loss, tables + tower)
@@ -117,7 +140,8 @@ def _update(
 def _losses(
     step: tuple[workloads.Batch, ...],
     tables: list[tf.Variable],
-    tower: list[tf.Variable],
+    dense: list[tf.Variable],
+    head: workloads.Head,
 ) -> list[tf.Tensor]:
     samples = sum(len(batch.labels) for batch in step)
     losses = []
@@ -126,8 +150,9 @@ def _losses(
             tf.reduce_sum(tf.gather(table, ids), axis=1)
             for table, ids in zip(tables, batch.ids, strict=True)
         ]
-        logits = _tower(tf.concat(pooled, axis=1), tower)
-        entropy = tf.nn.sigmoid_cross_entropy_with_logits(batch.labels, logits)
+        entropy = tf.nn.sigmoid_cross_entropy_with_logits(
+            batch.labels, logits(head, pooled, dense)
+        )
         losses.append(tf.reduce_sum(entropy) / samples)
     return losses
 

@@ -15,7 +15,8 @@ MEGABYTE = 1e6
 class Row:
     """One variant's figures; of several ranks always the worst one.
 
-    All figures are 0 unless `status` is "ok".
+    All figures are 0 unless `status` is "ok". An `asynchronous` variant has
+    no error: its results depend on the order in which updates arrive.
     """
 
     variant: str
@@ -29,11 +30,36 @@ class Row:
     peak_rss: float = 0.0
     error: float = 0.0
     steps: int = 0
+    asynchronous: bool = False
+    ranks: int = 0
 
     @property
     def steps_per_second(self) -> float:
         """Reciprocal of the median step."""
         return 1e3 / self.milliseconds if self.milliseconds else 0.0
+
+    @property
+    def ours(self) -> bool:
+        """Whether the variant is this project's."""
+        return self.variant.startswith("hybrid")
+
+
+# (variant, ranks) -> its row.
+Rows = dict[tuple[str, int], Row]
+
+
+def by_variant(rows: Rows) -> list[tuple[tuple[str, int], Row]]:
+    """Items of `rows`, one variant after the other."""
+    order = list(dict.fromkeys(name for name, _ in rows))
+    return sorted(rows.items(), key=lambda item: order.index(item[0][0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that can be compared: one workload on as many ranks."""
+
+    title: str
+    rows: list[Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +129,8 @@ def make_row(variant: str, outcome: launch.Outcome) -> Row:
     return Row(
         variant,
         "ok",
-        max(result["problem"] for result in results),
+        max(result["problem"] for result in results)
+        or results[0].get("note", ""),
         milliseconds=worst("step_ms", "p50"),
         p99=worst("step_ms", "p99"),
         egress=worst("per_step", "egress_bytes"),
@@ -112,6 +139,8 @@ def make_row(variant: str, outcome: launch.Outcome) -> Row:
         peak_rss=max(result["peak_rss_bytes"] for result in results),
         error=max(max(result["errors"].values()) for result in results),
         steps=results[0]["steps"],
+        asynchronous=results[0].get("asynchronous", False),
+        ranks=len(results),
     )
 
 
@@ -137,14 +166,15 @@ def table(rows: list[Row], counted: bool) -> str:
         if row.status == "ok":
             lines.append(_line(_cells(row, stock, counted)))
             if row.reason:
-                lines.append(f"{'':<15}  {row.reason}")
+                lines.append(f"{'':<16}  {row.reason}")
         else:
-            lines.append(f"{row.variant:<15}  {row.status}: {row.reason}")
+            lines.append(f"{row.variant:<16}  {row.status}: {row.reason}")
     return "\n".join(lines)
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    return f"{cells[0]:<15}" + "".join(f"{cell:>11}" for cell in cells[1:])
+    first, *others = cells
+    return f"{first:<16}" + "".join(f"{cell:>11}" for cell in others)
 
 
 def _cells(row: Row, stock: Row | None, counted: bool) -> tuple[str, ...]:
@@ -152,7 +182,7 @@ def _cells(row: Row, stock: Row | None, counted: bool) -> tuple[str, ...]:
     if counted:
         egress = f"{row.egress / MEGABYTE:.3f}"
         ingress = f"{row.ingress / MEGABYTE:.3f}"
-    if stock:
+    if stock and stock.ranks == row.ranks:
         faster = f"{stock.milliseconds / row.milliseconds:.2f}"
         if counted and row.egress:
             less = f"{stock.egress / row.egress:.1f}"
@@ -167,7 +197,7 @@ def _cells(row: Row, stock: Row | None, counted: bool) -> tuple[str, ...]:
         less,
         f"{row.cpu_milliseconds:.2f}",
         f"{row.peak_rss / MEGABYTE:.0f}",
-        f"{row.error:.1e}",
+        "  asynchronous" if row.asynchronous else f"{row.error:.1e}",
     )
 
 

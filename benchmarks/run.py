@@ -10,15 +10,19 @@ counters around the timed steps.
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import os
 import pathlib
 import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from benchmarks import cluster
 from benchmarks import launch
 from benchmarks import network
 from benchmarks import report
@@ -27,11 +31,18 @@ from benchmarks import workloads
 VARIANTS = {
     "stock-sparse": {"variant": "stock", "gradient": "indexed_slices"},
     "stock-dense": {"variant": "stock", "gradient": "dense"},
+    "parameter-server": {"variant": "parameter-server"},
+    "fbgemm": {"variant": "fbgemm"},
     "hybrid-row": {"variant": "hybrid", "sharding": "row"},
     "hybrid-column": {"variant": "hybrid", "sharding": "column"},
+    "hybrid-table": {"variant": "hybrid", "sharding": "table"},
+    "hybrid-grid": {"variant": "hybrid", "sharding": "grid"},
+    "hybrid-row-dedup": {"variant": "hybrid", "sharding": "row-dedup"},
+    "hybrid-table-dedup": {"variant": "hybrid", "sharding": "table-dedup"},
     "hybrid-auto": {"variant": "hybrid", "sharding": "auto"},
 }
 _DEFAULT_VARIANTS = ("stock-sparse", "hybrid-row", "hybrid-column")
+_NO_FBGEMM = "needs --fbgemm-python, a Python with torch and fbgemm_gpu"
 
 _EXAMPLES = """\
 examples:
@@ -58,13 +69,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="VARIANT",
         help=f"what to run (default: {' '.join(_DEFAULT_VARIANTS)})",
     )
-    _add_setting_arguments(parser)
-    _add_timing_arguments(parser)
+    add_setting_arguments(parser)
+    add_timing_arguments(parser)
     add_network_arguments(parser)
     return parser
 
 
-def _add_setting_arguments(parser: argparse.ArgumentParser) -> None:
+def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what defines a training: model, batch, optimizer, wire."""
+
     def choice(name: str, options: Any, default: str, text: str) -> None:
         parser.add_argument(
             name,
@@ -86,20 +99,36 @@ def _add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     choice("--input", ("ids", "ragged", "sparse"), "ids", "input of ours")
     dtypes = ("float32", "bfloat16", "float16")
     choice("--wire-dtype", dtypes, "float32", "numbers on our wire")
+    parser.add_argument(
+        "--wire-packing", action="store_true", help="pack them, without loss"
+    )
+    parser.add_argument(
+        "--learn-frequent-ids",
+        action="store_true",
+        help="shorter codes for frequent ids on our wire",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the data (0)")
 
 
-def _add_timing_arguments(parser: argparse.ArgumentParser) -> None:
+def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what all trainings ask about steps and time."""
+
     def number(name: str, kind: type, default: float, text: str) -> None:
         parser.add_argument(
             name, type=kind, default=default, help=f"{text} ({default})"
         )
 
     number("--check-steps", int, 2, "steps compared with the reference")
-    number("--warm-up", int, 5, "steps before the timed ones")
+    # Ids are counted in the first lookups, for shorter codes later.
+    number("--warm-up", int, 25, "steps before the timed ones")
     number("--steps", int, 200, "timed steps at most")
     number("--seconds", float, 15.0, "time for the timed steps")
     number("--limit", float, 300.0, "wall limit per variant, seconds")
+    parser.add_argument(
+        "--fbgemm-python",
+        metavar="PATH",
+        help="interpreter of an environment with torch and fbgemm_gpu",
+    )
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,24 +206,45 @@ def run_variants(
     arguments: argparse.Namespace, folder: pathlib.Path
 ) -> dict[str, launch.Outcome]:
     """Runs the variants one after another in one network."""
-    environment = {"TF_USE_LEGACY_KERAS": str(int(arguments.keras == "2"))}
     outcomes = {}
     with open_network(arguments, arguments.ranks) as net:
         for name in arguments.variants:
             print(f"{name} ...", flush=True)
-            options = {**_settings(arguments), **VARIANTS[name]}
-            outcomes[name] = launch.run_job(
-                "training",
-                options,
-                net,
-                folder / name,
-                arguments.limit,
-                environment,
-            )
+            outcomes[name] = run_variant(name, arguments, net, folder / name)
     return outcomes
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_variant(
+    name: str,
+    arguments: argparse.Namespace,
+    net: network.Network,
+    folder: pathlib.Path,
+) -> launch.Outcome:
+    """Runs one variant in the new `folder`; failures are in the outcome."""
+    options = {**settings_of(arguments), **VARIANTS[name]}
+    environment = {"TF_USE_LEGACY_KERAS": str(int(arguments.keras == "2"))}
+    run_job = functools.partial(
+        launch.run_job,
+        options=options,
+        folder=folder,
+        limit_seconds=arguments.limit,
+        environment=environment,
+    )
+    if name == "fbgemm":
+        if not arguments.fbgemm_python:
+            return launch.Outcome("left out", _NO_FBGEMM, (), 0.0)
+        python = arguments.fbgemm_python
+        return run_job(name, net=network.loopback(1), python=python)
+    if name != "parameter-server":
+        return run_job("training", net=net)
+    environment["GRPC_FAIL_FAST"] = "use_caller"
+    outcome = run_job(name, net=cluster.with_parameter_servers(net))
+    merged = cluster.by_host(outcome.results) if outcome.results else ()
+    return dataclasses.replace(outcome, results=merged)
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments as JSON values."""
     settings = dict(vars(arguments))
     settings["output"] = str(settings["output"])
     return settings
@@ -204,7 +254,7 @@ def main() -> None:
     """Runs, prints the table and the targets, writes JSON and a chart."""
     exit_on_signals()
     arguments = make_parser().parse_args()
-    settings = _settings(arguments)
+    settings = settings_of(arguments)
     title = f"{arguments.workload}, {arguments.ranks} rank(s)"
     folder = new_folder(
         arguments.output, f"{arguments.workload}-{arguments.ranks}"
@@ -220,19 +270,20 @@ def main() -> None:
     for line in report.verdicts(rows, settings):
         print(line)
     report.write_json(folder / "result.json", settings, about, outcomes)
-    _draw(folder / "chart.png", title, rows)
+    groups = [report.Group(title, rows)]
+    draw(lambda chart: chart.draw(folder / "chart.png", groups))
     print(f"logs, result.json and chart.png: {folder}")
-    ours = [row for row in rows if row.variant.startswith("hybrid")]
-    sys.exit(any(row.status != "ok" for row in ours))
+    sys.exit(any(row.ours and row.status != "ok" for row in rows))
 
 
-def _draw(path: pathlib.Path, title: str, rows: list[report.Row]) -> None:
+def draw(call: Callable[[Any], None]) -> None:
+    """Calls back with the module `chart`, or says why there is none."""
     try:
         from benchmarks import chart
     except ImportError as error:
         print(f"no chart: {error}")
         return
-    chart.draw(path, title, rows)
+    call(chart)
 
 
 if __name__ == "__main__":

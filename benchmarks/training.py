@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import check
+from benchmarks import errors
 from benchmarks import loops
 from benchmarks import measure
 from benchmarks import rank
@@ -19,10 +20,10 @@ _VARIANTS = {
 }
 
 # Batches are made before the steps and used in turn.
-_DISTINCT_BATCHES = 16
+DISTINCT_BATCHES = 16
 
 # Steps of the check come first; timed steps see other batches.
-_FIRST_TIMED_STEP = 1000
+FIRST_TIMED_STEP = 1000
 
 
 def run_rank(context: rank.RankContext) -> dict[str, Any]:
@@ -41,15 +42,15 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
     )
     context.barrier("built")
     loop = loops.LOOPS[options["loop"]](trainee)
-    errors = check.check(context, trainee, loop)
-    problem = check.problem(errors, options["wire_dtype"])
+    found = check.check(context, trainee, loop)
+    problem = errors.problem(found, options["wire_dtype"])
     if problem and options["variant"] == "hybrid":
-        raise rank.CheckError(f"{problem} ({errors})")
+        raise rank.CheckError(f"{problem} ({found})")
     context.barrier("checked")
     figures = _time(context, trainee, loop)
     return {
         **figures,
-        "errors": errors,
+        "errors": found,
         "problem": problem,
         "peak_rss_bytes": measure.peak_rss_bytes(),
     }
@@ -69,7 +70,7 @@ def _time(
     options = context.options
     inputs = trainee.local_inputs(
         context,
-        range(_FIRST_TIMED_STEP, _FIRST_TIMED_STEP + _DISTINCT_BATCHES),
+        range(FIRST_TIMED_STEP, FIRST_TIMED_STEP + DISTINCT_BATCHES),
     )
     context.barrier("prepared")
     warm_up, _ = loop.run(inputs, options["warm_up"])

@@ -2,11 +2,12 @@
 """The models that are timed and the ids they see.
 
 A workload is a set of sparse layers (a table of `rows` x `width`, looked up
-with `hotness` ids per sample and summed) whose results are concatenated and
-fed to a small dense tower with one logit at its end.
+with `hotness` ids per sample and summed) and a small dense head that makes one
+logit of their results.
 """
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -23,13 +24,24 @@ CRITEO_ROWS = (
 )  # fmt: skip
 
 
+# "tower": results are concatenated and go through dense layers. "dot": every
+# table has a tower of its own, the logit is the dot product of two. "linear":
+# results are the logit but for a bias.
+Head = Literal["tower", "dot", "linear"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One sparse layer: `rows` -> `width`, `hotness` ids per sample."""
+    """One sparse layer: `rows` -> `width`, `hotness` ids per sample.
+
+    Ids follow Zipf's law unless `skew` is given: then the popularity of a row
+    falls as a power of its place, and `skew` is 1 for rows that are all alike.
+    """
 
     rows: int
     width: int
     hotness: int
+    skew: float | None = None
 
     @property
     def weights(self) -> int:
@@ -39,11 +51,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sparse layers and the hidden widths of the dense tower behind them."""
+    """Sparse layers and the hidden widths of the towers behind them."""
 
     name: str
     tables: tuple[Table, ...]
     hidden: tuple[int, ...] = (128,)
+    head: Head = "tower"
 
     @property
     def weights(self) -> int:
@@ -55,6 +68,18 @@ class Workload:
         """Width of the concatenated results of the sparse layers."""
         return sum(table.width for table in self.tables)
 
+    @property
+    def layers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per dense tower the (inputs, outputs) of its layers."""
+        if self.head == "linear":
+            return ()
+        dot = self.head == "dot"
+        inputs = [t.width for t in self.tables] if dot else [self.pooled_width]
+        rest = self.hidden if dot else (*self.hidden, 1)
+        return tuple(
+            tuple(zip((width, *rest), rest, strict=False)) for width in inputs
+        )
+
 
 WORKLOADS = {
     workload.name: workload
@@ -65,6 +90,21 @@ WORKLOADS = {
             "criteo",
             tuple(Table(rows, 16, 1) for rows in CRITEO_ROWS),
             hidden=(512, 256),
+        ),
+        # Users and items; as many distinct rows per batch as in ml-100k.
+        Workload(
+            "movielens",
+            (Table(943, 32, 1, skew=2.0), Table(1682, 32, 1, skew=2.4)),
+            hidden=(64, 32),
+            head="dot",
+        ),
+        # Logistic regression.
+        Workload("a9a", (Table(123, 1, 14, skew=2.0),), (), head="linear"),
+        # Criteo's features hashed into small tables.
+        Workload(
+            "criteo_sample",
+            tuple(Table(min(rows, 1000), 16, 1) for rows in CRITEO_ROWS),
+            hidden=(64,),
         ),
         # Small enough to see the whole path work within seconds.
         Workload("smoke", (Table(1000, 6, 5), Table(77, 3, 2)), hidden=(8,)),
@@ -93,6 +133,19 @@ def scattered_zipf(
     return ((ranks * SCATTER) % np.uint64(rows)).astype(np.int64)
 
 
+def draw_ids(
+    generator: np.random.Generator, samples: int, table: Table
+) -> np.ndarray:
+    """Draws the int64 ids `[samples, hotness]` of one table."""
+    shape = (samples, table.hotness)
+    if table.skew is None:
+        return scattered_zipf(generator, shape, table.rows)
+    places = (generator.random(shape) ** table.skew * table.rows).astype(
+        np.uint64
+    )
+    return ((places * SCATTER) % np.uint64(table.rows)).astype(np.int64)
+
+
 def make_batch(
     workload: Workload, batch_size: int, step: int, rank: int, seed: int = 0
 ) -> Batch:
@@ -103,8 +156,7 @@ def make_batch(
     """
     generator = np.random.default_rng((seed, step, rank))
     ids = tuple(
-        scattered_zipf(generator, (batch_size, table.hotness), table.rows)
-        for table in workload.tables
+        draw_ids(generator, batch_size, table) for table in workload.tables
     )
     labels = generator.integers(0, 2, (batch_size, 1)).astype(np.float32)
     return Batch(ids, labels)

@@ -54,3 +54,18 @@ def test_step_of_a_linear_model_matches_numpy(optimizer):
         np.testing.assert_allclose(trained, value - change, rtol=1e-5)
     want = [[entropy[:2].sum() / 4, entropy[2:].sum() / 4]]
     np.testing.assert_allclose(got.losses, want, rtol=1e-5)
+
+
+def test_the_linear_head_adds_a_bias():
+    pooled = [np.float32([[1], [2]]), np.float32([[3], [4]])]
+    got = reference.logits("linear", pooled, [np.float32([0.5])])
+    np.testing.assert_allclose(got, [[4.5], [6.5]])
+
+
+def test_the_dot_head_multiplies_two_towers():
+    """One layer per tower: kernel, bias."""
+    one, other = np.float32([[1, 2]]), np.float32([[3, 4]])
+    eye = np.eye(2, dtype=np.float32)
+    shift = np.float32([0, 1])
+    got = reference.logits("dot", [one, other], [eye, shift, 2 * eye, shift])
+    np.testing.assert_allclose(got, [[1 * 6 + 3 * 9]])

@@ -36,7 +36,9 @@ def _outcome(*results):
     return launch.Outcome("ok", "", results, 1.0)
 
 
-_STOCK = report.make_row("stock-sparse", _outcome(_result(400.0, 26e6)))
+_STOCK = report.make_row(
+    "stock-sparse", _outcome(_result(400.0, 26e6), _result(400.0, 26e6))
+)
 _OURS = report.make_row(
     "hybrid-row", _outcome(_result(20.0, 1.0e6), _result(25.0, 1.2e6))
 )
@@ -59,6 +61,12 @@ def test_table_compares_with_stock():
     assert "1.200" in lines[-1]  # MB
 
 
+def test_one_process_is_not_compared_with_several():
+    alone = report.make_row("fbgemm", _outcome(_result(5.0, 0.0)))
+    lines = report.table([_STOCK, alone], counted=True).splitlines()
+    assert lines[-1].split()[4] == "-"
+
+
 def test_table_hides_bytes_that_were_not_counted():
     line = report.table([_OURS], counted=False).splitlines()[-1]
     assert "1.200" not in line
@@ -67,7 +75,7 @@ def test_table_hides_bytes_that_were_not_counted():
 
 def test_table_goes_on_after_an_aborted_variant():
     text = report.table([_ABORTED, _OURS], counted=True)
-    assert "stock-dense      aborted: rank 2 (SIGABRT)" in text
+    assert "stock-dense       aborted: rank 2 (SIGABRT)" in text
     assert "hybrid-row" in text
 
 
@@ -76,6 +84,13 @@ def test_table_says_that_stock_differs():
         "stock-sparse", _outcome(_result(1.0, 1.0, "differs by 1"))
     )
     assert "differs by 1" in report.table([row], counted=True)
+
+
+def test_an_asynchronous_variant_has_no_error():
+    result = {**_result(1.0, 1.0), "asynchronous": True}
+    row = report.make_row("parameter-server", _outcome(result))
+    line = report.table([row], counted=True).splitlines()[-1]
+    assert line.split()[-1] == "asynchronous"
 
 
 def test_verdicts_judge_speed_and_bytes():
@@ -114,5 +129,6 @@ def test_json_keeps_every_rank(tmp_path):
 def test_chart_is_a_png(tmp_path):
     chart = pytest.importorskip("benchmarks.chart")
     path = tmp_path / "chart.png"
-    chart.draw(path, "title", [_STOCK, _ABORTED, _OURS])
+    group = report.Group("title", [_STOCK, _ABORTED, _OURS])
+    chart.draw(path, [group, group])
     assert path.read_bytes().startswith(b"\x89PNG")

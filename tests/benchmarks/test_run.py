@@ -17,13 +17,18 @@ from benchmarks import run
 _REASON = network.reason_unavailable()
 needs_namespaces = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
+# The interpreter of an environment with torch and fbgemm_gpu.
+_FBGEMM = os.environ.get("FBGEMM_PYTHON", "")
+
 
 def _command(tmp_path, *arguments):
     command = [sys.executable, "-m", "benchmarks.run", "--workload", "smoke"]
     return [*command, "--output", str(tmp_path), *arguments]
 
 
-@pytest.mark.parametrize("module", ["run", "collectives", "overhead"])
+@pytest.mark.parametrize(
+    "module", ["run", "all", "scaling", "collectives", "overhead"]
+)
 def test_help_explains_every_option(module):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", "--help"],
@@ -63,8 +68,12 @@ def test_ranks_meet_on_loopback_when_asked():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "variants",
-    [("stock-sparse", "stock-dense"), ("hybrid-row", "hybrid-column")],
-    ids=["stock", "hybrid"],
+    [
+        ("stock-sparse", "stock-dense"),
+        ("hybrid-row", "hybrid-column"),
+        ("parameter-server",),
+    ],
+    ids=["stock", "hybrid", "parameter-server"],
 )
 def test_a_small_run_writes_all_it_promises(tmp_path, ranks, variants):
     done = subprocess.run(
@@ -85,16 +94,64 @@ def test_a_small_run_writes_all_it_promises(tmp_path, ranks, variants):
         assert variant["status"] == "ok", variant["reason"]
         assert len(variant["results"]) == ranks
         assert variant["results"][0]["errors"]["rows"] < 1e-4
-    assert f"\n{variants[1]} " in done.stdout
+        assert not variant["results"][0]["problem"]
+    assert f"\n{variants[-1]} " in done.stdout
     assert (folder / "chart.png").exists() or "no chart" in done.stdout
+
+
+def test_fbgemm_is_left_out_without_an_interpreter(tmp_path):
+    arguments = run.make_parser().parse_args([])
+    net = network.loopback(2)
+    outcome = run.run_variant("fbgemm", arguments, net, tmp_path / "x")
+    assert outcome.status == "left out"
+    assert "--fbgemm-python" in outcome.reason
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_parameter_servers_share_large_tables(tmp_path, optimizer):
+    """Tables of `smoke` are too small to be cut into parts, these are not."""
+    arguments = run.make_parser().parse_args(
+        [
+            *("--workload", "timelines", "--optimizer", optimizer),
+            *("--batch", "8", "--steps", "5", "--limit", "100"),
+        ]
+    )
+    net = network.loopback(2)
+    outcome = run.run_variant(
+        "parameter-server", arguments, net, tmp_path / "x"
+    )
+    assert outcome.status == "ok", outcome.reason
+    assert not outcome.results[0]["problem"]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not _FBGEMM, reason="FBGEMM_PYTHON names no interpreter")
+@pytest.mark.parametrize("workload", ["smoke", "movielens", "a9a"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_fbgemm_agrees_with_plain_torch(tmp_path, workload, optimizer):
+    arguments = run.make_parser().parse_args(
+        [
+            *("--workload", workload, "--optimizer", optimizer),
+            *("--steps", "5", "--limit", "100", "--fbgemm-python", _FBGEMM),
+        ]
+    )
+    net = network.loopback(2)
+    outcome = run.run_variant("fbgemm", arguments, net, tmp_path / "x")
+    assert outcome.status == "ok", outcome.reason
+    assert len(outcome.results) == 1
+    assert not outcome.results[0]["problem"]
 
 
 @pytest.mark.process
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_removes_ranks_and_network(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "variant"),
+    [(signal.SIGINT, "stock-sparse"), (signal.SIGTERM, "parameter-server")],
+)
+def test_a_signal_removes_ranks_and_network(tmp_path, number, variant):
     process = subprocess.Popen(
-        _command(tmp_path, "--ranks", "2", "--variants", "stock-sparse"),
+        _command(tmp_path, "--ranks", "2", "--variants", variant),
         stdout=subprocess.DEVNULL,
     )
     try:

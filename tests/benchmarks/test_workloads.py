@@ -25,6 +25,25 @@ def test_ids_are_in_range(rows):
     assert ids.max() < rows
 
 
+@pytest.mark.parametrize(
+    ("table", "distinct"), [(0, (190, 215)), (1, (200, 222))]
+)
+def test_movielens_is_as_skewed_as_the_ratings(table, distinct):
+    """256 ratings of ml-100k are of 203 users and 211 items on average."""
+    movielens = workloads.WORKLOADS["movielens"]
+    ids = workloads.make_batch(movielens, 256, 0, 0).ids[table]
+    assert ids.min() >= 0
+    assert ids.max() < movielens.tables[table].rows
+    assert distinct[0] < len(np.unique(ids)) < distinct[1]
+
+
+def test_heads_name_the_layers_of_their_towers():
+    layers = {name: w.layers for name, w in workloads.WORKLOADS.items()}
+    assert layers["smoke"] == (((9, 8), (8, 1)),)
+    assert layers["movielens"] == (((32, 64), (64, 32)),) * 2
+    assert layers["a9a"] == ()
+
+
 def test_ids_are_skewed():
     ids = workloads.scattered_zipf(np.random.default_rng(0), (100_000,), 2**17)
     counts = np.sort(np.unique(ids, return_counts=True)[1])[::-1]

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookup, gradient and update in TensorFlow: ours, and of stock ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks import kernel_batches
+from benchmarks.kernel_batches import EPSILON
+from benchmarks.kernel_batches import LEARNING_RATE
+from tfdist_ext.ops import lookup_ops
+from tfdist_ext.ops import optimizer_ops
+
+_TABLES: dict[tuple[int, int], tf.Variable] = {}
+
+
+def set_threads(threads: int) -> None:
+    """Before the first op."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def _table(case: kernel_batches.Case, i: int, width: int) -> tf.Variable:
+    """Ours and stock share the tables: those of `ads` have a gigabyte."""
+    if (i, width) not in _TABLES:
+        values = kernel_batches.weights(case, i, width)
+        _TABLES[i, width] = tf.Variable(np.ascontiguousarray(values))
+    return _TABLES[i, width]
+
+
+class _Tables:
+    """Tables with the batches as tensors.
+
+    Args:
+        case: what is timed.
+        padding: whether to pad the width to what FBGEMM can do.
+    """
+
+    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+        self.case = case
+        self.widths = [
+            kernel_batches.padded(t.width) if padding else t.width
+            for t in case.tables
+        ]
+        self.tables = [_table(case, i, w) for i, w in enumerate(self.widths)]
+        self.batches = [self._batch(i) for i in range(case.batches)]
+        self.forward_step = tf.function(self._forward)
+        self.backward_step = tf.function(self._backward)
+
+    def _batch(self, batch: int) -> Any:
+        raise NotImplementedError
+
+    def _forward(self, batch: Any) -> list[tf.Tensor]:
+        raise NotImplementedError
+
+    def _backward(self, batch: Any) -> tf.Tensor:
+        raise NotImplementedError
+
+    def forward(self, step: int) -> list[np.ndarray]:
+        """Looks up the ids of a batch; waits for the result."""
+        batch = self.batches[step % len(self.batches)]
+        return [output.numpy() for output in self.forward_step(batch)]
+
+    def backward(self, step: int) -> None:
+        """Sums the gradients of the rows and updates them; waits."""
+        self.backward_step(self.batches[step % len(self.batches)]).numpy()
+
+    def rows(self, table: int, rows: np.ndarray) -> np.ndarray:
+        """Values of some rows of a table."""
+        return tf.gather(self.tables[table], rows).numpy()
+
+    def reset(self) -> None:
+        """Gives the rows of the first batch their initial values."""
+        for i, table in enumerate(self.tables):
+            rows = kernel_batches.touched(self.case, i)
+            values = kernel_batches.weights(self.case, i, self.widths[i])
+            table.scatter_update(tf.IndexedSlices(values[rows], rows))
+
+
+class OursTables(_Tables):
+    """The ops of tfdist_ext: all tables in one lookup and one gradient."""
+
+    backward_includes_forward = False
+
+    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+        self.slots = [
+            tf.Variable(tf.zeros([table.rows])) for table in case.tables
+        ]
+        super().__init__(case, padding)
+
+    def _batch(self, batch: int) -> tuple[tf.Tensor, ...]:
+        ids = kernel_batches.ids(self.case, batch)
+        lengths = np.concatenate([np.full(len(i), i.shape[1]) for i in ids])
+        grads = [
+            kernel_batches.gradients(self.case, batch, width, i).ravel()
+            for i, width in enumerate(self.widths)
+        ]
+        made = (
+            np.concatenate([[0], np.cumsum(lengths)]),
+            np.concatenate([i.ravel() for i in ids]),
+            np.concatenate(grads),
+            np.array([[len(i) for i in ids]]),
+        )
+        return tuple(map(tf.constant, made))
+
+    def _forward(self, batch: Any) -> list[tf.Tensor]:
+        row_splits, rows, _, served = batch
+        values, _ = lookup_ops.lookup(
+            self.tables,
+            row_splits,
+            rows,
+            tf.zeros([0]),
+            served,
+            feature_tables=range(len(self.tables)),
+        )
+        sizes = served[0] * tf.constant(self.widths, tf.int64)
+        parts = tf.split(values, sizes, num=len(self.widths))
+        return [
+            tf.reshape(part, [-1, width])
+            for part, width in zip(parts, self.widths, strict=True)
+        ]
+
+    def _backward(self, batch: Any) -> tf.Tensor:
+        row_splits, rows, grads, served = batch
+        found = lookup_ops.lookup_grad(
+            row_splits,
+            rows,
+            tf.zeros([0]),
+            served,
+            grads,
+            feature_tables=range(len(self.tables)),
+            widths=self.widths,
+        )
+        for i, (unique, sums) in enumerate(zip(*found, strict=True)):
+            self._update(i, unique, sums)
+        return tf.zeros([])
+
+    def _update(self, i: int, rows: tf.Tensor, grads: tf.Tensor) -> None:
+        if self.case.optimizer == "sgd":
+            optimizer_ops.apply_row_sgd(
+                self.tables[i], rows, grads, learning_rate=LEARNING_RATE
+            )
+            return
+        optimizer_ops.apply_row_wise_adagrad(
+            self.tables[i],
+            self.slots[i],
+            rows,
+            grads,
+            learning_rate=LEARNING_RATE,
+            epsilon=EPSILON,
+        )
+
+
+class StockTables(_Tables):
+    """`embedding_lookup_sparse`, its gradient, and stock's sparse update.
+
+    Stock has no row-wise Adagrad; its place takes ordinary Adagrad.
+    """
+
+    # Its gradient needs what the lookup computed.
+    backward_includes_forward = True
+
+    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+        super().__init__(case, padding)
+        if case.optimizer != "sgd":
+            self.slots = [tf.Variable(tf.zeros(t.shape)) for t in self.tables]
+
+    def _batch(self, batch: int) -> list[tuple[Any, ...]]:
+        made = []
+        for i, ids in enumerate(kernel_batches.ids(self.case, batch)):
+            sparse = tf.SparseTensor(
+                np.argwhere(np.ones(ids.shape, bool)), ids.ravel(), ids.shape
+            )
+            grad = kernel_batches.gradients(self.case, batch, self.widths[i], i)
+            made.append((sparse, tf.constant(grad)))
+        return made
+
+    def _forward(self, batch: Any) -> list[tf.Tensor]:
+        return [
+            tf.nn.embedding_lookup_sparse(table, ids, None, combiner="sum")
+            for table, (ids, _) in zip(self.tables, batch, strict=True)
+        ]
+
+    def _backward(self, batch: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            outputs = self._forward(batch)
+        slices = tape.gradient(
+            outputs, self.tables, output_gradients=[grad for _, grad in batch]
+        )
+        for i, each in enumerate(slices):
+            self._update(i, each)
+        return tf.zeros([])
+
+    def _update(self, i: int, slices: tf.IndexedSlices) -> None:
+        # The rows are distinct: the lookup itself works on distinct ids.
+        if self.case.optimizer == "sgd":
+            steps = LEARNING_RATE * slices.values
+            self.tables[i].scatter_sub(tf.IndexedSlices(steps, slices.indices))
+            return
+        tf.raw_ops.ResourceSparseApplyAdagradV2(
+            var=self.tables[i].handle,
+            accum=self.slots[i].handle,
+            lr=LEARNING_RATE,
+            epsilon=EPSILON,
+            grad=slices.values,
+            indices=slices.indices,
+        )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time, bytes and memory against the number of ranks.
+
+Every placement runs on 1, 2, 4, ... ranks with the same batch per rank (weak
+scaling), is checked as in `benchmarks.run`, and drawn into scaling.png. With
+--memory, peak memory is held against the rank's share of tables and slots.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from benchmarks import launch
+from benchmarks import report
+from benchmarks import run
+from benchmarks import workloads
+
+_PREFIX = "hybrid-"
+_PLACEMENTS = [v.removeprefix(_PREFIX) for v in run.VARIANTS if _PREFIX in v]
+
+# Arrays of the tables' size that an optimizer keeps beside them.
+_SLOTS = {"sgd": 0, "adagrad": 1}
+
+# What a rank may need: this many times its share, and what TensorFlow takes.
+_SHARE_LIMIT = 1.15
+_BASE_LIMIT = 1e9
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling",
+        description=__doc__,
+        conflict_handler="resolve",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_setting_arguments(parser)
+    run.add_timing_arguments(parser)
+    run.add_network_arguments(parser)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="numbers of processes (1 2 4 8)",
+    )
+    parser.add_argument(
+        "--placements",
+        nargs="*",
+        choices=_PLACEMENTS,
+        default=["row", "column", "auto"],
+        help="of our tables (row column auto)",
+    )
+    others = [v for v in run.VARIANTS if _PREFIX not in v]
+    parser.add_argument(
+        "--others", nargs="*", choices=others, default=[], help="drawn too"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="judge peak memory"
+    )
+    return parser
+
+
+def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> report.Rows:
+    """Runs every variant on every number of ranks."""
+    variants = [_PREFIX + name for name in arguments.placements]
+    variants += arguments.others
+    rows: report.Rows = {}
+    for ranks in arguments.ranks:
+        settings = argparse.Namespace(**{**vars(arguments), "ranks": ranks})
+        with run.open_network(settings, ranks) as net:
+            for name in variants:
+                place = folder / f"{name}@{ranks}"
+                print(f"{name}, {ranks} rank(s) ...", flush=True)
+                outcome = run.run_variant(name, settings, net, place)
+                rows[name, ranks] = report.make_row(name, outcome)
+                _keep(folder, name, ranks, outcome)
+    return rows
+
+
+def _keep(
+    folder: pathlib.Path, name: str, ranks: int, outcome: launch.Outcome
+) -> None:
+    line = {"variant": name, "ranks": ranks, **vars(outcome)}
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def table(rows: report.Rows) -> str:
+    """Formats the rows, one variant after the other."""
+    columns = (
+        "ranks",
+        "ms/step",
+        "steps/s",
+        "egress MB",
+        "ingress MB",
+        "RSS MB",
+    )
+    lines = [_line("variant", columns)]
+    for (name, ranks), row in report.by_variant(rows):
+        if row.status != "ok":
+            lines.append(f"{name:<18}{ranks:>6}  {row.status}: {row.reason}")
+            continue
+        cells = (
+            str(ranks),
+            f"{row.milliseconds:.2f}",
+            f"{row.steps_per_second:.2f}",
+            f"{row.egress / report.MEGABYTE:.3f}",
+            f"{row.ingress / report.MEGABYTE:.3f}",
+            f"{row.peak_rss / report.MEGABYTE:.0f}",
+        )
+        lines.append(_line(name, cells))
+    return "\n".join(lines)
+
+
+def share_bytes(
+    workload: workloads.Workload, optimizer: str, ranks: int
+) -> float:
+    """Bytes of a rank's even share of all tables and their slots."""
+    return 4 * workload.weights * (1 + _SLOTS[optimizer]) / ranks
+
+
+def limit_bytes(share: float) -> float:
+    """The most memory that a rank with that share should need."""
+    return _SHARE_LIMIT * share + _BASE_LIMIT
+
+
+def memory_table(
+    rows: report.Rows, workload: workloads.Workload, optimizer: str
+) -> str:
+    """Holds the peak memory of our rows against share and limit."""
+    columns = ("ranks", "RSS MB", "share MB", "limit MB")
+    lines = [_line("memory", columns)]
+    for (name, ranks), row in report.by_variant(rows):
+        if row.status != "ok" or not row.ours:
+            continue
+        share = share_bytes(workload, optimizer, ranks)
+        figures = (row.peak_rss, share, limit_bytes(share))
+        cells = [f"{value / report.MEGABYTE:.0f}" for value in figures]
+        verdict = "reached" if figures[0] <= figures[2] else "NOT REACHED"
+        lines.append(f"{_line(name, (str(ranks), *cells))}  {verdict}")
+    return "\n".join(lines)
+
+
+def _line(name: str, cells: tuple[str, ...]) -> str:
+    first, *others = cells
+    return f"{name:<18}{first:>6}" + "".join(f"{c:>12}" for c in others)
+
+
+def main() -> None:
+    """Runs, prints the tables, draws scaling.png."""
+    run.exit_on_signals()
+    arguments = make_parser().parse_args()
+    workload = workloads.WORKLOADS[arguments.workload]
+    folder = run.new_folder(arguments.output, f"scaling-{workload.name}")
+    rows = measure(arguments, folder)
+    title = f"{workload.name}, {arguments.batch} samples per rank"
+    print(f"\n{title}, {arguments.egress} each, medians\n{table(rows)}")
+    limits = {}
+    if arguments.memory:
+        print(f"\n{memory_table(rows, workload, arguments.optimizer)}")
+        limits = {
+            ranks: limit_bytes(
+                share_bytes(workload, arguments.optimizer, ranks)
+            )
+            for ranks in arguments.ranks
+        }
+    path = folder / "scaling.png"
+    run.draw(lambda chart: chart.draw_scaling(path, title, rows, limits))
+    print(f"logs, results.jsonl and scaling.png: {folder}")
+    sys.exit(any(row.ours and row.status != "ok" for row in rows.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table of all workloads, and where ours is not ahead."""
+
+import operator
+
+from benchmarks import report
+
+# Memory of TensorFlow alone varies by that much from start to start.
+_MEMORY_SLACK = 1.05
+
+# Figure of a row -> (word in the table, how many times the best other's is a
+# lag).
+_FIGURES = {
+    "milliseconds": ("time", 1.0),
+    "egress": ("bytes", 1.0),
+    "peak_rss": ("memory", _MEMORY_SLACK),
+}
+_COLUMNS = (
+    "variant", "ms/step", "steps/s", "MB/step/rank", "x stock", "RSS MB",
+)  # fmt: skip
+
+
+def table(groups: list[report.Group]) -> str:
+    """Formats all groups; "<-" marks where another is ahead of ours."""
+    lines = [_line(_COLUMNS)]
+    for group in groups:
+        lines.append(f"\n{group.title}")
+        lines += [_row(row, group) for row in group.rows]
+    return "\n".join(lines)
+
+
+def behind(row: report.Row, rows: list[report.Row]) -> dict[str, str]:
+    """Says of one of our rows in which figures another is ahead: figure -> who.
+
+    What failed in a group is no rival, and bytes count only where there are
+    several ranks.
+    """
+    rivals = [r for r in rows if r.status == "ok" and not r.ours]
+    if not (row.ours and row.status == "ok" and rivals):
+        return {}
+    lags = {}
+    for figure, (_, slack) in _FIGURES.items():
+        best = min(rivals, key=operator.attrgetter(figure))
+        least = getattr(best, figure)
+        if least and getattr(row, figure) >= slack * least:
+            lags[figure] = best.variant
+    return lags
+
+
+def _row(row: report.Row, group: report.Group) -> str:
+    if row.status != "ok":
+        return f"  {row.variant:<16}  {row.status}: {row.reason}"
+    stock = [
+        other.milliseconds
+        for other in group.rows
+        if other.status == "ok" and not other.ours and other.variant != "fbgemm"
+    ]
+    faster = f"{min(stock) / row.milliseconds:.2f}" if stock else "-"
+    cells = (
+        row.variant,
+        f"{row.milliseconds:.2f}",
+        f"{row.steps_per_second:.2f}",
+        f"{row.egress / report.MEGABYTE:.3f}" if row.egress else "-",
+        faster,
+        f"{row.peak_rss / report.MEGABYTE:.0f}",
+    )
+    lags = [
+        f"{_FIGURES[figure][0]} ({rival})"
+        for figure, rival in behind(row, group.rows).items()
+    ]
+    note = f"  <- behind: {', '.join(lags)}" if lags else ""
+    wrong = row.reason if "differs" in row.reason else ""
+    return _line(cells) + note + (f"  {wrong}" if wrong else "")
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    first, *others = cells
+    return f"  {first:<16}" + "".join(f"{cell:>13}" for cell in others)

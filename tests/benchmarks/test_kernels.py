@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of kernels, without FBGEMM."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import kernel_batches
+from benchmarks import kernels
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("optimizer", kernels.OPTIMIZERS)
+def test_ours_and_stock(optimizer, tmp_path):
+    """They compute the same, or the run would end with an error."""
+    output = tmp_path / "records.json"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.kernels"),
+            *("--workloads", "smoke", "--optimizers", optimizer),
+            *("--threads", "1", "--rounds", "1", "--output", str(output)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "fbgemm: skipped (no --fbgemm-python)" in run.stdout
+    records = json.loads(output.read_text())
+    assert [r["subject"] for r in records] == [
+        "ours",
+        "ours, true width",
+        "stock",
+    ]
+    for record in records:
+        assert record["forward_ms"] > 0 and record["gathered_gb_s"] > 0
+
+
+def test_a_python_without_fbgemm_is_skipped_with_a_reason():
+    reason = kernels.fbgemm_reason("no-such-python")
+    assert reason and "no-such-python" in reason
+
+
+@pytest.mark.parametrize("optimizer, rows", [("sgd", 1), ("adagrad", 0)])
+def test_differences_are_found(optimizer, rows, tmp_path):
+    case = kernel_batches.Case("smoke", optimizer)
+    files = {}
+    for name, shift in (("ours", 0.0), ("stock", 1.0), ("fbgemm", 0.0)):
+        files[name] = tmp_path / f"{name}.npz"
+        arrays = {"output 0": np.ones((2, 8)), "rows 0": np.ones((2, 8))}
+        arrays["rows 0"][0, 0] += shift
+        np.savez(files[name], **arrays)
+    found = kernels.differences(case, files)
+    assert len(found) == rows
+    assert all(line.startswith("stock, rows 0: off by 1") for line in found)
+
+
+def test_narrow_tables_are_columns_of_wide_ones():
+    case = kernel_batches.Case("smoke", "sgd")
+    wide = kernel_batches.weights(case, 1, 4)
+    np.testing.assert_array_equal(
+        kernel_batches.weights(case, 1, 3), wide[:, :3]
+    )
+    wide = kernel_batches.gradients(case, 2, 4, 1)
+    np.testing.assert_array_equal(
+        kernel_batches.gradients(case, 2, 3, 1), wide[:, :3]
+    )
