@@ -30,7 +30,7 @@ def test_ours_and_stock(optimizer, tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -79,7 +79,7 @@ def test_a_small_run_writes_all_it_promises(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = tmp_path.iterdir()

@@ -50,7 +50,7 @@ def run_example(tmp_path: pathlib.Path) -> Callable[..., str]:
             command,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             env=environment,
             cwd=tmp_path,
         )

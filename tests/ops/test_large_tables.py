@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of more than 2^31 elements: offsets do not fit 32 bits.
 
-Skipped where memory is short: such a table takes gigabytes.
+Skipped where memory is short: such a table takes gigabytes. Each is in a
+process of its own, for TensorFlow keeps what it has once had: tests that come
+later would be left without memory for the system's file cache.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -29,10 +34,26 @@ def free_gigabytes() -> float:
     return int(sizes["MemAvailable"].split()[0]) / 2**20
 
 
-def make_table(dtype: tf.DType, gigabytes: float) -> tf.Variable:
+@pytest.mark.parametrize(
+    ("program", "gigabytes"),
+    [("sgd_and_decay_of_bfloat16", 8.0), ("sgd_of_float32", 13.0)],
+)
+def test_in_a_process_of_its_own(program: str, gigabytes: float) -> None:
     free = free_gigabytes()
     if free < gigabytes:
         pytest.skip(f"needs {gigabytes} GB of free memory, {free:.1f} are")
+    root = str(pathlib.Path(__file__).parent.parent.parent)
+    done = subprocess.run(
+        [sys.executable, __file__, program],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def make_table(dtype: tf.DType) -> tf.Variable:
     assert ROWS * DIM > 2**31
     return tf.Variable(tf.zeros([ROWS, DIM], dtype))
 
@@ -50,8 +71,8 @@ def assert_only_named_rows_changed(table: tf.Variable, value: float) -> None:
     assert not tf.cast(tf.gather(table, others), tf.float32).numpy().any()
 
 
-def test_sgd_and_decay_of_bfloat16() -> None:
-    table = make_table(tf.bfloat16, 8.0)
+def sgd_and_decay_of_bfloat16() -> None:
+    table = make_table(tf.bfloat16)
     grads = tf.fill([len(NAMED), DIM], -2.0)
     optimizer_ops.apply_row_sgd(table, NAMED, grads, learning_rate=1.0)
     assert_only_named_rows_changed(table, 2.0)
@@ -70,10 +91,14 @@ def test_sgd_and_decay_of_bfloat16() -> None:
         )
 
 
-def test_sgd_of_float32() -> None:
-    table = make_table(tf.float32, 13.0)
+def sgd_of_float32() -> None:
+    table = make_table(tf.float32)
     # Unsorted and repeated: the grouping path.
     rows = np.concatenate([NAMED[::-1], NAMED])
     grads = tf.fill([len(rows), DIM], -1.0)
     optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=1.0)
     assert_only_named_rows_changed(table, 2.0)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

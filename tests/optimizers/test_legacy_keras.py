@@ -33,7 +33,7 @@ def test_under_tf_keras(name):
         env={**os.environ, "TF_USE_LEGACY_KERAS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -9,7 +9,7 @@ import sys
 HERE = pathlib.Path(__file__).parent
 
 
-def run_ranks(program, ranks, *arguments, keras=3, timeout=300, **environment):
+def run_ranks(program, ranks, *arguments, keras=3, timeout=800, **environment):
     """Runs `program` (a file beside this one) with the product's launcher.
 
     Args:

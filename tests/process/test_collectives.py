@@ -39,7 +39,7 @@ def test_exchanges_between_processes(world_size, tmp_path):
                 )
             )
         for process in ranks:
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=600)
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in ranks:
