@@ -199,6 +199,52 @@ def frequent(strategy):
     assert models["plain"].sparse._frequent is None
 
 
+def prefetch(strategy):
+    """Ids travel a step ahead; results and exchanges stay the same."""
+    uneven = data(7).unbatch().batch(BATCH + 13)  # the last batch is smaller
+
+    def fit(name, **options):
+        with strategy.scope():
+            layer = embedding(strategy, name, **options)
+            model = Top(layer)
+            model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        dataset = uneven.map(lambda x, y: (layer.preprocess(x), y))
+        # Validation between epochs, which an iterator outlives.
+        fitted = model.fit(
+            dataset.repeat(),
+            epochs=3,
+            steps_per_epoch=3,
+            validation_data=dataset.take(2),
+            verbose=0,
+        )
+        return model, fitted.history["loss"] + fitted.history["val_loss"]
+
+    _, expected = fit("on_time")
+    model, losses = fit("ahead", prefetch_ids=True)
+    np.testing.assert_array_equal(losses, expected)
+    _, learnt = fit("coded", prefetch_ids=True, learn_frequent_ids=True)
+    np.testing.assert_allclose(learnt, expected, rtol=1e-5)
+
+    # Iterators of one dataset in turns, one given up; every batch twice.
+    layer = model.sparse
+    dataset = uneven.map(lambda x, _: (x, layer.preprocess(x)))
+    local = strategy.experimental_distribute_dataset(dataset)
+    look_up = tf.function(layer)
+    tables = layer.get_embedding_tables()
+    iterators = [iter(local), iter(local), iter(local)]
+    for turn in (0, 0, 1, 1, 0, 2, 2, 1, 1):
+        plain, prefetched = next(iterators[turn])
+        for _ in range(2):
+            found = strategy.run(look_up, args=(prefetched,))
+            for table, ids in plain.items():
+                np.testing.assert_allclose(
+                    found[table],
+                    tf.reduce_mean(tf.gather(tables[table], ids), 1),
+                    rtol=1e-5,
+                    atol=1e-6,
+                )
+
+
 def bad_ids(strategy):
     """A deduplicated feature's bad id fails on every rank, or is dropped."""
     for bad in (ROWS["distinct"] + 5, -7):
@@ -247,7 +293,7 @@ def bfloat16(strategy):
     assert (results["bfloat16"] != results["float32"]).any()
 
 
-SCENARIOS = (shared, built_by_fit, frequent, bad_ids, bfloat16)
+SCENARIOS = (shared, built_by_fit, frequent, prefetch, bad_ids, bfloat16)
 
 
 def main():

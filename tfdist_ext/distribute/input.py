@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.embedding import prefetched_ids
 
 Nest = Any
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -51,6 +52,7 @@ def distribute(
                 "Batch it with `.batch(global_batch_size)` as the last step "
                 "or use `strategy.distribute_datasets_from_function`."
             )
+        _require_no_prefetched(dataset, policy)
         if policy == _Policy.FILE:
             dataset = internals.shard_by_file(dataset, world_size, rank)
         local = dataset.rebatch(
@@ -65,6 +67,17 @@ def distribute(
     return equal_steps(local, collectives, name)
 
 
+def _require_no_prefetched(dataset: tf.data.Dataset, policy: Any) -> None:
+    leaves = tf.nest.flatten(dataset.element_spec)
+    if any(map(prefetched_ids.is_prefetched, leaves)):
+        raise ValueError(
+            "A dataset with ids of a layer's `preprocess` cannot be cut into "
+            f"per-rank batches with auto_shard_policy={policy.name}. Use the "
+            "policy DATA, or call `preprocess` on what "
+            "`strategy.distribute_datasets_from_function` makes."
+        )
+
+
 def _single(arguments: tuple[Any, ...]) -> Nest:
     return arguments if len(arguments) > 1 else arguments[0]
 
@@ -75,13 +88,10 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
     def cut(value: Any) -> Any:
         if isinstance(value, tf.SparseTensor):
             return _cut_sparse(value, rank, world_size)
-        if not isinstance(value, tf.RaggedTensor) and value.shape.rank == 0:
+        counted = hasattr(value, "nrows")  # RaggedTensor, PrefetchedIds
+        if not counted and value.shape.rank == 0:
             return value
-        samples = (
-            value.nrows()
-            if isinstance(value, tf.RaggedTensor)
-            else tf.shape(value, tf.int64)[0]
-        )
+        samples = value.nrows() if counted else tf.shape(value, tf.int64)[0]
         piece = value[
             rank * samples // world_size : (rank + 1) * samples // world_size
         ]
@@ -157,12 +167,12 @@ def equal_steps(
                 f"Batches per rank: {lengths.tolist()} (-1: infinite, -2: "
                 "unknown). Repeat it on all ranks or on none."
             )
-        return _optioned(dataset)
+        return _finished(dataset)
     if (lengths >= 0).all():
         longest = int(lengths.max())
         if int(lengths.min()) == longest:
-            return _optioned(dataset)
-        return _optioned(dataset.concatenate(_empties(dataset)).take(longest))
+            return _finished(dataset)
+        return _finished(dataset.concatenate(_empties(dataset)).take(longest))
     return _until_all_end(dataset, collectives, name)
 
 
@@ -179,16 +189,18 @@ def _until_all_end(
     empty = tf.data.Dataset.zip((flag(False), _empties(dataset)))
     # Asked when the step asks for its batch, never ahead of it: an iterator
     # that is dropped half-way leaves no question open on some ranks only.
-    return _optioned(
+    # Synchronous: tf.data would make an own thread run ahead of a plain map.
+    return _finished(
         marked.prefetch(tf.data.AUTOTUNE)
         .concatenate(empty.repeat())
-        .map(ask)
+        .map(ask, synchronous=True)
         .take_while(lambda any_data, _: any_data)
-        .map(lambda _, batch: batch)
+        .map(lambda _, batch: batch, synchronous=True)
     )
 
 
-def _optioned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def _finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    dataset = prefetched_ids.with_next(dataset, _empties)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_distribute.auto_shard_policy = _Policy.OFF
@@ -199,6 +211,8 @@ def _empties(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Endless batches of zero samples, shaped like the dataset's."""
 
     def empty(spec: Any) -> Any:
+        if prefetched_ids.is_prefetched(spec):
+            return prefetched_ids.empty(spec)
         if isinstance(spec, tf.RaggedTensorSpec):
             values = tf.zeros(
                 [0, *(d or 0 for d in spec.shape[spec.ragged_rank + 1 :])],

@@ -48,7 +48,7 @@ def count_samples(values: Nest) -> tf.Tensor:
     for value in tf.nest.flatten(values):
         if isinstance(value, tf.SparseTensor):
             return tf.cast(value.dense_shape[0], tf.float32)
-        if isinstance(value, tf.RaggedTensor):
+        if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
             return tf.cast(value.nrows(), tf.float32)
         if tf.is_tensor(value) and value.shape.rank != 0:
             return tf.cast(tf.shape(value)[0], tf.float32)

@@ -19,12 +19,15 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import record
 from tensorflow.python.eager import tape
 from tensorflow.python.training.saving import saveable_object
+from tensorflow.python.types import internal
 
 CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
 DistributedValues = values.DistributedValues
 Mirrored = values.Mirrored
+# What `tf.is_tensor` knows, and Keras takes as an input.
+NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec
 Strategy = distribute_lib.Strategy

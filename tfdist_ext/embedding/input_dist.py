@@ -114,6 +114,7 @@ def input_dist(
     collectives: Collectives,
     label: str,
     frequent: Sequence[tf.Tensor] = (),
+    ahead: bool = False,
 ) -> tuple[OwnedIds, Route]:
     """Sends the batch's ids to the owners of their rows, in one exchange.
 
@@ -124,6 +125,8 @@ def input_dist(
         label: names the exchange in errors.
         frequent: per feature int64 `[k]`, its most frequent ids, the same on
             all ranks, or nothing; they get shorter codes.
+        ahead: whether the ids are of another batch than the step's; ranks
+            then count by the samples of the first feature.
 
     Returns:
         What this rank shall look up, and the way back.
@@ -143,7 +146,9 @@ def input_dist(
     samples = tf.stack(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
-    weight = step.samples if step else tf.cast(samples[0], tf.float32)
+    weight = tf.cast(samples[0], tf.float32)
+    if step is not None and not ahead:
+        weight = step.samples
     payload, splits, sample_ids, sample_splits = _encode(
         ids, features, weight, where
     )
@@ -151,8 +156,6 @@ def input_dist(
     row_splits, rows, weights, served, shares = id_ops.decode_ids(
         message, splits, **where
     )
-    if step is not None:
-        step.checks.append(served)
     scale = _gradient_scale(step, shares, group.rank)
     return (
         OwnedIds(row_splits, rows, weights, served),

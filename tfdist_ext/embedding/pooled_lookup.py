@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +12,46 @@ import tensorflow as tf
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
+from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.frequent_ids import FrequentIds
+from tfdist_ext.embedding.input_dist import OwnedIds
+from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.input_dist import input_dist
 from tfdist_ext.embedding.input_dist import merge_local
 from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import Wire
 from tfdist_ext.embedding.output_dist import output_dist
 from tfdist_ext.embedding.output_dist import split_local
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """The batch after this one, whose ids travel in the same step.
+
+    Attributes:
+        ids: per feature, its lists.
+        position: int64 `[2]`, see `staging.exchange_ahead`.
+    """
+
+    ids: Sequence[Sequence[Ids]]
+    position: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What `input_dist` has brought, and what is needed to answer it.
+
+    Attributes:
+        owned: what this rank shall look up.
+        route: the way back.
+        poolings: of the deduplicated features, in order.
+    """
+
+    owned: OwnedIds
+    route: Route
+    poolings: list[distinct_rows.Pooling]
 
 
 def pooled_lookup(
@@ -29,6 +61,7 @@ def pooled_lookup(
     collectives: Collectives | None,
     wire: Wire,
     frequent: FrequentIds | None = None,
+    ahead: Ahead | None = None,
 ) -> list[tf.Tensor]:
     """Looks up all features; those of partitioned tables in one exchange.
 
@@ -39,6 +72,7 @@ def pooled_lookup(
         collectives: of the strategy, None in one process.
         wire: how numbers travel.
         frequent: of the tables, None to code all ids alike.
+        ahead: the next batch, None to exchange ids when they are needed.
 
     Returns:
         Per feature float32 `[b, dim]`.
@@ -55,7 +89,15 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            found = _exchanged(*arguments, tables, collectives, wire, frequent)
+            exchange = _Exchange(arguments[1], collectives, wire, frequent)
+            if ahead is None:
+                asked = exchange.ask(arguments[0])
+            else:
+                following = [ahead.ids[i] for i in chosen]
+                asked = exchange.ask_ahead(
+                    arguments[0], following, ahead.position
+                )
+            found = exchange.answer(asked, tables)
         else:
             owned = merge_local(*arguments)
             values, _ = lookup(tables, arguments[1], owned)
@@ -67,29 +109,75 @@ def pooled_lookup(
     ]
 
 
-def _exchanged(
-    ids: list[Sequence[Ids]],
-    features: list[Feature],
-    tables: Sequence[Any],
-    collectives: Collectives,
-    wire: Wire,
-    frequent: FrequentIds | None,
-) -> list[tf.Tensor]:
-    hot: list[tf.Tensor] = []
-    if frequent is not None:
-        by_table = frequent.of_tables()
-        hot = [by_table[feature.table] for feature in features]
-        frequent.note(ids, features)
-    poolings: dict[int, distinct_rows.Pooling] = {}
-    for index, feature in enumerate(features):
-        if feature.deduplicate:
-            distinct, poolings[index] = distinct_rows.ask_once(
-                ids[index], feature
-            )
-            ids[index] = [distinct]
-    owned, route = input_dist(ids, features, collectives, wire.label, hot)
-    values, splits = lookup(tables, features, owned)
-    results = output_dist(values, splits, route, features, collectives, wire)
-    for index, pooling in poolings.items():
-        results[index] = distinct_rows.pool(results[index], pooling)
-    return results
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """The way of ids to the ranks that own their rows, and of rows back."""
+
+    features: list[Feature]
+    collectives: Collectives
+    wire: Wire
+    frequent: FrequentIds | None
+
+    def ask(self, ids: list[Sequence[Ids]]) -> Asked:
+        asked = self._sent(ids, ahead=False)
+        self._check(asked)
+        return asked
+
+    def ask_ahead(
+        self,
+        ids: list[Sequence[Ids]],
+        following: list[Sequence[Ids]],
+        position: tf.Tensor,
+    ) -> Asked:
+        """`ask`, mostly answered by the step before."""
+        asked, asked_next = staging.exchange_ahead(
+            lambda: self._sent(ids, ahead=True),
+            lambda: self._sent(following, ahead=True),
+            position,
+            self.wire.label,
+        )
+        self._check(asked)
+        # A bad id fails the step that finds it, before it writes.
+        self._check(asked_next)
+        return asked
+
+    def _sent(self, ids: list[Sequence[Ids]], ahead: bool) -> Asked:
+        ids = list(ids)
+        hot: list[tf.Tensor] = []
+        if self.frequent is not None:
+            by_table = self.frequent.of_tables()
+            hot = [by_table[feature.table] for feature in self.features]
+            self.frequent.note(ids, self.features)
+        poolings = []
+        for index, feature in enumerate(self.features):
+            if feature.deduplicate:
+                distinct, pooling = distinct_rows.ask_once(ids[index], feature)
+                ids[index] = [distinct]
+                poolings.append(pooling)
+        owned, route = input_dist(
+            ids, self.features, self.collectives, self.wire.label, hot, ahead
+        )
+        return Asked(owned, route, poolings)
+
+    def _check(self, asked: Asked) -> None:
+        step = self.collectives.step
+        if step is not None:
+            step.checks.append(asked.owned.served)
+
+    def answer(self, asked: Asked, tables: Sequence[Any]) -> list[tf.Tensor]:
+        values, splits = lookup(tables, self.features, asked.owned)
+        results = output_dist(
+            values,
+            splits,
+            asked.route,
+            self.features,
+            self.collectives,
+            self.wire,
+        )
+        poolings = iter(asked.poolings)
+        return [
+            distinct_rows.pool(result, next(poolings))
+            if feature.deduplicate
+            else result
+            for result, feature in zip(results, self.features, strict=True)
+        ]

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
+from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import tables
@@ -66,6 +68,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         wire_rounding: "nearest" or "stochastic", see `FullSparse`.
         wire_packing: pack those numbers without loss, see `FullSparse`.
         learn_frequent_ids: shorter codes for frequent ids, see `FullSparse`.
+        prefetch_ids: exchange ids a step ahead, see `preprocess`.
 
     Raises:
         ValueError: for arguments outside of these.
@@ -82,6 +85,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         wire_rounding: Literal["nearest", "stochastic"] = "nearest",
         wire_packing: bool = False,
         learn_frequent_ids: bool = False,
+        prefetch_ids: bool = False,
         **kwargs: Any,
     ) -> None:
         # Ids must not be cast, and tables have a dtype of their own.
@@ -95,6 +99,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         self.wire_rounding = wire_rounding
         self.wire_packing = wire_packing
         self.learn_frequent_ids = learn_frequent_ids
+        self.prefetch_ids = prefetch_ids
         self.plan = plan
         self.supports_jit = False
 
@@ -203,16 +208,10 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             inputs, weights = inputs["ids"], inputs["weights"]
         if tables.is_symbolic_build():
             return self._zeros(inputs)
-        flat = self._flatten("inputs", inputs)
-        given = [None] * len(flat)
-        if weights is not None:
-            given = self._flatten("weights", weights)
-        ids = [
-            [sparse_inputs.ids_of(value, weight, feature.name)]
-            for value, weight, feature in zip(
-                flat, given, self._features, strict=True
-            )
-        ]
+        ids, ahead = tables.prefetched(inputs) or (
+            self._ids(inputs, weights),
+            None,
+        )
         outputs = pooled_lookup(
             ids,
             self._features,
@@ -220,6 +219,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             self._collectives,
             tables.wire_of(self),
             self._frequent,
+            ahead,
         )
         for output, feature in zip(outputs, self._features, strict=True):
             output.set_shape([None, feature.spec.dim])
@@ -227,13 +227,24 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             [tf.cast(output, self.compute_dtype) for output in outputs]
         )
 
+    def _ids(self, inputs: Nest, weights: Nest) -> list[list[Ids]]:
+        flat = self._flatten("inputs", inputs)
+        given = [None] * len(flat)
+        if weights is not None:
+            given = self._flatten("weights", weights)
+        return [
+            [sparse_inputs.ids_of(value, weight, f"{self.name}/{config.name}")]
+            for value, weight, config in zip(
+                flat, given, self._configs.features, strict=True
+            )
+        ]
+
     def _zeros(self, inputs: Nest) -> Nest:
+        samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
         return self._pack(
             [
-                tf.zeros([tf.shape(value)[0], config.table.embedding_dim])
-                for value, config in zip(
-                    tf.nest.flatten(inputs), self._configs.features, strict=True
-                )
+                tf.zeros([samples, config.table.embedding_dim])
+                for config in self._configs.features
             ]
         )
 
@@ -257,8 +268,29 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     def preprocess(
         self, inputs: Nest, weights: Nest = None, training: bool = False
     ) -> Nest:
-        """Bundles ids and weights into one input of the layer (keras-rs)."""
+        """Bundles ids and weights into one input of the layer.
+
+        As in keras-rs, to be mapped over a dataset:
+
+            dataset = dataset.map(lambda x, y: (layer.preprocess(x), y))
+
+        With `prefetch_ids=True` and such a dataset in `fit`, or given to
+        `strategy.experimental_distribute_dataset`, every step exchanges the
+        ids of the next batch while it computes this one. Results do not
+        change. It takes a subclassed model in Keras 3, as Functional models
+        take tensors only.
+
+        Args:
+            inputs: nest of ids, see the class.
+            weights: None, or a nest of floats like the ids.
+            training: not used.
+
+        Returns:
+            What the layer takes as its one input.
+        """
         del training
+        if self.prefetch_ids:
+            return prefetched_ids.bundle(self._ids(inputs, weights))
         return (
             inputs if weights is None else {"ids": inputs, "weights": weights}
         )
@@ -330,6 +362,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         config["wire_rounding"] = self.wire_rounding
         config["wire_packing"] = self.wire_packing
         config["learn_frequent_ids"] = self.learn_frequent_ids
+        config["prefetch_ids"] = self.prefetch_ids
         return config
 
     @classmethod

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
+from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import OutOfRange
@@ -87,6 +88,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         learn_frequent_ids: count ids while training and give frequent ones
             shorter codes: about a quarter fewer bytes of ids for twice the
             time to code them. Pays on slow links.
+        prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
 
     Raises:
@@ -110,6 +112,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         wire_rounding: Literal["nearest", "stochastic"] = "nearest",
         wire_packing: bool = False,
         learn_frequent_ids: bool = False,
+        prefetch_ids: bool = False,
         out_of_range: OutOfRange = "error",
         **kwargs: Any,
     ) -> None:
@@ -146,6 +149,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         self.wire_rounding = wire_rounding
         self.wire_packing = wire_packing
         self.learn_frequent_ids = learn_frequent_ids
+        self.prefetch_ids = prefetch_ids
         self.out_of_range = out_of_range
         if kernel_regularizer is not None and sharding != "replicated":
             raise ValueError(_NO_REGULARIZER + f"sharding={sharding!r}.")
@@ -244,15 +248,34 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             self._frequent = frequent_ids.for_features(
                 [self.feature], self._collectives, self.name
             )
+        ids, ahead = tables.prefetched(inputs) or ([self.ids_of(inputs)], None)
         (pooled,) = pooled_lookup(
-            [self.ids_of(inputs)],
+            ids,
             [self.feature],
             [self.kernel],
             self._collectives,
             tables.wire_of(self),
             self._frequent,
+            ahead,
         )
         return self.finish(pooled)
+
+    def preprocess(self, inputs: Any) -> Any:
+        """Prepares inputs in the input pipeline.
+
+        To be mapped over a dataset. With `prefetch_ids=True` every step then
+        exchanges the ids of the next batch, see
+        `DistributedEmbedding.preprocess`; otherwise nothing is changed.
+
+        Args:
+            inputs: see the class.
+
+        Returns:
+            What the layer takes as its input.
+        """
+        if self.prefetch_ids:
+            return prefetched_ids.bundle([self.ids_of(inputs)])
+        return inputs
 
     def ids_of(self, inputs: Any) -> list[Ids]:
         """The ids of the inputs, which are summed (for `SharedExchange`)."""
@@ -304,6 +327,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             "wire_rounding",
             "wire_packing",
             "learn_frequent_ids",
+            "prefetch_ids",
             "out_of_range",
         ):
             config[name] = getattr(self, name)

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import tables
 from tfdist_ext.layers.full_sparse import FullSparse
@@ -37,12 +39,18 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
     Args:
         layers: `FullSparse` layers with `input_dim` and one way to travel
             (equal `wire_...` arguments and `learn_frequent_ids`).
+        prefetch_ids: exchange ids a step ahead, see `preprocess`.
 
     Raises:
         ValueError: for other layers.
     """
 
-    def __init__(self, layers: Sequence[FullSparse], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        layers: Sequence[FullSparse],
+        prefetch_ids: bool = False,
+        **kwargs: Any,
+    ) -> None:
         kwargs.setdefault("autocast", False)
         super().__init__(**kwargs)
         for layer in layers:
@@ -59,6 +67,7 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
                 f"Received: {sorted(wires)}."
             )
         self.layers = list(layers)
+        self.prefetch_ids = prefetch_ids
         for index, layer in enumerate(layers):
             # Checkpoints find attributes; Keras 3 hides lists from them.
             setattr(self, f"layer_{index}", layer)
@@ -67,6 +76,9 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
     def build(self, input_shapes: Any) -> None:
         """Places the layers by one plan and builds them."""
         self._collectives = collectives_lib.active()
+        if self.prefetch_ids:
+            # Of what `preprocess` makes there is one shape, which tells none.
+            input_shapes = [(None, None)] * len(self.layers)
         self._require_one_each(input_shapes)
         self._place(input_shapes)
         for layer, shape in zip(self.layers, input_shapes, strict=True):
@@ -104,17 +116,12 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         Returns:
             `[batch, units]` of each layer.
         """
-        self._require_one_each(inputs)
         if tables.is_symbolic_build():
-            return [
-                layer(value)
-                for layer, value in zip(self.layers, inputs, strict=True)
-            ]
+            samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
+            return [tf.zeros([samples, layer.units]) for layer in self.layers]
+        ids, ahead = tables.prefetched(inputs) or (self._ids(inputs), None)
         pooled = pooled_lookup(
-            [
-                layer.ids_of(value)
-                for layer, value in zip(self.layers, inputs, strict=True)
-            ],
+            ids,
             self._features,
             [layer.kernel for layer in self.layers],
             self._collectives,
@@ -122,11 +129,32 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
                 tables.wire_of(self.layers[0]), label=self.name
             ),
             self._frequent,
+            ahead,
         )
         return [
             layer.finish(value)
             for layer, value in zip(self.layers, pooled, strict=True)
         ]
+
+    def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:
+        self._require_one_each(inputs)
+        return [
+            layer.ids_of(value)
+            for layer, value in zip(self.layers, inputs, strict=True)
+        ]
+
+    def preprocess(self, inputs: Sequence[Any]) -> Any:
+        """Prepares inputs in the input pipeline, see `FullSparse.preprocess`.
+
+        Args:
+            inputs: one for each layer.
+
+        Returns:
+            What the layer takes as its inputs.
+        """
+        if self.prefetch_ids:
+            return prefetched_ids.bundle(self._ids(inputs))
+        return inputs
 
     def _require_one_each(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != len(self.layers):
@@ -144,6 +172,8 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> list[Any]:
         """The symbolic outputs (Keras 3)."""
+        if self.prefetch_ids:
+            inputs = [inputs] * len(self.layers)
         return [
             layer.compute_output_spec(value, **kwargs)
             for layer, value in zip(self.layers, inputs, strict=True)
@@ -154,6 +184,7 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         config: dict[str, Any] = super().get_config()
         serialize = keras.utils.serialize_keras_object
         config["layers"] = [serialize(layer) for layer in self.layers]
+        config["prefetch_ids"] = self.prefetch_ids
         return config
 
     @classmethod

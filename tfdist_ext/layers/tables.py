@@ -8,7 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.output_dist import Wire
+from tfdist_ext.embedding.pooled_lookup import Ahead
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.sharding import initial_rows
@@ -40,6 +43,23 @@ def wire_of(layer: Any) -> Wire:
         layer.wire_packing,
         layer.wire_rounding,
     )
+
+
+def prefetched(
+    inputs: Any,
+) -> tuple[list[list[Ids]], Ahead | None] | None:
+    """Ids from the input pipeline, and those of the next batch if known.
+
+    Args:
+        inputs: of a layer; None is returned unless its `preprocess` made them.
+    """
+    if not prefetched_ids.is_prefetched(inputs):
+        return None
+    ahead = None
+    if inputs.ahead:
+        following = prefetched_ids.of_features(inputs.ahead[0], inputs.counts)
+        ahead = Ahead(following, inputs.position)
+    return prefetched_ids.of_features(inputs.now, inputs.counts), ahead
 
 
 def rank_and_world_size(collectives: Collectives | None) -> tuple[int, int]:
