@@ -43,7 +43,10 @@ class HybridVariant:
         return models.SparseTower(
             workload,
             functools.partial(self._make_layer, plan),
-            tfdist_ext.layers.SharedExchange,
+            functools.partial(
+                tfdist_ext.layers.SharedExchange,
+                prefetch_ids=self.options["prefetch_ids"],
+            ),
         )
 
     def _plan(self, workload: workloads.Workload) -> ShardingPlan:
@@ -91,6 +94,12 @@ class HybridVariant:
         return tf.SparseTensor(
             places, tf.ones(len(places)), (samples, table.rows)
         )
+
+    def preprocess(
+        self, model: models.SparseTower, features: tuple[Any, ...]
+    ) -> Any:
+        """What the input pipeline does to the features of a batch."""
+        return model.joined.preprocess(features)
 
     def exact_lookup(
         self, layer: tf.keras.layers.Layer, feature: Any

@@ -184,7 +184,10 @@ class FitLoop:
     ) -> tf.distribute.DistributedDataset:
         parts = [tf.data.Dataset.from_tensors(batch) for batch in inputs]
         whole = functools.reduce(tf.data.Dataset.concatenate, parts).repeat()
-        strategy = self.trainee.variant.strategy
+        variant, model = self.trainee.variant, self.trainee.model
+        strategy = variant.strategy
+        if hasattr(variant, "preprocess"):  # stock has nothing like it
+            whole = whole.map(lambda x, y: (variant.preprocess(model, x), y))
         return strategy.distribute_datasets_from_function(lambda _: whole)
 
 

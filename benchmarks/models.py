@@ -80,7 +80,7 @@ class SparseTower(tf.keras.Model):
 
     def _lookup(self, inputs: tuple[Any, ...]) -> list[tf.Tensor]:
         if self.joined is not None:
-            return self.joined(list(inputs))
+            return self.joined(inputs)
         return [
             layer(feature)
             for layer, feature in zip(self.sparse_layers, inputs, strict=True)

@@ -107,6 +107,11 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="shorter codes for frequent ids on our wire",
     )
+    parser.add_argument(
+        "--prefetch-ids",
+        action="store_true",
+        help="ids travel a step ahead, ours with --loop fit",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the data (0)")
 
 

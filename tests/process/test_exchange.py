@@ -5,7 +5,14 @@ import pytest
 from launching import run_ranks
 
 pytestmark = pytest.mark.process
-SCENARIOS = ("shared", "built_by_fit", "frequent", "bad_ids", "bfloat16")
+SCENARIOS = (
+    "shared",
+    "built_by_fit",
+    "frequent",
+    "prefetch",
+    "bad_ids",
+    "bfloat16",
+)
 
 
 @pytest.mark.parametrize(
