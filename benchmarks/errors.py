@@ -28,9 +28,9 @@ def change_error(
     return float(np.max(errors))
 
 
-def problem(errors: dict[str, float], wire_dtype: str) -> str:
+def problem(errors: dict[str, float], *wire_dtypes: str) -> str:
     """Says which error is beyond its limit, or returns ""."""
-    tolerance = TOLERANCES[wire_dtype]
+    tolerance = max(TOLERANCES[dtype] for dtype in wire_dtypes)
     limits = dict.fromkeys(errors, tolerance) | {"bystanders": 0.0}
     for name, error in errors.items():
         # Written so that NaN fails.

@@ -35,7 +35,9 @@ class HybridVariant:
     def __init__(self, options: dict[str, Any], ranks: int):
         del ranks  # The strategy reads TF_CONFIG.
         self.options = options
-        self.strategy = tfdist_ext.HybridParallelStrategy()
+        self.strategy = tfdist_ext.HybridParallelStrategy(
+            gradient_dtype=options["gradient_dtype"]
+        )
 
     def make_model(self, workload: workloads.Workload) -> models.SparseTower:
         """Builds the model; call inside the strategy's scope."""

@@ -99,6 +99,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     choice("--input", ("ids", "ragged", "sparse"), "ids", "input of ours")
     dtypes = ("float32", "bfloat16", "float16")
     choice("--wire-dtype", dtypes, "float32", "numbers on our wire")
+    choice("--gradient-dtype", dtypes, "float32", "our dense gradients there")
     parser.add_argument(
         "--wire-packing", action="store_true", help="pack them, without loss"
     )

@@ -43,7 +43,9 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
     context.barrier("built")
     loop = loops.LOOPS[options["loop"]](trainee)
     found = check.check(context, trainee, loop)
-    problem = errors.problem(found, options["wire_dtype"])
+    problem = errors.problem(
+        found, options["wire_dtype"], options["gradient_dtype"]
+    )
     if problem and options["variant"] == "hybrid":
         raise rank.CheckError(f"{problem} ({found})")
     context.barrier("checked")

@@ -359,6 +359,34 @@ def wire_dtypes(strategy, folder):
             assert error.max() < 0.75 * bound, (dtype, error.max())
 
 
+def gradient_dtypes(strategy, folder):
+    """Gradients of dense layers travel in half the bytes, and train alike."""
+    collectives = strategy.collectives
+    losses, sent = {}, {}
+    for dtype in (tf.float32, tf.bfloat16, tf.float16):
+        collectives.gradient_dtype = dtype
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(1)]
+            inputs = keras.Input([3], dtype="int64")
+            model = keras.Sequential([inputs, FullSparse(4, ROWS), *layers])
+            model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
+        before = gradient_bytes(strategy)
+        losses[dtype] = model.fit(data(), epochs=2, verbose=0).history["loss"]
+        sent[dtype] = gradient_bytes(strategy) - before
+        assert same_on_all_ranks(strategy, layers[0].kernel)
+        np.testing.assert_allclose(losses[dtype], losses[tf.float32], rtol=2e-2)
+    collectives.gradient_dtype = tf.float32
+    # What is left are headers, and padding.
+    for dtype in (tf.bfloat16, tf.float16):
+        assert losses[dtype] != losses[tf.float32]
+        assert sent[dtype] < 0.75 * sent[tf.float32], sent
+
+
+def gradient_bytes(strategy):
+    return strategy.statistics()["labels"].get("gradients", (0, 0))[1]
+
+
 def refusals(strategy, folder):
     """Options that would train shards wrongly say so."""
     refused = {"clipnorm": lambda: keras.optimizers.SGD(clipnorm=1.0)}

@@ -14,6 +14,7 @@ SCENARIOS = [
     "custom_loop",
     "mixed_precision",
     "wire_dtypes",
+    "gradient_dtypes",
     "refusals",
     "batch_norm",
     "bad_id",

@@ -32,10 +32,14 @@ class Collectives:
 
     Attributes:
         group: the process group that carries the exchanges.
+        gradient_dtype: in which gradients of mirrored variables travel.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(
+        self, group: ProcessGroup, gradient_dtype: tf.DType = tf.float32
+    ) -> None:
         self.group = group
+        self.gradient_dtype = gradient_dtype
         self._steps: list[Step] = []
         self._graph_labels: weakref.WeakKeyDictionary[
             tf.Graph, collections.Counter[str]

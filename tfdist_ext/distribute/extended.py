@@ -161,6 +161,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         collectives = self.collectives
         assert collectives is not None
         current = collectives.step
+        gradients_only = (
+            label == "gradients" and collectives_lib.is_gradient_reduction()
+        )
         # Means weigh by samples, so that a rank without any does not count
         # (its batch normalisation has taken the mean of nothing).
         weighted = (
@@ -168,7 +171,13 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             and current.weighted
             and (mean or collectives_lib.is_gradient_reduction())
         )
-        result = gradients.reduce_values(collectives, values, label, weighted)
+        result = gradients.reduce_values(
+            collectives,
+            values,
+            label,
+            weighted,
+            collectives.gradient_dtype if gradients_only else tf.float32,
+        )
         if not mean:
             return result
         return [

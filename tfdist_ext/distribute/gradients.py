@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,11 @@ _SMALL_TABLE_BYTES = 256 << 10
 
 
 def reduce_values(
-    collectives: Collectives, values: list[Any], label: str, weighted: bool
+    collectives: Collectives,
+    values: list[Any],
+    label: str,
+    weighted: bool,
+    wire_dtype: tf.DType = tf.float32,
 ) -> list[Any]:
     """Sums values over the ranks.
 
@@ -26,12 +31,15 @@ def reduce_values(
             sums over all ranks already and do not travel.
         label: names the exchange in errors.
         weighted: weigh every rank by its samples in the step.
+        wire_dtype: in which float32 travels. Parts and sums are rounded to
+            it; they are added up in float32.
 
     Returns:
         The sums, in order; IndexedSlices stay IndexedSlices unless their
         table is small.
     """
     result = list(values)
+    round_to = {tf.float32: wire_dtype}
     dense: dict[int, tf.Tensor] = {}
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
@@ -45,14 +53,18 @@ def reduce_values(
         elif _is_small(value):
             dense[i] = tf.convert_to_tensor(value)
         else:
-            result[i] = _gather_rows(collectives, value, label, weighted)
+            result[i] = _gather_rows(
+                collectives, value, label, weighted, round_to
+            )
     for floating in (True, False):
         chosen = [i for i in dense if dense[i].dtype.is_floating == floating]
-        sums = collectives.all_reduce(
-            [dense[i] for i in chosen], label, weighted and floating
-        )
+        parts = [
+            tf.cast(dense[i], round_to.get(dense[i].dtype, dense[i].dtype))
+            for i in chosen
+        ]
+        sums = collectives.all_reduce(parts, label, weighted and floating)
         for i, total in zip(chosen, sums, strict=True):
-            result[i] = total
+            result[i] = tf.cast(total, dense[i].dtype)
     return result
 
 
@@ -69,6 +81,7 @@ def _gather_rows(
     slices: tf.IndexedSlices,
     label: str,
     weighted: bool,
+    round_to: Mapping[tf.DType, tf.DType],
 ) -> tf.IndexedSlices:
     rows = slices.values
     if weighted and collectives.step is not None:
@@ -76,8 +89,9 @@ def _gather_rows(
         total = collectives.all_reduce([samples], f"{label}/samples")[0]
         share = samples * collectives.group.world_size / total
         rows = rows * tf.cast(share, rows.dtype)
+    sent = tf.cast(rows, round_to.get(rows.dtype, rows.dtype))
     return tf.IndexedSlices(
-        collectives.all_gather(rows, f"{label}/rows"),
+        tf.cast(collectives.all_gather(sent, f"{label}/rows"), rows.dtype),
         collectives.all_gather(slices.indices, f"{label}/indices"),
         slices.dense_shape,
     )
