@@ -25,6 +25,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.eager.record",
     "tensorflow.python.eager.tape",
     "tensorflow.python.training.saving.saveable_object",
+    "tensorflow.python.types.internal",
 }
 
 PUBLIC = {

@@ -7,6 +7,7 @@ this one, as TorchRec's `TrainPipelineSparseDist` does.
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -156,52 +157,53 @@ def with_next(
     spec = dataset.element_spec
     if not any(map(is_prefetched, tf.nest.flatten(spec))):
         return dataset
-
-    specs = tf.nest.flatten(spec, expand_composites=True)
-
-    def components(*batch: Nest) -> tuple[tf.Tensor, ...]:
-        # tf.data scans tensors only.
-        return tuple(tf.nest.flatten(batch, expand_composites=True))
-
-    def step(
-        state: tuple[tf.Tensor, ...], batch: tuple[tf.Tensor, ...]
-    ) -> tuple[Any, Any]:
-        position, *last = state
-        # A time serves as a number that no other iterator has.
-        now = tf.bitcast(tf.timestamp(), tf.int64)
-        number = tf.where(position[0] == 0, now, position[0])
-        position = tf.stack([number, position[1] + 1])
-        return (position, *batch), (position, *last, *batch)
-
-    def pair(*tensors: tf.Tensor) -> Nest:
-        position, *rest = tensors
-        half = len(rest) // 2
-
-        def unite(last: Any, following: Any) -> Any:
-            if not isinstance(last, PrefetchedIds):
-                return last
-            return PrefetchedIds(
-                last.now, (following.now,), position, last.counts
-            )
-
-        for tensor, component in zip(rest, specs, strict=False):
-            tensor.set_shape(component.shape)  # the scan has forgotten it
-        last, following = (
-            tf.nest.pack_sequence_as(spec, part, expand_composites=True)
-            for part in (rest[:half], rest[half:])
-        )
-        return tf.nest.map_structure(unite, last, following)
-
     end = empties(dataset).take(1)
+    nothing = _components(next(iter(end)))
     # Synchronous, so that nothing is read, and asked of peers, further ahead.
-    nothing = components(next(iter(end)))
     return (
         dataset.concatenate(end)
-        .map(components, synchronous=True)
-        .scan((tf.constant([0, -2], tf.int64), *nothing), step)
+        .map(_components, synchronous=True)
+        .scan((tf.constant([0, -2], tf.int64), *nothing), _delay)
         .skip(1)
-        .map(pair, synchronous=True)
+        .map(functools.partial(_pair, spec), synchronous=True)
     )
+
+
+def _components(*batch: Nest) -> tuple[tf.Tensor, ...]:
+    # tf.data scans tensors only.
+    return tuple(tf.nest.flatten(batch, expand_composites=True))
+
+
+def _delay(
+    state: tuple[tf.Tensor, ...], batch: tuple[tf.Tensor, ...]
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
+    """Holds a batch back until the next one is there."""
+    position, *last = state
+    # A time serves as a number that no other iterator has.
+    now = tf.bitcast(tf.timestamp(), tf.int64)
+    number = tf.where(position[0] == 0, now, position[0])
+    position = tf.stack([number, position[1] + 1])
+    return (position, *batch), (position, *last, *batch)
+
+
+def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
+    """A batch whose `PrefetchedIds` know those of the next."""
+    position, *rest = tensors
+    half = len(rest) // 2
+    components = tf.nest.flatten(spec, expand_composites=True)
+    for tensor, component in zip(rest, components, strict=False):
+        tensor.set_shape(component.shape)  # the scan has forgotten it
+    last, following = (
+        tf.nest.pack_sequence_as(spec, part, expand_composites=True)
+        for part in (rest[:half], rest[half:])
+    )
+
+    def unite(last: Any, following: Any) -> Any:
+        if not isinstance(last, PrefetchedIds):
+            return last
+        return PrefetchedIds(last.now, (following.now,), position, last.counts)
+
+    return tf.nest.map_structure(unite, last, following)
 
 
 def is_prefetched(value: Any) -> bool:
