@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
+from tfdist_ext.embedding import hot_rows
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.frequent_ids import FrequentIds
@@ -75,19 +76,29 @@ def _exchanged(
     wire: Wire,
     frequent: FrequentIds | None,
 ) -> list[tf.Tensor]:
-    hot: list[tf.Tensor] = []
-    if frequent is not None:
-        by_table = frequent.of_tables()
-        hot = [by_table[feature.table] for feature in features]
-        frequent.note(ids, features)
     poolings: dict[int, distinct_rows.Pooling] = {}
+    hot: dict[int, hot_rows.HotIds] = {}
     for index, feature in enumerate(features):
         if feature.deduplicate:
-            distinct, poolings[index] = distinct_rows.ask_once(
+            travel, poolings[index] = distinct_rows.ask_once(
                 ids[index], feature
             )
-            ids[index] = [distinct]
-    owned, route = input_dist(ids, features, collectives, wire.label, hot)
+            if feature.spec.hot_ids:
+                travel, hot[index], poolings[index] = hot_rows.split_distinct(
+                    travel, poolings[index], feature
+                )
+            ids[index] = [travel]
+        elif feature.spec.hot_ids:
+            travel, hot[index] = hot_rows.split(ids[index], feature)
+            ids[index] = [travel]
+    known: list[tf.Tensor] = []
+    if frequent is not None:
+        by_table = frequent.of_tables()
+        known = [by_table[feature.table] for feature in features]
+        frequent.note(ids, features)
+    owned, route = input_dist(ids, features, collectives, wire.label, known)
+    if hot:
+        owned, route = hot_rows.ask_here(owned, route, hot, features)
     values, splits = lookup(tables, features, owned)
     results = output_dist(values, splits, route, features, collectives, wire)
     for index, pooling in poolings.items():
