@@ -191,8 +191,6 @@ def test_mistakes_are_explained():
     with pytest.raises(ValueError, match="different names"):
         shared = table()
         DistributedEmbedding([feature("a", shared), feature("a", shared)])
-    with pytest.raises(ValueError, match="hot_rows is not supported yet"):
-        DistributedEmbedding({"a": feature("a", table(hot_rows=5))})
     layer = DistributedEmbedding({"a": feature("a", table())})
     with pytest.raises(ValueError, match="must have the nest"):
         layer({"b": tf.constant([1])})

@@ -9,11 +9,14 @@ tables in INITIAL.npz.
 Every rank writes OUTPUT.npz with its rank inserted before the ending.
 """
 
+import dataclasses
+
 import numpy as np
 import tensorflow as tf
 from cases import run_cases
 
 import tfdist_ext
+from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.tables import FeatureConfig
@@ -95,7 +98,11 @@ KINDS = {
     "grid": ("grid", "data_parallel", "row_wise_dedup"),
     "dedup": ("column_wise_dedup", "table_wise_dedup", "grid_dedup"),
     "auto": ("auto", "auto", "auto"),
+    "hot": ("row_wise", "table_wise", "row_wise_dedup"),
 }
+# Of "hot": of items the popular ones, of users all, so that no id travels, and
+# of words such that many batches have none.
+HOT_IDS = {"items": (1, 2, 3, 96), "users": range(31), "words": (640, 2, 900)}
 
 
 def placement_of(kind, ranks):
@@ -131,6 +138,11 @@ def embedding(kind, ranks, optimizers):
             TABLES.items(), KINDS[kind], strict=True
         )
     }
+    if kind == "hot" and ranks > 1:
+        tables = {
+            name: dataclasses.replace(table, hot_rows=HOT_IDS[name])
+            for name, table in tables.items()
+        }
     return DistributedEmbedding(
         {
             name: FeatureConfig(
@@ -139,7 +151,21 @@ def embedding(kind, ranks, optimizers):
             for name, (table, hotness) in FEATURES.items()
         },
         name="embedding",
+        learn_frequent_ids=kind == "hot",
     )
+
+
+def hot_copies(layer):
+    """This rank's copies of the hot rows."""
+    copies = {}
+    for name, ids in HOT_IDS.items():
+        variable = getattr(layer, f"table_{name}")
+        rows = np.array(
+            tf.convert_to_tensor(getattr(variable, "_value", variable))
+        )
+        whole = len(rows) == TABLES[name][0]
+        copies[name] = rows[sorted(ids)] if whole else rows[-len(ids) :]
+    return copies
 
 
 class StockEmbedding(keras.layers.Layer):
@@ -230,6 +256,11 @@ class Model(keras.Model):
 def optimizers(name):
     """Of the model, and of single tables ("own")."""
     ours = tfdist_ext.optimizers
+    if name == "mixed":
+        return ours.Adam(0.05, lazy=False, clipnorm=0.5), {
+            "users": ours.RowWiseAdagrad(0.05),
+            "words": ours.SGD(0.05, momentum=0.9),
+        }
     if name == "own":
         return ours.Adagrad(0.05), {
             "words": ours.SGD(0.1),
@@ -265,6 +296,9 @@ def hybrid(strategy, case, result):
     for table, value in initial.items():
         result[f"{case}/initial/{table}"] = value.numpy()
     train(model, result, case, layer.get_embedding_tables)
+    if kind == "hot":
+        for table, rows in hot_copies(layer).items():
+            result[f"{case}/final/hot/{table}"] = rows
 
 
 def stock(case, result, initial):
@@ -280,4 +314,6 @@ def stock(case, result, initial):
 
 
 if __name__ == "__main__":
+    # So that frequent ids are counted within an epoch.
+    frequent_ids._NOTED_LOOKUPS = 4
     run_cases(hybrid, stock)

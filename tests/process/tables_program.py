@@ -25,6 +25,7 @@ from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
 from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.config import shard_spec
 
 keras = tf.keras
 DIM, BATCH, HOTNESS = 6, 12, 3
@@ -52,24 +53,26 @@ def placements(ranks, moved):
     if moved:
         columns = TablePlacement(1, ranks, backwards)
         return {
-            "whole": TablePlacement.row_wise(ranks),
+            "whole": TablePlacement.row_wise(ranks, hot_ids=range(20, 41)),
             "grid": TablePlacement(ranks // half, half, backwards),
             "rows": columns,
-            "columns": TablePlacement.table_wise(last, deduplicate=True),
-            "copied": TablePlacement(half, 1, backwards[:half]),
+            "columns": TablePlacement.table_wise(last, True, hot_ids=(28, 0)),
+            "copied": TablePlacement(
+                half, 1, backwards[:half], hot_ids=(3, 30, 5)
+            ),
             "tiny": columns,
             "tiny_whole": TablePlacement.data_parallel(),
             "rounded": TablePlacement(1, half, backwards[:half]),
         }
     return {
-        "whole": TablePlacement.table_wise(last),
+        "whole": TablePlacement.table_wise(last, hot_ids=range(5)),
         "grid": TablePlacement.grid(half, ranks // half),
-        "rows": TablePlacement(ranks, 1, backwards),
+        "rows": TablePlacement(ranks, 1, backwards, hot_ids=(50, 1, 66)),
         "columns": TablePlacement.column_wise(ranks, deduplicate=True),
         "copied": TablePlacement.data_parallel(),
-        "tiny": TablePlacement.row_wise(ranks),
+        "tiny": TablePlacement.row_wise(ranks, hot_ids=(1,)),
         "tiny_whole": TablePlacement.table_wise(min(1, last)),
-        "rounded": TablePlacement.row_wise(ranks),
+        "rounded": TablePlacement.row_wise(ranks, hot_ids=range(10)),
     }
 
 
@@ -144,6 +147,19 @@ def check(strategy, model, noted):
     assert set(found) == {key[2:] for key in noted if key[:2] == "a/"}
     for name, value in found.items():
         np.testing.assert_array_equal(value, noted[f"a/{name}"], name)
+    own = getattr(model.optimizer, "table_optimizers", ())
+    for owner in (model, model.optimizer, *own):
+        for variable in owner.variables:
+            check_hot_rows(strategy, variable)
+
+
+def check_hot_rows(strategy, variable):
+    """This rank's copies are those of the whole table, or slot."""
+    spec = shard_spec(variable)
+    if spec is not None and spec.hot_ids:
+        whole = strategy.gather_table(variable)
+        copies = tf.convert_to_tensor(variable.value)[spec.local_rows :]
+        np.testing.assert_array_equal(whole[list(spec.hot_ids)], copies)
 
 
 def save(strategy, folder, optimizer):

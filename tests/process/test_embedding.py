@@ -14,9 +14,15 @@ CASES = [
     "grid/adagrad",
     "dedup/sgd/weighted",
     "auto/sgd",
+    "hot/adagrad/weighted",
 ]
 # Compared with one process of ours, whose rules are tested against NumPy.
-OUR_RULES = ["whole/row_wise_adagrad", "grid/row_wise_adagrad", "grid/own"]
+OUR_RULES = [
+    "whole/row_wise_adagrad",
+    "grid/row_wise_adagrad",
+    "grid/own",
+    "hot/mixed",
+]
 PROGRAM = "embedding_program.py"
 
 

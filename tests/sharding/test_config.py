@@ -23,6 +23,8 @@ PLACEMENTS = [
     TablePlacement(2, 2, (3, 0, 1, 2)),
     TablePlacement(1, 3, (3, 1, 0)),
     TablePlacement(2, 1, (2, 1)),
+    TablePlacement.row_wise(4, hot_ids=[0]),
+    TablePlacement.table_wise(1, hot_ids=(0,)),
 ]
 
 
@@ -43,6 +45,8 @@ KINDS = (
     "grid",
     "column_wise",
     "row_wise",
+    "row_wise",
+    "table_wise",
 )
 
 
@@ -64,7 +68,8 @@ def test_every_weight_lies_on_one_rank(placement, rows):
         ids = rows_of.ids_of_part(spec.cell[0], spec.row_parts, rows)
         assert len(ids) <= spec.local_rows == -(-rows // spec.row_parts)
         first, end = spec.columns
-        assert spec.local_shape == (spec.local_rows, end - first)
+        hot = len(placement.hot_ids)
+        assert spec.local_shape == (spec.local_rows + hot, end - first)
         held[ids, first:end] += 1
     assert (held == 1).all()
 
@@ -132,6 +137,33 @@ def test_fewer_columns_than_parts_are_refused():
 def test_ranks_that_are_not_there_are_refused(rank):
     with pytest.raises(ValueError, match="there are 4 ranks"):
         specs(TablePlacement.table_wise(rank))
+
+
+def test_every_rank_holds_the_hot_rows():
+    by_rank = specs(TablePlacement.table_wise(2, hot_ids=(9, 0, 4)))
+    assert {spec.hot_ids for spec in by_rank} == {(0, 4, 9)}
+    assert [s.local_shape[0] for s in by_rank] == [3, 3, ROWS + 3, 3]
+    assert [s.local_rows for s in by_rank] == [0, 0, ROWS, 0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "hot_ids", "message"),
+    [
+        ((1, 2), (0, 1), (3,), "column_parts=2"),
+        ((1, 1), (), (3,), "1 hot_ids, row_parts=1"),
+        ((2, 1), (0, 1), (3, 5, 3), "Received: 3, 2 of them distinct"),
+        ((2, 1), (0, 1), range(65537), "at most 65536"),
+    ],
+)
+def test_hot_rows_that_cannot_be_are_refused(parts, ranks, hot_ids, message):
+    with pytest.raises(ValueError, match=message):
+        TablePlacement(*parts, ranks, hot_ids=hot_ids)
+
+
+@pytest.mark.parametrize("hot_id", [-1, ROWS])
+def test_hot_ids_are_ids_of_the_table(hot_id):
+    with pytest.raises(ValueError, match=f"'t' has ids 0 to {ROWS - 1}"):
+        specs(TablePlacement.row_wise(4, hot_ids=(hot_id,)))
 
 
 def test_specs_survive_as_text():

@@ -15,6 +15,7 @@ from tfdist_ext.sharding import placement as rows_lib
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.popularity import Popularity
 from tfdist_ext.sharding.popularity import exponents_for
+from tfdist_ext.sharding.popularity import most_frequent_ids
 
 TIMELINES = (2**17, 58, 100)
 
@@ -80,6 +81,17 @@ def test_the_exponent_is_found_from_distinct_rows():
     unique = Popularity(array(1e5), array(1.3)).distinct(array(5000))
     found = exponents_for(array(1e5), array(5000), unique)
     assert found == pytest.approx(1.3, abs=0.01)
+
+
+def test_the_most_frequent_ids_are_counted():
+    ids = np.random.default_rng(0).zipf(1.3, [50, 20]) % 40
+    counts = np.bincount(ids.ravel())
+    order = sorted(range(len(counts)), key=lambda i: (-counts[i], i))
+    np.testing.assert_array_equal(most_frequent_ids(ids, 7), order[:7])
+    parts = np.array_split(ids.astype(np.int32), 3)
+    np.testing.assert_array_equal(most_frequent_ids(iter(parts), 7), order[:7])
+    assert most_frequent_ids([[5, -1], [5, 2]], 9).tolist() == [5, 2]
+    assert most_frequent_ids([], 3).tolist() == []
 
 
 def test_hot_rows_take_the_popular_part():
@@ -183,5 +195,12 @@ def test_hot_rows_and_bfloat16_count():
         sent[name] = (plan.total.ids.max(), plan.memory)
     assert sent["hot"][0] < 0.9 * sent["none"][0]
     assert sent["hot"][1] == sent["none"][1] + 100 * 58 * 8
+    problem = planned.make_plan([TIMELINES], 4).problem
+    hot = dataclasses.replace(problem.tables[0], hot_rows=100)
+    problem = dataclasses.replace(problem, tables=(hot,))
+    costs = cost.compute(problem, cost.make_shapes([(4, 1, False)])).pick(0, 0)
+    # All of the rows' gradients, there and back, each with a flag.
+    reduced = costs.results - 4 * costs.part_results * 58
+    assert reduced == pytest.approx(2 * 4 * 100 * (58 + 1) * 3 / 4)
     # One slot in float32 per weight.
     assert sent["bfloat16"][1] == pytest.approx(0.75 * sent["none"][1])

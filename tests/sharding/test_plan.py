@@ -324,6 +324,27 @@ def test_a_plan_is_carried_to_other_ranks():
     assert plan.at(8) == planned.make_plan(sizes, 8)
 
 
+def test_hot_rows_go_where_the_rows_are_partitioned(tmp_path):
+    sizes = [(2**17, 58, 100), (2**17, 58, 1), (20, 4, 1), (2**17, 58, 1)]
+    tables, features = planned.configs(sizes, hot_rows=[7, 3])
+    given = TablePlacement.table_wise(1, hot_ids=(5,))
+    forced = {"t1": "row_wise", "t2": "data_parallel", "t3": given}
+    plan = plan_lib.plan(tables, features, 4, forced=forced)
+    placements = [plan.placement_of(f"t{i}") for i in range(4)]
+    assert [p.hot_ids for p in placements] == [(3, 7), (3, 7), (), (5,)]
+    assert all(p.column_parts == 1 for p in placements)
+    assert ", 2 hot rows" in plan.summary()
+    plan.save(tmp_path / "plan.json")
+    assert plan_lib.ShardingPlan.load(tmp_path / "plan.json") == plan
+    assert plan.at(2).placement_of("t3").hot_ids == (5,)
+    moved = plan.replace("t1", TablePlacement.table_wise(2))
+    assert moved.placement_of("t1").hot_ids == (3, 7)
+    with pytest.raises(ValueError, match="cannot be cut into columns"):
+        plan.replace("t1", TablePlacement.column_wise(4))
+    with pytest.raises(ValueError, match="hot rows: 2"):
+        plan.replace("t1", "column_wise")
+
+
 def test_the_summary_has_a_line_per_table():
     plan = plan_workload("criteo", 4)
     text = plan.summary()

@@ -12,6 +12,7 @@ from tfdist_ext.sharding.tables import FeatureConfig
 from tfdist_ext.sharding.tables import TableConfig
 
 GRID = TablePlacement(2, 2, (3, 1, 0, 2), deduplicate=True)
+HOT = TablePlacement.row_wise(4, hot_ids=(9, 2))
 TABLE = TableConfig("words", 1000, 16)
 
 
@@ -49,6 +50,16 @@ def test_own_arguments_are_given_by_name():
         ({"placement": "data_parallel", "deduplicate": True}, "Leave them out"),
         ({"placement": "default_device", "hot_rows": 5}, "hot_rows=5"),
         ({"placement": TablePlacement(), "hot_rows": 5}, "Leave them out"),
+        ({"hot_rows": 1001}, "at most 65536 and the vocabulary_size, 1000"),
+        ({"hot_rows": [3, 1, 3]}, "3 ids, 2 of them distinct"),
+        ({"hot_rows": [3, 1000]}, "ids 0 to 999. Received: hot ids from 3 to"),
+        ({"hot_rows": [-1]}, "hot_rows=-1"),
+        ({"hot_rows": 1.5}, "hot_rows=1.5"),
+        ({"hot_rows": 5, "placement": "column_wise"}, "cut into columns"),
+        ({"hot_rows": [7, 2], "placement": "grid"}, "hot_rows=<2 ids>"),
+        ({"hot_rows": 5, "placement": GRID}, "2, column_parts=2"),
+        ({"hot_rows": 5, "placement": HOT}, "contradicts the placement"),
+        ({"vocabulary_size": 9, "placement": HOT}, "ids 0 to 8"),
     ],
 )
 def test_wrong_tables_are_refused(arguments, message):
@@ -93,10 +104,19 @@ def test_configs_are_frozen():
         TABLE.name = "other"
 
 
-@pytest.mark.parametrize("placement", ["auto", GRID])
-def test_a_feature_survives_its_config_in_json(placement):
+@pytest.mark.parametrize(
+    ("placement", "hot_rows"),
+    [("auto", 7), ("row_wise", np.array([9, 2])), (GRID, 0), (HOT, (2, 9))],
+)
+def test_a_feature_survives_its_config_in_json(placement, hot_rows):
     table = TableConfig(
-        "words", 1000, 16, "zeros", "sgd", placement=placement, hot_rows=7
+        "words",
+        1000,
+        16,
+        "zeros",
+        "sgd",
+        placement=placement,
+        hot_rows=hot_rows,
     )
     feature = FeatureConfig("query", table, (None, None), (None, 16), hotness=3)
     config = json.loads(json.dumps(feature.get_config()))

@@ -74,21 +74,34 @@ def merge_local(
         )
         for lists, feature in zip(ids, features, strict=True)
     ]
-    row_splits, rows, weights = zip(*merged, strict=True)
-    served = tf.stack([tf.size(s, tf.int64) - 1 for s in row_splits])[None]
-    if len(merged) == 1:
-        return OwnedIds(row_splits[0], rows[0], weights[0], served)
-    ends = tf.cumsum(tf.stack([tf.size(part, tf.int64) for part in rows]))
-    shifted = [
-        part[1:] + ends[i - 1] if i else part
-        for i, part in enumerate(row_splits)
-    ]
+    lists = [Ids(rows, splits, weights) for splits, rows, weights in merged]
+    served = [tf.size(each.row_splits, tf.int64) - 1 for each in lists]
+    joined = join_lists(lists)
     return OwnedIds(
-        tf.concat(shifted, 0), tf.concat(rows, 0), _join(weights, rows), served
+        joined.row_splits,
+        joined.values,
+        joined.weights,
+        tf.stack(served)[tf.newaxis],
     )
 
 
-def _join(weights: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]) -> tf.Tensor:
+def join_lists(lists: Sequence[Ids]) -> Ids:
+    """One list of the samples of several, one list behind the other."""
+    if len(lists) == 1:
+        return lists[0]
+    rows = [each.values for each in lists]
+    ends = tf.cumsum(tf.stack([tf.size(part, tf.int64) for part in rows]))
+    shifted = [
+        each.row_splits[1:] + ends[i - 1] if i else each.row_splits
+        for i, each in enumerate(lists)
+    ]
+    weights = _join_weights([each.weights for each in lists], rows)
+    return Ids(tf.concat(rows, 0), tf.concat(shifted, 0), weights)
+
+
+def _join_weights(
+    weights: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]
+) -> tf.Tensor:
     """One list of weights; still empty if all of them are one."""
     given = tf.add_n([tf.size(part) for part in weights])
 

@@ -19,13 +19,14 @@ def lookup(
     """Sums the weighted rows of every sample served, of all tables at once.
 
     Args:
-        tables: variables `[local_rows, local_dim]`.
+        tables: variables of `local_shape`.
         features: which table each feature reads.
         ids: rows and weights from `input_dist`.
 
     Returns:
         float32 `[v]`, the sums one after the other in the order of `ids`, and
-        int64 `[world_size]`, how many of the numbers each rank asked for.
+        int64 `[world_size]`, how many of the numbers each rank asked for;
+        with hot rows, one rank more.
     """
     used = sorted({feature.table for feature in features})
     return lookup_ops.lookup(

@@ -60,8 +60,9 @@ def output_dist(
 
     Args:
         values: float32 `[v]`, from `lookup`.
-        send_splits: int64 `[world_size]`, from `lookup`.
-        route: from `input_dist`.
+        send_splits: int64 `[world_size]`, from `lookup`; one more if a
+            feature has hot rows, whose values stay on this rank.
+        route: from `input_dist`, with hot rows from `ask_here`.
         features: what the results are of.
         collectives: of the strategy.
         wire: how the numbers travel.
@@ -69,6 +70,14 @@ def output_dist(
     Returns:
         Per feature float32 `[b, dim]`; zeros for samples without ids.
     """
+    world_size = collectives.group.world_size
+    placements = [feature.placement for feature in features]
+    stay: list[tf.Tensor] = []
+    if any(feature.spec.hot_ids for feature in features):
+        sizes = [tf.reduce_sum(send_splits[:-1]), send_splits[-1]]
+        values, *stay = tf.split(values, tf.stack(sizes), num=2)
+        send_splits = send_splits[:-1]
+        placements = [feature.placement_with_hot_rows for feature in features]
     seed, gradient_seed = wire.seeds(collectives.group.rank)
     numbers = wire_ops.to_wire(
         values, wire.dtype, rounding=wire.rounding, seed=seed
@@ -78,14 +87,17 @@ def output_dist(
         parts = _packed_all_to_all(numbers, send_splits, collectives, label)
     else:
         parts, _ = collectives.all_to_all(numbers, send_splits, label)
+    parts = wire_ops.from_wire(
+        parts, rounding=wire.rounding, seed=gradient_seed
+    )
     return lookup_ops.combine(
-        wire_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed),
+        tf.concat([parts, *stay], 0) if stay else parts,
         route.sample_ids,
         route.sample_splits,
         route.samples,
         route.gradient_scale,
-        placements=[feature.placement for feature in features],
-        world_size=collectives.group.world_size,
+        placements=placements,
+        world_size=world_size + len(stay),
     )
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
+from tfdist_ext.embedding import hot_rows
 from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
@@ -143,20 +144,35 @@ class _Exchange:
 
     def _sent(self, ids: list[Sequence[Ids]], ahead: bool) -> Asked:
         ids = list(ids)
-        hot: list[tf.Tensor] = []
-        if self.frequent is not None:
-            by_table = self.frequent.of_tables()
-            hot = [by_table[feature.table] for feature in self.features]
-            self.frequent.note(ids, self.features)
         poolings = []
+        hot: dict[int, hot_rows.HotIds] = {}
         for index, feature in enumerate(self.features):
             if feature.deduplicate:
-                distinct, pooling = distinct_rows.ask_once(ids[index], feature)
-                ids[index] = [distinct]
+                travel, pooling = distinct_rows.ask_once(ids[index], feature)
+                if feature.spec.hot_ids:
+                    travel, hot[index], pooling = hot_rows.split_distinct(
+                        travel, pooling, feature
+                    )
+                ids[index] = [travel]
                 poolings.append(pooling)
+            elif feature.spec.hot_ids:
+                travel, hot[index] = hot_rows.split(ids[index], feature)
+                ids[index] = [travel]
+        frequent: list[tf.Tensor] = []
+        if self.frequent is not None:
+            by_table = self.frequent.of_tables()
+            frequent = [by_table[feature.table] for feature in self.features]
+            self.frequent.note(ids, self.features)
         owned, route = input_dist(
-            ids, self.features, self.collectives, self.wire.label, hot, ahead
+            ids,
+            self.features,
+            self.collectives,
+            self.wire.label,
+            frequent,
+            ahead,
         )
+        if hot:
+            owned, route = hot_rows.ask_here(owned, route, hot, self.features)
         return Asked(owned, route, poolings)
 
     def _check(self, asked: Asked) -> None:

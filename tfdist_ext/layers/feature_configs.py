@@ -44,14 +44,6 @@ class FeatureConfigs:
                     "same TableConfig, others another name."
                 )
         _require_unique([feature.name for feature in features])
-        for table in by_name.values():
-            if table.hot_rows:
-                raise ValueError(
-                    "hot_rows is not supported yet: the planner counts its "
-                    "cost, the layer does not keep rows on every rank. "
-                    f"Received: hot_rows={table.hot_rows} (table "
-                    f"{table.name!r}). Leave it out."
-                )
         # Made here: when Keras 3 builds a layer, it may not make variables.
         optimizers = {
             table.name: table_optimizers.as_row_optimizer(

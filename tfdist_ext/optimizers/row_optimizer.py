@@ -121,8 +121,12 @@ class RowOptimizer(KerasDifferences):
         if not (self.stochastic_rounding and is_bfloat16_table(variable)):
             return None
         spec = shard_spec(variable)
-        rank = 0 if spec is None else spec.rank
-        salt = (self._index_of(variable) << 48) + (rank << 32) + use
+        salt = (self._index_of(variable) << 48) + use
+        if spec is not None and spec.hot_ids:
+            # Hot rows must be rounded alike on all ranks, wherever they lie.
+            salt = optimizer_ops.shifted_seed(salt, spec.local_rows)
+        elif spec is not None:
+            salt += spec.rank << 32
         return 2 * tf.cast(self.iterations, tf.int64) + salt
 
     def _slot(self, slots: Sequence[Any], variable: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tfdist_ext.sharding import cost
 from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.config import check_hot_ids
 from tfdist_ext.sharding.problem import Problem
 from tfdist_ext.sharding.problem import TableNumbers
 
@@ -65,7 +66,8 @@ def allowed(problem: Problem, triples: list[Triple]) -> Bools:
                 f"Table {table.name!r} of {table.rows} rows and {table.dim} "
                 f"columns cannot be placed over {problem.setting.world_size} "
                 f"ranks. Received: placement={table.placement!r}, "
-                f"deduplicate={table.deduplicate}. Use placement='auto'."
+                f"deduplicate={table.deduplicate}, hot rows: "
+                f"{len(table.hot_ids)}. Use placement='auto'."
             )
     return result
 
@@ -88,6 +90,13 @@ def check_placement(
             f"Table {table.name!r} has {table.dim} columns. Received: a "
             f"placement of {placement.column_parts} column parts. Use fewer."
         )
+    check_hot_ids(placement.hot_ids, table.rows, table.name)
+    if table.hot_rows and placement.column_parts > 1:
+        raise ValueError(
+            f"Table {table.name!r} has hot rows, which cannot be cut into "
+            f"columns. Received: a placement of {placement.column_parts} "
+            "column parts. Use one, or leave `hot_rows` out."
+        )
 
 
 def _allowed(
@@ -100,7 +109,10 @@ def _allowed(
         return np.asarray((triples == cost.shape_of(asked)).all(1))
     rows, columns, deduplicate = triples[:, 0], triples[:, 1], triples[:, 2]
     replicated = rows == 0
-    fits = (rows <= table.rows) & (columns <= table.dim)
+    # Hot rows are not cut into columns.
+    fits = (rows <= table.rows) & (
+        columns <= (1 if table.hot_rows else table.dim)
+    )
     if asked in ("data_parallel", "default_device"):
         return replicated
     fits &= ~replicated | (asked == "auto" and world_size > 1)

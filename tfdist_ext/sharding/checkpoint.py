@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.sharding import hot_rows
 from tfdist_ext.sharding import placement
 from tfdist_ext.sharding.config import ShardSpec
 
@@ -128,18 +129,20 @@ class _SavedShard:
 
     def _pick(self, whole: tf.Tensor) -> tf.Tensor:
         spec = self._spec
-        if spec.cell is None:
-            return tf.zeros_like(self._variable)
-        ids = placement.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
-        mine = tf.gather(whole, ids)
+        ids = np.zeros([0], np.int64)
+        if spec.cell is not None:
+            ids = placement.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
         if whole.shape.rank == 2:
-            mine = mine[:, slice(*spec.columns)]
-        return self._padded(mine)
+            whole = whole[:, slice(*spec.columns)]
+        hot = tf.gather(whole, tf.constant(spec.hot_ids, tf.int64))
+        return self._part(tf.gather(whole, ids), hot)
 
-    def _padded(self, rows: tf.Tensor) -> tf.Tensor:
+    def _part(self, rows: tf.Tensor, hot: tf.Tensor) -> tf.Tensor:
+        """The variable's value: its own rows, padding, the hot rows."""
         missing = self._spec.local_rows - tf.shape(rows)[0]
         padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
-        return tf.pad(rows, padding)
+        rows = tf.pad(rows, padding)
+        return tf.concat([rows, hot], 0) if self._spec.hot_ids else rows
 
     def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
         """A part's ids among a rank's contiguous rows, ascending."""
@@ -152,7 +155,7 @@ class _SavedShard:
         width = self._widths()[spec.rank]
         sizes = np.diff(self._local_rows()) * width
         flat, received = self._collectives.all_to_all(
-            tf.reshape(tf.convert_to_tensor(self._variable), [-1]),
+            tf.reshape(hot_rows.owned_rows(self._variable, spec), [-1]),
             tf.constant(sizes, tf.int64),
             f"{spec.table}/save",
         )
@@ -174,7 +177,15 @@ class _SavedShard:
         """This rank's shard, from the contiguous rows that ranks have read."""
         spec = self._spec
         block = rows.numpy()
-        first, _ = self._rows_of(spec.rank)
+        first, end = self._rows_of(spec.rank)
+        hot = block[:0]
+        if spec.hot_ids:
+            # Blocks ascend by rank, and so do the hot ids.
+            here = spec.hot_ids[hot_rows.ids_between(spec, first, end)]
+            hot = self._collectives.all_gather(
+                tf.constant(block[np.array(here, np.int64) - first]),
+                f"{spec.table}/restore hot rows",
+            )
         pieces = []
         for part in map(spec.at, range(spec.world_size)):
             piece = block[:0]
@@ -189,7 +200,7 @@ class _SavedShard:
             f"{spec.table}/restore",
         )
         shape = (-1, spec.local_dim)[: block.ndim]
-        return self._padded(tf.reshape(flat, shape))
+        return self._part(tf.reshape(flat, shape), hot)
 
 
 def merge_shards_of_all_ranks() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 from typing import Literal
 
 PlacementKind = Literal[
     "data_parallel", "table_wise", "row_wise", "column_wise", "grid"
 ]
+
+# The ops keep the index of a hot row in 16 bits.
+MOST_HOT_ROWS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +32,25 @@ class TablePlacement:
         ranks: distinct ranks, one per cell; empty for data_parallel.
         deduplicate: a batch asks for each distinct row once and pools on its
             own rank, instead of pooled sums from the owners.
+        hot_ids: ids whose rows every rank holds besides; given in any order,
+            kept ascending. Their rows must not be cut into columns.
 
     Raises:
-        ValueError: if ranks do not match the parts, or repeat.
+        ValueError: if ranks do not match the parts, or repeat, or for hot
+            ids that cannot be.
     """
 
     row_parts: int = 1
     column_parts: int = 1
     ranks: tuple[int, ...] = ()
     deduplicate: bool = False
+    hot_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        hot_ids = tuple(sorted(map(int, self.hot_ids)))
+        object.__setattr__(self, "hot_ids", hot_ids)
+        if hot_ids:
+            self._check_hot_ids()
         parts = (self.row_parts, self.column_parts)
         if not self.ranks and parts == (1, 1):
             return
@@ -50,6 +62,22 @@ class TablePlacement:
                 f"needs {cells} distinct ranks. Received: ranks={self.ranks}."
             )
 
+    def _check_hot_ids(self) -> None:
+        if not self.ranks or self.column_parts > 1:
+            raise ValueError(
+                "Hot rows need a table whose rows are partitioned and not cut "
+                f"into columns. Received: {len(self.hot_ids)} hot_ids, "
+                f"row_parts={self.row_parts}, column_parts="
+                f"{self.column_parts}, ranks={self.ranks}. Place it row_wise "
+                "or table_wise, or leave the hot rows out."
+            )
+        distinct = len(set(self.hot_ids))
+        if distinct < len(self.hot_ids) or distinct > MOST_HOT_ROWS:
+            raise ValueError(
+                f"Hot ids must be distinct and at most {MOST_HOT_ROWS}. "
+                f"Received: {len(self.hot_ids)}, {distinct} of them distinct."
+            )
+
     @classmethod
     def data_parallel(cls) -> TablePlacement:
         """The whole table on every rank."""
@@ -57,17 +85,24 @@ class TablePlacement:
 
     @classmethod
     def table_wise(
-        cls, rank: int = 0, deduplicate: bool = False
+        cls,
+        rank: int = 0,
+        deduplicate: bool = False,
+        hot_ids: Iterable[int] = (),
     ) -> TablePlacement:
         """The whole table on one rank."""
-        return cls(1, 1, (rank,), deduplicate)
+        return cls(1, 1, (rank,), deduplicate, tuple(hot_ids))
 
     @classmethod
     def row_wise(
-        cls, world_size: int, deduplicate: bool = False
+        cls,
+        world_size: int,
+        deduplicate: bool = False,
+        hot_ids: Iterable[int] = (),
     ) -> TablePlacement:
         """Rows spread over all ranks."""
-        return cls.grid(world_size, 1, deduplicate)
+        ranks = tuple(range(world_size))
+        return cls(world_size, 1, ranks, deduplicate, tuple(hot_ids))
 
     @classmethod
     def column_wise(
@@ -129,8 +164,11 @@ class ShardSpec:
         world_size: the number of ranks.
         row_parts: see `TablePlacement`.
         column_parts: see `TablePlacement`.
-        ranks: see `TablePlacement`. A rank that is not among them holds
+        ranks: see `TablePlacement`. A rank that is not among them owns
             nothing, a block of 0 rows.
+        hot_ids: see `TablePlacement`. Their rows lie behind the rank's own,
+            in this order. Of a hot row that the rank owns as well, the copy
+            there is the one that is trained.
 
     Raises:
         ValueError: on a table that cannot be cut this way.
@@ -144,8 +182,10 @@ class ShardSpec:
     row_parts: int
     column_parts: int
     ranks: tuple[int, ...]
+    hot_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_hot_ids(self.hot_ids, self.rows, self.table)
         if self.dim < self.column_parts:
             raise ValueError(
                 f"Table '{self.table}' has {self.dim} columns, fewer than "
@@ -181,6 +221,7 @@ class ShardSpec:
             placement.row_parts,
             placement.column_parts,
             placement.ranks,
+            placement.hot_ids,
         )
 
     @property
@@ -197,7 +238,7 @@ class ShardSpec:
 
     @property
     def local_rows(self) -> int:
-        """Rows this rank holds (rounded up to row parts of equal size)."""
+        """Rows this rank owns (rounded up to row parts of equal size)."""
         return -(-self.rows // self.row_parts) if self.cell else 0
 
     @property
@@ -217,8 +258,8 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Shape of the local part, `[local_rows, local_dim]`."""
-        return self.local_rows, self.local_dim
+        """Shape of the local part: the rows it owns, then the hot ones."""
+        return self.local_rows + len(self.hot_ids), self.local_dim
 
     def at(self, rank: int) -> ShardSpec:
         """What another rank holds."""
@@ -231,6 +272,19 @@ class ShardSpec:
             return ()
         first = self.cell[0] * self.column_parts
         return self.ranks[first : first + self.column_parts]
+
+
+def check_hot_ids(hot_ids: tuple[int, ...], rows: int, table: str) -> None:
+    """Refuses ascending ids that a table does not have.
+
+    Raises:
+        ValueError: then.
+    """
+    if hot_ids and not 0 <= hot_ids[0] <= hot_ids[-1] < rows:
+        raise ValueError(
+            f"Table '{table}' has ids 0 to {rows - 1}. Received: hot ids from "
+            f"{hot_ids[0]} to {hot_ids[-1]}."
+        )
 
 
 def shard_spec(variable: Any) -> ShardSpec | None:

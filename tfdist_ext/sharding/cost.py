@@ -23,8 +23,9 @@ A rank sends, in the order ids, gradients, results, and receives:
                    (W-1) (I + S w f) for every cell of its own
 
 A data_parallel table sends and receives the lesser of all its gradient, 8 N d
-(W-1)/W (float32 there and back), and the touched rows, (W-1) u (4 d + 8). So
-do hot rows.
+(W-1)/W (float32 there and back), and the touched rows, (W-1) u (4 d + 8). H hot
+rows send all of theirs, each with a flag whether it was touched: 8 H (d + 1)
+(W-1)/W.
 
 Memory is weights and slots. Time on a rank is
 
@@ -146,7 +147,7 @@ def make_shapes(triples: list[tuple[int, int, bool]]) -> Shapes:
 def compute(problem: Problem, shapes: Shapes) -> Costs:
     """Costs of every table in every shape (the formulas of the module)."""
     features = _Features(problem)
-    sparse, hot = _per_feature(features, problem.setting, shapes)
+    sparse, touched = _per_feature(features, problem.setting, shapes)
     index = np.array([f.table for f in problem.features], np.int64)
 
     def by_table(values: Floats) -> Floats:
@@ -157,11 +158,14 @@ def compute(problem: Problem, shapes: Shapes) -> Costs:
     sums = {name: by_table(values) for name, values in sparse.items()}
     tables = _Tables(problem)
     replicated = shapes.cells == 0
-    reduced = _reduced_bytes(
-        problem.setting.world_size,
-        np.where(replicated, tables.rows, tables.hot_rows),
-        tables.dim,
-        by_table(hot),
+    world_size = problem.setting.world_size
+    reduced = np.where(
+        replicated,
+        np.minimum(
+            _dense_bytes(world_size, tables.rows * tables.dim),
+            _touched_bytes(world_size, by_table(touched), tables.dim),
+        ),
+        _dense_bytes(world_size, tables.hot_rows * (tables.dim + 1)),
     )
     row_bytes = tables.dim * tables.state_bytes + tables.row_slots
     held = np.where(replicated, tables.rows, tables.hot_rows)
@@ -184,14 +188,14 @@ def compute(problem: Problem, shapes: Shapes) -> Costs:
     )
 
 
-def _reduced_bytes(
-    world_size: int, rows: Floats, dim: Floats, touched: Floats
-) -> Floats:
-    """Bytes a rank sends to sum the gradient of rows that all ranks hold."""
-    peers = world_size - 1
-    dense = 2 * _DENSE_BYTES * rows * dim * peers / world_size
-    sparse = peers * touched * (_DENSE_BYTES * dim + _ROW_ID_BYTES)
-    return np.asarray(np.minimum(dense, sparse))
+def _dense_bytes(world_size: int, numbers: Floats) -> Floats:
+    """Bytes a rank sends in an all_reduce of numbers."""
+    return 2 * _DENSE_BYTES * numbers * (world_size - 1) / world_size
+
+
+def _touched_bytes(world_size: int, rows: Floats, dim: Floats) -> Floats:
+    """Bytes a rank sends in an all_gather of its touched rows."""
+    return (world_size - 1) * rows * (_DENSE_BYTES * dim + _ROW_ID_BYTES)
 
 
 class _Tables:
@@ -204,7 +208,7 @@ class _Tables:
         tables = problem.tables
         self.rows = column([t.rows for t in tables])
         self.dim = column([t.dim for t in tables])
-        self.hot_rows = column([t.hot_rows for t in tables])
+        self.hot_rows = column([len(t.hot_ids) for t in tables])
         self.weight_bytes = column([t.weight_bytes for t in tables])
         self.state_bytes = self.weight_bytes + column(
             [_DENSE_BYTES * t.slots_per_weight for t in tables]
@@ -251,7 +255,7 @@ def _per_feature(
     """What a feature adds to its table, `[F, K]` each.
 
     Returns:
-        The sums of `Costs` by name, and rows touched of those on all ranks.
+        The sums of `Costs` by name, and rows touched of data_parallel tables.
     """
     dedup, replicated = shapes.deduplicate, shapes.cells == 0
     parts = np.maximum(shapes.row_parts, 1.0)
@@ -281,8 +285,7 @@ def _per_feature(
         ),
         **seconds,
     }
-    touched = np.where(replicated, f.in_batch + f.hot_in_batch, f.hot_in_batch)
-    return sums, touched
+    return sums, np.where(replicated, f.in_batch + f.hot_in_batch, 0.0)
 
 
 def _seconds(

@@ -64,6 +64,7 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
             distribution=distribution,
             a=first,
             b=second,
+            more_ids=spec.hot_ids,
         )
         return tf.cast(block, dtype or tf.float32)
 

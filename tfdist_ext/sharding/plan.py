@@ -166,6 +166,10 @@ class ShardingPlan:
             for t in self.problem.tables
         ]
         kept[index] = dataclasses.replace(kept[index], placement=placement)
+        if isinstance(placement, TablePlacement) and placement.hot_ids:
+            kept[index] = dataclasses.replace(
+                kept[index], hot_rows=placement.hot_ids
+            )
         solved = _solve(dataclasses.replace(self.problem, tables=tuple(kept)))
         tables = list(self.problem.tables)
         tables[index] = kept[index]
@@ -283,6 +287,19 @@ def _solve(problem: Problem) -> ShardingPlan:
         return ShardingPlan(problem, {})
     options = balance.Options(problem)
     solution = improve.best(options)
-    names = [table.name for table in problem.tables]
-    placements = dict(zip(names, solution.placements, strict=True))
+    placements = {
+        table.name: _with_hot_rows(placement, table)
+        for table, placement in zip(
+            problem.tables, solution.placements, strict=True
+        )
+    }
     return ShardingPlan(problem, placements)
+
+
+def _with_hot_rows(
+    placement: TablePlacement, table: problem_lib.TableNumbers
+) -> TablePlacement:
+    """Those of the table, if it is not on every rank anyway."""
+    if not placement.ranks:
+        return placement
+    return dataclasses.replace(placement, hot_ids=table.hot_ids)

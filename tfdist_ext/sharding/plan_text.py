@@ -122,7 +122,11 @@ def describe(placement: TablePlacement) -> str:
     kind: str = placement.kind
     if kind == "grid":
         kind = f"grid {placement.row_parts} x {placement.column_parts}"
-    return f"{kind}, deduplicated" if placement.deduplicate else kind
+    if placement.deduplicate:
+        kind += ", deduplicated"
+    if placement.hot_ids:
+        kind += f", {len(placement.hot_ids)} hot rows"
+    return kind
 
 
 def _why(plan: ShardingPlan, table: str) -> str:

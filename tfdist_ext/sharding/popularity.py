@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many distinct rows a number of ids asks for, for skewed ids.
+"""How popular rows are: measured, or modelled to count distinct ones.
 
-Raw ids have popularity ranks 1, 2, 3, ... 2^63; rank k is drawn in proportion
-to k^-s (Zipf's law, exponent s) and hashed into the table's rows. Of a table
-of N rows, row k (numbered by popularity) is thus drawn with
+In the model, raw ids have popularity ranks 1, 2, 3, ... 2^63; rank k is drawn
+in proportion to k^-s (Zipf's law, exponent s) and hashed into the table's rows.
+Of a table of N rows, row k (numbered by popularity) is thus drawn with
 
     p_k = k^-s / Z + T / N    Z = sum of k^-s over all ranks
                               T = share of the ranks above N
@@ -17,6 +17,8 @@ factor, each with its mean p.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,37 @@ LARGEST_EXPONENT = 8.0
 _RAW_IDS = 2.0**63
 _SINGLE_RANKS = 8
 _GROWTH = 1.3
+
+
+def most_frequent_ids(ids: Iterable[Any], k: int) -> npt.NDArray[np.int64]:
+    """The ids that occur most often in a sample: hot rows, as measured.
+
+    >>> most_frequent_ids([[7, 3, 7], [5, 3, 9]], k=2).tolist()
+    [3, 7]
+
+    Args:
+        ids: an array of non-negative integers, or an iterable of such arrays,
+            for example `dataset.take(100).as_numpy_iterator()`; of ragged and
+            sparse values the flat values count. Negative ids are left out.
+        k: how many.
+
+    Returns:
+        int64 `[k]`, the most frequent first and equals ascending; fewer if
+        there are no more.
+    """
+    found: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    for part in [ids] if isinstance(ids, np.ndarray) else ids:
+        flat = getattr(part, "flat_values", getattr(part, "values", part))
+        more = np.asarray(flat, np.int64).ravel()
+        more = more[more >= 0]
+        # One time each, besides the times that were counted before.
+        times = np.concatenate([counts, np.ones(len(more), np.int64)])
+        both = np.concatenate([found, more])
+        found = np.unique(both)
+        places = np.searchsorted(found, both)
+        counts = np.bincount(places, times, len(found)).astype(np.int64)
+    return found[np.argsort(-counts, kind="stable")[:k]]
 
 
 class Popularity:

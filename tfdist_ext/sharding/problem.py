@@ -17,6 +17,7 @@ from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.tables import PLACEMENTS
 from tfdist_ext.sharding.tables import FeatureConfig
 from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.sharding.tables import hot_ids
 from tfdist_ext.sharding.tables import placement_from_dict
 from tfdist_ext.sharding.tables import placement_to_dict
 
@@ -88,7 +89,7 @@ class TableNumbers:
         weight_bytes: of one weight.
         slots_per_weight: numbers the optimizer keeps per weight.
         slots_per_row: numbers the optimizer keeps per row (of a cell).
-        hot_rows: rows kept on every rank.
+        hot_rows: rows kept on every rank, see `TableConfig`.
         placement: what was asked for.
         deduplicate: what was asked for.
     """
@@ -99,9 +100,14 @@ class TableNumbers:
     weight_bytes: int
     slots_per_weight: float
     slots_per_row: float
-    hot_rows: int
+    hot_rows: int | tuple[int, ...]
     placement: str | TablePlacement
     deduplicate: bool | None
+
+    @property
+    def hot_ids(self) -> tuple[int, ...]:
+        """The ids of the rows kept on every rank, ascending."""
+        return hot_ids(self.hot_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +163,8 @@ class Problem:
         for entry in tables:
             if isinstance(entry["placement"], Mapping):
                 entry["placement"] = placement_from_dict(entry["placement"])
+            if isinstance(entry["hot_rows"], list):
+                entry["hot_rows"] = tuple(entry["hot_rows"])
         return cls(
             tuple(TableNumbers(**entry) for entry in tables),
             tuple(FeatureNumbers(**entry) for entry in config["features"]),
@@ -256,6 +264,9 @@ def _table(
     placement = forced.get(table.name, table.placement)
     check_kind(table.name, placement)
     per_weight, per_row = _slots_of(table.optimizer, slots)
+    hot_rows: Any = table.hot_rows
+    if isinstance(placement, TablePlacement) and placement.hot_ids:
+        hot_rows = placement.hot_ids
     return TableNumbers(
         name=table.name,
         rows=table.vocabulary_size,
@@ -263,7 +274,7 @@ def _table(
         weight_bytes=4 if table.dtype == "float32" else 2,
         slots_per_weight=per_weight,
         slots_per_row=per_row,
-        hot_rows=min(table.hot_rows, table.vocabulary_size),
+        hot_rows=hot_rows,
         placement=placement,
         deduplicate=table.deduplicate,
     )

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.sharding import checkpoint
+from tfdist_ext.sharding import hot_rows
 from tfdist_ext.sharding import placement
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import shard_spec
@@ -68,7 +69,7 @@ def mark(
     A slot without the table's shape (a step counter, say) stays local.
     """
     rows = variable.shape[0] if variable.shape.rank else None
-    matches = rows == spec.local_rows and (
+    matches = rows == spec.local_shape[0] and (
         variable.shape.rank == 1 or variable.shape == spec.local_shape
     )
     if matches:
@@ -87,9 +88,10 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
         `[rows, dim]`, or `[rows]` for a slot with one value per row.
     """
     spec = shard_spec(variable)
-    local = tf.convert_to_tensor(getattr(variable, "_value", variable))
+    inner = getattr(variable, "_value", variable)
     if spec is None or collectives is None:
-        return np.asarray(local)
+        return np.asarray(tf.convert_to_tensor(inner))
+    local = hot_rows.owned_rows(inner, spec)
     flat = collectives.all_gather(
         tf.reshape(local, [-1]), f"gather/{spec.table}"
     )
@@ -97,18 +99,18 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
 
 
 def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
-    """The whole table on rank 0; the local part on the other ranks.
+    """The whole table on rank 0; the rows they own on the other ranks.
 
     Args:
         variable: a shard.
         collectives: of the strategy; every rank must call.
 
     Returns:
-        `[rows, dim]` or `[rows]` on rank 0, the local part elsewhere.
+        `[rows, dim]` or `[rows]` on rank 0, the rows they own elsewhere.
     """
     spec = shard_spec(variable)
     assert spec is not None
-    local = tf.convert_to_tensor(variable._value)
+    local = hot_rows.owned_rows(variable._value, spec)
     flat = tf.reshape(local, [-1])
     splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
     flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
@@ -122,7 +124,7 @@ def _assemble(flat: np.ndarray, spec: ShardSpec, dims: int) -> np.ndarray:
     whole = np.empty((spec.rows, spec.dim)[:dims], flat.dtype)
     end = 0
     for part in map(spec.at, range(spec.world_size)):
-        shape = part.local_shape[:dims]
+        shape = (part.local_rows, part.local_dim)[:dims]
         start, end = end, end + math.prod(shape)
         if part.cell is None:
             continue
@@ -153,12 +155,17 @@ def assign_part(variable: Any, whole: Any) -> None:
             f"Table '{spec.table}' has shape {expected}. Received values of "
             f"shape {tuple(whole.shape)}."
         )
-    if spec.cell is None:
+    if 0 in inner.shape:
         return
     columns = (slice(*spec.columns),)[: inner.shape.rank - 1]
     part = np.zeros(inner.shape, inner.dtype.as_numpy_dtype)
+    hot_part, hot_ids = part[spec.local_rows :], np.array(spec.hot_ids, int)
     for start in range(0, spec.rows, _READ_ROWS):
         block = np.asarray(whole[(slice(start, start + _READ_ROWS), *columns)])
+        hot = hot_rows.ids_between(spec, start, start + len(block))
+        hot_part[hot] = block[hot_ids[hot] - start]
+        if spec.cell is None:
+            continue
         ids = np.arange(start, start + len(block))
         mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
         part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]

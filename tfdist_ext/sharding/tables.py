@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
+from tfdist_ext.sharding.config import MOST_HOT_ROWS
 from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.config import check_hot_ids
 
 COMBINERS = ("mean", "sum", "sqrtn")
 # The last two are the names of keras-rs: partitioned in whatever way, and an
@@ -67,8 +69,12 @@ class TableConfig:
         max_ids_per_partition: not used, buffers grow as needed. There so that
             configurations of keras-rs are accepted.
         max_unique_ids_per_partition: not used, as above.
-        hot_rows: that many of the most popular rows are kept on every rank;
-            counted by the planner, refused by the layer so far.
+        hot_rows: rows that every rank holds of a partitioned table: their ids
+            do not travel, and their gradients are summed whole. A number K
+            means the ids 0 to K - 1, the most frequent ones in the
+            vocabularies of Keras's lookup layers; or give the ids, see
+            `sharding.popularity.most_frequent_ids`. Not for tables that are cut
+            into columns.
         deduplicate: whether a batch asks for each distinct row once and pools
             on its own rank; None leaves it to the planner.
         dtype: of the weights, "float32" or "bfloat16".
@@ -87,7 +93,7 @@ class TableConfig:
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
-    hot_rows: int = dataclasses.field(default=0, kw_only=True)
+    hot_rows: int | Sequence[int] = dataclasses.field(default=0, kw_only=True)
     deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
     dtype: str = dataclasses.field(default="float32", kw_only=True)
     out_of_range: Literal["error", "ignore"] = dataclasses.field(
@@ -100,7 +106,7 @@ class TableConfig:
         for field in ("vocabulary_size", "embedding_dim"):
             value = _integer(field, getattr(self, field), 1, where)
             object.__setattr__(self, field, value)
-        hot_rows = _integer("hot_rows", self.hot_rows, 0, where)
+        hot_rows = _hot_rows(self.hot_rows, self.vocabulary_size, where)
         object.__setattr__(self, "hot_rows", hot_rows)
         _require_one_of("combiner", self.combiner, COMBINERS, where)
         _require_one_of("dtype", self.dtype, DTYPES, where)
@@ -125,14 +131,35 @@ class TableConfig:
                     f"deduplicate={self.deduplicate}, placement="
                     f"{self.placement} ({where}). Leave it out."
                 )
+        if self.hot_rows and self.placement in ("column_wise", "grid"):
+            raise ValueError(
+                "Hot rows cannot be cut into columns. Received: placement="
+                f"{self.placement!r}, hot_rows={_brief(self.hot_rows)} "
+                f"({where}). Use placement='row_wise', 'table_wise' or 'auto'."
+            )
+        if isinstance(self.placement, TablePlacement):
+            self._check_hot_rows(self.placement, where)
         if replicated and (self.deduplicate or self.hot_rows):
             raise ValueError(
                 "A table that every rank holds whole has no ids to "
                 "deduplicate and no hot rows. Received: placement="
                 f"{self.placement!r}, deduplicate={self.deduplicate}, "
-                f"hot_rows={self.hot_rows} ({where}). Leave them out, or "
-                "use placement='sparsecore'."
+                f"hot_rows={_brief(self.hot_rows)} ({where}). Leave them out, "
+                "or use placement='sparsecore'."
             )
+
+    def _check_hot_rows(self, placement: TablePlacement, where: str) -> None:
+        check_hot_ids(placement.hot_ids, self.vocabulary_size, self.name)
+        given = hot_ids(self.hot_rows)
+        if given and placement.hot_ids not in ((), given):
+            raise ValueError(
+                "Argument `hot_rows` contradicts the placement: "
+                f"{len(given)} rows there, {len(placement.hot_ids)} hot_ids "
+                f"here, not the same ({where}). Leave one of them out."
+            )
+        if given and placement.ranks:
+            # Refuses column parts.
+            dataclasses.replace(placement, hot_ids=given)
 
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is
@@ -270,6 +297,7 @@ def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
         "column_parts": placement.column_parts,
         "ranks": list(placement.ranks),
         "deduplicate": placement.deduplicate,
+        "hot_ids": list(placement.hot_ids),
     }
 
 
@@ -308,6 +336,41 @@ def _integer(field: str, value: Any, least: int, where: str) -> int:
             f"Received: {field}={value!r} ({where})."
         )
     return number
+
+
+def hot_ids(hot_rows: int | Sequence[int]) -> tuple[int, ...]:
+    """The ids that `TableConfig.hot_rows` means, ascending."""
+    if isinstance(hot_rows, int):
+        return tuple(range(hot_rows))
+    return tuple(sorted(hot_rows))
+
+
+def _hot_rows(value: Any, rows: int, where: str) -> int | tuple[int, ...]:
+    """`value` as a number or as distinct ids; NumPy's are accepted too."""
+    if not hasattr(value, "__len__"):
+        number = _integer("hot_rows", value, 0, where)
+        if number > min(rows, MOST_HOT_ROWS):
+            raise ValueError(
+                f"Argument `hot_rows` must be at most {MOST_HOT_ROWS} and the "
+                f"vocabulary_size, {rows}. Received: hot_rows={number} "
+                f"({where})."
+            )
+        return number
+    ids = tuple(_integer("hot_rows", each, 0, where) for each in value)
+    if len(set(ids)) < len(ids) or len(ids) > MOST_HOT_ROWS:
+        raise ValueError(
+            f"Argument `hot_rows` must be a number or at most {MOST_HOT_ROWS} "
+            f"distinct ids. Received: {len(ids)} ids, {len(set(ids))} of them "
+            f"distinct ({where})."
+        )
+    check_hot_ids(hot_ids(ids), rows, where)
+    return ids
+
+
+def _brief(hot_rows: int | Sequence[int]) -> str:
+    if isinstance(hot_rows, int):
+        return str(hot_rows)
+    return f"<{len(hot_rows)} ids>"
 
 
 def _shape(field: str, value: Any, where: str) -> tuple[int | None, ...]:
