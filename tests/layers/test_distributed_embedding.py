@@ -10,6 +10,7 @@ from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
 from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.sharding.plan import plan
 
 keras = tf.keras
 ROWS, DIM = 50, 6
@@ -142,13 +143,17 @@ def test_ids_out_of_range(policy):
 def test_config_makes_the_same_layer():
     shared = table("shared", placement="row_wise", optimizer="sgd")
     forced = table("forced", placement=TablePlacement.grid(2, 2))
+    features = [feature("a", shared, 4), feature("b", forced)]
+    made = plan([shared, forced], features, 4)
     layer = DistributedEmbedding(
-        {"x": [feature("a", shared, 4), feature("b", forced)]},
+        {"x": features},
         wire_dtype="bfloat16",
+        plan=made,
         name="emb",
     )
     copy = DistributedEmbedding.from_config(layer.get_config())
     assert copy.get_config() == layer.get_config()
+    assert copy.plan == made
     ids = {"x": [tf.constant([[1, 2, 3, 4]]), tf.constant([7])]}
     for ours, theirs in zip(layer(ids)["x"], copy(ids)["x"], strict=True):
         np.testing.assert_array_equal(ours, theirs)

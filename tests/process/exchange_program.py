@@ -40,6 +40,7 @@ def embedding(
     dtype="float32",
     out_of_range="error",
     optimizer=None,
+    hot_rows=0,
     **options,
 ):
     places = placements(strategy.world_size)
@@ -52,6 +53,7 @@ def embedding(
             keras.initializers.RandomNormal(0.0, 0.3, seed=3),
             placement=places[table],
             optimizer=optimizer if table == "columns" else None,
+            hot_rows=hot_rows if table == "rows" else 0,
             dtype=dtype,
             out_of_range=out_of_range,
         )
@@ -222,8 +224,9 @@ def prefetch(strategy):
     _, expected = fit("on_time")
     model, losses = fit("ahead", prefetch_ids=True)
     np.testing.assert_array_equal(losses, expected)
-    _, learnt = fit("coded", prefetch_ids=True, learn_frequent_ids=True)
-    np.testing.assert_allclose(learnt, expected, rtol=1e-5)
+    others = {"learn_frequent_ids": True, "hot_rows": (1, 2, 3, 9)}
+    _, found = fit("others", prefetch_ids=True, **others)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
     # Iterators of one dataset in turns, one given up; every batch twice.
     layer = model.sparse

@@ -63,7 +63,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             together.
         update_stats: of keras-rs, without effect: buffers grow by themselves.
         plan: a `ShardingPlan` that places the tables, instead of the one
-            made when the layer is built.
+            made when the layer is built; if it is for another number of
+            ranks, `plan.at` of this number does.
         wire_dtype: dtype of results and their gradients between ranks.
         wire_rounding: "nearest" or "stochastic", see `FullSparse`.
         wire_packing: pack those numbers without loss, see `FullSparse`.
@@ -100,7 +101,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         self.wire_packing = wire_packing
         self.learn_frequent_ids = learn_frequent_ids
         self.prefetch_ids = prefetch_ids
-        self.plan = plan
+        self.plan = self._given_plan = plan
         self.supports_jit = False
 
     def build(self, input_shapes: Nest = None) -> None:
@@ -180,6 +181,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
                 batch_size=self._batch_size(world_size),
                 wire_bytes=tf.as_dtype(self.wire_dtype).size,
             )
+        if self.plan.world_size != world_size:
+            self.plan = self.plan.at(world_size)
         return [
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]
@@ -358,6 +361,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             for feature in self._configs.features
         ]
         config["nest"] = self._pack(range(len(self._configs.features)))
+        if self._given_plan is not None:
+            config["plan"] = self._given_plan.to_dict()
         config["wire_dtype"] = self.wire_dtype
         config["wire_rounding"] = self.wire_rounding
         config["wire_packing"] = self.wire_packing
@@ -380,6 +385,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             )
             for feature in arguments.pop("features")
         ]
+        if "plan" in arguments:
+            arguments["plan"] = ShardingPlan.from_dict(arguments["plan"])
         nest = tf.nest.map_structure(
             lambda index: features[index], arguments.pop("nest")
         )

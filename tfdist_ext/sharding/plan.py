@@ -39,6 +39,7 @@ __all__ = ["ShardingPlan", "hotness", "plan"]
 
 _FORMAT = "tfdist_ext.ShardingPlan"
 _VERSION = 1
+_NO_PLAN = f"no sharding plan of version {_VERSION}, or an invalid one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +186,9 @@ class ShardingPlan:
         )
         return _solve(dataclasses.replace(self.problem, setting=setting))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        content = {
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON can hold it."""
+        return {
             "format": _FORMAT,
             "version": _VERSION,
             "placements": {
@@ -196,19 +197,15 @@ class ShardingPlan:
             },
             "problem": self.problem.to_dict(),
         }
-        text = json.dumps(content, indent=1) + "\n"
-        pathlib.Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
-        """Reads what `save` wrote, perhaps edited.
+    def from_dict(cls, content: Mapping[str, Any]) -> ShardingPlan:
+        """The plan that `to_dict` describes.
 
         Raises:
-            ValueError: if the file is something else.
+            ValueError: for what describes none.
         """
         try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
-            content = json.loads(text)
             found = (content["format"], content["version"])
             if found != (_FORMAT, _VERSION):
                 raise ValueError(f"format and version {found}")
@@ -218,10 +215,30 @@ class ShardingPlan:
                 {name: placement_from_dict(p) for name, p in placements},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"{os.fspath(path)} holds no sharding plan of version "
-                f"{_VERSION}, or an invalid one: {error}"
-            ) from error
+            raise ValueError(f"{_NO_PLAN}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON."""
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
+        """Reads what `save` wrote, perhaps edited.
+
+        Raises:
+            ValueError: if the file is something else.
+        """
+        where = os.fspath(path)
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{where} holds {_NO_PLAN}: {error}") from error
+        try:
+            return cls.from_dict(content)
+        except ValueError as error:
+            raise ValueError(f"{where} holds {error}") from error
 
 
 def plan(
