@@ -11,6 +11,7 @@ import tfdist_ext
 from benchmarks import models
 from benchmarks import workloads
 from tfdist_ext.sharding import plan as sharding_plan
+from tfdist_ext.sharding import popularity
 from tfdist_ext.sharding.plan import ShardingPlan
 from tfdist_ext.sharding.tables import FeatureConfig
 from tfdist_ext.sharding.tables import TableConfig
@@ -53,7 +54,7 @@ class HybridVariant:
 
     def _plan(self, workload: workloads.Workload) -> ShardingPlan:
         """Places all tables together, as the variant says."""
-        placement, _, dedup = self.options["sharding"].partition("-")
+        placement, _, how = self.options["sharding"].partition("-")
         features = []
         for index, table in enumerate(workload.tables):
             config = TableConfig(
@@ -62,7 +63,8 @@ class HybridVariant:
                 table.width,
                 combiner="sum",
                 placement=_PLACEMENTS[placement],
-                deduplicate=True if dedup else None,
+                deduplicate=True if how == "dedup" else None,
+                hot_rows=self._hot_rows(table) if how == "hot" else 0,
             )
             shapes = (None, table.hotness), (None, table.width)
             features.append(FeatureConfig(config.name, config, *shapes))
@@ -72,6 +74,12 @@ class HybridVariant:
             self.strategy.num_replicas_in_sync,
             batch_size=self.options["batch"],
         )
+
+    def _hot_rows(self, table: workloads.Table) -> np.ndarray:
+        """The most frequent ids of a sample that no rank trains on."""
+        generator = np.random.default_rng(self.options["seed"] + 1)
+        ids = workloads.draw_ids(generator, 2**20 // table.hotness, table)
+        return popularity.most_frequent_ids(ids, self.options["hot_rows"])
 
     def make_optimizer(self) -> tf.keras.optimizers.Optimizer:
         """Makes the optimizer with fused updates of shards."""

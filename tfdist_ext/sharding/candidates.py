@@ -109,10 +109,10 @@ def _allowed(
         return np.asarray((triples == cost.shape_of(asked)).all(1))
     rows, columns, deduplicate = triples[:, 0], triples[:, 1], triples[:, 2]
     replicated = rows == 0
-    # Hot rows are not cut into columns.
-    fits = (rows <= table.rows) & (
-        columns <= (1 if table.hot_rows else table.dim)
-    )
+    fits = (rows <= table.rows) & (columns <= table.dim)
+    if table.hot_rows:
+        # They are not cut into columns.
+        fits &= (columns <= 1) & (asked not in ("column_wise", "grid"))
     if asked in ("data_parallel", "default_device"):
         return replicated
     fits &= ~replicated | (asked == "auto" and world_size > 1)
