@@ -17,7 +17,7 @@ namespace {
 
 constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
 // Smaller ones fit the processor's table of pages anyway.
-constexpr size_t kSmallest = 4 * kHugePage;
+constexpr size_t kSmallest = 2 * kHugePage;
 
 bool Wanted() {
   static const bool wanted = [] {

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "feature_grid.h"
+#include "group_sort.h"
 #include "hot_ids.h"
 #include "id_lists.h"
 #include "id_section.h"
@@ -26,9 +27,9 @@ struct FeatureRules {
 // sample, grouped by row part, ascending by (part, sample, row).
 //
 // An id becomes one 64-bit key, part | sample | local row from the top, so a
-// radix sort of the keys does the bucketing, the ordering and brings
-// duplicates together. Ids that ascend within their samples already are only
-// bucketed. With hot ids, rows are positions on the line of hot_ids.h.
+// sort of the keys does the bucketing, the ordering and brings duplicates
+// together. Ids that ascend within their samples already are only bucketed.
+// With hot ids, rows are positions on the line of hot_ids.h.
 class EntryBuilder {
  public:
   // `hot` may be nullptr.
@@ -72,8 +73,7 @@ class EntryBuilder {
            : MakeKeys<false, false>(lists, begin, end);
     }
     if (bad_id_.found) return;
-    const int bits = row_bits_ + sample_bits_;
-    RadixSort(count_, sorted_ ? bits : 0, bits + part_bits_, &sort_);
+    SortKeys(end - begin);
     lists.weighted ? CombineWeights() : CombineCounts();
   }
 
@@ -171,6 +171,19 @@ class EntryBuilder {
     }
     count_ = count;
     sorted_ = descents == 0;
+  }
+
+  // The samples are in order, and often few rows of them are in each part.
+  void SortKeys(int64_t samples) {
+    const int bits = row_bits_ + sample_bits_;
+    const bool in_groups =
+        !sorted_ && sort_.values == nullptr && row_bits_ <= kMostGroupBits &&
+        count_ >= kFewestPerGroup * samples * grid_.row_parts;
+    const int low_bit = sorted_ || in_groups ? bits : 0;
+    RadixSort(count_, low_bit, bits + part_bits_, &sort_);
+    if (in_groups && !SortGroups(sort_.keys, count_, row_bits_)) {
+      RadixSort(count_, 0, bits + part_bits_, &sort_);
+    }
   }
 
   // Equal keys become one entry and the number of them. No branch depends on

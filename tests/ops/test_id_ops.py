@@ -145,8 +145,12 @@ def test_broken_promise_of_one_each(ids, splits):
 
 
 @pytest.mark.parametrize("place", [by_row, by_column])
-@pytest.mark.parametrize("ids_per_sample", [1, 7, 8, 9, 63, 64, 65, 1000])
-@pytest.mark.parametrize("limit", [1, 3, 64, 2**31 + 11, 2**40])
+@pytest.mark.parametrize(
+    "ids_per_sample", [1, 7, 8, 9, 63, 127, 128, 129, 1000]
+)
+@pytest.mark.parametrize(
+    "limit", [1, 3, 64, 2**24, 2**24 + 1, 2**31 + 11, 2**40]
+)
 def test_sizes_and_vocabularies(limit, ids_per_sample, place):
     rng = np.random.default_rng(limit % 1000)
     splits = np.arange(4) * ids_per_sample
@@ -170,9 +174,13 @@ def test_sizes_and_vocabularies(limit, ids_per_sample, place):
         np.testing.assert_array_equal(decoded[rank][1], ids)
 
 
-def test_ascending_ids_give_the_same_message():
+@pytest.mark.parametrize("large", [0, 600])
+def test_ascending_ids_give_the_same_message(large):
     rng = np.random.default_rng(0)
-    ids, splits, none = batch_of(rng, 50, 40, 1000)
+    ids, splits, none = batch_of(rng, 50, 80, 1000)
+    # One sample may have more ids than the others together.
+    ids = np.concatenate([ids, rng.integers(0, 1000, large)])
+    splits = np.append(splits, len(ids))
     ascending = ids.copy()
     for a, b in itertools.pairwise(splits):
         ascending[a:b].sort()
