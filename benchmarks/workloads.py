@@ -106,6 +106,8 @@ WORKLOADS = {
             tuple(Table(min(rows, 1000), 16, 1) for rows in CRITEO_ROWS),
             hidden=(64,),
         ),
+        # One table of 16 GiB: for memory, on four ranks or more.
+        Workload("huge", (Table(2**25, 128, 20),)),
         # Small enough to see the whole path work within seconds.
         Workload("smoke", (Table(1000, 6, 5), Table(77, 3, 2)), hidden=(8,)),
     )
