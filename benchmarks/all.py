@@ -65,6 +65,20 @@ _SIZES = (
     Size("criteo_sample", 4, _STOCK + _OURS),
 )
 
+_WHOLE_ROWS = ("hybrid-row", "hybrid-table", "hybrid-row-dedup",
+               "hybrid-table-dedup", "hybrid-auto")  # fmt: skip
+_EVERY = ("hybrid-column", "hybrid-grid", *_WHOLE_ROWS)
+
+# What the planner's choice is held against.
+_PLACEMENTS = (
+    Size("timelines", 4, _EVERY),
+    Size("ads", 4, _EVERY),
+    Size("criteo", 4, _EVERY, 2048),
+    Size("movielens", 4, _EVERY),
+    Size("a9a", 4, _WHOLE_ROWS),
+    Size("criteo_sample", 4, _EVERY),
+)
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
@@ -80,6 +94,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="forget what has been measured of these workloads",
     )
+    parser.add_argument(
+        "--placements",
+        action="store_true",
+        help="ours alone, in every placement: does the planner send least?",
+    )
     run.add_timing_arguments(parser)
     run.add_network_arguments(parser)
     parser.set_defaults(ranks=None, optimizer="sgd", seconds=8.0)
@@ -89,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
 def choose(arguments: argparse.Namespace) -> list[Size]:
     """Returns the sizes asked for; `--ranks` replaces all of several ranks."""
     chosen: dict[Size, None] = {}
-    for size in _SIZES:
+    for size in _PLACEMENTS if arguments.placements else _SIZES:
         if size.workload not in (arguments.workloads or [size.workload]):
             continue
         ranks = size.ranks
@@ -181,6 +200,8 @@ def main() -> None:
     groups = [measure(size, arguments) for size in sizes]
     table = summary.table(groups)
     print(f"\nMedians, of several ranks the worst; {arguments.egress} each")
+    if arguments.placements:
+        table += "\n\n" + "\n".join(map(summary.planned, groups))
     print(table)
     (folder / "table.txt").write_text(table + "\n")
     run.draw(lambda chart: chart.draw(folder / "chart.png", groups))

@@ -47,6 +47,16 @@ def behind(row: report.Row, rows: list[report.Row]) -> dict[str, str]:
     return lags
 
 
+def planned(group: report.Group) -> str:
+    """Says how much more than the best placement the planner's sends."""
+    sent = {row.variant: row.egress for row in group.rows if row.status == "ok"}
+    if "hybrid-auto" not in sent:
+        return f"{group.title}: no plan was measured"
+    best = min(sent, key=sent.__getitem__)
+    ratio = sent["hybrid-auto"] / sent[best]
+    return f"{group.title}: the plan sends {ratio:.3f} times {best}'s bytes"
+
+
 def _row(row: report.Row, group: report.Group) -> str:
     if row.status != "ok":
         return f"  {row.variant:<16}  {row.status}: {row.reason}"

@@ -56,6 +56,29 @@ def test_all_workloads_but_the_smoke_one_are_measured(tmp_path):
         assert max(ranks) > 1
 
 
+def test_the_planner_is_held_against_every_placement(tmp_path, started):
+    arguments = _arguments(tmp_path, "--placements", "--workloads", "a9a")
+    (size,) = suite.choose(arguments)
+    assert "hybrid-table-dedup" in size.variants
+    names, fails = started
+    fails.add("hybrid-row")
+    group = suite.measure(size, arguments)
+    assert {name for _, name, _ in names} == set(size.variants)
+    rows = [
+        dataclasses.replace(row, egress=1.07)
+        if row.variant == "hybrid-auto"
+        else row
+        for row in group.rows
+    ]
+    said = summary.planned(dataclasses.replace(group, rows=rows))
+    assert "1.070 times hybrid-table" in said
+    assert "a9a" in said
+    without = [row for row in rows if row.variant != "hybrid-auto"]
+    assert "no plan" in summary.planned(
+        dataclasses.replace(group, rows=without)
+    )
+
+
 def test_a_choice_narrows_what_runs(tmp_path):
     sizes = suite.choose(
         _arguments(
