@@ -106,6 +106,8 @@ WORKLOADS = {
             tuple(Table(min(rows, 1000), 16, 1) for rows in CRITEO_ROWS),
             hidden=(64,),
         ),
+        # A few ids per sample: where hot rows pay.
+        Workload("words", (Table(2**20, 16, 5),)),
         # One table of 16 GiB: for memory, on four ranks or more.
         Workload("huge", (Table(2**25, 128, 20),)),
         # Small enough to see the whole path work within seconds.
