@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 RANKS = [1, pytest.param(2, marks=pytest.mark.process)]
-REAL_RANKS = [*RANKS, pytest.param(4, marks=pytest.mark.process)]
+REAL_RANKS = [1, pytest.param(4, marks=pytest.mark.process)]
 # Importing it would ask for TF_USE_LEGACY_KERAS, which the script sets.
 needs_recommenders = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow_recommenders") is None,
@@ -60,11 +60,11 @@ def test_movielens_without_files(run_example: Run) -> None:
 def test_ranks_do_not_change_the_result(
     run_example: Run, script: str, arguments: tuple[object, ...], result: str
 ) -> None:
-    one, three = (
+    one, several = (
         last(result, run_example(script, *arguments, ranks=ranks))
-        for ranks in (1, 3)
+        for ranks in (1, 2)
     )
-    assert three == pytest.approx(one, abs=2e-4)
+    assert several == pytest.approx(one, abs=2e-4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -23,6 +23,14 @@ OUR_RULES = [
     "grid/own",
     "hot/mixed",
 ]
+# More ranks change exchanges, not updates.
+AT_FOUR_RANKS = [
+    "whole/adagrad",
+    "grid/own",
+    "dedup/sgd/weighted",
+    "auto/sgd",
+    "hot/mixed",
+]
 PROGRAM = "embedding_program.py"
 
 
@@ -51,6 +59,7 @@ def test_training_equals_stock_ops_in_one_process(reference, ranks):
     if (keras, ranks) == (2, 4):
         pytest.skip("tf_keras at 4 ranks tells nothing that 2 ranks do not")
     output = folder / f"ranks{ranks}.npz"
-    run_ranks(PROGRAM, ranks, output, *CASES, *OUR_RULES, keras=keras)
+    cases = [*CASES, *OUR_RULES] if ranks == 2 else AT_FOUR_RANKS
+    run_ranks(PROGRAM, ranks, output, *cases, keras=keras)
     first = np.load(folder / "single.0.npz")
     check_ranks(output, ranks, first, expected)

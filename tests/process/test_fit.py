@@ -25,10 +25,26 @@ SCENARIOS = [
 ]
 
 
+# Those in which other ranks than one's neighbour matter.
+AT_FOUR_RANKS = [
+    "equal_start",
+    "exact_metrics",
+    "custom_loop",
+    "gradient_dtypes",
+    "batch_norm",
+    "bad_id",
+    "uneven_ranks",
+    "backup",
+    "plan_mismatch",
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "keras"), [(2, 3), (4, 3), (2, 2)], ids=["2", "4", "2-tf_keras"]
+    ("ranks", "keras", "scenarios"),
+    [(2, 3, SCENARIOS), (4, 3, AT_FOUR_RANKS), (2, 2, SCENARIOS)],
+    ids=["2", "4", "2-tf_keras"],
 )
-def test_scenarios(tmp_path, ranks, keras):
-    run_ranks("fit_program.py", ranks, tmp_path, *SCENARIOS, keras=keras)
-    for name in SCENARIOS:
+def test_scenarios(tmp_path, ranks, keras, scenarios):
+    run_ranks("fit_program.py", ranks, tmp_path, *scenarios, keras=keras)
+    for name in scenarios:
         assert all((tmp_path / f"{name}.{r}").exists() for r in range(ranks))

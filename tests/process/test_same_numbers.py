@@ -29,6 +29,15 @@ OUR_RULES = [
     "row/row_wise_adagrad",
     "column/row_wise_adagrad",
 ]
+# Of all rules and placements: more ranks change exchanges, not updates.
+AT_FOUR_RANKS = [
+    "row/keras_adam",
+    "column/adagrad",
+    "auto/sgd",
+    "replicated/sgd/regularized",
+    "row/row_wise_adagrad",
+    "column/adam",
+]
 
 
 @pytest.fixture(scope="module", params=[3, 2], ids=["keras3", "tf_keras"])
@@ -55,8 +64,10 @@ def reference(request, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_equals_stock_ops_in_one_process(reference, ranks):
     keras, folder, expected = reference
+    if (keras, ranks) == (2, 4):
+        pytest.skip("tf_keras at 4 ranks tells nothing that 2 ranks do not")
     output = folder / f"ranks{ranks}.npz"
-    cases = [*CASES, *OUR_RULES]
+    cases = [*CASES, *OUR_RULES] if ranks == 2 else AT_FOUR_RANKS
     run_ranks("train_program.py", ranks, output, *cases, keras=keras)
     first = np.load(folder / "single.0.npz")
     check_ranks(output, ranks, first, expected)
