@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -137,7 +138,10 @@ def make_row(variant: str, outcome: launch.Outcome) -> Row:
         ingress=worst("per_step", "ingress_bytes"),
         cpu_milliseconds=worst("per_step", "cpu_ms"),
         peak_rss=max(result["peak_rss_bytes"] for result in results),
-        error=max(max(result["errors"].values()) for result in results),
+        error=max(
+            max(result["errors"].values(), default=math.nan)
+            for result in results
+        ),
         steps=results[0]["steps"],
         asynchronous=results[0].get("asynchronous", False),
         ranks=len(results),

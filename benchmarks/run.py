@@ -131,7 +131,9 @@ def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
             name, type=kind, default=default, help=f"{text} ({default})"
         )
 
-    number("--check-steps", int, 2, "steps compared with the reference")
+    # The reference takes memory of its own, which would count as the rank's.
+    text = "steps compared with the reference, 0 where memory is measured"
+    number("--check-steps", int, 2, text)
     # Ids are counted in the first lookups, for shorter codes later.
     number("--warm-up", int, 25, "steps before the timed ones")
     number("--steps", int, 200, "timed steps at most")
