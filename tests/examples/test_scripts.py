@@ -103,7 +103,7 @@ def test_a9a(run_example: Run, real_data: Find, ranks: int) -> None:
 
 
 @needs_recommenders
-@pytest.mark.parametrize("ranks", REAL_RANKS)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_ml_100k(run_example: Run, real_data: Find, ranks: int) -> None:
     folder = real_data("ml-100k")
     output = run_example("movielens.py", "--data", folder, ranks=ranks)
