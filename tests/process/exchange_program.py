@@ -230,15 +230,22 @@ def prefetch(strategy):
 
     # Iterators of one dataset in turns, one given up; every batch twice.
     layer = model.sparse
-    dataset = uneven.map(lambda x, _: (x, layer.preprocess(x)))
+
+    def prepare(x, _):
+        # The same layer on two inputs of a batch, too.
+        turned = {table: tf.reverse(ids, [0]) for table, ids in x.items()}
+        return x, layer.preprocess(x), turned, layer.preprocess(turned)
+
+    dataset = uneven.map(prepare)
     local = strategy.experimental_distribute_dataset(dataset)
     look_up = tf.function(layer)
     tables = layer.get_embedding_tables()
     iterators = [iter(local), iter(local), iter(local)]
     for turn in (0, 0, 1, 1, 0, 2, 2, 1, 1):
-        plain, prefetched = next(iterators[turn])
-        for _ in range(2):
-            found = strategy.run(look_up, args=(prefetched,))
+        first, prefetched, second, other = next(iterators[turn])
+        inputs = [(first, prefetched), (second, other)] * 2
+        for plain, ahead in inputs:
+            found = strategy.run(look_up, args=(ahead,))
             for table, ids in plain.items():
                 np.testing.assert_allclose(
                     found[table],

@@ -34,10 +34,12 @@ class Ahead:
     Attributes:
         ids: per feature, its lists.
         position: int64 `[2]`, see `staging.exchange_ahead`.
+        place: where they are kept, see there.
     """
 
     ids: Sequence[Sequence[Ids]]
     position: tf.Tensor
+    place: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ def pooled_lookup(
             else:
                 following = [ahead.ids[i] for i in chosen]
                 asked = exchange.ask_ahead(
-                    arguments[0], following, ahead.position
+                    arguments[0], dataclasses.replace(ahead, ids=following)
                 )
             found = exchange.answer(asked, tables)
         else:
@@ -119,52 +121,51 @@ class _Exchange:
     wire: Wire
     frequent: FrequentIds | None
 
-    def ask(self, ids: list[Sequence[Ids]]) -> Asked:
+    def ask(self, ids: Sequence[Sequence[Ids]]) -> Asked:
         asked = self._sent(ids, ahead=False)
         self._check(asked)
         return asked
 
     def ask_ahead(
         self,
-        ids: list[Sequence[Ids]],
-        following: list[Sequence[Ids]],
-        position: tf.Tensor,
+        ids: Sequence[Sequence[Ids]],
+        ahead: Ahead,
     ) -> Asked:
         """`ask`, mostly answered by the step before."""
         asked, asked_next = staging.exchange_ahead(
             lambda: self._sent(ids, ahead=True),
-            lambda: self._sent(following, ahead=True),
-            position,
-            self.wire.label,
+            lambda: self._sent(ahead.ids, ahead=True),
+            ahead.position,
+            ahead.place,
         )
         self._check(asked)
         # A bad id fails the step that finds it, before it writes.
         self._check(asked_next)
         return asked
 
-    def _sent(self, ids: list[Sequence[Ids]], ahead: bool) -> Asked:
-        ids = list(ids)
+    def _sent(self, ids: Sequence[Sequence[Ids]], ahead: bool) -> Asked:
+        lists = list(ids)
         poolings = []
         hot: dict[int, hot_rows.HotIds] = {}
         for index, feature in enumerate(self.features):
             if feature.deduplicate:
-                travel, pooling = distinct_rows.ask_once(ids[index], feature)
+                travel, pooling = distinct_rows.ask_once(lists[index], feature)
                 if feature.spec.hot_ids:
                     travel, hot[index], pooling = hot_rows.split_distinct(
                         travel, pooling, feature
                     )
-                ids[index] = [travel]
+                lists[index] = [travel]
                 poolings.append(pooling)
             elif feature.spec.hot_ids:
-                travel, hot[index] = hot_rows.split(ids[index], feature)
-                ids[index] = [travel]
+                travel, hot[index] = hot_rows.split(lists[index], feature)
+                lists[index] = [travel]
         frequent: list[tf.Tensor] = []
         if self.frequent is not None:
             by_table = self.frequent.of_tables()
             frequent = [by_table[feature.table] for feature in self.features]
-            self.frequent.note(ids, self.features)
+            self.frequent.note(lists, self.features)
         owned, route = input_dist(
-            ids,
+            lists,
             self.features,
             self.collectives,
             self.wire.label,

@@ -8,6 +8,7 @@ this one, as TorchRec's `TrainPipelineSparseDist` does.
 from __future__ import annotations
 
 import functools
+import itertools
 import typing
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -43,12 +44,14 @@ class PrefetchedIds(
             where `with_next` has not been.
         position: int64 `[2]`: a number of the iterator, and of its batch.
         counts: number of lists of each feature.
+        which: of those in an element of the dataset.
     """
 
     now: IdLists
     ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
     position: tf.Tensor
     counts: typing.Tuple[int, ...]  # noqa: UP006
+    which: int = 0
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -198,10 +201,15 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
         for part in (rest[:half], rest[half:])
     )
 
+    number = itertools.count()
+
     def unite(last: Any, following: Any) -> Any:
         if not isinstance(last, PrefetchedIds):
             return last
-        return PrefetchedIds(last.now, (following.now,), position, last.counts)
+        ahead = (following.now,)
+        return PrefetchedIds(
+            last.now, ahead, position, last.counts, next(number)
+        )
 
     return tf.nest.map_structure(unite, last, following)
 

@@ -31,7 +31,8 @@ def exchange_ahead(
         ask_next: exchanges those of the next batch. Both return dataclasses
             of tensors.
         position: int64 `[2]`, which batch this one is of which iterator.
-        name: of the place where they are kept, one for each layer.
+        name: of the place where they are kept: one for each layer, and for
+            each of several inputs of a batch that it is called with.
 
     Returns:
         Those of this batch, and those of the next.
@@ -54,15 +55,17 @@ def exchange_ahead(
         ]
 
     found, *taken = tf.cond(tf.raw_ops.StageSize(**place) > 0, take, nothing)
-    with tf.control_dependencies([found]):
-        following_position = position + tf.constant([0, 1], tf.int64)
-        # Stateful: it runs though nothing asks for its result.
-        tf.raw_ops.Stage(values=[following_position, *kept], shared_name=name)
     current = tf.cond(
         tf.reduce_all(found == position),
         lambda: taken,
         lambda: _tensors(ask_now()),
     )
+    # Not before both exchanges have ended well, as they do on all ranks or on
+    # none: after a bad id all must find the same.
+    with tf.control_dependencies(current):
+        following_position = position + tf.constant([0, 1], tf.int64)
+        # Stateful: it runs though nothing asks for its result.
+        tf.raw_ops.Stage(values=[following_position, *kept], shared_name=name)
     for tensor, other in zip(current, kept, strict=True):
         tensor.set_shape(tensor.shape.merge_with([None] * other.shape.rank))
     return _rebuilt(following, iter(current)), following

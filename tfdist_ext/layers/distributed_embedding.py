@@ -211,7 +211,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             inputs, weights = inputs["ids"], inputs["weights"]
         if tables.is_symbolic_build():
             return self._zeros(inputs)
-        ids, ahead = tables.prefetched(inputs) or (
+        ids, ahead = tables.prefetched(self, inputs) or (
             self._ids(inputs, weights),
             None,
         )

@@ -248,7 +248,10 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             self._frequent = frequent_ids.for_features(
                 [self.feature], self._collectives, self.name
             )
-        ids, ahead = tables.prefetched(inputs) or ([self.ids_of(inputs)], None)
+        ids, ahead = tables.prefetched(self, inputs) or (
+            [self.ids_of(inputs)],
+            None,
+        )
         (pooled,) = pooled_lookup(
             ids,
             [self.feature],

@@ -119,7 +119,10 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         if tables.is_symbolic_build():
             samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
             return [tf.zeros([samples, layer.units]) for layer in self.layers]
-        ids, ahead = tables.prefetched(inputs) or (self._ids(inputs), None)
+        ids, ahead = tables.prefetched(self, inputs) or (
+            self._ids(inputs),
+            None,
+        )
         pooled = pooled_lookup(
             ids,
             self._features,

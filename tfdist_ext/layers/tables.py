@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +21,8 @@ from tfdist_ext.sharding.config import ShardSpec
 
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 ROUNDINGS = ("nearest", "stochastic")
+
+_places = itertools.count()
 
 # For `add_weight`: tf_keras would round a weight to the compute dtype of a
 # mixed policy wherever it is read.
@@ -46,19 +49,24 @@ def wire_of(layer: Any) -> Wire:
 
 
 def prefetched(
-    inputs: Any,
+    layer: Any, inputs: Any
 ) -> tuple[list[list[Ids]], Ahead | None] | None:
     """Ids from the input pipeline, and those of the next batch if known.
 
     Args:
-        inputs: of a layer; None is returned unless its `preprocess` made them.
+        layer: that is called.
+        inputs: of it; None is returned unless its `preprocess` made them.
     """
     if not prefetched_ids.is_prefetched(inputs):
         return None
     ahead = None
     if inputs.ahead:
         following = prefetched_ids.of_features(inputs.ahead[0], inputs.counts)
-        ahead = Ahead(following, inputs.position)
+        if not hasattr(layer, "_tfdist_place"):
+            # Names of layers are not unique: models are made again.
+            layer._tfdist_place = f"{layer.name}/{next(_places)}"
+        place = f"{layer._tfdist_place}/{inputs.which}"
+        ahead = Ahead(following, inputs.position, place)
     return prefetched_ids.of_features(inputs.now, inputs.counts), ahead
 
 
