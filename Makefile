@@ -13,7 +13,9 @@ VENV ?= $(if $(filter $(TF),$(TF_DEFAULT)),.venv,.venv-$(TF))
 BIN := $(VENV)/bin
 REQUIREMENTS := requirements.txt requirements-dev.txt \
     requirements-tf$(TF_MINOR).txt
-PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Tests that start ranks run one after another, the others beside them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup \
+    --no-loadscope-reorder $(PYTEST_ARGS)
 PYTHON_SOURCES := tfdist_ext build_ops tests examples benchmarks setup.py
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
@@ -39,7 +41,6 @@ help:
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
 
-# The fast tier first, then the process tier, then the fault tier.
 test: build
 	$(PYTEST)
 

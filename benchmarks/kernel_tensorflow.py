@@ -116,10 +116,15 @@ class OursTables(_Tables):
             served,
             feature_tables=range(len(self.tables)),
         )
-        sizes = served[0] * tf.constant(self.widths, tf.int64)
-        parts = tf.split(values, sizes, num=len(self.widths))
+        return [values]
+
+    def forward(self, step: int) -> list[np.ndarray]:
+        """Looks up the ids of a batch; as FBGEMM's, results are one array."""
+        (values,) = super().forward(step)
+        sizes = self.case.batch_size * np.array(self.widths)
+        parts = np.split(values, np.cumsum(sizes)[:-1])
         return [
-            tf.reshape(part, [-1, width])
+            part.reshape(-1, width)
             for part, width in zip(parts, self.widths, strict=True)
         ]
 

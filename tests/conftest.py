@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test gets: which versions ran, in the header of the report."""
+"""Versions in the report's header; tiers; what runs beside what."""
 
 import importlib.metadata
 import os
@@ -8,6 +8,11 @@ import pathlib
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
+
+# A group of pytest-xdist: tests of one worker, one after another.
+_RANKS = "ranks"
+# Others that take as much memory.
+_LARGE = ("test_large_tables.py",)
 
 
 def _version(distribution: str) -> str:
@@ -25,15 +30,22 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tiers by folder and runs the fast one first."""
+    """Marks the tiers by folder; tells pytest-xdist what to run in order.
+
+    The tests of several processes come first, one after another: together
+    they take longest, and two at a time would be short of memory.
+    """
     for item in items:
-        for tier in ("process", "fault"):
-            if TESTS / tier in item.path.parents:
-                item.add_marker(tier)
-    items.sort(key=_tier)
+        folders = item.path.relative_to(TESTS).parts[:-1]
+        group = str(item.path.relative_to(TESTS))
+        if set(folders) & {"process", "fault"}:
+            item.add_marker(folders[0])
+            group = _RANKS
+        elif item.path.name in _LARGE:
+            group = _RANKS
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_after_ranks)
 
 
-def _tier(item: pytest.Item) -> int:
-    if item.get_closest_marker("fault"):
-        return 2
-    return 1 if item.get_closest_marker("process") else 0
+def _after_ranks(item: pytest.Item) -> bool:
+    return item.get_closest_marker("xdist_group").args[0] != _RANKS

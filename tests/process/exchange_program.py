@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import tensorflow as tf
-from fit_program import same_on_all_ranks
+from fit_models import same_on_all_ranks
 
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding

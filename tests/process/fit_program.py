@@ -3,72 +3,29 @@
 
 Usage: fit_program.py FOLDER SCENARIO...
 
-A scenario is a function of this file. It checks for itself, on every rank.
+A scenario is a function of this file, of precision_scenarios.py or of
+failure_scenarios.py. It checks for itself, on every rank.
 """
 
 import pathlib
 import resource
 import sys
 
+import failure_scenarios
 import numpy as np
+import precision_scenarios
 import tensorflow as tf
+from fit_models import BATCH
+from fit_models import ROWS
+from fit_models import data
+from fit_models import make_model
+from fit_models import same_on_all_ranks
+from fit_models import weights
 
 import tfdist_ext
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
-ROWS, BATCH = 40, 8
-
-
-def data(samples=64, seed=0):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, ROWS, [samples, 3])
-    labels = (rng.random([samples, 1]) < 0.4).astype(np.float32)
-    return tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
-
-
-def make_model(strategy, metrics=(), sharding="row", **compile_arguments):
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input([3], dtype="int64"),
-                FullSparse(
-                    4,
-                    ROWS,
-                    sharding=sharding,
-                    kernel_initializer=keras.initializers.RandomNormal(
-                        0, 0.1, seed=1
-                    ),
-                    name="sparse",
-                ),
-                keras.layers.Dense(
-                    1,
-                    activation="sigmoid",
-                    kernel_initializer=keras.initializers.GlorotUniform(seed=2),
-                ),
-            ]
-        )
-        compile_arguments.setdefault(
-            "optimizer", tfdist_ext.optimizers.Adagrad(0.5)
-        )
-        model.compile(
-            loss="binary_crossentropy",
-            metrics=[make() for make in metrics],
-            **compile_arguments,
-        )
-    return model
-
-
-def weights(strategy, model):
-    table = strategy.gather_table(model.get_layer("sparse"))
-    return [table, *(np.array(w) for w in model.layers[-1].weights)]
-
-
-def same_on_all_ranks(strategy, value):
-    """Whether an array is bitwise the same on all ranks."""
-    flat = np.asarray(value, np.float32).reshape(1, -1)
-    gathered = strategy.gather(tf.constant(flat), axis=0).numpy()
-    return (gathered == gathered[0]).all()
 
 
 def callbacks(strategy, folder):
@@ -270,19 +227,6 @@ def custom_loop(strategy, folder):
     assert same_on_all_ranks(strategy, losses)
 
 
-def mixed_precision(strategy, folder):
-    """bfloat16 dense layers on float32 tables."""
-    with strategy.scope():
-        ids = keras.Input([3], dtype="int64")
-        hidden = FullSparse(4, ROWS, sharding="column")(ids)
-        hidden = keras.layers.Dense(8, dtype="mixed_bfloat16")(hidden)
-        output = keras.layers.Dense(1, dtype="float32")(hidden)
-        model = keras.Model(ids, output)
-        model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
-    losses = model.fit(data(), epochs=4, verbose=0).history["loss"]
-    assert losses[-1] < losses[0] and same_on_all_ranks(strategy, losses)
-
-
 def batch_norm(strategy, folder):
     """Moving averages survive a batch that leaves ranks without samples."""
     with strategy.scope():
@@ -301,134 +245,13 @@ def batch_norm(strategy, folder):
         assert same_on_all_ranks(strategy, weight)
 
 
-def bad_id(strategy, folder):
-    """One rank's bad id fails the step on all, and nothing has changed."""
-    model = make_model(strategy)
-    model.fit(data(), epochs=1, verbose=0)
-    before = weights(strategy, model)
-    slots = [strategy.gather_table(v) for v in model.optimizer.variables]
-    ids = np.zeros([BATCH, 3], np.int64)
-    ids[BATCH - 1, 2] = ROWS + 5  # in the last rank's part
-    dataset = tf.data.Dataset.from_tensors((ids, np.ones([BATCH, 1])))
-    try:
-        model.fit(dataset, epochs=1, verbose=0)
-        raise AssertionError("a bad id was accepted")
-    except tf.errors.InvalidArgumentError as error:
-        message = str(error)
-    rank = strategy.world_size - 1
-    for part in ("sparse", f"id {ROWS + 5}", f"{ROWS}", f"rank {rank}"):
-        assert part in message, (part, message)
-    after = weights(strategy, model)
-    for a, b in zip(after, before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for variable, slot in zip(model.optimizer.variables, slots, strict=True):
-        np.testing.assert_array_equal(strategy.gather_table(variable), slot)
-    model.fit(data(), epochs=1, verbose=0)
-
-
-def wire_dtypes(strategy, folder):
-    """Rounded once: relative error of a part at most 2^-8 or 2^-11."""
-    ids = tf.constant(np.arange(ROWS).reshape(-1, 1))
-    for dtype, bound in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
-        for sharding, rounding in (
-            ("row", "nearest"),
-            ("column", "nearest"),
-            ("row", "stochastic"),
-        ):
-            with strategy.scope():
-                layer = FullSparse(
-                    8,
-                    ROWS,
-                    use_bias=False,
-                    sharding=sharding,
-                    wire_dtype=dtype,
-                    wire_rounding=rounding,
-                    kernel_initializer=keras.initializers.RandomUniform(
-                        0.5, 1.0, seed=2
-                    ),
-                )
-                outputs = [layer(ids).numpy() for _ in range(64)]
-            table = strategy.gather_table(layer)
-            error = np.abs(outputs[0] - table) / table
-            if rounding == "nearest":
-                assert 0 < error.max() <= bound * 1.001, (dtype, error.max())
-                continue
-            assert 0 < error.max() <= 2 * bound * 1.001, (dtype, error.max())
-            # Of the mean of 64 with a deviation of at most one bound each.
-            error = np.abs(np.mean(outputs, 0) - table) / table
-            assert error.max() < 0.75 * bound, (dtype, error.max())
-
-
-def gradient_dtypes(strategy, folder):
-    """Gradients of dense layers travel in half the bytes, and train alike."""
-    collectives = strategy.collectives
-    losses, sent = {}, {}
-    for dtype in (tf.float32, tf.bfloat16, tf.float16):
-        collectives.gradient_dtype = dtype
-        keras.utils.set_random_seed(5)
-        with strategy.scope():
-            layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(1)]
-            inputs = keras.Input([3], dtype="int64")
-            model = keras.Sequential([inputs, FullSparse(4, ROWS), *layers])
-            model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
-        before = gradient_bytes(strategy)
-        losses[dtype] = model.fit(data(), epochs=2, verbose=0).history["loss"]
-        sent[dtype] = gradient_bytes(strategy) - before
-        assert same_on_all_ranks(strategy, layers[0].kernel)
-        np.testing.assert_allclose(losses[dtype], losses[tf.float32], rtol=2e-2)
-    collectives.gradient_dtype = tf.float32
-    # What is left are headers, and padding.
-    for dtype in (tf.bfloat16, tf.float16):
-        assert losses[dtype] != losses[tf.float32]
-        assert sent[dtype] < 0.75 * sent[tf.float32], sent
-
-
-def gradient_bytes(strategy):
-    return strategy.statistics()["labels"].get("gradients", (0, 0))[1]
-
-
-def refusals(strategy, folder):
-    """Options that would train shards wrongly say so."""
-    refused = {"clipnorm": lambda: keras.optimizers.SGD(clipnorm=1.0)}
-    if hasattr(keras, "ops"):
-        refused["LossScaleOptimizer"] = lambda: (
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-        )
-    for name, make in refused.items():
-        with strategy.scope():
-            optimizer = make()
-        model = make_model(strategy, optimizer=optimizer)
-        try:
-            model.fit(data(), epochs=1, verbose=0)
-            raise AssertionError(f"{name} was accepted")
-        except ValueError as error:
-            assert name in str(error), error
-
-
-def plan_mismatch(strategy, folder):
-    """Ranks that build different models are told so before the first step."""
-    with strategy.scope():
-        name = "ads" if strategy.rank == 0 else "users"
-        model = keras.Sequential(
-            [
-                keras.Input([3], dtype="int64"),
-                FullSparse(4, ROWS, sharding="row", name=name),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile("sgd", "mse")
-    try:
-        model.fit(data(), epochs=1, verbose=0)
-        raise AssertionError("different models were accepted")
-    except tf.errors.InvalidArgumentError as error:
-        assert "ads" in str(error) and "users" in str(error), error
-
-
 def main():
     folder = pathlib.Path(sys.argv[1])
     strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
+    modules = (sys.modules[__name__], precision_scenarios, failure_scenarios)
     for name in sys.argv[2:]:
-        globals()[name](strategy, folder)
+        (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
+        scenario(strategy, folder)
         print(f"{name} done", flush=True)
         (folder / f"{name}.{strategy.rank}").touch()
 

@@ -21,7 +21,7 @@ SCENARIOS = [
     "uneven_ranks",
     "callbacks",
     "backup",
-    "plan_mismatch",  # last: it ends the group
+    "hot_ids_mismatch",  # last: it ends the group
 ]
 
 

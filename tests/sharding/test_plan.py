@@ -324,6 +324,19 @@ def test_a_plan_is_carried_to_other_ranks():
     assert plan.at(8) == planned.make_plan(sizes, 8)
 
 
+def test_placements_on_ranks_that_are_not_there_keep_their_kind():
+    sizes = [(2**17, 58, 100), (2**17, 58, 1), (20, 4, 1)]
+    given = TablePlacement.row_wise(4, deduplicate=True, hot_ids=(5,))
+    here = TablePlacement.table_wise(1)
+    plan = planned.make_plan(sizes, 4, forced={"t0": given, "t1": here})
+    fewer = plan.at(2)
+    assert fewer.placement_of("t0") == TablePlacement.row_wise(
+        2, deduplicate=True, hot_ids=(5,)
+    )
+    assert fewer.placement_of("t1") == here
+    assert fewer.at(4).placement_of("t0") == given
+
+
 def test_hot_rows_go_where_the_rows_are_partitioned(tmp_path):
     sizes = [(2**17, 58, 100), (2**17, 58, 1), (20, 4, 1), (2**17, 58, 1)]
     tables, features = planned.configs(sizes, hot_rows=[7, 3])

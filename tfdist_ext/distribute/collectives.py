@@ -82,6 +82,14 @@ class Collectives:
         ).digest()
         return (int.from_bytes(digest, "little") >> 2) << 1
 
+    def must_agree(self, line: str) -> None:
+        """Stops all ranks before the step if one has another `line` here.
+
+        For what gives ops of equal names and shapes, but other results.
+        """
+        if self.step is not None:
+            self.step.plan.append(line)
+
     def _labels(self) -> collections.Counter[str]:
         if self.step is not None:
             return self.step.labels

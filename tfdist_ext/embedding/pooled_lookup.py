@@ -92,6 +92,8 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
+            for spec in dict.fromkeys(each.spec for each in arguments[1]):
+                collectives.must_agree(str(spec))
             exchange = _Exchange(arguments[1], collectives, wire, frequent)
             if ahead is None:
                 asked = exchange.ask(arguments[0])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -223,6 +224,20 @@ class ShardSpec:
             placement.ranks,
             placement.hot_ids,
         )
+
+    def __str__(self) -> str:
+        """The whole table, equal on all ranks that place it alike."""
+        text = (
+            f"table '{self.table}' [{self.rows}, {self.dim}] in "
+            f"{self.row_parts} x {self.column_parts} parts on ranks "
+            f"{list(self.ranks)}"
+        )
+        if self.hot_ids:
+            digest = hashlib.blake2b(repr(self.hot_ids).encode(), digest_size=4)
+            text += (
+                f", {len(self.hot_ids)} hot ids of hash {digest.hexdigest()}"
+            )
+        return text
 
     @property
     def partitioned(self) -> bool:

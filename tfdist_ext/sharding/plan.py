@@ -180,11 +180,16 @@ class ShardingPlan:
         )
 
     def at(self, world_size: int) -> ShardingPlan:
-        """A plan for the same problem on another number of ranks."""
+        """A plan for the same problem on another number of ranks.
+
+        What was asked for is kept: kinds, `replace`, `forced`. Of a
+        `TablePlacement` on ranks that are not there its kind is.
+        """
         setting = dataclasses.replace(
             self.problem.setting, world_size=world_size
         )
-        return _solve(dataclasses.replace(self.problem, setting=setting))
+        tables = tuple(_within(t, world_size) for t in self.problem.tables)
+        return _solve(Problem(tables, self.problem.features, setting))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
@@ -296,6 +301,23 @@ def plan(
             popularity,
             forced or {},
         )
+    )
+
+
+def _within(
+    table: problem_lib.TableNumbers, world_size: int
+) -> problem_lib.TableNumbers:
+    """A table whose ranks, if any are asked for, are among `world_size`."""
+    asked = table.placement
+    if not isinstance(asked, TablePlacement):
+        return table
+    if max(asked.ranks, default=0) < world_size:
+        return table
+    return dataclasses.replace(
+        table,
+        placement=asked.kind,
+        deduplicate=asked.deduplicate,
+        hot_rows=asked.hot_ids or table.hot_rows,
     )
 
 

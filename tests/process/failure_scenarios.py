@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios of fit_program.py: what is refused, and how."""
+
+import numpy as np
+import tensorflow as tf
+from fit_models import BATCH
+from fit_models import ROWS
+from fit_models import data
+from fit_models import make_model
+from fit_models import weights
+
+from tfdist_ext.layers import FullSparse
+from tfdist_ext.sharding.config import TablePlacement
+
+keras = tf.keras
+
+
+def bad_id(strategy, folder):
+    """One rank's bad id fails the step on all, and nothing has changed."""
+    model = make_model(strategy)
+    model.fit(data(), epochs=1, verbose=0)
+    before = weights(strategy, model)
+    slots = [strategy.gather_table(v) for v in model.optimizer.variables]
+    ids = np.zeros([BATCH, 3], np.int64)
+    ids[BATCH - 1, 2] = ROWS + 5  # in the last rank's part
+    dataset = tf.data.Dataset.from_tensors((ids, np.ones([BATCH, 1])))
+    try:
+        model.fit(dataset, epochs=1, verbose=0)
+        raise AssertionError("a bad id was accepted")
+    except tf.errors.InvalidArgumentError as error:
+        message = str(error)
+    rank = strategy.world_size - 1
+    for part in ("sparse", f"id {ROWS + 5}", f"{ROWS}", f"rank {rank}"):
+        assert part in message, (part, message)
+    after = weights(strategy, model)
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for variable, slot in zip(model.optimizer.variables, slots, strict=True):
+        np.testing.assert_array_equal(strategy.gather_table(variable), slot)
+    model.fit(data(), epochs=1, verbose=0)
+
+
+def refusals(strategy, folder):
+    """Options that would train shards wrongly say so."""
+    refused = {"clipnorm": lambda: keras.optimizers.SGD(clipnorm=1.0)}
+    if hasattr(keras, "ops"):
+        refused["LossScaleOptimizer"] = lambda: (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        )
+    for name, make in refused.items():
+        with strategy.scope():
+            optimizer = make()
+        model = make_model(strategy, optimizer=optimizer)
+        try:
+            model.fit(data(), epochs=1, verbose=0)
+            raise AssertionError(f"{name} was accepted")
+        except ValueError as error:
+            assert name in str(error), error
+
+
+def plan_mismatch(strategy, folder):
+    """Ranks that build different models are told so before the first step."""
+    with strategy.scope():
+        name = "ads" if strategy.rank == 0 else "users"
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(4, ROWS, sharding="row", name=name),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    try:
+        model.fit(data(), epochs=1, verbose=0)
+        raise AssertionError("different models were accepted")
+    except tf.errors.InvalidArgumentError as error:
+        assert "ads" in str(error) and "users" in str(error), error
+
+
+def hot_ids_mismatch(strategy, folder):
+    """Ranks that counted other hot ids are told so before the first step."""
+    counted = [1, 2] if strategy.rank == 0 else [1, 3]
+    hot = TablePlacement.row_wise(strategy.world_size, hot_ids=counted)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input([3], dtype="int64"),
+                FullSparse(1, ROWS, sharding=hot, name="words"),
+            ]
+        )
+        model.compile("sgd", "mse")
+    try:
+        model.fit(data(), epochs=1, verbose=0)
+        raise AssertionError("different hot ids were accepted")
+    except tf.errors.InvalidArgumentError as error:
+        assert "table 'words'" in str(error), error
+        assert "2 hot ids of hash" in str(error), error
