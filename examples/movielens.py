@@ -49,10 +49,15 @@ class RatingModel(tfrs.Model):
         arguments: argparse.Namespace,
     ) -> None:
         super().__init__()
-        self.user_rows = _table("user_rows", users, arguments.dim, arguments)
-        self.item_rows = _table("item_rows", items, arguments.dim, arguments)
-        self.user_bias = _table("user_bias", users, 1, arguments)
-        self.item_bias = _table("item_bias", items, 1, arguments)
+        # One exchange for all four.
+        self.tables = tfdist_ext.layers.SharedExchange(
+            [
+                _table("user_rows", users, arguments.dim, arguments),
+                _table("item_rows", items, arguments.dim, arguments),
+                _table("user_bias", users, 1, arguments),
+                _table("item_bias", items, 1, arguments),
+            ]
+        )
         self._mean = mean
         self._replicas = replicas
         self._penalty = arguments.penalty
@@ -66,8 +71,10 @@ class RatingModel(tfrs.Model):
     def call(self, features: dict[str, tf.Tensor]) -> tuple[tf.Tensor, ...]:
         """Scores, float32 `[b, 1]`, and penalties of their rows, `[b]`."""
         user, item = features["user"], features["item"]
-        user_row, item_row = self.user_rows(user), self.item_rows(item)
-        biases = self.user_bias(user) + self.item_bias(item)
+        user_row, item_row, user_bias, item_bias = self.tables(
+            [user, item, user, item]
+        )
+        biases = user_bias + item_bias
         products = user_row * item_row
         scores = self._mean + biases
         scores += tf.reduce_sum(products, axis=1, keepdims=True)

@@ -33,6 +33,19 @@ def test_quickstart(run_example: Run, ranks: int) -> None:
     assert losses[-1] < 0.6 < losses[0]
 
 
+@pytest.mark.process
+def test_many_tables(run_example: Run, tmp_path: pathlib.Path) -> None:
+    one = last("loss", run_example("many_tables.py", "--epochs", 1))
+    plan = tmp_path / "plan.json"
+    options = ("--hot-rows", 100, "--prefetch-ids", "--plan", plan)
+    for kind in ("row_wise", "auto"):  # The second time by the file.
+        arguments = ("--epochs", 1, "--placement", kind, *options)
+        several = run_example("many_tables.py", *arguments, ranks=2)
+        assert last("loss", several) == pytest.approx(one, abs=2e-4)
+        assert re.search("movies .*row_wise.* 100 hot rows", several)
+    assert plan.exists()
+
+
 def test_libsvm_logistic_without_files(run_example: Run) -> None:
     output = run_example("libsvm_logistic.py")
     assert last("test accuracy", output) > 0.75

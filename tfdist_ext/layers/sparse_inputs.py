@@ -10,10 +10,18 @@ import tensorflow as tf
 
 from tfdist_ext.embedding.feature import Ids
 
-_KINDS = (
-    "a SparseTensor [batch, input_dim], int32 or int64 ids [batch] or "
-    "[batch, k], a RaggedTensor of ids [batch, None], a pair (ragged ids, "
-    "ragged float weights), or a list of these"
+_IDS = (
+    "int32 or int64 ids [batch] or [batch, k], a RaggedTensor of ids "
+    "[batch, None]"
+)
+# Of FullSparse, and of layers whose ids are given as values.
+_INPUTS = (
+    f"a SparseTensor [batch, input_dim], {_IDS}, a pair (ragged ids, ragged "
+    "float weights), or a list of these"
+)
+_VALUES = (
+    f"{_IDS}, or a SparseTensor whose values are ids; weights are an input of "
+    "their own"
 )
 
 
@@ -67,7 +75,12 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
     Raises:
         ValueError: for an input of another kind.
     """
-    ids = _without_weights(value, layer)
+    if isinstance(value, tf.SparseTensor):
+        value = tf.sparse.reorder(value)
+        _require_ids(value.values, layer, _VALUES)
+        ids = Ids(value.values, _splits_of_sparse(value), tf.zeros([0]))
+    else:
+        ids = _without_weights(value, layer, _VALUES)
     if weights is None:
         return ids
     same_kind = tf.is_tensor(weights) and (
@@ -87,15 +100,11 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
     )
 
 
-def _without_weights(value: Any, layer: str) -> Ids:
-    if isinstance(value, tf.SparseTensor):
-        value = tf.sparse.reorder(value)
-        _require_ids(value.values, layer)
-        return Ids(value.values, _splits_of_sparse(value), tf.zeros([0]))
+def _without_weights(value: Any, layer: str, kinds: str) -> Ids:
     if is_ragged(value):
-        _require_ids(value.values, layer)
+        _require_ids(value.values, layer, kinds)
         return Ids(value.values, _splits(value), tf.zeros([0]))
-    return _from_dense(value, layer)
+    return _from_dense(value, layer, kinds)
 
 
 def is_ragged(value: Any) -> bool:
@@ -108,10 +117,7 @@ def _feature(value: Any, binary_values: bool, layer: str) -> Ids:
         return _from_weighted(value[0], value[1], layer)
     if isinstance(value, tf.SparseTensor):
         return _from_sparse(value, binary_values)
-    if is_ragged(value):
-        _require_ids(value.values, layer)
-        return Ids(value.values, _splits(value), tf.zeros([0]))
-    return _from_dense(value, layer)
+    return _without_weights(value, layer, _INPUTS)
 
 
 def is_sparse(value: Any) -> bool:
@@ -130,10 +136,10 @@ def _splits(ragged: tf.RaggedTensor) -> tf.Tensor:
     return tf.cast(ragged.row_splits, tf.int64)
 
 
-def _require_ids(values: tf.Tensor, layer: str) -> None:
+def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> None:
     if values.dtype not in (tf.int32, tf.int64) or values.shape.rank != 1:
         raise ValueError(
-            f"Layer '{layer}' takes {_KINDS}. Received values of dtype "
+            f"Layer '{layer}' takes {kinds}. Received values of dtype "
             f"{values.dtype.name} and shape {values.shape}."
         )
 
@@ -146,7 +152,7 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
             f"Layer '{layer}': ids with weights must both be RaggedTensors. "
             f"Received: {type(ids).__name__}, {type(weights).__name__}."
         )
-    _require_ids(ids.values, layer)
+    _require_ids(ids.values, layer, _INPUTS)
     return Ids(ids.values, _splits(ids), tf.cast(weights.values, tf.float32))
 
 
@@ -167,16 +173,16 @@ def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
     )
 
 
-def _from_dense(value: Any, layer: str) -> Ids:
+def _from_dense(value: Any, layer: str, kinds: str) -> Ids:
     value = tf.convert_to_tensor(value)
     if value.shape.rank == 1:
         value = value[:, None]
     if value.shape.rank != 2:
         raise ValueError(
-            f"Layer '{layer}' takes {_KINDS}. Received: {value.dtype.name} "
+            f"Layer '{layer}' takes {kinds}. Received: {value.dtype.name} "
             f"of shape {value.shape}."
         )
     flat = tf.reshape(value, [-1])
-    _require_ids(flat, layer)
+    _require_ids(flat, layer, kinds)
     shape = tf.shape(value, tf.int64)
     return Ids(flat, tf.range(shape[0] + 1) * shape[1], tf.zeros([0]))

@@ -14,6 +14,10 @@ from typing import Any
 _WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+_WHOLE = (
+    "sharding='replicated' (FullSparse) or placement='data_parallel' "
+    "(TableConfig)"
+)
 
 
 def check_supported(optimizer: Any) -> None:
@@ -34,7 +38,7 @@ def check_supported(optimizer: Any) -> None:
         optimizer,
         "gradient_accumulation_steps",
         "it would keep a dense gradient of the whole table. Use a larger "
-        "batch, or sharding='replicated'.",
+        f"batch, or {_WHOLE}.",
     )
     if getattr(optimizer, "_tfdist_row_updates", False):
         return
@@ -43,7 +47,7 @@ def check_supported(optimizer: Any) -> None:
             raise ValueError(
                 f"Optimizer {name} cannot train a partitioned table: it needs "
                 "values of the whole table on every rank. Use an optimizer of "
-                "tfdist_ext.optimizers, or sharding='replicated'."
+                f"tfdist_ext.optimizers, or {_WHOLE}."
             )
     for option in _CLIPPING:
         _refuse(
@@ -51,7 +55,7 @@ def check_supported(optimizer: Any) -> None:
             option,
             "Keras would clip the part of every rank by itself. Use the "
             "optimizer of this kind in tfdist_ext.optimizers, which clips as "
-            "one process would, or sharding='replicated'.",
+            f"one process would, or {_WHOLE}.",
         )
     _refuse(
         optimizer,

@@ -47,7 +47,8 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
             "ranks; its initializer must be zeros, ones, constant, "
             "(truncated) normal, uniform or a variance scaling one, so that "
             "every rank can make its own rows. Received: "
-            f"{initializer!r}. Use sharding='replicated' for any other."
+            f"{initializer!r}. For any other use sharding='replicated' "
+            "(FullSparse) or placement='data_parallel' (TableConfig)."
         )
     distribution, first, second = described
 

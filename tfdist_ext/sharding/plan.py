@@ -29,13 +29,12 @@ from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.load import Load
 from tfdist_ext.sharding.popularity import DEFAULT_EXPONENT
 from tfdist_ext.sharding.problem import Problem
-from tfdist_ext.sharding.problem import hotness
 from tfdist_ext.sharding.tables import FeatureConfig
 from tfdist_ext.sharding.tables import TableConfig
 from tfdist_ext.sharding.tables import placement_from_dict
 from tfdist_ext.sharding.tables import placement_to_dict
 
-__all__ = ["ShardingPlan", "hotness", "plan"]
+__all__ = ["ShardingPlan", "plan"]
 
 _FORMAT = "tfdist_ext.ShardingPlan"
 _VERSION = 1

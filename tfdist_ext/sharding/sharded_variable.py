@@ -209,5 +209,6 @@ def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
             "gradient that does not come from its layer's lookup alone "
             f"({type(args[0]).__name__}). Something else in the model "
             "reads the kernel directly, for example a kernel_regularizer. "
-            "Use sharding='replicated' or leave that term out."
+            "Leave that term out, or use sharding='replicated' (FullSparse) "
+            "or placement='data_parallel' (TableConfig)."
         )
