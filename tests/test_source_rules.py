@@ -23,7 +23,6 @@ PRIVATE_MODULES = {
     "tensorflow.python.distribute.values",
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
-    "tensorflow.python.eager.tape",
     "tensorflow.python.training.saving.saveable_object",
     "tensorflow.python.types.internal",
 }

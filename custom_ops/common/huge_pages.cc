@@ -27,6 +27,7 @@ bool Wanted() {
   return wanted;
 }
 
+// Of tables and their slots: as many as a program makes.
 bool IsNew(const void* data) {
   static std::mutex mutex;
   static auto* known = new std::unordered_set<const void*>;

@@ -3,13 +3,16 @@
 #define TFDIST_COMMON_TARGET_CLONES_H_
 
 // The wheel runs on any x86-64; the dynamic linker picks the fastest clone of a
-// function. Inlined callees are compiled for the clone's processor as well.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// function. Inlined callees are compiled for the clone's processor as well. The
+// choice runs before a sanitizer has set itself up, so not under one.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define TFDIST_CLONES \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define TFDIST_CLONES
 #endif
-#define TFDIST_INLINE inline __attribute__((always_inline))
+#define TFDIST_ALWAYS __attribute__((always_inline))
+#define TFDIST_INLINE inline TFDIST_ALWAYS
 
 #endif  // TFDIST_COMMON_TARGET_CLONES_H_

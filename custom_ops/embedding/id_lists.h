@@ -41,6 +41,12 @@ struct IdLists {
   }
 };
 
+// The weights of a list, nullptr when all are 1.
+inline const float* WeightsOrNull(const tensorflow::Tensor& weights) {
+  if (weights.NumElements() == 0) return nullptr;
+  return static_cast<const float*>(weights.data());
+}
+
 // Checks one list against the batch: ranks, offsets, lengths.
 absl::Status CheckIdList(int index, const tensorflow::Tensor& ids,
                          const tensorflow::Tensor& row_splits,

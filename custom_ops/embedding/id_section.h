@@ -96,8 +96,6 @@ class SectionWriter {
   // Writes exactly that many bytes.
   void Write(uint8_t* out) const;
 
-  size_t samples() const { return samples_; }
-
  private:
   void FindRepeats();
   void SplitHead();

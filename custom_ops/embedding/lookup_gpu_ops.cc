@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "id_lists.h"
 #include "lookup_blocks.h"
 #include "lookup_functor_gpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -88,8 +89,7 @@ class LookupGpuOp : public OpKernel {
         static_cast<const int64_t*>(ctx->input(count_).data()) +
             block.first_sample,
         static_cast<const int64_t*>(ctx->input(count_ + 1).data()),
-        weights.NumElements() == 0 ? nullptr
-                                   : static_cast<const float*>(weights.data()),
+        WeightsOrNull(weights),
         static_cast<float*>(values->data()) + block.first_value};
     const int error =
         TfdistSegmentSumGpu(&args, table.dim_size(0), block.samples,

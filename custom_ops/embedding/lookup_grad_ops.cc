@@ -137,8 +137,7 @@ class LookupGradOp : public OpKernel {
         {},
         static_cast<const int64_t*>(ctx->input(0).data()),
         static_cast<const int64_t*>(ctx->input(1).data()),
-        weights.NumElements() == 0 ? nullptr
-                                   : static_cast<const float*>(weights.data())};
+        WeightsOrNull(weights)};
     tables->assign(widths_.size(), none);
     for (const LookupBlock& block : found.blocks) {
       TableEntries& table = (*tables)[block.table];

@@ -163,9 +163,7 @@ class LookupOp : public OpKernel {
           block.width,
           row_splits + block.first_sample,
           rows,
-          weights.NumElements() == 0
-              ? nullptr
-              : static_cast<const float*>(weights.data()),
+          WeightsOrNull(weights),
           static_cast<float*>(values->data()) + block.first_value};
       blocks.push_back(
           {args, block.samples,

@@ -71,8 +71,11 @@ NumberFormat FormatOf(DataType dtype) {
   return {2, 5};
 }
 
-// Splits must be sizes that add up to `total`.
+// Splits must be sizes that add up to `total`, one for each rank.
 absl::Status CheckSplits(const Tensor& splits, int64_t total) {
+  if (splits.NumElements() == 0) {
+    return InvalidArgument("splits must have a size for every rank");
+  }
   int64_t left = total;
   for (int64_t i = 0; i < splits.NumElements(); ++i) {
     const int64_t size = splits.vec<int64_t>()(i);

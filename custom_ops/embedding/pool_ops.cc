@@ -92,11 +92,6 @@ absl::Status CheckPositions(const Tensor& row_splits, const Tensor& positions,
   return absl::OkStatus();
 }
 
-const float* WeightsOrNull(const Tensor& weights) {
-  return weights.NumElements() == 0 ? nullptr
-                                    : static_cast<const float*>(weights.data());
-}
-
 void SumAll(OpKernelContext* ctx, const SegmentSum& args, int64_t segments) {
   ParallelSegmentSums(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                       {{args, segments}},

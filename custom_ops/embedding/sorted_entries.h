@@ -35,7 +35,8 @@ template <typename T>
 class KeptArray {
  public:
   T* Resize(int64_t size) {
-    if (size > capacity_) {
+    // One batch of an unusual size does not stay for ever.
+    if (size > capacity_ || size < capacity_ / 16) {
       capacity_ = size + size / 4;
       data_.reset(new T[capacity_]);
     }

@@ -10,14 +10,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "custom_ops/common/target_clones.h"
+
 // Everything here is inlined, so no vector is passed in a register that a
 // clone for another processor does not have.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
-
-#define TFDIST_ALWAYS __attribute__((always_inline))
-#define TFDIST_INLINE inline TFDIST_ALWAYS
 
 namespace tfdist {
 

@@ -5,20 +5,9 @@
 #include <cmath>
 #include <vector>
 
+#include "custom_ops/common/target_clones.h"
 #include "custom_ops/optimizer/bfloat16_rows.h"
 #include "custom_ops/optimizer/row_lanes.h"
-
-// Compiled once per instruction set, chosen when the library is loaded. The
-// choice runs before a sanitizer has set itself up, so not under one. Inlined
-// callees are compiled for the clone's processor as well.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define TFDIST_CPU_CLONES \
-  __attribute__((         \
-      target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define TFDIST_CPU_CLONES
-#endif
 
 namespace tfdist {
 namespace {
@@ -253,8 +242,8 @@ class Bfloat16Table {
 };
 
 template <typename Rule>
-TFDIST_INLINE void PrefetchSlots(const Rule& rule, const RowBuffers& buffers,
-                                 int64_t row, int64_t dim) {
+TFDIST_INLINE void PrefetchSlots(const RowBuffers& buffers, int64_t row,
+                                 int64_t dim) {
   for (int k = 0; k < Rule::kNumSlots; ++k) {
     PrefetchRow(buffers.slots[k] + row * dim, dim);
   }
@@ -281,7 +270,7 @@ TFDIST_INLINE void UpdateRowsIn(Table table, const Rule& rule,
     if (i + kRowsAhead < end) {
       const int64_t ahead = batch.rows[i + kRowsAhead];
       table.Prefetch(ahead);
-      PrefetchSlots(rule, buffers, ahead, dim);
+      PrefetchSlots<Rule>(buffers, ahead, dim);
     }
     const int64_t row = batch.rows[i];
     UpdateRowOf(rule, buffers, batch.grads + i * dim, row, dim,
@@ -372,31 +361,31 @@ TFDIST_INLINE void UpdateAllRows(const Rule& rule, const RowBatch& batch,
 
 }  // namespace
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void SgdRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                     int64_t begin, int64_t end) const {
   UpdateRows(*this, batch, buffers, begin, end);
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void MomentumRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                          int64_t begin, int64_t end) const {
   UpdateRows(*this, batch, buffers, begin, end);
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void AdagradRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                         int64_t begin, int64_t end) const {
   UpdateRows(*this, batch, buffers, begin, end);
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void RowWiseAdagradRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                                int64_t begin, int64_t end) const {
   UpdateRows(*this, batch, buffers, begin, end);
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void AdamRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                      int64_t begin, int64_t end) const {
   if (amsgrad) {
@@ -406,7 +395,7 @@ void AdamRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
   }
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void FtrlRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
                      int64_t begin, int64_t end) const {
   if (power == 0.5f) {
@@ -416,7 +405,7 @@ void FtrlRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
   }
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void AdamRule::ApplyToAll(const RowBatch& batch, const RowBuffers& buffers,
                           int64_t begin, int64_t end) const {
   if (amsgrad) {
@@ -426,7 +415,7 @@ void AdamRule::ApplyToAll(const RowBatch& batch, const RowBuffers& buffers,
   }
 }
 
-TFDIST_CPU_CLONES
+TFDIST_CLONES
 void ScaleRows(const RowBuffers& buffers, int64_t dim, int64_t begin,
                int64_t end, float factor) {
   if (buffers.table != nullptr) {

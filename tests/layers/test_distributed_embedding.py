@@ -199,6 +199,13 @@ def test_mistakes_are_explained():
     layer = DistributedEmbedding({"a": feature("a", table())})
     with pytest.raises(ValueError, match="must have the nest"):
         layer({"b": tf.constant([1])})
+    with pytest.raises(ValueError, match="'ids' and 'weights' alone"):
+        shared = table()
+        DistributedEmbedding(
+            {"ids": feature("a", shared), "weights": feature("b", shared)}
+        )
+    with pytest.raises(ValueError, match="has no tables yet"):
+        DistributedEmbedding([feature("a", table())]).get_embedding_tables()
     with pytest.raises(ValueError, match="of the same kind"):
         layer(
             {"a": tf.constant([1])}, weights={"a": ragged([[1.0]], "float32")}

@@ -10,6 +10,7 @@ SCENARIOS = (
     "built_by_fit",
     "frequent",
     "prefetch",
+    "prefetch_distinct",
     "bad_ids",
     "bfloat16",
 )

@@ -14,6 +14,7 @@ import pytest
 from tests.sharding import planned
 from tfdist_ext.sharding import load as load_lib
 from tfdist_ext.sharding import plan as plan_lib
+from tfdist_ext.sharding import problem
 from tfdist_ext.sharding.balance import Options
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.load import Load
@@ -448,7 +449,7 @@ def test_tables_and_features_must_fit_together():
     ],
 )
 def test_hotness_is_read_off_the_input_shape(shape, expected):
-    assert plan_lib.hotness(shape, 1000) == expected
+    assert problem.hotness(shape, 1000) == expected
 
 
 def test_planning_does_not_load_tensorflow():

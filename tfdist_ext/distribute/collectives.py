@@ -6,9 +6,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -45,6 +47,10 @@ class Collectives:
             tf.Graph, collections.Counter[str]
         ] = weakref.WeakKeyDictionary()
         self._known_plans: set[tuple[str, ...]] = set()
+        self._places: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._place_numbers = itertools.count()
 
     @property
     def step(self) -> Step | None:
@@ -70,6 +76,13 @@ class Collectives:
                 self.group.check_plan(list(plan))
             self._known_plans.add(plan)
 
+    def place_of(self, layer: Any) -> str:
+        """A name for what is kept for a layer, of no other one."""
+        # Names of layers are not unique: models are made again.
+        if layer not in self._places:
+            self._places[layer] = f"{layer.name}/{next(self._place_numbers)}"
+        return self._places[layer]
+
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
         """Even number for an exchange, the same on all ranks."""
         labels = self._labels()
@@ -81,14 +94,6 @@ class Collectives:
             f"{label}#{occurrence}".encode(), digest_size=4
         ).digest()
         return (int.from_bytes(digest, "little") >> 2) << 1
-
-    def must_agree(self, line: str) -> None:
-        """Stops all ranks before the step if one has another `line` here.
-
-        For what gives ops of equal names and shapes, but other results.
-        """
-        if self.step is not None:
-            self.step.plan.append(line)
 
     def _labels(self) -> collections.Counter[str]:
         if self.step is not None:
@@ -135,17 +140,6 @@ class Collectives:
             label=label,
         )
         return gathered
-
-    def gather_messages(
-        self, tensor: tf.Tensor, label: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Like `all_gather`, with the length that came from every rank."""
-        return collective_ops.all_gather(
-            self.group,
-            tensor,
-            tag=self.tag(label, "all_gather", tensor.dtype),
-            label=label,
-        )
 
     def all_to_all(
         self, tensor: tf.Tensor, send_splits: tf.Tensor, label: str

@@ -17,7 +17,6 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
-from tensorflow.python.eager import tape
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
@@ -43,11 +42,6 @@ def global_seed() -> int | None:
 def is_recording() -> bool:
     """Whether a gradient tape may be recording now."""
     return bool(record.could_possibly_record())
-
-
-def variable_accessed(variable: tf.Variable) -> None:
-    """Tells the active tapes that `variable` is used without a read op."""
-    tape.variable_accessed(variable)
 
 
 def shard_by_file(

@@ -27,7 +27,7 @@ class OwnedIds:
         rows: int64 `[n]`, rows of the local shards.
         weights: float32 `[n]`, or `[0]` when all weights are one.
         served: int64 `[world_size, features]`, samples of each rank and
-            feature.
+            feature; with hot rows one row more, of this rank's own.
     """
 
     row_splits: tf.Tensor
@@ -44,7 +44,8 @@ class Route:
         samples: int64 `[features]`, samples of this rank's batch.
         sample_ids: int32 `[m]`, this rank's samples that have ids at an
             owner, grouped by owner and feature.
-        sample_splits: int64 `[world_size, features]`, how many of them.
+        sample_splits: int64 `[world_size, features]`, how many of them; a row
+            more with hot rows.
         gradient_scale: float32 scalar, what this rank's gradients count.
     """
 
@@ -127,7 +128,7 @@ def input_dist(
     collectives: Collectives,
     label: str,
     frequent: Sequence[tf.Tensor] = (),
-    ahead: bool = False,
+    weight: tf.Tensor | None = None,
 ) -> tuple[OwnedIds, Route]:
     """Sends the batch's ids to the owners of their rows, in one exchange.
 
@@ -138,8 +139,8 @@ def input_dist(
         label: names the exchange in errors.
         frequent: per feature int64 `[k]`, its most frequent ids, the same on
             all ranks, or nothing; they get shorter codes.
-        ahead: whether the ids are of another batch than the step's; ranks
-            then count by the samples of the first feature.
+        weight: float32 scalar, for how much this rank counts; None for the
+            step's samples.
 
     Returns:
         What this rank shall look up, and the way back.
@@ -159,9 +160,10 @@ def input_dist(
     samples = tf.stack(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
-    weight = tf.cast(samples[0], tf.float32)
-    if step is not None and not ahead:
-        weight = step.samples
+    if weight is None:
+        weight = tf.cast(samples[0], tf.float32)
+        if step is not None:
+            weight = step.samples
     payload, splits, sample_ids, sample_splits = _encode(
         ids, features, weight, where
     )

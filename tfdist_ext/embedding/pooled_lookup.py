@@ -92,8 +92,6 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            for spec in dict.fromkeys(each.spec for each in arguments[1]):
-                collectives.must_agree(str(spec))
             exchange = _Exchange(arguments[1], collectives, wire, frequent)
             if ahead is None:
                 asked = exchange.ask(arguments[0])
@@ -124,7 +122,7 @@ class _Exchange:
     frequent: FrequentIds | None
 
     def ask(self, ids: Sequence[Sequence[Ids]]) -> Asked:
-        asked = self._sent(ids, ahead=False)
+        asked = self._sent(ids, self.wire.label)
         self._check(asked)
         return asked
 
@@ -135,8 +133,9 @@ class _Exchange:
     ) -> Asked:
         """`ask`, mostly answered by the step before."""
         asked, asked_next = staging.exchange_ahead(
-            lambda: self._sent(ids, ahead=True),
-            lambda: self._sent(ahead.ids, ahead=True),
+            lambda: self._sent_by_samples(ids, self.wire.label),
+            # Another label: both may be under way at once.
+            lambda: self._sent_by_samples(ahead.ids, f"{self.wire.label}/next"),
             ahead.position,
             ahead.place,
         )
@@ -145,7 +144,44 @@ class _Exchange:
         self._check(asked_next)
         return asked
 
-    def _sent(self, ids: Sequence[Sequence[Ids]], ahead: bool) -> Asked:
+    def _sent_by_samples(
+        self, ids: Sequence[Sequence[Ids]], label: str
+    ) -> Asked:
+        """Of a batch that need not be the step's: it brings its weight."""
+        samples = tf.size(ids[0][0].row_splits) - 1
+        return self._sent(ids, label, tf.cast(samples, tf.float32))
+
+    def _sent(
+        self,
+        ids: Sequence[Sequence[Ids]],
+        label: str,
+        weight: tf.Tensor | None = None,
+    ) -> Asked:
+        lists, poolings, hot = self._travelling(ids)
+        frequent: list[tf.Tensor] = []
+        if self.frequent is not None:
+            by_table = self.frequent.of_tables()
+            frequent = [by_table[feature.table] for feature in self.features]
+        owned, route = input_dist(
+            lists, self.features, self.collectives, label, frequent, weight
+        )
+        if self.frequent is not None:
+            # Not before the exchange has ended well, as it does on all ranks
+            # or on none: they must count alike after a bad id.
+            with tf.control_dependencies([owned.served]):
+                self.frequent.note(lists, self.features)
+        if hot:
+            owned, route = hot_rows.ask_here(owned, route, hot, self.features)
+        return Asked(owned, route, poolings)
+
+    def _travelling(
+        self, ids: Sequence[Sequence[Ids]]
+    ) -> tuple[
+        list[Sequence[Ids]],
+        list[distinct_rows.Pooling],
+        dict[int, hot_rows.HotIds],
+    ]:
+        """What leaves of the lists: distinct ids, and none of hot rows."""
         lists = list(ids)
         poolings = []
         hot: dict[int, hot_rows.HotIds] = {}
@@ -161,22 +197,7 @@ class _Exchange:
             elif feature.spec.hot_ids:
                 travel, hot[index] = hot_rows.split(lists[index], feature)
                 lists[index] = [travel]
-        frequent: list[tf.Tensor] = []
-        if self.frequent is not None:
-            by_table = self.frequent.of_tables()
-            frequent = [by_table[feature.table] for feature in self.features]
-            self.frequent.note(lists, self.features)
-        owned, route = input_dist(
-            lists,
-            self.features,
-            self.collectives,
-            self.wire.label,
-            frequent,
-            ahead,
-        )
-        if hot:
-            owned, route = hot_rows.ask_here(owned, route, hot, self.features)
-        return Asked(owned, route, poolings)
+        return lists, poolings, hot
 
     def _check(self, asked: Asked) -> None:
         step = self.collectives.step

@@ -55,8 +55,8 @@ class PrefetchedIds(
 
     @property
     def shape(self) -> tf.TensorShape:
-        """For Keras, of a batch of whatever."""
-        return tf.TensorShape([None])
+        """For Keras, of a batch of any numbers of ids."""
+        return tf.TensorShape([None, None])
 
     @property
     def dtype(self) -> tf.DType:

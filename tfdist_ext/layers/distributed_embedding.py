@@ -94,6 +94,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         super().__init__(**kwargs)
         del table_stacking, update_stats
         self._configs = FeatureConfigs.of(feature_configs)
+        self._variables: list[Any] = []
         tables.require_one_of("wire_dtype", wire_dtype, tables.WIRE_DTYPES)
         tables.require_one_of("wire_rounding", wire_rounding, tables.ROUNDINGS)
         self.wire_dtype = wire_dtype
@@ -125,14 +126,16 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
                 self._configs.tables, placements, strict=True
             )
         ]
+        features = [
+            self._feature(config, specs, placements)
+            for config in self._configs.features
+        ]
+        tables.agree(features, self._collectives)
         self._variables = [
             self._add_table(table, spec)
             for table, spec in zip(self._configs.tables, specs, strict=True)
         ]
-        self._features = [
-            self._feature(config, specs, placements)
-            for config in self._configs.features
-        ]
+        self._features = features
         self._frequent = None
         if self.learn_frequent_ids:
             self._frequent = frequent_ids.for_features(
@@ -183,6 +186,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             )
         if self.plan.world_size != world_size:
             self.plan = self.plan.at(world_size)
+        for table in self._configs.tables:
+            self.plan.check_fits(table)
         return [
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]
@@ -226,15 +231,15 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         )
         for output, feature in zip(outputs, self._features, strict=True):
             output.set_shape([None, feature.spec.dim])
-        return self._pack(
+        return self._configs.pack(
             [tf.cast(output, self.compute_dtype) for output in outputs]
         )
 
     def _ids(self, inputs: Nest, weights: Nest) -> list[list[Ids]]:
-        flat = self._flatten("inputs", inputs)
+        flat = self._configs.flatten(inputs, "inputs", self.name)
         given = [None] * len(flat)
         if weights is not None:
-            given = self._flatten("weights", weights)
+            given = self._configs.flatten(weights, "weights", self.name)
         return [
             [sparse_inputs.ids_of(value, weight, f"{self.name}/{config.name}")]
             for value, weight, config in zip(
@@ -244,29 +249,12 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
     def _zeros(self, inputs: Nest) -> Nest:
         samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
-        return self._pack(
+        return self._configs.pack(
             [
                 tf.zeros([samples, config.table.embedding_dim])
                 for config in self._configs.features
             ]
         )
-
-    def _flatten(self, argument: str, values: Nest) -> list[Any]:
-        try:
-            tf.nest.assert_same_structure(self._configs.nest, values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"Layer '{self.name}': `{argument}` must have the nest of "
-                f"`feature_configs`, {self._names()}. Received: {values}."
-            ) from error
-        flat: list[Any] = tf.nest.flatten(values)
-        return flat
-
-    def _pack(self, flat: Sequence[Any]) -> Nest:
-        return tf.nest.pack_sequence_as(self._configs.nest, flat)
-
-    def _names(self) -> Nest:
-        return self._pack([config.name for config in self._configs.features])
 
     def preprocess(
         self, inputs: Nest, weights: Nest = None, training: bool = False
@@ -302,7 +290,14 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         """The whole tables by name; under a strategy all ranks must call.
 
         Needs room for every table on every rank. Checkpoints do not.
+
+        Raises:
+            ValueError: before the layer is built.
         """
+        if not self.built:
+            raise ValueError(
+                f"Layer '{self.name}' has no tables yet: call or build it."
+            )
         return {
             table.name: tf.constant(
                 sharded_variable.gather(variable, self._collectives)
@@ -313,11 +308,11 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         }
 
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
-        """A nest of `(batch, embedding_dim)`."""
+        """A nest of `(None, embedding_dim)`: batches are those of a rank."""
         del input_shapes
-        return self._pack(
+        return self._configs.pack(
             [
-                (config.output_shape[0], config.table.embedding_dim)
+                (None, config.table.embedding_dim)
                 for config in self._configs.features
             ]
         )
@@ -325,7 +320,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
         """The symbolic outputs (Keras 3)."""
         batch = tf.nest.flatten(inputs)[0].shape[0]
-        return self._pack(
+        return self._configs.pack(
             [
                 keras.KerasTensor(
                     (batch, config.table.embedding_dim),
@@ -337,6 +332,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
     def save_own_variables(self, store: Any) -> None:
         """Writes whole tables; all ranks call, rank 0's file stays."""
+        if not self.built:
+            return
         for table, variable in zip(
             self._configs.tables, self._variables, strict=True
         ):
@@ -352,15 +349,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
         config: dict[str, Any] = super().get_config()
-        serialize = keras.utils.serialize_keras_object
-        config["tables"] = [
-            table.get_config(serialize) for table in self._configs.tables
-        ]
-        config["features"] = [
-            {**feature.get_config(), "table": feature.table.name}
-            for feature in self._configs.features
-        ]
-        config["nest"] = self._pack(range(len(self._configs.features)))
+        config.update(self._configs.get_config())
         if self._given_plan is not None:
             config["plan"] = self._given_plan.to_dict()
         config["wire_dtype"] = self.wire_dtype
@@ -373,21 +362,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
         """The layer that `get_config` describes."""
-        deserialize = keras.utils.deserialize_keras_object
         arguments = dict(config)
-        by_name = {
-            table["name"]: TableConfig.from_config(table, deserialize)
-            for table in arguments.pop("tables")
-        }
-        features = [
-            FeatureConfig.from_config(
-                {**feature, "table": by_name[feature["table"]]}
-            )
-            for feature in arguments.pop("features")
-        ]
+        nest = FeatureConfigs.nest_from_config(arguments)
         if "plan" in arguments:
             arguments["plan"] = ShardingPlan.from_dict(arguments["plan"])
-        nest = tf.nest.map_structure(
-            lambda index: features[index], arguments.pop("nest")
-        )
         return cls(nest, **arguments)

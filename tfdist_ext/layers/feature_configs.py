@@ -34,6 +34,12 @@ class FeatureConfigs:
                     "Argument `feature_configs` must be a nest of "
                     f"FeatureConfig. Received in it: {feature!r}."
                 )
+        if isinstance(nest, dict) and set(nest) == {"ids", "weights"}:
+            raise ValueError(
+                "Argument `feature_configs` must not be a dict of 'ids' and "
+                "'weights' alone: such a dict is what `preprocess` makes of "
+                "ids and their weights. Name one of them otherwise."
+            )
         by_name: dict[str, TableConfig] = {}
         for feature in features:
             known = by_name.setdefault(feature.table.name, feature.table)
@@ -53,6 +59,73 @@ class FeatureConfigs:
             if table.optimizer is not None
         }
         return cls(nest, features, tuple(by_name.values()), optimizers)
+
+    def pack(self, flat: Sequence[Any]) -> Nest:
+        """What there is of every feature, as the user's nest."""
+        return tf.nest.pack_sequence_as(self.nest, flat)
+
+    def flatten(self, values: Nest, argument: str, layer: str) -> list[Any]:
+        """What there is of every feature, in order.
+
+        Args:
+            values: a nest like that of the features; lists and tuples are the
+                same, since tuples come back from a file as lists.
+            argument: its name, for errors.
+            layer: name, for errors.
+
+        Raises:
+            ValueError: for another nest.
+        """
+        try:
+            tf.nest.assert_same_structure(
+                _with_lists(self.nest), _with_lists(values)
+            )
+        except (TypeError, ValueError) as error:
+            names = self.pack([config.name for config in self.features])
+            raise ValueError(
+                f"Layer '{layer}': `{argument}` must have the nest of "
+                f"`feature_configs`, {names}. Received: {values}."
+            ) from error
+        flat: list[Any] = tf.nest.flatten(values)
+        return flat
+
+    def get_config(self) -> dict[str, Any]:
+        """Tables, features and their nest, as JSON can hold them."""
+        serialize = tf.keras.utils.serialize_keras_object
+        return {
+            "tables": [table.get_config(serialize) for table in self.tables],
+            "features": [
+                {**feature.get_config(), "table": feature.table.name}
+                for feature in self.features
+            ],
+            "nest": self.pack(range(len(self.features))),
+        }
+
+    @staticmethod
+    def nest_from_config(config: dict[str, Any]) -> Nest:
+        """Takes what `get_config` wrote out of `config`; the user's nest."""
+        deserialize = tf.keras.utils.deserialize_keras_object
+        by_name = {
+            table["name"]: TableConfig.from_config(table, deserialize)
+            for table in config.pop("tables")
+        }
+        features = [
+            FeatureConfig.from_config(
+                {**feature, "table": by_name[feature["table"]]}
+            )
+            for feature in config.pop("features")
+        ]
+        return tf.nest.map_structure(
+            lambda index: features[index], config.pop("nest")
+        )
+
+
+def _with_lists(nest: Nest) -> Nest:
+    if isinstance(nest, dict):
+        return {key: _with_lists(value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return [_with_lists(value) for value in nest]
+    return nest
 
 
 def _require_unique(names: Sequence[str]) -> None:

@@ -86,7 +86,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         wire_packing: pack those numbers, without loss: about 15% fewer bytes
             in float32, 30% in bfloat16, for about 20 ns of processor time a
             number. Pays on links below about 1 Gbit/s.
-        learn_frequent_ids: count ids while training and give frequent ones
+        learn_frequent_ids: count looked-up ids and give frequent ones
             shorter codes: about a quarter fewer bytes of ids for twice the
             time to code them. Pays on slow links.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
@@ -169,6 +169,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             )
         self._collectives = collectives_lib.active()
         self.spec = self._make_spec(self.input_dim, input_shape)
+        tables.agree([self.feature], self._collectives)
         self.kernel = tables.add_table(
             self,
             "kernel",
@@ -309,6 +310,8 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the whole kernel; all ranks call, rank 0's file stays."""
+        if not self.built:
+            return
         store["kernel"] = tables.to_save(self.kernel, self._collectives)
         if self.bias is not None:
             store["bias"] = self.bias

@@ -77,8 +77,8 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         """Places the layers by one plan and builds them."""
         self._collectives = collectives_lib.active()
         if self.prefetch_ids:
-            # Of what `preprocess` makes there is one shape, which tells none.
-            input_shapes = [(None, None)] * len(self.layers)
+            # Of what `preprocess` makes there is one shape.
+            input_shapes = [input_shapes] * len(self.layers)
         self._require_one_each(input_shapes)
         self._place(input_shapes)
         for layer, shape in zip(self.layers, input_shapes, strict=True):

@@ -92,12 +92,15 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
             f"Layer '{layer}': weights must be floats of the same kind as "
             f"their ids, {type(value).__name__}. Received: {weights}."
         )
-    if is_sparse(weights):
-        weights = tf.sparse.reorder(weights)
-    flat = getattr(weights, "values", weights)
-    return dataclasses.replace(
-        ids, weights=tf.cast(tf.reshape(flat, [-1]), tf.float32)
-    )
+    if isinstance(weights, tf.SparseTensor):
+        value, weights = map(tf.sparse.reorder, (value, weights))
+        where = value.indices, weights.indices
+    elif is_ragged(weights):
+        where = value.row_splits, weights.row_splits
+    else:
+        where = tf.shape(value), tf.shape(weights)
+    flat = tf.reshape(getattr(weights, "values", weights), [-1])
+    return dataclasses.replace(ids, weights=_aligned(flat, *where, layer))
 
 
 def _without_weights(value: Any, layer: str, kinds: str) -> Ids:
@@ -153,7 +156,24 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
             f"Received: {type(ids).__name__}, {type(weights).__name__}."
         )
     _require_ids(ids.values, layer, _INPUTS)
-    return Ids(ids.values, _splits(ids), tf.cast(weights.values, tf.float32))
+    where = ids.row_splits, weights.row_splits
+    return Ids(
+        ids.values, _splits(ids), _aligned(weights.values, *where, layer)
+    )
+
+
+def _aligned(
+    weights: tf.Tensor, places: tf.Tensor, others: tf.Tensor, layer: str
+) -> tf.Tensor:
+    """The weights as floats, if they lie where the ids do."""
+    same = tf.debugging.assert_equal(
+        tf.cast(places, tf.int64),
+        tf.cast(others, tf.int64),
+        f"Layer '{layer}': weights must lie where their ids do, as many in "
+        "every sample.",
+    )
+    with tf.control_dependencies([] if same is None else [same]):
+        return tf.cast(weights, tf.float32)
 
 
 def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:

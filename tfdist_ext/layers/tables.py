@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.output_dist import Wire
 from tfdist_ext.embedding.pooled_lookup import Ahead
@@ -21,8 +22,6 @@ from tfdist_ext.sharding.config import ShardSpec
 
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 ROUNDINGS = ("nearest", "stochastic")
-
-_places = itertools.count()
 
 # For `add_weight`: tf_keras would round a weight to the compute dtype of a
 # mixed policy wherever it is read.
@@ -60,13 +59,10 @@ def prefetched(
     if not prefetched_ids.is_prefetched(inputs):
         return None
     ahead = None
-    if inputs.ahead:
+    if inputs.ahead and layer._collectives is not None:
         following = prefetched_ids.of_features(inputs.ahead[0], inputs.counts)
-        if not hasattr(layer, "_tfdist_place"):
-            # Names of layers are not unique: models are made again.
-            layer._tfdist_place = f"{layer.name}/{next(_places)}"
-        place = f"{layer._tfdist_place}/{inputs.which}"
-        ahead = Ahead(following, inputs.position, place)
+        place = layer._collectives.place_of(layer)
+        ahead = Ahead(following, inputs.position, f"{place}/{inputs.which}")
     return prefetched_ids.of_features(inputs.now, inputs.counts), ahead
 
 
@@ -75,6 +71,25 @@ def rank_and_world_size(collectives: Collectives | None) -> tuple[int, int]:
     if collectives is None:
         return 0, 1
     return collectives.group.rank, collectives.group.world_size
+
+
+def agree(features: Sequence[Feature], collectives: Collectives | None) -> None:
+    """Compares where the ranks have the tables of a layer; all must call.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on every rank, if one has a table
+            otherwise, other hot ids or another layer.
+    """
+    if collectives is None:
+        return
+    with tf.init_scope():
+        collectives.group.check_plan(
+            [
+                f"'{feature.name}' in {feature.spec}"
+                + ", deduplicated" * feature.deduplicate
+                for feature in features
+            ]
+        )
 
 
 def add_table(
@@ -99,7 +114,9 @@ def add_table(
         variable = layer.add_weight(
             name=name,
             shape=spec.local_shape,
-            initializer=initial_rows.for_shard(initializer, spec),
+            initializer=initial_rows.for_shard(
+                initializer, spec, layer._collectives
+            ),
             **{"dtype": "float32", **kwargs},
         )
 

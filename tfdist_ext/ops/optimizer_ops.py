@@ -4,8 +4,9 @@
 Every function takes the table, a float32 or bfloat16 resource variable
 `[num_rows, dim]`, its slots, float32 variables of that shape, `rows` int64
 `[n]` and `grads` float32 `[n, dim]`. A row that occurs more than once is
-updated once, with the sum of its gradients. Only the given rows change.
-Hyperparameters are numbers or scalar tensors.
+updated once, with the sum of its gradients. Only the given rows change, but
+for exact Adam (`all_rows`) and `scale_table`. Hyperparameters are numbers or
+scalar tensors.
 
 A row is computed in float32. In a bfloat16 table it is then rounded: to
 nearest, which loses changes below 1/512 of a weight, or, with a

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
 from tfdist_ext.optimizers.duplicates import without_duplicates
+from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
@@ -70,7 +71,32 @@ class RowOptimizer(KerasDifferences):
         # An attribute that Keras tracks: it saves what they hold.
         self.table_optimizers = [own for own, _ in tables.values()]
         for own, mine in tables.values():
+            self._refuse_beside(own)
             own.build(mine)
+            own._require_known(mine)
+
+    def _refuse_beside(self, own: Any) -> None:
+        """Refuses options that need every variable's slots to be here."""
+        refused = {"gradient_accumulation_steps": True, "use_ema": not KERAS_3}
+        for option, wrong in refused.items():
+            if wrong and getattr(self, option, None):
+                raise ValueError(
+                    f"Argument `{option}` of {type(self).__name__} is not "
+                    "supported where a table has an optimizer for itself "
+                    f"({type(own).__name__}). Leave one of them out."
+                )
+
+    def _require_known(self, variables: Sequence[Any]) -> None:
+        """Refuses a table's optimizer that was built for another model."""
+        for variable in variables:
+            try:
+                self._index_of(variable)
+            except KeyError:
+                raise ValueError(
+                    f"The optimizer {type(self).__name__} of table "
+                    f"'{variable.name}' belongs to another model already. "
+                    "Make a new one, and a new TableConfig, for every model."
+                ) from None
 
     def _hands_on(self, variable: Any) -> bool:
         return own_optimizer(variable) not in (None, self)

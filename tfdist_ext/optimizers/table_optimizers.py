@@ -18,6 +18,17 @@ _KINDS = {
     kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, Ftrl)
 }
 
+# What only the model's optimizer does, for all tables.
+_OF_THE_MODEL = (
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "weight_decay",
+    "use_ema",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
 
 def as_row_optimizer(optimizer: Any, table: str) -> Any:
     """The optimizer of this package that a table's `optimizer` stands for.
@@ -28,8 +39,21 @@ def as_row_optimizer(optimizer: Any, table: str) -> Any:
         table: for errors.
 
     Raises:
-        ValueError: for any other.
+        ValueError: for any other, or an option that is of the model's only.
     """
+    found = _row_optimizer(optimizer, table)
+    for option in _OF_THE_MODEL:
+        value = getattr(found, option, None)
+        if value:
+            raise ValueError(
+                f"Table '{table}': argument `{option}` of its own optimizer "
+                "has no effect; give it to the model's, which applies it to "
+                f"all tables. Received: {option}={value!r}."
+            )
+    return found
+
+
+def _row_optimizer(optimizer: Any, table: str) -> Any:
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     if isinstance(optimizer, str):

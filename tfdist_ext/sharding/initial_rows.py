@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,26 @@ from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.ops import init_ops
 from tfdist_ext.sharding.config import ShardSpec
 
+if TYPE_CHECKING:
+    from tfdist_ext.distribute.collectives import Collectives
+
 # Standard deviation of a unit normal cut at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 Initializer = Callable[..., tf.Tensor]
 
 
-def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
+def for_shard(
+    initializer: Any, spec: ShardSpec, collectives: Collectives | None
+) -> Initializer:
     """An initializer that makes one rank's block of a table.
 
     Args:
         initializer: a Keras initializer: zeros, ones, constant, uniform,
             normal, truncated normal or of the variance scaling family.
         spec: the table and which part of it to make.
+        collectives: of the strategy; all ranks take the seed of rank 0, so
+            that copies of hot rows are equal. None in one process.
 
     Returns:
         A Keras initializer for the local shape. Values depend on the seed,
@@ -54,6 +62,9 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
 
     def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
         del shape, kwargs
+        seed = tf.constant(_seed(initializer, spec.table), tf.int64)
+        if spec.partitioned and collectives is not None:
+            seed = collectives.initial_value(seed, f"{spec.table}/seed")
         block = init_ops.init_rows(
             rows=spec.rows,
             row_part=spec.cell[0] if spec.cell else 0,
@@ -61,7 +72,7 @@ def for_shard(initializer: Any, spec: ShardSpec) -> Initializer:
             local_rows=spec.local_rows,
             first_column=spec.columns[0],
             local_dim=spec.local_dim,
-            seed=_seed(initializer, spec.table),
+            seed=seed,
             distribution=distribution,
             a=first,
             b=second,

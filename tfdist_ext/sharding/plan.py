@@ -88,6 +88,24 @@ class ShardingPlan:
         self.problem.index(table)
         return self.placements[table]
 
+    def check_fits(self, table: TableConfig) -> None:
+        """Refuses a table that is not the one of the plan.
+
+        Raises:
+            ValueError: for other sizes, or what contradicts the placement.
+        """
+        planned = self.problem.tables[self.problem.index(table.name)]
+        sizes = table.vocabulary_size, table.embedding_dim
+        if (planned.rows, planned.dim) != sizes:
+            raise ValueError(
+                f"The plan is for a table {table.name!r} of {planned.rows} "
+                f"rows and {planned.dim} columns. Received: {sizes[0]} rows "
+                f"and {sizes[1]} columns. Plan anew."
+            )
+        placement = self.placements[table.name]
+        if placement.ranks:
+            dataclasses.replace(table, placement=placement)
+
     @functools.cached_property
     def options(self) -> balance.Options:
         """Costs of every table in every shape."""

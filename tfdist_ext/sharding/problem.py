@@ -297,8 +297,8 @@ def _slots_of(optimizer: Any, slots: float | str) -> tuple[float, float]:
 def _hotness_of(feature: FeatureConfig) -> float:
     if feature.hotness is not None:
         return float(feature.hotness)
-    rows = feature.table.vocabulary_size
-    return float(hotness(feature.input_shape, rows) or USUAL_HOTNESS)
+    shape = feature.input_shape
+    return float((shape[-1] if len(shape) > 1 else 1) or USUAL_HOTNESS)
 
 
 def _exponents(
