@@ -186,6 +186,25 @@ def test_preprocess_bundles_weights():
     np.testing.assert_array_equal(layer(layer.preprocess(ids)), layer(ids))
 
 
+@pytest.mark.parametrize("make", [ragged, sparse])
+def test_weights_must_lie_where_their_ids_do(make):
+    ids, weights = [[1, 2], [3]], [[0.1], [0.2, 0.3]]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="lie where"):
+        single()(make(ids, "int64"), weights=make(weights, "float32"))
+
+
+def test_tuples_may_come_back_as_lists():
+    shared = table()
+    layer = DistributedEmbedding((feature("a", shared), feature("b", shared)))
+    config = {**layer.get_config(), "nest": [0, 1]}  # as JSON has it
+    inputs = tf.constant([1]), tf.constant([2])
+    for found in (
+        layer(inputs),
+        DistributedEmbedding.from_config(config)(inputs),
+    ):
+        assert len(found) == 2
+
+
 def test_mistakes_are_explained():
     with pytest.raises(ValueError, match="nest of FeatureConfig"):
         DistributedEmbedding({"a": table()})

@@ -58,6 +58,11 @@ def test_wrong_splits_are_refused():
         pack_ops.pack_numbers(tf.zeros([4]), tf.constant([1, 2], tf.int64))
     with pytest.raises(tf.errors.InvalidArgumentError, match="are left"):
         pack_ops.pack_numbers(tf.zeros([4]), tf.constant([9], tf.int64))
+    none = tf.zeros([0], tf.int64)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="every rank"):
+        pack_ops.pack_numbers(tf.zeros([0]), none)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="every rank"):
+        pack_ops.unpack_numbers(tf.zeros([0], tf.uint8), none, tf.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of single tables: what is refused, and why."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist_ext import optimizers
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+
+
+def model_of(table):
+    layer = DistributedEmbedding(
+        FeatureConfig("f", table, (None, 2), (None, 4))
+    )
+    model = keras.Sequential([keras.Input([2], dtype="int64"), layer])
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 1.0},
+        {"global_clipnorm": 1.0},
+        {"clipvalue": 1.0},
+        {"weight_decay": 0.1},
+        {"use_ema": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("kind", [optimizers.SGD, keras.optimizers.SGD])
+def test_options_of_the_whole_model_are_refused(kind, options):
+    table = TableConfig("users", 20, 4, optimizer=kind(0.1, **options))
+    with pytest.raises(ValueError, match=f"'users'.*{next(iter(options))}"):
+        model_of(table)
+
+
+def test_an_optimizer_trains_the_tables_of_one_model():
+    table = TableConfig("users", 20, 4, optimizer=optimizers.Adagrad(0.1))
+    for time in ("first", "second"):
+        model = model_of(table)
+        optimizer = optimizers.Adagrad(0.1)
+        if time == "first":
+            optimizer.build(model.trainable_variables)
+            continue
+        with pytest.raises(ValueError, match="belongs to another model"):
+            optimizer.build(model.trainable_variables)
+
+
+def test_gradients_are_not_accumulated_beside_a_table_of_its_own():
+    table = TableConfig("users", 20, 4, optimizer="sgd")
+    model = model_of(table)
+    optimizer = optimizers.Adagrad(0.1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        optimizer.build(model.trainable_variables)
