@@ -227,6 +227,10 @@ def prefetch(strategy):
     others = {"learn_frequent_ids": True, "hot_rows": (1, 2, 3, 9)}
     _, found = fit("others", prefetch_ids=True, **others)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # One more where an iterator starts or goes on after another: 15 and 21.
+    on_time = exchanges_of(strategy, "on_time/ids")
+    ahead = exchanges_of(strategy, "ahead/ids")
+    assert on_time < ahead < 1.5 * on_time, (on_time, ahead)
 
     # Iterators of one dataset in turns, one given up; every batch twice.
     layer = model.sparse
@@ -253,6 +257,58 @@ def prefetch(strategy):
                     rtol=1e-5,
                     atol=1e-6,
                 )
+
+
+def gathered(strategy):
+    """Rows travel of the gradient of a large table that all ranks hold."""
+    rows, units = 20_000, 8  # 640 kB: that of a small one travels whole
+    initializer = keras.initializers.RandomNormal(0.0, 0.3, seed=4)
+
+    def table(sharding):
+        return FullSparse(
+            units,
+            rows,
+            use_bias=False,
+            kernel_initializer=initializer,
+            sharding=sharding,
+            name="table",
+        )
+
+    with strategy.scope():
+        first = table("replicated")
+        first.build((None, HOTNESS))
+    initial = keras.initializers.Constant(strategy.gather_table(first))
+
+    class Summed(keras.layers.Layer):
+        """Keras's own."""
+
+        def __init__(self):
+            super().__init__()
+            self.rows = keras.layers.Embedding(rows, units, initial)
+
+        def call(self, ids):
+            return tf.reduce_sum(self.rows(ids), 1)
+
+    ways = {
+        "row": lambda: table("row"),
+        "replicated": lambda: table("replicated"),
+        "keras": Summed,
+    }
+    uneven = data(20).unbatch().batch(BATCH + 13)  # on 2 ranks, too
+    dataset = uneven.map(lambda x, y: (x["rows"] * 6, y))
+    losses, exchanges = {}, {}
+    for name, make in ways.items():
+        before = exchanges_of(strategy, "gradients/rows")
+        _, losses[name] = train(strategy, make, dataset)
+        after = exchanges_of(strategy, "gradients/rows")
+        exchanges[name] = after - before
+        np.testing.assert_allclose(losses[name], losses["row"], rtol=1e-5)
+    steps = len(losses["row"])
+    assert exchanges == {"row": 0, "replicated": steps, "keras": steps}
+
+
+def exchanges_of(strategy, label):
+    return strategy.statistics()["labels"].get(label, (0, 0))[0]
 
 
 def bad_ids(strategy):
@@ -303,7 +359,15 @@ def bfloat16(strategy):
     assert (results["bfloat16"] != results["float32"]).any()
 
 
-SCENARIOS = (shared, built_by_fit, frequent, prefetch, bad_ids, bfloat16)
+SCENARIOS = (
+    shared,
+    built_by_fit,
+    frequent,
+    prefetch,
+    gathered,
+    bad_ids,
+    bfloat16,
+)
 
 
 def main():

@@ -10,6 +10,7 @@ SCENARIOS = (
     "built_by_fit",
     "frequent",
     "prefetch",
+    "gathered",
     "bad_ids",
     "bfloat16",
 )
