@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks import report
+from benchmarks import run
 from benchmarks import scaling
 from benchmarks import workloads
 
@@ -54,7 +55,16 @@ def test_memory_is_judged_of_ours_only():
     assert ads.count("NOT REACHED") == 1
 
 
-def test_every_placement_of_ours_can_be_asked_for():
+@pytest.mark.parametrize(
+    "variant", [v for v in run.VARIANTS if v.startswith("hybrid-")]
+)
+def test_every_placement_of_ours_can_be_asked_for(variant):
+    name = variant.removeprefix("hybrid-")
+    arguments = scaling.make_parser().parse_args(["--placements", name])
+    assert arguments.placements == [name]
+
+
+def test_defaults():
     arguments = scaling.make_parser().parse_args([])
     assert arguments.ranks == [1, 2, 4, 8]
     assert arguments.placements == ["row", "column", "auto"]

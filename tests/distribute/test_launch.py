@@ -5,119 +5,19 @@ Every launcher runs in a process of its own with a limit: one that hangs fails
 its test instead of the whole run.
 """
 
-import contextlib
 import json
 import os
 import pathlib
 import pty
-import signal
-import socket
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable
-from collections.abc import Iterator
 
 import pytest
 
-LIMIT = 30.0
-LAUNCHER = [sys.executable, "-m", "tfdist_ext.launch"]
-PREAMBLE = """
-import json, os, signal, subprocess, sys, time
-CONFIG = json.loads(os.environ["TF_CONFIG"])
-RANK = CONFIG["task"]["index"]
-"""
-
-
-def environment(**changes: str) -> dict[str, str]:
-    # Unbuffered, two ranks would write into each other's lines.
-    dropped = ("TF_CONFIG", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")
-    plain = {k: v for k, v in os.environ.items() if k not in dropped}
-    return {**plain, **changes}
-
-
-@pytest.fixture
-def program(tmp_path: pathlib.Path) -> Callable[[str], str]:
-    """Writes a program; TF_CONFIG and the rank are at its hand."""
-
-    def write(body: str) -> str:
-        path = tmp_path / "train.py"
-        path.write_text(PREAMBLE + textwrap.dedent(body))
-        return str(path)
-
-    return write
-
-
-def launch(
-    *arguments: str, **changes: str
-) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run(
-        [*LAUNCHER, *arguments],
-        env=environment(**changes),
-        capture_output=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    # Decoded here, because text=True would turn carriage returns to newlines.
-    return subprocess.CompletedProcess(
-        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
-    )
-
-
-@contextlib.contextmanager
-def started(
-    *arguments: str, **changes: str
-) -> Iterator["subprocess.Popen[str]"]:
-    """A launcher in the background, gone at the end of the block."""
-    process = subprocess.Popen(
-        [*LAUNCHER, *arguments],
-        env=environment(**changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT)
-
-
-def read_pids(process: "subprocess.Popen[str]", count: int) -> list[int]:
-    """Reads lines like "[1] pid 123" until that many ranks have started."""
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(count)]
-    return [int(line.rsplit(maxsplit=1)[1]) for line in lines]
-
-
-def alive(pid: int) -> bool:
-    """True for a process that runs, not for one that waits to be reaped."""
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def check_all_dead(pids: list[int]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while (left := [p for p in pids if alive(p)]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    assert not left
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-SLEEPER = """
-print("pid", os.getpid(), flush=True)
-time.sleep(600)
-"""
+from tests.distribute.launcher import LAUNCHER
+from tests.distribute.launcher import LIMIT
+from tests.distribute.launcher import environment
+from tests.distribute.launcher import launch
 
 
 def test_every_rank_gets_its_tf_config(program) -> None:
@@ -200,123 +100,6 @@ def test_each_rank_gets_a_gpu_if_there_are_enough(
     script = program("print(os.environ['CUDA_VISIBLE_DEVICES'])")
     done = launch("-n", "2", script, CUDA_VISIBLE_DEVICES=visible)
     assert sorted(done.stdout.splitlines()) == expected
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_first_failure_stops_the_others(program, culprit: int) -> None:
-    script = program(f"""
-        print("pid", os.getpid(), flush=True)
-        if RANK == {culprit}:
-            time.sleep(0.3)
-            print("the reason", file=sys.stderr)
-            sys.exit(7)
-        time.sleep(600)
-    """)
-    begin = time.monotonic()
-    with started("-n", "3", script) as process:
-        pids = read_pids(process, 3)
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 7
-    assert time.monotonic() - begin < 9  # Before anyone had to be killed.
-    assert f"rank {culprit} (pid " in errors
-    assert "failed: exit code 7" in errors
-    if culprit:
-        assert "[1] the reason" in errors
-        assert errors.rstrip().endswith("\n  the reason")
-    check_all_dead(pids)
-
-
-def test_a_signal_is_reported_and_becomes_the_exit_code(program) -> None:
-    script = program("""
-        if RANK == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-    """)
-    done = launch("-n", "2", script)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "failed: signal 9 (SIGKILL)" in done.stderr
-
-
-def test_a_rank_that_ignores_sigterm_is_killed(program) -> None:
-    script = program("""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("pid", os.getpid(), flush=True)
-        if RANK == 0:
-            sys.stdin.read()
-            time.sleep(0.3)
-            sys.exit(3)
-        time.sleep(600)
-    """)
-    with started("-n", "2", "--grace", "0.5", script) as process:
-        pids = read_pids(process, 2)
-        process.communicate(timeout=LIMIT)
-    assert process.returncode == 3
-    check_all_dead(pids)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_ends_all_ranks(program, number) -> None:
-    with started("-n", "3", program(SLEEPER)) as process:
-        pids = read_pids(process, 3)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + number
-    assert f"tfdist-run: got {signal.Signals(number).name}" in errors
-    check_all_dead(pids)
-
-
-def test_ctrl_c_reaches_ranks_as_keyboard_interrupt(program) -> None:
-    script = program("""
-        try:
-            print("pid", os.getpid(), flush=True)
-            time.sleep(600)
-        except KeyboardInterrupt:
-            print("saved", flush=True)
-    """)
-    with started("-n", "2", script) as process:
-        read_pids(process, 2)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=LIMIT)
-    assert sorted(output.splitlines()) == ["[1] saved", "saved"]
-    assert "Traceback" not in errors
-
-
-def test_second_ctrl_c_does_not_wait(program) -> None:
-    script = program("""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("pid", os.getpid(), flush=True)
-        time.sleep(600)
-    """)
-    with started("-n", "2", "--grace", "600", script) as process:
-        pids = read_pids(process, 2)
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=LIMIT)
-    assert process.returncode == 130
-    check_all_dead(pids)
-
-
-def test_killed_launcher_leaves_no_orphan(program) -> None:
-    with started("-n", "3", program(SLEEPER)) as process:
-        pids = read_pids(process, 3)
-        process.kill()
-        check_all_dead(pids)
-
-
-def test_what_a_rank_has_started_ends_with_it(program) -> None:
-    script = program("""
-        child = subprocess.Popen(["sleep", "600"])
-        print("pid", child.pid, flush=True)
-        time.sleep(0.5)
-        sys.exit(RANK)
-    """)
-    with started("-n", "2", script) as process:
-        pids = read_pids(process, 2)
-        process.communicate(timeout=LIMIT)
-    assert process.returncode == 1
-    check_all_dead(pids)
 
 
 def test_other_ranks_show_whole_lines_without_bars(program) -> None:

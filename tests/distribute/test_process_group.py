@@ -10,13 +10,11 @@ import sys
 import pytest
 import tensorflow as tf
 
+from tests.thread_ranks import run_on_ranks
 from tfdist_ext.distribute.process_group import GroupStats
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.distribute.process_group import bind_address
 from tfdist_ext.ops import collective_ops
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from thread_ranks import run_on_ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -175,10 +173,8 @@ def test_many_groups_one_after_another():
 
 
 DEBUG_PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
 import tensorflow as tf
-from thread_ranks import run_on_ranks
+from tests.thread_ranks import run_on_ranks
 from tfdist_ext.ops import collective_ops
 
 run_on_ranks(2, lambda group: collective_ops.all_reduce(
@@ -189,7 +185,7 @@ run_on_ranks(2, lambda group: collective_ops.all_reduce(
 @pytest.mark.parametrize("value", ["1", "0"])
 def test_debug_lines(value):
     done = subprocess.run(
-        [sys.executable, "-c", DEBUG_PROGRAM.format(tests=str(ROOT / "tests"))],
+        [sys.executable, "-c", DEBUG_PROGRAM],
         env={**os.environ, "TFDIST_DEBUG": value, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 
+from tests.ops.csr_batches import csr_batch
 from tfdist_ext.sharding import placement as placement_lib
 from tfdist_ext.sharding.config import FeaturePlacement
 
@@ -43,11 +44,8 @@ def features_of(world_size):
 
 def batch_of(rng, samples, most_ids, limit, weighted=False, dtype=np.int64):
     """Random ids, with duplicates and empty samples: (ids, splits, weights)."""
-    counts = rng.integers(0, most_ids + 1, samples)
-    splits = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    ids = (rng.integers(0, limit, splits[-1]) ** 2 // limit).astype(dtype)
-    weights = rng.normal(size=splits[-1] * weighted).astype(np.float32)
-    return ids, splits, weights
+    ids, splits, weights = csr_batch(rng, samples, most_ids, limit, weighted)
+    return (ids**2 // limit).astype(dtype), splits, weights
 
 
 def merged(lists):

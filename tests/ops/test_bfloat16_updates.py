@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.ops.row_rules import RULES
+from tests.ops.row_rules import make_state
+from tests.ops.row_rules import values
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.ops import reference_optimizer
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from row_rules import RULES
-from row_rules import make_state
-from row_rules import values
 
 SEEDS = pytest.mark.parametrize(
     "seed", [None, 7, -1, 2**62 + 3], ids=["nearest", "7", "-1", "big"]

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.ops.csr_batches import csr_batch
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import reference_lookup
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import TablePlacement
-from tfdist_ext.sharding.config import spec_from_json
-from tfdist_ext.sharding.config import spec_to_json
 
 # Around the widths of the vectors of the kernel, and of the workloads.
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 58, 64, 114, 127, 128, 129, 300]
@@ -25,11 +24,8 @@ LAYERS = [([5], [0]), ([58, 3, 16], [0, 1, 2]), ([7, 2, 4], [2, 0, 2, -1])]
 
 def batch_of(samples, most, weighted, seed=0):
     rng = np.random.default_rng(seed)
-    counts = rng.integers(0, most + 1, samples)
-    row_splits = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    rows = rng.integers(0, ROWS, row_splits[-1])
-    weights = rng.normal(size=len(rows) * weighted).astype(np.float32)
-    return tuple(tf.constant(x) for x in (row_splits, rows, weights))
+    rows, row_splits, weights = csr_batch(rng, samples, most, ROWS, weighted)
+    return tuple(map(tf.constant, (row_splits, rows, weights)))
 
 
 def one_feature(samples, *rest, **options):
@@ -393,10 +389,3 @@ def test_threads_do_not_change_the_bits():
             **options,
         )
         np.testing.assert_array_equal(alone[0], whole[first])
-
-
-def test_spec_survives_json():
-    assert spec_from_json(spec_to_json(SPEC)) == SPEC
-    assert spec_from_json(spec_to_json(SPEC).encode()) == SPEC
-    assert spec_to_json(None) == ""
-    assert spec_from_json(b"") is None

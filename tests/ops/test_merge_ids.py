@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.ops.csr_batches import csr_batch
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import reference_ids
 
@@ -13,10 +14,8 @@ LIMIT = 50
 
 def batch_of(seed, dtype, weighted):
     rng = np.random.default_rng(seed)
-    row_splits = np.concatenate([[0], np.cumsum(rng.integers(0, 7, 20))])
-    ids = rng.integers(0, LIMIT, row_splits[-1]).astype(dtype)
-    weights = rng.normal(size=len(ids) * weighted).astype(np.float32)
-    return ids, row_splits, weights
+    ids, row_splits, weights = csr_batch(rng, 20, 6, LIMIT, weighted)
+    return ids.astype(dtype), row_splits, weights
 
 
 @pytest.mark.parametrize("weighted", [False, True])

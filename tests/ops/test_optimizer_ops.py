@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.ops.row_rules import RULES
+from tests.ops.row_rules import make_state
+from tests.ops.row_rules import run_adagrad
+from tests.ops.row_rules import run_adam
+from tests.ops.row_rules import run_row_wise
+from tests.ops.row_rules import summed
+from tests.ops.row_rules import values
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.ops import reference_optimizer
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from row_rules import RULES
-from row_rules import make_state
-from row_rules import run_adagrad
-from row_rules import run_adam
-from row_rules import run_row_wise
-from row_rules import summed
-from row_rules import values
 
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "ops", [optimizer_ops, reference_optimizer], ids=["compiled", "reference"]

@@ -5,19 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.ops.csr_batches import csr_batch
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import reference_lookup
 
 NONE = np.zeros(0, np.float32)
-
-
-def batch_of(samples, most, rows, weighted, seed=0):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, most + 1, samples)
-    row_splits = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    positions = rng.integers(0, rows, row_splits[-1])
-    weights = rng.normal(size=len(positions) * weighted).astype(np.float32)
-    return row_splits, positions, weights
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -27,13 +19,16 @@ def batch_of(samples, most, rows, weighted, seed=0):
     "samples,most,rows", [(0, 0, 0), (3, 0, 4), (1, 1, 1), (40, 30, 50)]
 )
 def test_pool_same_as_twin(samples, most, rows, width, weighted, graph):
-    batch = batch_of(samples, most, rows, weighted)
+    rng = np.random.default_rng(0)
+    positions, row_splits, weights = csr_batch(
+        rng, samples, most, rows, weighted
+    )
     matrix = tf.random.stateless_normal([rows, width], [1, 2])
 
     def run(module):
         with tf.GradientTape() as tape:
             tape.watch(matrix)
-            pooled = module.pool(matrix, *batch)
+            pooled = module.pool(matrix, row_splits, positions, weights)
             loss = tf.reduce_sum(pooled**2)
         return pooled, tf.convert_to_tensor(tape.gradient(loss, matrix))
 

@@ -3,108 +3,32 @@
 
 Usage: exchange_program.py SCENARIO...
 
-A scenario is a function of this file. It checks for itself, on every rank.
+A scenario is a function of this file or of prefetch_scenarios.py. It checks
+for itself, on every rank.
 """
 
 import sys
 
 import numpy as np
+import prefetch_scenarios
 import tensorflow as tf
+from exchange_models import BATCH
+from exchange_models import HOTNESS
+from exchange_models import ROWS
+from exchange_models import STEPS
+from exchange_models import Top
+from exchange_models import data
+from exchange_models import embedding
+from exchange_models import exchanges_of
+from exchange_models import train
 from fit_models import same_on_all_ranks
 
 import tfdist_ext
-from tfdist_ext.layers import DistributedEmbedding
-from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
-from tfdist_ext.layers import TableConfig
 from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.sharding.config import TablePlacement
 
 keras = tf.keras
-BATCH, STEPS, HOTNESS, DIM = 64, 45, 8, 5
-ROWS = {"rows": 3000, "columns": 500, "distinct": 2000}
-
-
-def placements(ranks):
-    return {
-        "rows": TablePlacement.row_wise(ranks),
-        "columns": TablePlacement.column_wise(ranks),
-        "distinct": TablePlacement.grid(max(1, ranks // 2), 2, True),
-    }
-
-
-def embedding(
-    strategy,
-    name,
-    dtype="float32",
-    out_of_range="error",
-    optimizer=None,
-    hot_rows=0,
-    **options,
-):
-    places = placements(strategy.world_size)
-    features = {}
-    for table, rows in ROWS.items():
-        config = TableConfig(
-            table,
-            rows,
-            DIM,
-            keras.initializers.RandomNormal(0.0, 0.3, seed=3),
-            placement=places[table],
-            optimizer=optimizer if table == "columns" else None,
-            hot_rows=hot_rows if table == "rows" else 0,
-            dtype=dtype,
-            out_of_range=out_of_range,
-        )
-        features[table] = FeatureConfig(
-            table, config, (None, HOTNESS), (None, DIM)
-        )
-    return DistributedEmbedding(features, name=name, **options)
-
-
-class Top(keras.Model):
-    """A sparse layer, its outputs side by side, and a dense one."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        self.sparse = sparse
-        self.top = keras.layers.Dense(
-            1, kernel_initializer=keras.initializers.GlorotUniform(seed=6)
-        )
-
-    def call(self, inputs):
-        found = tf.nest.flatten(self.sparse(inputs))
-        width = sum(part.shape[-1] for part in found)
-        return self.top(tf.ensure_shape(tf.concat(found, 1), [None, width]))
-
-
-def data(steps=STEPS, seed=1):
-    """Ids as popular as Zipf's, of two dtypes."""
-    rng = np.random.default_rng(seed)
-    ids = {
-        table: rng.zipf(1.2, [steps * BATCH, HOTNESS]) % rows
-        for table, rows in ROWS.items()
-    }
-    ids["columns"] = ids["columns"].astype(np.int32)
-    labels = rng.normal(size=[steps * BATCH, 1]).astype(np.float32)
-    labels += (ids["rows"][:, :1] % 2).astype(np.float32)
-    return tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
-
-
-def train(strategy, make, dataset=None):
-    """A model's loss after every step, the same on all ranks."""
-    with strategy.scope():
-        model = Top(make())
-        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
-    losses = []
-    note = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
-    )
-    # Builds the model: not all of the layers are built before.
-    model.fit(dataset or data(), verbose=0, callbacks=[note])
-    assert same_on_all_ranks(strategy, losses)
-    return model, np.array(losses)
 
 
 def shared(strategy):
@@ -201,109 +125,52 @@ def frequent(strategy):
     assert models["plain"].sparse._frequent is None
 
 
-def prefetch(strategy):
-    """Ids travel a step ahead; results and exchanges stay the same."""
-    uneven = data(7).unbatch().batch(BATCH + 13)  # the last batch is smaller
+def gathered(strategy):
+    """Rows travel of the gradient of a large table that all ranks hold."""
+    rows, units = 20_000, 8  # 640 kB: that of a small one travels whole
+    initializer = keras.initializers.RandomNormal(0.0, 0.3, seed=4)
 
-    def fit(name, **options):
-        with strategy.scope():
-            layer = embedding(strategy, name, **options)
-            model = Top(layer)
-            model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
-        dataset = uneven.map(lambda x, y: (layer.preprocess(x), y))
-        # Validation between epochs, which an iterator outlives.
-        fitted = model.fit(
-            dataset.repeat(),
-            epochs=3,
-            steps_per_epoch=3,
-            validation_data=dataset.take(2),
-            verbose=0,
-        )
-        return model, fitted.history["loss"] + fitted.history["val_loss"]
-
-    _, expected = fit("on_time")
-    model, losses = fit("ahead", prefetch_ids=True)
-    np.testing.assert_array_equal(losses, expected)
-    others = {"learn_frequent_ids": True, "hot_rows": (1, 2, 3, 9)}
-    _, found = fit("others", prefetch_ids=True, **others)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-    # Iterators of one dataset in turns, one given up; every batch twice.
-    layer = model.sparse
-
-    def prepare(x, _):
-        # The same layer on two inputs of a batch, too.
-        turned = {table: tf.reverse(ids, [0]) for table, ids in x.items()}
-        return x, layer.preprocess(x), turned, layer.preprocess(turned)
-
-    dataset = uneven.map(prepare)
-    local = strategy.experimental_distribute_dataset(dataset)
-    look_up = tf.function(layer)
-    tables = layer.get_embedding_tables()
-    iterators = [iter(local), iter(local), iter(local)]
-    for turn in (0, 0, 1, 1, 0, 2, 2, 1, 1):
-        first, prefetched, second, other = next(iterators[turn])
-        inputs = [(first, prefetched), (second, other)] * 2
-        for plain, ahead in inputs:
-            found = strategy.run(look_up, args=(ahead,))
-            for table, ids in plain.items():
-                np.testing.assert_allclose(
-                    found[table],
-                    tf.reduce_mean(tf.gather(tables[table], ids), 1),
-                    rtol=1e-5,
-                    atol=1e-6,
-                )
-
-
-def prefetch_distinct(strategy):
-    """A rank with few distinct ids counts for its samples all the same."""
-    ids = np.random.default_rng(1).zipf(1.2, [5 * BATCH, HOTNESS]) % 2000
-    ids[np.arange(len(ids)) % BATCH < BATCH // strategy.world_size] = 7
-    labels = (ids[:, :1] % 2).astype(np.float32)
-    dataset = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
-    distinct = TablePlacement.row_wise(strategy.world_size, deduplicate=True)
-
-    def fit(prefetch_ids):
-        with strategy.scope():
-            layer = FullSparse(
-                DIM,
-                2000,
-                use_bias=False,
-                sharding=distinct,
-                kernel_initializer=keras.initializers.RandomNormal(seed=3),
-                prefetch_ids=prefetch_ids,
-                name="distinct",  # Initial values depend on it.
-            )
-            model = Top(layer)
-            model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
-        inputs = dataset.map(lambda x, y: (layer.preprocess(x), y))
-        losses = model.fit(inputs, epochs=2, verbose=0).history["loss"]
-        return losses, layer
-
-    expected, plain = fit(False)
-    losses, layer = fit(True)
-    np.testing.assert_array_equal(losses, expected)
-    table = strategy.gather_table(layer)
-    np.testing.assert_array_equal(table, strategy.gather_table(plain))
-
-    # Outside of `run` no step tells exchanges apart.
-    look_up = tf.function(layer)
-    inputs = dataset.map(lambda x, _: (x, layer.preprocess(x)))
-    for x, prefetched in strategy.experimental_distribute_dataset(inputs):
-        np.testing.assert_allclose(
-            look_up(prefetched),
-            tf.reduce_sum(tf.gather(table, x), 1),
-            rtol=1e-5,
-            atol=1e-6,
+    def table(sharding):
+        return FullSparse(
+            units,
+            rows,
+            use_bias=False,
+            kernel_initializer=initializer,
+            sharding=sharding,
+            name="table",
         )
 
-    # How many ids a sample has, the planner cannot know.
     with strategy.scope():
-        made = FullSparse(DIM, 200_000, prefetch_ids=True)
-        made.build(layer.preprocess(tf.constant([[1, 2]])).shape)
-        known = FullSparse(DIM, 200_000, name=made.name)
-        known.build([None, None])
-    assert made.spec == known.spec
+        first = table("replicated")
+        first.build((None, HOTNESS))
+    initial = keras.initializers.Constant(strategy.gather_table(first))
+
+    class Summed(keras.layers.Layer):
+        """Keras's own."""
+
+        def __init__(self):
+            super().__init__()
+            self.rows = keras.layers.Embedding(rows, units, initial)
+
+        def call(self, ids):
+            return tf.reduce_sum(self.rows(ids), 1)
+
+    ways = {
+        "row": lambda: table("row"),
+        "replicated": lambda: table("replicated"),
+        "keras": Summed,
+    }
+    uneven = data(20).unbatch().batch(BATCH + 13)  # on 2 ranks, too
+    dataset = uneven.map(lambda x, y: (x["rows"] * 6, y))
+    losses, exchanges = {}, {}
+    for name, make in ways.items():
+        before = exchanges_of(strategy, "gradients/rows")
+        _, losses[name] = train(strategy, make, dataset)
+        after = exchanges_of(strategy, "gradients/rows")
+        exchanges[name] = after - before
+        np.testing.assert_allclose(losses[name], losses["row"], rtol=1e-5)
+    steps = len(losses["row"])
+    assert exchanges == {"row": 0, "replicated": steps, "keras": steps}
 
 
 def bad_ids(strategy):
@@ -356,8 +223,9 @@ def bfloat16(strategy):
 
 def main():
     strategy = tfdist_ext.HybridParallelStrategy()
+    scenarios = {**vars(prefetch_scenarios), **globals()}
     for name in sys.argv[1:]:
-        globals()[name](strategy)
+        scenarios[name](strategy)
 
 
 if __name__ == "__main__":

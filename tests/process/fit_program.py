@@ -247,7 +247,12 @@ def batch_norm(strategy, folder):
 
 def main():
     folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
+    strategy = tfdist_ext.HybridParallelStrategy(
+        timeout=30, gradient_dtype="bfloat16"
+    )
+    assert strategy.collectives.gradient_dtype == tf.bfloat16
+    # The scenario `gradient_dtypes` tries them; others compare more closely.
+    strategy.collectives.gradient_dtype = tf.float32
     modules = (sys.modules[__name__], precision_scenarios, failure_scenarios)
     for name in sys.argv[2:]:
         (scenario,) = (vars(m)[name] for m in modules if name in vars(m))

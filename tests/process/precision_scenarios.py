@@ -15,15 +15,25 @@ keras = tf.keras
 
 def mixed_precision(strategy, folder):
     """bfloat16 dense layers on float32 tables."""
-    with strategy.scope():
-        ids = keras.Input([3], dtype="int64")
-        hidden = FullSparse(4, ROWS, sharding="column")(ids)
-        hidden = keras.layers.Dense(8, dtype="mixed_bfloat16")(hidden)
-        output = keras.layers.Dense(1, dtype="float32")(hidden)
-        model = keras.Model(ids, output)
-        model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
-    losses = model.fit(data(), epochs=4, verbose=0).history["loss"]
-    assert losses[-1] < losses[0] and same_on_all_ranks(strategy, losses)
+    losses = {}
+    for dtype in ("float32", "mixed_bfloat16"):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            ids = keras.Input([3], dtype="int64")
+            table = FullSparse(4, ROWS, sharding="column")
+            dense = keras.layers.Dense(8, dtype=dtype)
+            output = keras.layers.Dense(1, dtype="float32")
+            model = keras.Model(ids, output(dense(table(ids))))
+            model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
+        losses[dtype] = model.fit(data(), epochs=4, verbose=0).history["loss"]
+        assert dense.compute_dtype == dtype.removeprefix("mixed_")
+        for kernel in (table.kernel, dense.kernel):
+            assert tf.as_dtype(kernel.dtype) == tf.float32
+        assert losses[dtype][-1] < losses[dtype][0]
+        assert same_on_all_ranks(strategy, losses[dtype])
+    rounded, exact = losses["mixed_bfloat16"], losses["float32"]
+    np.testing.assert_allclose(rounded, exact, rtol=2e-2)
+    assert rounded != exact
 
 
 def wire_dtypes(strategy, folder):

@@ -11,6 +11,7 @@ SCENARIOS = (
     "frequent",
     "prefetch",
     "prefetch_distinct",
+    "gathered",
     "bad_ids",
     "bfloat16",
 )

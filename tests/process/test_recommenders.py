@@ -14,6 +14,9 @@ def test_dlrm_and_two_towers_train(tmp_path):
         output = tmp_path / f"ranks{ranks}.npz"
         run_ranks("recommenders_program.py", ranks, output, keras=2)
         losses[ranks] = np.load(output.with_suffix(".0.npz"))
+    second = np.load(tmp_path / "ranks2.1.npz")
+    for name in losses[2].files:
+        np.testing.assert_array_equal(second[name], losses[2][name], name)
     for result in losses.values():
         for name in result.files:
             assert result[name][-1] < 0.9 * result[name][0], name

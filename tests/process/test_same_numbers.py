@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any number of ranks trains what one process of stock ops trains."""
 
-import numpy as np
 import pytest
-from comparing import check_ranks
-from launching import run_ranks
+from comparing import OneProcess
 
 pytestmark = pytest.mark.process
 
@@ -38,36 +36,21 @@ AT_FOUR_RANKS = [
     "row/row_wise_adagrad",
     "column/adam",
 ]
+PROGRAM = "train_program.py"
 
 
 @pytest.fixture(scope="module", params=[3, 2], ids=["keras3", "tf_keras"])
 def reference(request, tmp_path_factory):
-    """Results of stock ops in one process, and the tables they start from."""
+    """What one process trains, of stock ops and of ours."""
     keras = request.param
     folder = tmp_path_factory.mktemp(f"keras{keras}")
-    single = folder / "single.npz"
-    cases = [*CASES, *OUR_RULES]
-    run_ranks("train_program.py", 1, single, *cases, keras=keras)
-    initial = folder / "single.0.npz"
-    run_ranks(
-        "train_program.py",
-        1,
-        folder / "stock.npz",
-        *CASES,
-        "--stock",
-        initial,
-        keras=keras,
-    )
-    return keras, folder, np.load(folder / "stock.0.npz")
+    return OneProcess.train(PROGRAM, keras, folder, CASES, OUR_RULES)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_equals_stock_ops_in_one_process(reference, ranks):
-    keras, folder, expected = reference
-    if (keras, ranks) == (2, 4):
+    if (reference.keras, ranks) == (2, 4):
         pytest.skip("tf_keras at 4 ranks tells nothing that 2 ranks do not")
-    output = folder / f"ranks{ranks}.npz"
-    cases = [*CASES, *OUR_RULES] if ranks == 2 else AT_FOUR_RANKS
-    run_ranks("train_program.py", ranks, output, *cases, keras=keras)
-    first = np.load(folder / "single.0.npz")
-    check_ranks(output, ranks, first, expected)
+    reference.check(
+        ranks, [*CASES, *OUR_RULES] if ranks == 2 else AT_FOUR_RANKS
+    )

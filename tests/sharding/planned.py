@@ -9,11 +9,7 @@ from tfdist_ext.sharding.tables import FeatureConfig
 from tfdist_ext.sharding.tables import TableConfig
 
 # Rows, columns, ids per sample.
-SMALL_WORKLOADS = {
-    "movielens": [(943, 32, 1), (1682, 32, 1)],
-    "a9a": [(123, 1, 14)],
-    "criteo_sample": [(10_000, 16, 1)] * 26,
-}
+MEDIUM = (100_000, 16, 10)
 
 
 def configs(sizes, **arguments):
@@ -33,8 +29,6 @@ def configs(sizes, **arguments):
 
 def sizes_of(name):
     """Sizes of a workload's tables."""
-    if name in SMALL_WORKLOADS:
-        return SMALL_WORKLOADS[name]
     return [
         (table.rows, table.width, table.hotness)
         for table in workloads.WORKLOADS[name].tables
@@ -44,6 +38,13 @@ def sizes_of(name):
 def make_plan(sizes, world_size, **arguments):
     """A plan for tables of these sizes."""
     return plan_lib.plan(*configs(sizes), world_size, **arguments)
+
+
+def plan_workload(name, world_size, **arguments):
+    """A plan for a workload, at the batch size it is measured with."""
+    batch_size = 2048 if name.startswith("criteo") else 256
+    sizes = sizes_of(name)
+    return make_plan(sizes, world_size, batch_size=batch_size, **arguments)
 
 
 def random_sizes(seed, count):

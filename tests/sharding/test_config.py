@@ -171,5 +171,6 @@ def test_specs_survive_as_text():
         spec = specs(placement)[rank]
         assert spec_from_json(spec_to_json(spec)) == spec
         assert spec_from_json(spec_to_json(spec).encode()) == spec
-    assert spec_to_json(None) == "" and spec_from_json("") is None
+    assert spec_to_json(None) == ""
+    assert spec_from_json("") is None and spec_from_json(b"") is None
     assert shard_spec(object()) is None

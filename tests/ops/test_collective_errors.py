@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How collectives fail, on ranks that are threads of this process."""
+
+import re
+
+import pytest
+import tensorflow as tf
+
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.ops import collective_ops
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_user_error_of_one_rank_is_raised_on_all(world_size):
+    def run(group):
+        rows = 30_000
+        x = tf.ones([rows * world_size])
+        wrong = rows + (group.rank == 1)
+        messages = []
+        for call in (
+            lambda: collective_ops.all_to_all(
+                group, x, [wrong] * world_size, tag=2, label="layer a"
+            ),
+            lambda: collective_ops.all_reduce(
+                group,
+                [x],
+                tag=4,
+                label="layer b",
+                weight=-1.0 if group.rank == 1 else 1.0,
+            ),
+        ):
+            with pytest.raises(tf.errors.InvalidArgumentError) as error:
+                call()
+            messages.append(error.value.message)
+        # The group goes on.
+        output, _ = collective_ops.all_to_all(
+            group, x, [rows] * world_size, tag=2, label="layer a"
+        )
+        assert output.shape == x.shape
+        return messages
+
+    for splits, weight in run_on_ranks(world_size, run):
+        assert re.search(r"'layer a': rank 1: send_splits.* 30001", splits)
+        assert re.search(r"'layer b': rank 1: weight must be .* -1", weight)
+
+
+def test_different_ops_under_one_tag_name_ranks_and_ops():
+    def run(group):
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            if group.rank == 1:
+                collective_ops.all_gather(
+                    group, tf.zeros([70_000], tf.int64), tag=2, label="emb"
+                )
+            else:
+                collective_ops.all_reduce(
+                    group, [tf.zeros([70_000])], tag=2, label="dense"
+                )
+        return error.value.message
+
+    for message in run_on_ranks(2, run):
+        assert "all_reduce 'dense'" in message
+        assert "all_gather 'emb'" in message
+        assert "rank 0 (127.0.0.1:7000)" in message
+        assert "rank 1 (127.0.0.1:7001)" in message
+
+
+def test_different_shapes_in_an_all_reduce():
+    def run(group):
+        x = tf.zeros([100_000 + group.rank])
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            collective_ops.all_reduce(group, [x], tag=2, label="dense")
+        return error.value.message
+
+    for message in run_on_ranks(2, run):
+        assert "400000 bytes" in message
+        assert "400004 bytes" in message
+
+
+def test_weighted_sum_needs_a_floating_dtype():
+    def run(group):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="int32"):
+            collective_ops.all_reduce(
+                group, [tf.zeros([2], tf.int32)], tag=2, weight=1.0
+            )
+        return True
+
+    assert run_on_ranks(2, run) == [True, True]
+
+
+def test_failure_inside_of_a_function_is_unavailable():
+    """Also below calls and loops, which TensorFlow wraps in other ops."""
+
+    def run(group):
+        @tf.function
+        def inner(x):
+            return collective_ops.all_reduce(group, [x], tag=2, label="in")[0]
+
+        @tf.function
+        def outer(x):
+            for _ in tf.range(3):
+                x = inner(x)
+            return x
+
+        outer(tf.ones([2]))
+        if group.rank == 1:
+            return None
+        with pytest.raises(tf.errors.UnavailableError, match="'in'") as error:
+            outer(tf.ones([2]))
+        return error.value.message
+
+    message, _ = run_on_ranks(2, run)
+    assert "rank 1 (127.0.0.1:7001) has closed its process group" in message
+
+
+def test_op_without_its_group():
+    class Closed:
+        rank, world_size, handle = 0, 2, 12345
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="12345"):
+        collective_ops.barrier(Closed(), tag=2)
