@@ -143,3 +143,21 @@ def test_plans_cannot_be_changed():
         plan.placements["t0"] = TablePlacement()
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.problem = None
+
+
+def test_a_plan_is_for_its_own_tables():
+    tables, features = planned.configs([(1000, 8, 5)], hot_rows=3)
+    plan = plan_lib.plan(tables, features, 4, forced={"t0": "row_wise"})
+    pooled = not plan.placement_of("t0").deduplicate
+    plan.check_fits(tables[0])
+    plan.check_fits(dataclasses.replace(tables[0], hot_rows=0))
+    for other, message in (
+        ({"vocabulary_size": 999}, "1000 rows and 8 columns"),
+        ({"hot_rows": (5, 6)}, "contradicts the placement"),
+        (
+            {"deduplicate": not plan.placement_of("t0").deduplicate},
+            "deduplicate",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.check_fits(dataclasses.replace(tables[0], **other))

@@ -26,8 +26,8 @@ def exchange_ahead(
     run the same steps, so they find the same.
 
     Args:
-        ask_now: exchanges the ids of this batch; used in the first step of an
-            iterator.
+        ask_now: exchanges the ids of this batch; used where an iterator
+            starts, or goes on after another.
         ask_next: exchanges those of the next batch. Both return dataclasses
             of tensors.
         position: int64 `[2]`, which batch this one is of which iterator.

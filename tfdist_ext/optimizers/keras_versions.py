@@ -51,7 +51,7 @@ class _Keras3Differences(_Optimizer):
             def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
                 return tf.fill(shape, tf.cast(value, dtype))
 
-        if name != "average" and is_bfloat16_table(reference_variable):
+        if is_bfloat16_table(reference_variable):
             return self._add_beside(
                 reference_variable,
                 name or "var",
@@ -178,7 +178,7 @@ class _LegacyDifferences(_Optimizer):
         """
         if self._hands_on(model_variable):
             return None
-        if variable_name == "average" or not is_bfloat16_table(model_variable):
+        if not is_bfloat16_table(model_variable):
             return super().add_variable_from_reference(
                 model_variable, variable_name, shape, initial_value
             )

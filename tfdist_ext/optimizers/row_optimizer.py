@@ -63,6 +63,13 @@ class RowOptimizer(KerasDifferences):
         """Refuses bad options; builds the optimizers that tables bring."""
         if any(shard_spec(variable) is not None for variable in variables):
             check_supported(self)
+        for variable in variables:
+            if is_bfloat16_table(variable) and getattr(self, "use_ema", None):
+                raise ValueError(
+                    "Argument `use_ema` is not supported with tables of "
+                    f"bfloat16: the average of '{variable.name}' would lose "
+                    "most of its moves. Use float32 tables, or leave it out."
+                )
         tables: dict[int, tuple[Any, list[Any]]] = {}
         for variable in variables:
             if self._hands_on(variable):
