@@ -155,7 +155,7 @@ def test_a_plan_is_for_its_own_tables():
         ({"vocabulary_size": 999}, "1000 rows and 8 columns"),
         ({"hot_rows": (5, 6)}, "contradicts the placement"),
         (
-            {"deduplicate": not plan.placement_of("t0").deduplicate},
+            {"deduplicate": pooled},
             "deduplicate",
         ),
     ):
