@@ -13,7 +13,7 @@ VENV ?= $(if $(filter $(TF),$(TF_DEFAULT)),.venv,.venv-$(TF))
 BIN := $(VENV)/bin
 REQUIREMENTS := requirements.txt requirements-dev.txt \
     requirements-tf$(TF_MINOR).txt
-# Tests that start ranks run one after another, the others beside them.
+# Two files at a time.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup \
     --no-loadscope-reorder $(PYTEST_ARGS)
 PYTHON_SOURCES := tfdist_ext build_ops tests examples benchmarks setup.py

@@ -9,11 +9,6 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parent
 
-# A group of pytest-xdist: tests of one worker, one after another.
-_RANKS = "ranks"
-# Others that take as much memory.
-_LARGE = ("test_large_tables.py",)
-
 
 def _version(distribution: str) -> str:
     try:
@@ -29,23 +24,21 @@ def pytest_report_header() -> list[str]:
     return [f"versions: {versions}", f"shared library: {library}"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tiers by folder; tells pytest-xdist what to run in order.
+    """Marks the tiers by folder; keeps a file's tests on one worker.
 
-    The tests of several processes come first, one after another: together
-    they take longest, and two at a time would be short of memory.
+    Files that start ranks come first: they take longest, and the many short
+    ones then fill what is left of either worker.
     """
     for item in items:
-        folders = item.path.relative_to(TESTS).parts[:-1]
-        group = str(item.path.relative_to(TESTS))
-        if set(folders) & {"process", "fault"}:
-            item.add_marker(folders[0])
-            group = _RANKS
-        elif item.path.name in _LARGE:
-            group = _RANKS
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=_after_ranks)
+        path = item.path.relative_to(TESTS)
+        for tier in ("process", "fault"):
+            if tier in path.parts:
+                item.add_marker(tier)
+        item.add_marker(pytest.mark.xdist_group(str(path)))
+    items.sort(key=_is_fast)
 
 
-def _after_ranks(item: pytest.Item) -> bool:
-    return item.get_closest_marker("xdist_group").args[0] != _RANKS
+def _is_fast(item: pytest.Item) -> bool:
+    return not {"process", "fault"} & set(item.path.parts)
