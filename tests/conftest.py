@@ -41,4 +41,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    return not {"process", "fault"} & set(item.path.parts)
+    folders = item.path.relative_to(TESTS).parts
+    return not {"process", "fault"} & set(folders)

@@ -8,6 +8,7 @@ from tfdist_ext import optimizers
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.optimizers.keras_versions import KERAS_3
 
 keras = tf.keras
 
@@ -50,9 +51,10 @@ def test_an_optimizer_trains_the_tables_of_one_model():
             optimizer.build(model.trainable_variables)
 
 
-def test_gradients_are_not_accumulated_beside_a_table_of_its_own():
+def test_what_needs_all_slots_is_refused_beside_a_table_of_its_own():
     table = TableConfig("users", 20, 4, optimizer="sgd")
     model = model_of(table)
-    optimizer = optimizers.Adagrad(0.1, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+    option = "gradient_accumulation_steps" if KERAS_3 else "use_ema"
+    optimizer = optimizers.Adagrad(0.1, **{option: 2})
+    with pytest.raises(ValueError, match=option):
         optimizer.build(model.trainable_variables)
