@@ -23,6 +23,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.distribute.values",
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
+    "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.training.saving.saveable_object",
     "tensorflow.python.types.internal",
 }

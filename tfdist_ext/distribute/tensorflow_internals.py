@@ -17,6 +17,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
@@ -37,6 +38,11 @@ def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`, None if never set."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
+
+
+def variable_accessed(variable: Any) -> None:
+    """Tells gradient tapes and functions that an op reads the variable."""
+    resource_variable_ops.variable_accessed(variable)
 
 
 def is_recording() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.ops.library import library
 from tfdist_ext.sharding.config import FeaturePlacement
 from tfdist_ext.sharding.config import spec_from_json
@@ -62,9 +63,8 @@ def lookup(
     """
     variables = [_component(getattr(t, "_value", t)) for t in tables]
     for variable in variables:
-        # Reading no rows tells the gradient tapes that the variable is used;
-        # the handle alone does not, and reading all would copy the table.
-        variable.sparse_read(tf.zeros([0], tf.int32))
+        # The handle alone does not tell; reading all would copy the table.
+        internals.variable_accessed(variable)
     values, send_splits = library().tfdist_lookup(
         [variable.handle for variable in variables],
         row_splits,
