@@ -34,6 +34,11 @@ class Case:
         """The tables of the workload."""
         return workloads.WORKLOADS[self.workload].tables
 
+    @property
+    def one_sample(self) -> Case:
+        """The same tables with the smallest batch."""
+        return dataclasses.replace(self, batch_size=1)
+
 
 def padded(width: int) -> int:
     """The next multiple of 4, which FBGEMM needs."""

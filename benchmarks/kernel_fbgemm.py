@@ -22,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from benchmarks import kernel_batches
+from benchmarks.kernel_batches import Case
 
 _OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -39,7 +40,7 @@ class FbgemmTables:
 
     backward_includes_forward = False
 
-    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+    def __init__(self, case: Case, padding: bool) -> None:
         self.case = case
         self.widths = [kernel_batches.padded(t.width) for t in case.tables]
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
@@ -57,15 +58,16 @@ class FbgemmTables:
         for i, table in enumerate(self.tables):
             values = kernel_batches.weights(case, i, self.widths[i])
             table.copy_(torch.from_numpy(values))
-        self.batches = [self._batch(i) for i in range(case.batches)]
+        self.batches = [self._batch(case, i) for i in range(case.batches)]
+        self.one_sample = self._batch(case.one_sample, 0)
 
-    def _batch(self, batch: int) -> tuple[torch.Tensor, ...]:
-        lists = kernel_batches.ids(self.case, batch)
+    def _batch(self, case: Case, batch: int) -> tuple[torch.Tensor, ...]:
+        lists = kernel_batches.ids(case, batch)
         lengths = [np.full(len(ids), ids.shape[1]) for ids in lists]
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         flat = np.concatenate([ids.ravel() for ids in lists])
         grads = [
-            kernel_batches.gradients(self.case, batch, width, i)
+            kernel_batches.gradients(case, batch, width, i)
             for i, width in enumerate(self.widths)
         ]
         return tuple(map(torch.from_numpy, (flat, offsets, np.hstack(grads))))
@@ -76,6 +78,10 @@ class FbgemmTables:
         self.output = self.module(ids, offsets)
         parts = np.cumsum(self.widths)[:-1]
         return np.split(self.output.detach().numpy(), parts, axis=1)
+
+    def call(self) -> None:
+        """Looks up one sample: what a call costs, whatever it does."""
+        self.module(*self.one_sample[:2]).detach().numpy()
 
     def backward(self, step: int) -> None:
         """Sums the gradients of the rows and updates them."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from benchmarks import kernel_batches
 from benchmarks.kernel_batches import EPSILON
 from benchmarks.kernel_batches import LEARNING_RATE
+from benchmarks.kernel_batches import Case
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import optimizer_ops
 
@@ -23,7 +24,7 @@ def set_threads(threads: int) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def _table(case: kernel_batches.Case, i: int, width: int) -> tf.Variable:
+def _table(case: Case, i: int, width: int) -> tf.Variable:
     """Ours and stock share the tables: those of `ads` have a gigabyte."""
     if (i, width) not in _TABLES:
         values = kernel_batches.weights(case, i, width)
@@ -39,18 +40,19 @@ class _Tables:
         padding: whether to pad the width to what FBGEMM can do.
     """
 
-    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+    def __init__(self, case: Case, padding: bool) -> None:
         self.case = case
         self.widths = [
             kernel_batches.padded(t.width) if padding else t.width
             for t in case.tables
         ]
         self.tables = [_table(case, i, w) for i, w in enumerate(self.widths)]
-        self.batches = [self._batch(i) for i in range(case.batches)]
+        self.batches = [self._batch(case, i) for i in range(case.batches)]
+        self.one_sample = self._batch(case.one_sample, 0)
         self.forward_step = tf.function(self._forward)
         self.backward_step = tf.function(self._backward)
 
-    def _batch(self, batch: int) -> Any:
+    def _batch(self, case: Case, batch: int) -> Any:
         raise NotImplementedError
 
     def _forward(self, batch: Any) -> list[tf.Tensor]:
@@ -63,6 +65,11 @@ class _Tables:
         """Looks up the ids of a batch; waits for the result."""
         batch = self.batches[step % len(self.batches)]
         return [output.numpy() for output in self.forward_step(batch)]
+
+    def call(self) -> None:
+        """Looks up one sample: what a call costs, whatever it does."""
+        for output in self.forward_step(self.one_sample):
+            output.numpy()
 
     def backward(self, step: int) -> None:
         """Sums the gradients of the rows and updates them; waits."""
@@ -85,17 +92,17 @@ class OursTables(_Tables):
 
     backward_includes_forward = False
 
-    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+    def __init__(self, case: Case, padding: bool) -> None:
         self.slots = [
             tf.Variable(tf.zeros([table.rows])) for table in case.tables
         ]
         super().__init__(case, padding)
 
-    def _batch(self, batch: int) -> tuple[tf.Tensor, ...]:
-        ids = kernel_batches.ids(self.case, batch)
+    def _batch(self, case: Case, batch: int) -> tuple[tf.Tensor, ...]:
+        ids = kernel_batches.ids(case, batch)
         lengths = np.concatenate([np.full(len(i), i.shape[1]) for i in ids])
         grads = [
-            kernel_batches.gradients(self.case, batch, width, i).ravel()
+            kernel_batches.gradients(case, batch, width, i).ravel()
             for i, width in enumerate(self.widths)
         ]
         made = (
@@ -168,18 +175,18 @@ class StockTables(_Tables):
     # Its gradient needs what the lookup computed.
     backward_includes_forward = True
 
-    def __init__(self, case: kernel_batches.Case, padding: bool) -> None:
+    def __init__(self, case: Case, padding: bool) -> None:
         super().__init__(case, padding)
         if case.optimizer != "sgd":
             self.slots = [tf.Variable(tf.zeros(t.shape)) for t in self.tables]
 
-    def _batch(self, batch: int) -> list[tuple[Any, ...]]:
+    def _batch(self, case: Case, batch: int) -> list[tuple[Any, ...]]:
         made = []
-        for i, ids in enumerate(kernel_batches.ids(self.case, batch)):
+        for i, ids in enumerate(kernel_batches.ids(case, batch)):
             sparse = tf.SparseTensor(
                 np.argwhere(np.ones(ids.shape, bool)), ids.ravel(), ids.shape
             )
-            grad = kernel_batches.gradients(self.case, batch, self.widths[i], i)
+            grad = kernel_batches.gradients(case, batch, self.widths[i], i)
             made.append((sparse, tf.constant(grad)))
         return made
 

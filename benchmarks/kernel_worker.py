@@ -59,9 +59,9 @@ class Worker:
         np.savez(path, **arrays)
 
     def time(self, subject: str, repeats: int) -> dict[str, list[float]]:
-        """Milliseconds of every step, forward and backward with update."""
+        """Milliseconds of every forward, backward with update and call."""
         tables = self.subjects[subject]
-        forward, backward = [], []
+        forward, backward, call = [], [], []
         for _ in range(repeats):
             step = self.steps[subject]
             self.steps[subject] = step + 1
@@ -70,11 +70,13 @@ class Worker:
             middle = time.perf_counter()
             tables.backward(step)
             end = time.perf_counter()
+            tables.call()
+            call.append(1e3 * (time.perf_counter() - end))
             forward.append(1e3 * (middle - start))
             backward.append(1e3 * (end - middle))
             if tables.backward_includes_forward:
                 backward[-1] -= forward[-1]
-        return {"forward": forward, "backward": backward}
+        return {"forward": forward, "backward": backward, "call": call}
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 Results are compared first. Then the subjects take turns, a few steps each, so
 that they see the same machine; a row of the table shows medians. `ours` has
 rows as wide as FBGEMM's, which must be a multiple of 4. `copy` is the share
-of the rate at which this many threads copy a large array.
+of the rate at which this many threads copy a large array. `call` is a lookup of
+one sample: what TensorFlow or torch needs to call anything at all.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def measure(
         wrong = differences(case, files)
     if wrong:
         raise SystemExit("results differ: " + "; ".join(wrong))
-    times: Times = {s: {"forward": [], "backward": []} for s in processes}
+    keys = ("forward", "backward", "call")
+    times: Times = {s: {key: [] for key in keys} for s in processes}
     for turn in range(rounds + 1):
         for subject, process in processes.items():
             answer = process.ask("time", subject=subject, repeats=repeats)
@@ -162,6 +164,7 @@ def show(case: Case, threads: int, times: Times, copy: float) -> list[Any]:
         rate = size / each["forward"] / 1e6
         line = f"{case.workload:<10}{case.optimizer:<17}{threads:>2}  "
         line += f"{subject:<17}{each['forward']:>8.2f}{each['backward']:>8.2f}"
+        line += f"{each['call']:>6.2f}"
         line += f"{rate:>7.1f}{rate / copy:>6.2f}"
         ratios = {}
         for other in ("fbgemm", "stock"):
@@ -177,6 +180,7 @@ def show(case: Case, threads: int, times: Times, copy: float) -> list[Any]:
                 "subject": subject,
                 "forward_ms": each["forward"],
                 "backward_ms": each["backward"],
+                "call_ms": each["call"],
                 "gathered_gb_s": rate,
                 "copy_gb_s": copy,
                 **ratios,
@@ -237,10 +241,10 @@ def main() -> None:
     if reason:
         print(f"fbgemm: skipped ({reason})")
         arguments.fbgemm_python = None
-    print(f"{'':31}{'':<17}{'fwd':>8}{'bwd+upd':>8}{'gather':>7}", end="")
-    print(f"{'':>6}{'x fbgemm':>14}{'x stock':>14}")
-    print(f"{'':31}{'':<17}{'ms':>8}{'ms':>8}{'GB/s':>7}{'copy':>6}", end="")
-    print(f"{'fwd':>7}{'bwd':>7}" * 2)
+    print(f"{'':31}{'':<17}{'fwd':>8}{'bwd+upd':>8}{'call':>6}", end="")
+    print(f"{'gather':>7}{'':>6}{'x fbgemm':>14}{'x stock':>14}")
+    print(f"{'':31}{'':<17}{'ms':>8}{'ms':>8}{'ms':>6}", end="")
+    print(f"{'GB/s':>7}{'copy':>6}" + f"{'fwd':>7}{'bwd':>7}" * 2)
     records = []
     for workload in arguments.workloads:
         for optimizer in arguments.optimizers:
