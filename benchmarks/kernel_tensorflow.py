@@ -38,7 +38,13 @@ class _Tables:
     Args:
         case: what is timed.
         padding: whether to pad the width to what FBGEMM can do.
+
+    Attributes:
+        as_function: whether a step is one `tf.function`, which costs a call to
+            another thread, or its ops are called as torch calls FBGEMM's.
     """
+
+    as_function: bool
 
     def __init__(self, case: Case, padding: bool) -> None:
         self.case = case
@@ -49,8 +55,11 @@ class _Tables:
         self.tables = [_table(case, i, w) for i, w in enumerate(self.widths)]
         self.batches = [self._batch(case, i) for i in range(case.batches)]
         self.one_sample = self._batch(case.one_sample, 0)
-        self.forward_step = tf.function(self._forward)
-        self.backward_step = tf.function(self._backward)
+        self.forward_step = self._forward
+        self.backward_step = self._backward
+        if self.as_function:
+            self.forward_step = tf.function(self._forward)
+            self.backward_step = tf.function(self._backward)
 
     def _batch(self, case: Case, batch: int) -> Any:
         raise NotImplementedError
@@ -90,6 +99,7 @@ class _Tables:
 class OursTables(_Tables):
     """The ops of tfdist_ext: all tables in one lookup and one gradient."""
 
+    as_function = False
     backward_includes_forward = False
 
     def __init__(self, case: Case, padding: bool) -> None:
@@ -172,6 +182,8 @@ class StockTables(_Tables):
     Stock has no row-wise Adagrad; its place takes ordinary Adagrad.
     """
 
+    # A dozen ops, slower one by one.
+    as_function = True
     # Its gradient needs what the lookup computed.
     backward_includes_forward = True
 
