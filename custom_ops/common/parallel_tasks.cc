@@ -2,12 +2,50 @@
 #include "common/parallel_tasks.h"
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
 
 namespace tfdist {
 namespace {
 
 constexpr int64_t kPartsPerThread = 4;
 constexpr int64_t kLeastNanoseconds = 20000;  // worth waking up a thread
+
+// Parts of a call, which the caller and its helpers take one by one.
+class Parts {
+ public:
+  // `run` is not called after Finish().
+  Parts(int64_t count, const std::function<void(int64_t part)>& run)
+      : count_(count), run_(run) {}
+
+  // Runs parts until none is left to be taken.
+  void Help() {
+    int64_t mine = 0;
+    for (int64_t i; (i = next_.fetch_add(1)) < count_; ++mine) run_(i);
+    if (mine == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    done_ += mine;
+    if (done_ == count_) all_done_.notify_one();
+  }
+
+  // Runs parts and waits for those that helpers have taken, not for helpers
+  // that have yet to come.
+  void Finish() {
+    Help();
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, [this] { return done_ == count_; });
+  }
+
+ private:
+  const int64_t count_;
+  const std::function<void(int64_t)>& run_;
+  std::atomic<int64_t> next_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+  int64_t done_ = 0;
+};
 
 }  // namespace
 
@@ -19,9 +57,11 @@ void ParallelTasks(
     starts.push_back(starts.back() + task.units * task.nanoseconds);
   }
   const int64_t total = starts.back();
-  const int64_t parts =
-      std::max<int64_t>(1, std::min(kPartsPerThread * pool->NumThreads(),
-                                    total / kLeastNanoseconds));
+  const int64_t threads = pool->NumThreads();
+  const int64_t parts = threads == 1
+                            ? 1
+                            : std::clamp<int64_t>(total / kLeastNanoseconds, 1,
+                                                  kPartsPerThread * threads);
   // The units that start in [low, high).
   const auto run = [&](int64_t low, int64_t high) {
     size_t task = std::upper_bound(starts.begin(), starts.end(), low) -
@@ -44,9 +84,23 @@ void ParallelTasks(
   const auto cut = [&](int64_t part) {
     return total / parts * part + total % parts * part / parts;
   };
-  pool->ParallelFor(parts, total / parts, [&](int64_t first, int64_t last) {
-    run(cut(first), cut(last));
-  });
+  const std::function<void(int64_t)> run_part = [&](int64_t part) {
+    run(cut(part), cut(part + 1));
+  };
+  // The caller is one of the threads, and done alone where no other is free: a
+  // ParallelFor of the pool waits until one has come.
+  const auto shared = std::make_shared<Parts>(parts, run_part);
+  for (int64_t i = 1; i < std::min(threads, parts); ++i) {
+    pool->Schedule([shared] { shared->Help(); });
+  }
+  shared->Finish();
+}
+
+void ParallelUnits(
+    tensorflow::thread::ThreadPool* pool, int64_t units, int64_t nanoseconds,
+    const std::function<void(int64_t begin, int64_t end)>& work) {
+  ParallelTasks(pool, {{units, nanoseconds}},
+                [&](size_t, int64_t begin, int64_t end) { work(begin, end); });
 }
 
 }  // namespace tfdist

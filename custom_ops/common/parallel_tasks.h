@@ -25,6 +25,11 @@ void ParallelTasks(
     tensorflow::thread::ThreadPool* pool, const std::vector<Task>& tasks,
     const std::function<void(size_t task, int64_t begin, int64_t end)>& work);
 
+// The same for a single task.
+void ParallelUnits(tensorflow::thread::ThreadPool* pool, int64_t units,
+                   int64_t nanoseconds,
+                   const std::function<void(int64_t begin, int64_t end)>& work);
+
 }  // namespace tfdist
 
 #endif  // TFDIST_COMMON_PARALLEL_TASKS_H_

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "common/parallel_tasks.h"
 #include "feature_grid.h"
 #include "header_bytes.h"
 #include "hot_ids.h"
@@ -247,8 +248,8 @@ class DecodeIdsOp : public OpKernel {
     splits_out[0] = 0;
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     const int64_t count = parts->size();
-    pool->ParallelFor(
-        count,
+    ParallelUnits(
+        pool, count,
         kNanosecondsPerEntry * (entries / std::max<int64_t>(count, 1) + 1),
         [&](int64_t first, int64_t last) {
           for (int64_t i = first; i < last; ++i) {

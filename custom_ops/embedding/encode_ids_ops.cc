@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "common/parallel_tasks.h"
 #include "entry_builder.h"
 #include "feature_grid.h"
 #include "hot_ids.h"
@@ -209,17 +210,17 @@ class EncodeIdsOp : public OpKernel {
       ids += lists[f].ids;
     }
     const int64_t count = tasks.size();
-    pool->ParallelFor(
-        count, kNanosecondsPerId * (ids / std::max<int64_t>(count, 1) + 1),
-        [&](int64_t first, int64_t last) {
-          for (int64_t task = first; task < last; ++task) {
-            const auto [f, i] = tasks[task];
-            const int64_t samples = lists[f].samples;
-            const int64_t ranges = entries[f].ranges.size();
-            entries[f].ranges[i].Build(lists[f], samples * i / ranges,
-                                       samples * (i + 1) / ranges);
-          }
-        });
+    ParallelUnits(pool, count,
+                  kNanosecondsPerId * (ids / std::max<int64_t>(count, 1) + 1),
+                  [&](int64_t first, int64_t last) {
+                    for (int64_t task = first; task < last; ++task) {
+                      const auto [f, i] = tasks[task];
+                      const int64_t samples = lists[f].samples;
+                      const int64_t ranges = entries[f].ranges.size();
+                      entries[f].ranges[i].Build(lists[f], samples * i / ranges,
+                                                 samples * (i + 1) / ranges);
+                    }
+                  });
     for (size_t f = 0; f < lists.size(); ++f) {
       entries[f].one_each = rules_[f].one_each;
       for (const EntryBuilder& range : entries[f].ranges) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/huge_pages.h"
+#include "common/parallel_tasks.h"
 #include "counter_random.h"
 #include "placement.h"
 #include "tensorflow/core/framework/op.h"
@@ -139,7 +140,7 @@ class InitRowsOp : public OpKernel {
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     const int64_t cost =
         (distribution_ == Distribution::kConstant ? 1 : 10) * local_dim + 10;
-    pool->ParallelFor(num_rows, cost, [&](int64_t first, int64_t last) {
+    ParallelUnits(pool, num_rows, cost, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const int64_t id = row < block_.local_rows
                                ? placement.Id(block_.row_part, row)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/parallel_tasks.h"
 #include "header_bytes.h"
 
 namespace tfdist {
@@ -38,9 +39,10 @@ MessageBuilder::MessageBuilder(const FeatureGrids& grids,
 
 template <typename F>
 void MessageBuilder::ForAllSections(F f) const {
-  pool_->ParallelFor(sections_.size(), cost_, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) f(i);
-  });
+  ParallelUnits(pool_, sections_.size(), cost_,
+                [&](int64_t first, int64_t last) {
+                  for (int64_t i = first; i < last; ++i) f(i);
+                });
 }
 
 int64_t MessageBuilder::SectionOf(size_t feature, int64_t rank) const {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/parallel_tasks.h"
 #include "number_codec.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -112,8 +113,8 @@ class PackNumbersOp : public OpKernel {
     std::vector<std::unique_ptr<uint8_t[]>> messages(receivers);
     const auto* data = static_cast<const uint8_t*>(values.data());
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    pool->ParallelFor(
-        receivers,
+    ParallelUnits(
+        pool, receivers,
         kNanosecondsPerNumber * (values.NumElements() / receivers + 1),
         [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
@@ -172,15 +173,15 @@ class UnpackNumbersOp : public OpKernel {
     auto* out = static_cast<uint8_t*>(values->data());
     std::vector<const char*> errors(senders, nullptr);
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    pool->ParallelFor(
-        senders, kNanosecondsPerNumber * (first[senders] / senders + 1),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            errors[i] = UnpackNumbers(format, blocks[i], ends[i],
-                                      first[i + 1] - first[i],
-                                      out + first[i] * format.bytes);
-          }
-        });
+    ParallelUnits(pool, senders,
+                  kNanosecondsPerNumber * (first[senders] / senders + 1),
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t i = begin; i < end; ++i) {
+                      errors[i] = UnpackNumbers(format, blocks[i], ends[i],
+                                                first[i + 1] - first[i],
+                                                out + first[i] * format.bytes);
+                    }
+                  });
     for (int64_t i = 0; i < senders; ++i) {
       OP_REQUIRES(ctx, errors[i] == nullptr, Malformed(i, errors[i]));
     }

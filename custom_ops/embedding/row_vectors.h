@@ -39,9 +39,9 @@ constexpr int kMaxVectors = 8;          // accumulators that stay in registers
 constexpr int64_t kPrefetchAhead = 16;  // entries; hides a trip to memory
 constexpr int64_t kLineBytes = 64;
 
-// Prefetches a row, of a long one only the start: the processor's own prefetcher
-// follows it to the end, and as it can have only so many misses under way,
-// asking for all lines of long rows takes up to a third longer.
+// Prefetches a row, of a long one only the start: the processor's own
+// prefetcher follows it to the end, and as it can have only so many misses
+// under way, asking for all lines of long rows takes up to a third longer.
 template <typename T>
 TFDIST_INLINE void PrefetchRow(const T* row, int64_t width) {
   constexpr int64_t kLine = kLineBytes / sizeof(T);

@@ -5,12 +5,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/optimizer/row_order.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 #include "custom_ops/optimizer/rule_inputs.h"
 #include "custom_ops/optimizer/shard_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace tfdist {
 namespace {
@@ -117,8 +117,8 @@ class ApplyRowsOp : public tf::OpKernel {
   template <typename Function>
   void Parallel(tf::OpKernelContext* context, int64_t rows, int64_t cost,
                 const Function& function) const {
-    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers, rows, cost, function);
+    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
+                  rows, cost, function);
   }
 
   void Update(tf::OpKernelContext* context, const Work& work,

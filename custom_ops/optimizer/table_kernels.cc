@@ -6,11 +6,11 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/optimizer/row_order.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 #include "custom_ops/optimizer/shard_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace tfdist {
 namespace {
@@ -54,12 +54,11 @@ class SumDuplicateRowsOp : public tf::OpKernel {
     std::copy(groups.rows.begin(), groups.rows.end(),
               unique_rows->flat<int64_t>().data());
     float* data = sums->flat<float>().data();
-    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers, num_groups, 50 + 2 * dim,
-              [&](int64_t begin, int64_t end) {
-                SumGroups(groups, grads.flat<float>().data(), dim, begin, end,
-                          data + begin * dim);
-              });
+    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
+                  num_groups, 50 + 2 * dim, [&](int64_t begin, int64_t end) {
+                    SumGroups(groups, grads.flat<float>().data(), dim, begin,
+                              end, data + begin * dim);
+                  });
   }
 };
 
@@ -84,11 +83,10 @@ class ScaleTableOp : public tf::OpKernel {
         shard.tensor(0).dims() == 0 ? 1 : shard.tensor(0).dim_size(0);
     if (size == 0) return;
     const auto scale = static_cast<float>(factor.scalar<double>()());
-    const auto& workers = *context->device()->tensorflow_cpu_worker_threads();
-    tf::Shard(workers.num_threads, workers.workers, rows, size / rows,
-              [&](int64_t begin, int64_t end) {
-                ScaleRows(buffers, size / rows, begin, end, scale);
-              });
+    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
+                  rows, size / rows, [&](int64_t begin, int64_t end) {
+                    ScaleRows(buffers, size / rows, begin, end, scale);
+                  });
   }
 };
 
