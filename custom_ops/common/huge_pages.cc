@@ -2,6 +2,7 @@
 #include "custom_ops/common/huge_pages.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,7 @@ namespace {
 constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
 // Smaller ones fit the processor's table of pages anyway.
 constexpr size_t kSmallest = 2 * kHugePage;
+constexpr int kTries = 3;
 
 bool Wanted() {
   static const bool wanted = [] {
@@ -35,8 +37,8 @@ bool IsNew(const void* data) {
   return known->insert(data).second;
 }
 
-// Advises the huge pages that lie within the buffer, in parts: a failure, such
-// as no free memory in one piece, ends it.
+// Advises the huge pages that lie within the buffer, in parts. A page that is
+// in use at the moment is tried again; no free memory in one piece ends it.
 void Advise(void* data, size_t bytes, int advice, uintptr_t part) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
@@ -44,7 +46,10 @@ void Advise(void* data, size_t bytes, int advice, uintptr_t part) {
 #ifdef __linux__
   for (uintptr_t at = begin; at < end; at += part) {
     const size_t size = std::min(part, end - at);
-    if (madvise(reinterpret_cast<void*>(at), size, advice) != 0) return;
+    for (int tries = 0; tries < kTries; ++tries) {
+      if (madvise(reinterpret_cast<void*>(at), size, advice) == 0) break;
+      if (errno != EAGAIN) return;
+    }
   }
 #endif
 }
