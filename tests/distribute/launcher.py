@@ -4,6 +4,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -38,15 +39,27 @@ def launch(
 
 @contextlib.contextmanager
 def started(
-    *arguments: str, **changes: str
+    *arguments: str, ignored: int | None = None, **changes: str
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A launcher in the background, gone at the end of the block."""
+    """A launcher in the background, gone at the end of the block.
+
+    Args:
+        arguments: of the command line.
+        ignored: number of a signal that it is started to ignore.
+        changes: of the environment.
+    """
+
+    def setup() -> None:
+        if ignored is not None:
+            signal.signal(ignored, signal.SIG_IGN)
+
     process = subprocess.Popen(
         [*LAUNCHER, *arguments],
         env=environment(**changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=setup,
     )
     try:
         yield process

@@ -81,7 +81,9 @@ def test_signal_to_the_launcher_ends_all_ranks(program, number) -> None:
     check_all_dead(pids)
 
 
-def test_ctrl_c_reaches_ranks_as_keyboard_interrupt(program) -> None:
+@pytest.mark.parametrize("ignored", [None, signal.SIGINT])
+def test_ctrl_c_reaches_ranks_as_keyboard_interrupt(program, ignored) -> None:
+    """Also where a script has started the launcher in the background."""
     script = program("""
         try:
             print("pid", os.getpid(), flush=True)
@@ -89,12 +91,24 @@ def test_ctrl_c_reaches_ranks_as_keyboard_interrupt(program) -> None:
         except KeyboardInterrupt:
             print("saved", flush=True)
     """)
-    with started("-n", "2", script) as process:
+    with started("-n", "2", script, ignored=ignored) as process:
         read_pids(process, 2)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=LIMIT)
-    assert sorted(output.splitlines()) == ["[1] saved", "saved"]
+    assert sorted(output.splitlines()) == ["[1] saved", "saved"], errors
     assert "Traceback" not in errors
+
+
+def test_nohup_keeps_ranks_when_the_terminal_goes(program) -> None:
+    script = program("""
+        print("pid", os.getpid(), flush=True)
+        time.sleep(1)
+    """)
+    with started("-n", "2", script, ignored=signal.SIGHUP) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGHUP)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
 
 
 def test_second_ctrl_c_does_not_wait(program) -> None:

@@ -137,7 +137,7 @@ def run(
         128 + the signal that ended it or the launcher; 1 if the failure was
         on another host.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _signals_to_fetch())
     processes: list[_Process] = []
     with contextlib.ExitStack() as stack:
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
@@ -153,6 +153,13 @@ def run(
             nodes.report(end.message)
         _stop(processes, end.stop_signal, grace)
         return _finish(processes, end)
+
+
+def _signals_to_fetch() -> set[signal.Signals]:
+    """All but SIGHUP under nohup: blocked, it would come though ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return _SIGNALS - {signal.SIGHUP}
+    return _SIGNALS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +291,9 @@ def _make_child_setup() -> Callable[[], None]:
             os._exit(1)
         # A background group may write to the terminal whatever stty says.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        # Ignored where a script has started the launcher in the background.
+        # In a group of their own, ranks get it from the launcher only.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     return setup
