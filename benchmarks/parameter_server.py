@@ -44,11 +44,14 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
     context.barrier("started")
     if resolver.task_type == "chief":
         return _coordinate(context, resolver)
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.disable_thread_spinning = True  # as all variants
     server = tf.distribute.Server(
         resolver.cluster_spec(),
         job_name=resolver.task_type,
         task_index=resolver.task_id,
         protocol="grpc",
+        config=config,
     )
     context = dataclasses.replace(context, poll_seconds=_SERVER_POLL_SECONDS)
     steps = context.agree("steps", None)

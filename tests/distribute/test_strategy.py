@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the strategy that are refused before ranks meet."""
+"""What the strategy decides before ranks meet."""
 
 import pytest
 
@@ -16,3 +16,19 @@ def test_a_wrong_gradient_dtype_is_refused_before_anything_is_started(
     monkeypatch.setattr(bootstrap, "prepare", prepare)
     with pytest.raises(ValueError, match=r"`gradient_dtype`.*'float8'"):
         tfdist_ext.HybridParallelStrategy(gradient_dtype="float8")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["a:2222"], False),
+        (["a:2222", "b:2222"], False),
+        (["a:2222", "b:2222", "a:2223"], True),
+        (["[::1]:2222", "[::2]:2222"], False),
+        (["[::1]:2222", "[::1]:2223"], True),
+    ],
+)
+def test_ranks_share_a_host_by_its_name(addresses, expected):
+    assert bootstrap.share_a_host({"worker": addresses}) == expected
+    cluster = {"chief": addresses[:1], "worker": addresses[1:]}
+    assert bootstrap.share_a_host(cluster) == expected

@@ -245,6 +245,15 @@ def batch_norm(strategy, folder):
         assert same_on_all_ranks(strategy, weight)
 
 
+def idle_threads_sleep(strategy, folder):
+    """Ranks that share cores take no more of them than they use."""
+    config = tf.__internal__.eager_context.get_config()
+    assert config.experimental.disable_thread_spinning
+    # What the launcher and the strategy set besides is still there.
+    jobs = config.experimental.coordination_config.coordinated_job_list
+    assert [job.num_tasks for job in jobs] == [strategy.world_size]
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     strategy = tfdist_ext.HybridParallelStrategy(

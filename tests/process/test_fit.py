@@ -9,6 +9,7 @@ pytestmark = pytest.mark.process
 SCENARIOS = [
     "memory",  # first: it looks at the highest use so far
     "equal_start",
+    "idle_threads_sleep",
     "execution",
     "exact_metrics",
     "custom_loop",

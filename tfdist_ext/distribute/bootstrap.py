@@ -19,7 +19,7 @@ _SEED_LIMIT = 2**31 - 1
 
 
 def prepare(resolver: Any, timeout: float, startup_timeout: float) -> None:
-    """Checks the cluster and sets TensorFlow's own timeouts.
+    """Checks the cluster, sets TensorFlow's own timeouts and its threads.
 
     Args:
         resolver: the cluster resolver of the strategy.
@@ -45,6 +45,18 @@ def prepare(resolver: Any, timeout: float, startup_timeout: float) -> None:
             # be what kills a busy job, so they get more time than these.
             max(2 * timeout, 30.0),
         )
+    if share_a_host(cluster):
+        internals.stop_spinning()
+
+
+def share_a_host(cluster: dict[str, list[str]]) -> bool:
+    """Whether any two ranks do, by the addresses `host:port` of their tasks."""
+    hosts = [
+        address.rpartition(":")[0]
+        for addresses in cluster.values()
+        for address in addresses
+    ]
+    return len(set(hosts)) < len(hosts)
 
 
 @contextlib.contextmanager

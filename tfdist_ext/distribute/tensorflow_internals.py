@@ -65,6 +65,19 @@ def batch_size_of(dataset: tf.data.Dataset) -> int:
         return -1
 
 
+def stop_spinning() -> None:
+    """Lets idle threads of TensorFlow's pools sleep at once.
+
+    By default they look for work for a while first, at the cost of whoever
+    shares the cores. Call it before the first op; TensorFlow has no public
+    way to set this for eager execution.
+    """
+    ctx: Any = context.context()
+    if ctx._config is None:
+        ctx._config = tf.compat.v1.ConfigProto()
+    ctx._config.experimental.disable_thread_spinning = True
+
+
 def configure_coordination(
     jobs: dict[str, int], register_seconds: float, heartbeat_seconds: float
 ) -> None:
