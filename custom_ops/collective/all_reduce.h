@@ -20,9 +20,9 @@ namespace tfdist {
 //
 // Large: a direct reduce-scatter, then an all-gather. The elements are divided
 // into one *chunk* per rank, and chunks into *segments*. Everyone sends chunk j
-// to rank j; rank j sums segment after segment in rank order and sends each sum
-// to everyone at once, so both phases overlap. Communication steps: 2. Bytes on
-// the wire per rank: 2 (W-1)/W n.
+// to rank j, the first segment with the header; rank j sums segment after
+// segment in rank order and sends each sum to everyone at once, so both phases
+// overlap. Communication steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
 class AllReduce {
  public:
   struct Options {
@@ -53,6 +53,8 @@ class AllReduce {
   struct Phases;
 
   void ReadWeights();
+  // What a peer sent with its header, there after AwaitPayloads.
+  const uint8_t* Payload(int peer, size_t bytes);
   void RunSmall();
   void RunLarge();
   Chunk ChunkOf(int rank) const;

@@ -169,6 +169,27 @@ def test_all_reduce_is_bitwise_equal(world_size, dtype, rows):
     )
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("rows", [30_000, 4_300_000])
+def test_all_reduce_again(world_size, rows):
+    """Frames grow after the first call; large chunks reuse their window."""
+    tensors = [
+        [numbers(3 * rank + call, (rows,), "float32", 100) for call in range(3)]
+        for rank in range(world_size)
+    ]
+
+    def reduce(group):
+        return [
+            collective_ops.all_reduce(group, [tensor], tag=2)[0]
+            for tensor in tensors[group.rank]
+        ]
+
+    expected = np.sum(tensors, axis=0)
+    for totals in run_on_ranks(world_size, reduce):
+        for total, call in zip(totals, expected, strict=True):
+            np.testing.assert_array_equal(total, call)
+
+
 @every_world_size
 @both_modes
 @pytest.mark.parametrize("rows", [10, 200_000])
