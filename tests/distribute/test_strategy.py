@@ -7,15 +7,22 @@ import tfdist_ext
 from tfdist_ext.distribute import bootstrap
 
 
-def test_a_wrong_gradient_dtype_is_refused_before_anything_is_started(
-    monkeypatch,
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradient_dtype": "float8"}, r"`gradient_dtype`.*'float8'"),
+        ({"error_feedback": True}, r"`error_feedback`.*gradient_dtype="),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_started(
+    monkeypatch, arguments, message
 ):
     def prepare(*_):
         pytest.fail("started")
 
     monkeypatch.setattr(bootstrap, "prepare", prepare)
-    with pytest.raises(ValueError, match=r"`gradient_dtype`.*'float8'"):
-        tfdist_ext.HybridParallelStrategy(gradient_dtype="float8")
+    with pytest.raises(ValueError, match=message):
+        tfdist_ext.HybridParallelStrategy(**arguments)
 
 
 @pytest.mark.parametrize(

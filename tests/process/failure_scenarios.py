@@ -9,6 +9,7 @@ from fit_models import data
 from fit_models import make_model
 from fit_models import weights
 
+from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.sharding.config import TablePlacement
 
@@ -38,6 +39,41 @@ def bad_id(strategy, folder):
     for variable, slot in zip(model.optimizer.variables, slots, strict=True):
         np.testing.assert_array_equal(strategy.gather_table(variable), slot)
     model.fit(data(), epochs=1, verbose=0)
+
+
+def bad_id_and_error_feedback(strategy, folder):
+    """What is kept for the next step stays, though no id is needed for it."""
+    feedback = ErrorFeedback(strategy.collectives)
+    strategy.extended.error_feedback = feedback
+    strategy.collectives.gradient_dtype = tf.bfloat16
+    with strategy.scope():
+        layer = FullSparse(4, ROWS, sharding="row")
+
+    @tf.function
+    def step(ids, gradient):
+        def replica():
+            layer(ids)
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("sum", [gradient])
+
+        return strategy.run(replica)
+
+    ids = np.zeros([8, 3], np.int64)
+    step(tf.constant(ids), tf.fill([100], 1 / 3))
+    before = [error.numpy() for error in feedback._errors.values()]
+    assert len(before) == 2 and before[0].any()
+    if strategy.rank == strategy.world_size - 1:
+        ids[7, 2] = ROWS + 5
+    try:
+        step(tf.constant(ids), tf.fill([100], 1 / 7))
+        raise AssertionError("a bad id was accepted")
+    except tf.errors.InvalidArgumentError:
+        after = [error.numpy() for error in feedback._errors.values()]
+    finally:
+        strategy.extended.error_feedback = None
+        strategy.collectives.gradient_dtype = tf.float32
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def refusals(strategy, folder):

@@ -3,11 +3,13 @@
 
 import numpy as np
 import tensorflow as tf
+from fit_models import BATCH
 from fit_models import ROWS
 from fit_models import data
 from fit_models import same_on_all_ranks
 
 import tfdist_ext
+from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
@@ -75,22 +77,80 @@ def gradient_dtypes(strategy, folder):
     losses, sent = {}, {}
     for dtype in (tf.float32, tf.bfloat16, tf.float16):
         collectives.gradient_dtype = dtype
-        keras.utils.set_random_seed(5)
-        with strategy.scope():
-            layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(1)]
-            inputs = keras.Input([3], dtype="int64")
-            model = keras.Sequential([inputs, FullSparse(4, ROWS), *layers])
-            model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
         before = gradient_bytes(strategy)
-        losses[dtype] = model.fit(data(), epochs=2, verbose=0).history["loss"]
+        losses[dtype] = losses_of_training(strategy, data())
         sent[dtype] = gradient_bytes(strategy) - before
-        assert same_on_all_ranks(strategy, layers[0].kernel)
         np.testing.assert_allclose(losses[dtype], losses[tf.float32], rtol=2e-2)
     collectives.gradient_dtype = tf.float32
     # What is left are headers, and padding.
     for dtype in (tf.bfloat16, tf.float16):
         assert losses[dtype] != losses[tf.float32]
         assert sent[dtype] < 0.75 * sent[tf.float32], sent
+
+
+def error_feedback(strategy, folder):
+    """No error of rounding adds up: means over steps become exact."""
+    collectives, extended = strategy.collectives, strategy.extended
+    rng = np.random.default_rng(collectives.group.rank)
+    parts = [rng.normal(size=s).astype(np.float32) for s in ((7, 143), (5,))]
+    exact = [
+        collectives.all_reduce([tf.constant(x)], "exact")[0] for x in parts
+    ]
+    steps, bound = 64, 2.0**-8
+
+    def reduced(*values):
+        def replica():
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("sum", values)
+
+        return strategy.run(replica)
+
+    def error_of_mean(function):
+        sums = [function(*map(tf.constant, parts)) for _ in range(steps)]
+        means = [np.mean(total, axis=0) for total in zip(*sums, strict=True)]
+        assert same_on_all_ranks(strategy, means[0])
+        size = max(np.abs(total).max() for total in exact)
+        pairs = zip(means, exact, strict=True)
+        return max(np.abs(m - e).max() for m, e in pairs) / size
+
+    collectives.gradient_dtype = tf.bfloat16
+    try:
+        lost = error_of_mean(tf.function(reduced))
+        assert lost > bound / 8, lost
+        for mode in (reduced, tf.function(reduced)):
+            extended.error_feedback = ErrorFeedback(collectives)
+            left = error_of_mean(mode)
+            # Of all steps, at most one error of every part and of the sum.
+            assert left <= 4 * bound / steps, (left, lost)
+        # Infinite once is not infinite for ever.
+        infinite = mode(*[np.full_like(x, np.inf) for x in parts])
+        assert np.isinf(infinite[0]).all()
+        assert error_of_mean(mode) <= 6 * bound / steps
+        # The last batch leaves ranks without samples.
+        extended.error_feedback = None
+        rounded = losses_of_training(strategy, data(BATCH + 1))
+        extended.error_feedback = ErrorFeedback(collectives)
+        losses = losses_of_training(strategy, data(BATCH + 1))
+        collectives.gradient_dtype = tf.float32
+        extended.error_feedback = None
+        expected = losses_of_training(strategy, data(BATCH + 1))
+        np.testing.assert_allclose(losses, expected, rtol=2e-2)
+        assert losses != rounded
+    finally:
+        collectives.gradient_dtype = tf.float32
+        extended.error_feedback = None
+
+
+def losses_of_training(strategy, dataset):
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(1)]
+        inputs = keras.Input([3], dtype="int64")
+        model = keras.Sequential([inputs, FullSparse(4, ROWS), *layers])
+        model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
+    losses = model.fit(dataset, epochs=2, verbose=0).history["loss"]
+    assert same_on_all_ranks(strategy, layers[0].kernel)
+    return losses
 
 
 def gradient_bytes(strategy):

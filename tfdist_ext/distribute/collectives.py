@@ -85,15 +85,18 @@ class Collectives:
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
         """Even number for an exchange, the same on all ranks."""
-        labels = self._labels()
-        occurrence = labels[label]
-        labels[label] += 1
+        occurrence = self.occurrence(label)
+        self._labels()[label] += 1
         if self.step is not None:
             self.step.plan.append(f"{label}#{occurrence} {kind} {dtype.name}")
         digest = hashlib.blake2b(
             f"{label}#{occurrence}".encode(), digest_size=4
         ).digest()
         return (int.from_bytes(digest, "little") >> 2) << 1
+
+    def occurrence(self, label: str) -> int:
+        """How many exchanges of the step had the label so far."""
+        return self._labels()[label]
 
     def _labels(self) -> collections.Counter[str]:
         if self.step is not None:
@@ -118,7 +121,7 @@ class Collectives:
             The sums, in order.
         """
         result: list[tf.Tensor] = list(tensors)
-        for indices in _buckets(tensors):
+        for indices in buckets(tensors):
             dtype = tensors[indices[0]].dtype
             sums = collective_ops.all_reduce(
                 self.group,
@@ -130,6 +133,21 @@ class Collectives:
             for i, total in zip(indices, sums, strict=True):
                 result[i] = total
         return result
+
+    def share_of_samples(self, label: str) -> tf.Tensor | None:
+        """This rank's share of the step's samples times `world_size`.
+
+        Args:
+            label: of what is weighed by it.
+
+        Returns:
+            float32 scalar, 0 if no rank has samples; None outside of a step.
+        """
+        if self.step is None:
+            return None
+        samples = self.step.samples
+        (total,) = self.all_reduce([samples], f"{label}/samples")
+        return tf.math.divide_no_nan(samples * self.group.world_size, total)
 
     def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Concatenates the ranks' tensors along axis 0, uneven allowed."""
@@ -209,9 +227,13 @@ class Collectives:
         )
 
 
-def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Indices of the tensors that travel together, what is ready first first.
+
+    Tensors of a bucket have one dtype.
+    """
     # Later variables get their gradients first, hence the reverse order.
-    buckets: list[list[int]] = []
+    result: list[list[int]] = []
     sizes: dict[tf.DType, int] = {}
     current: dict[tf.DType, list[int]] = {}
     for i in reversed(range(len(tensors))):
@@ -221,10 +243,10 @@ def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
         if full:
             current[tensor.dtype] = []
             sizes[tensor.dtype] = 0
-            buckets.append(current[tensor.dtype])
+            result.append(current[tensor.dtype])
         current[tensor.dtype].append(i)
         sizes[tensor.dtype] += size
-    return buckets
+    return result
 
 
 def active() -> Collectives | None:

@@ -15,6 +15,7 @@ from tfdist_ext.distribute import collectives as collectives_lib
 from tfdist_ext.distribute import gradients
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.sharding import sharded_variable
 
 Nest = Any
@@ -32,6 +33,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
     ) -> None:
         self.collectives: Collectives | None = None
+        self.error_feedback: ErrorFeedback | None = None
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -177,6 +179,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             label,
             weighted,
             collectives.gradient_dtype if gradients_only else tf.float32,
+            self.error_feedback if gradients_only else None,
         )
         if not mean:
             return result

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.sharding.config import ShardSpec
 
@@ -22,6 +23,7 @@ def reduce_values(
     label: str,
     weighted: bool,
     wire_dtype: tf.DType = tf.float32,
+    error_feedback: ErrorFeedback | None = None,
 ) -> list[Any]:
     """Sums values over the ranks.
 
@@ -35,6 +37,8 @@ def reduce_values(
         weighted: weigh every rank by its samples in the step.
         wire_dtype: in which float32 travels. Parts and sums are rounded to
             it; they are added up in float32.
+        error_feedback: sums dense float32 in its stead, and keeps what
+            rounding takes for the next step.
 
     Returns:
         The sums, in order; IndexedSlices stay IndexedSlices unless their
@@ -62,8 +66,44 @@ def reduce_values(
             result[i] = _gather_rows(
                 collectives, value, label, weighted, round_to
             )
+    totals = _sum_dense(
+        collectives, dense, label, weighted, round_to, error_feedback
+    )
+    for i, total in totals.items():
+        result[i] = total
+    # Not weighted: as those of other rows, they are scaled by the lookup.
+    sums = collectives.all_reduce(list(hot.values()), f"{label}/hot rows")
+    for i, total in zip(hot, sums, strict=True):
+        result[i] = _join_hot_rows(result[i], total)
+    return result
+
+
+def _sum_dense(
+    collectives: Collectives,
+    dense: Mapping[int, tf.Tensor],
+    label: str,
+    weighted: bool,
+    round_to: Mapping[tf.DType, tf.DType],
+    error_feedback: ErrorFeedback | None,
+) -> dict[int, tf.Tensor]:
+    """The sums of tensors, by the same numbers; see `reduce_values`."""
+    result: dict[int, tf.Tensor] = {}
+    if error_feedback is not None:
+        chosen = [
+            i
+            for i, value in dense.items()
+            if value.dtype == tf.float32 and value.shape.is_fully_defined()
+        ]
+        sums = error_feedback.all_reduce(
+            [dense[i] for i in chosen], label, weighted
+        )
+        result = dict(zip(chosen, sums, strict=True))
     for floating in (True, False):
-        chosen = [i for i in dense if dense[i].dtype.is_floating == floating]
+        chosen = [
+            i
+            for i, value in dense.items()
+            if value.dtype.is_floating == floating and i not in result
+        ]
         parts = [
             tf.cast(dense[i], round_to.get(dense[i].dtype, dense[i].dtype))
             for i in chosen
@@ -71,10 +111,6 @@ def reduce_values(
         sums = collectives.all_reduce(parts, label, weighted and floating)
         for i, total in zip(chosen, sums, strict=True):
             result[i] = tf.cast(total, dense[i].dtype)
-    # Not weighted: as those of other rows, they are scaled by the lookup.
-    sums = collectives.all_reduce(list(hot.values()), f"{label}/hot rows")
-    for i, total in zip(hot, sums, strict=True):
-        result[i] = _join_hot_rows(result[i], total)
     return result
 
 
@@ -134,10 +170,8 @@ def _gather_rows(
     round_to: Mapping[tf.DType, tf.DType],
 ) -> tf.IndexedSlices:
     rows = slices.values
-    if weighted and collectives.step is not None:
-        samples = collectives.step.samples
-        total = collectives.all_reduce([samples], f"{label}/samples")[0]
-        share = samples * collectives.group.world_size / total
+    share = collectives.share_of_samples(label) if weighted else None
+    if share is not None:
         rows = rows * tf.cast(share, rows.dtype)
     sent = tf.cast(rows, round_to.get(rows.dtype, rows.dtype))
     return tf.IndexedSlices(
