@@ -257,11 +257,13 @@ def idle_threads_sleep(strategy, folder):
 def main():
     folder = pathlib.Path(sys.argv[1])
     strategy = tfdist_ext.HybridParallelStrategy(
-        timeout=30, gradient_dtype="bfloat16"
+        timeout=30, gradient_dtype="bfloat16", error_feedback=True
     )
     assert strategy.collectives.gradient_dtype == tf.bfloat16
-    # The scenario `gradient_dtypes` tries them; others compare more closely.
+    assert strategy.extended.error_feedback is not None
+    # Scenarios of their own try them; others compare more closely.
     strategy.collectives.gradient_dtype = tf.float32
+    strategy.extended.error_feedback = None
     modules = (sys.modules[__name__], precision_scenarios, failure_scenarios)
     for name in sys.argv[2:]:
         (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
