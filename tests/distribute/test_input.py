@@ -126,6 +126,16 @@ def test_off_keeps_own_data_and_global_batch_size():
     assert [len(step) for step in local] == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("wanted", [None, True])
+def test_no_autotuner_to_wait_for_unless_asked_for(wanted):
+    options = tf.data.Options()
+    if wanted is not None:
+        options.autotune.enabled = wanted
+    dataset = tf.data.Dataset.range(12).batch(6).with_options(options)
+    local = input.distribute(dataset, Together(1, 2), "input")
+    assert local.options().autotune.enabled is bool(wanted)
+
+
 def test_policies_by_file_need_a_fixed_batch_size():
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (

@@ -204,6 +204,12 @@ def _finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_distribute.auto_shard_policy = _Policy.OFF
+    if dataset.options().autotune.enabled is None:
+        # The end of an iterator can wait for its autotuner's next round, up
+        # to a minute: TensorFlow wakes it before it marks it cancelled. All
+        # ranks would wait along. AUTOTUNE then means as many calls as cores,
+        # and a prefetch buffer that grows by need.
+        options.autotune.enabled = False
     return dataset.with_options(options)
 
 
