@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a group notices, explains and spreads a failure, and how it ends.
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "collective/process_group.h"
 #include "common/message.h"
+#include "tensorflow/core/platform/logging.h"
 
 namespace tfdist {
 
@@ -16,6 +18,9 @@ constexpr std::chrono::milliseconds kAnswerTime{2000};
 // Until a broken connection has been seen by the peer's control thread too.
 constexpr std::chrono::milliseconds kNoticeTime{1000};
 constexpr std::chrono::milliseconds kWatchPeriod{200};
+// Timeouts that a rank may spend outside of all collectives, alive, while
+// others wait for it: reading, saving and tracing take what they take.
+constexpr int kPatience = 5;
 
 }  // namespace
 
@@ -134,6 +139,7 @@ bool ProcessGroup::OnControl(int peer, ControlFrame& frame) {
       pong.rank = rank();
       pong.nonce = frame.nonce;
       const std::string running = DescribeRunning();
+      pong.code = running.empty() ? 1 : 0;
       const bool reached = running.find(asked) != std::string::npos;
       SetText(
           pong.text,
@@ -147,6 +153,7 @@ bool ProcessGroup::OnControl(int peer, ControlFrame& frame) {
       std::lock_guard<std::mutex> lock(mutex_);
       peers_[peer].pong = frame.nonce;
       peers_[peer].pong_text = GetText(frame.text);
+      peers_[peer].pong_outside = frame.code == 1;
       break;
     }
     case Control::kAbort:
@@ -247,8 +254,10 @@ void ProcessGroup::Watch() {
   while (!changed_.wait_for(lock, kWatchPeriod, [&] { return closed_; })) {
     if (failed()) continue;
     std::shared_ptr<Operation> late;
+    const Clock::time_point now = Clock::now();
+    if (now - extended_ <= timeout) continue;
     for (const auto& operation : running_) {
-      if (Clock::now() - operation->start > timeout &&
+      if (now - operation->start > timeout &&
           (late == nullptr || operation->start < late->start)) {
         late = operation;
       }
@@ -261,7 +270,8 @@ void ProcessGroup::Watch() {
 }
 
 // Asks every peer what it is doing. Who does not answer is the one to blame:
-// the peer that `operation` waits for may itself wait for the silent one.
+// the peer that `operation` waits for may itself wait for the silent one. For
+// the same reason any peer outside of the collectives is given time.
 void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   const uint64_t number = ++pings_;
   ControlFrame ping;
@@ -286,9 +296,24 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   changed_.wait_for(lock, kAnswerTime,
                     [&] { return failed() || silent().empty(); });
   if (failed() || running_.count(operation) == 0) return;
-  const std::string after = Message(" within the timeout of ", options_.timeout,
-                                    " s of ", operation->Name());
   std::vector<int> ranks = silent();
+  const double waited =
+      std::chrono::duration<double>(Clock::now() - operation->start).count();
+  const double limit = kPatience * options_.timeout;
+  const int slow = ranks.empty() && waited < limit ? PeerOutside(number) : -1;
+  if (slow >= 0) {
+    extended_ = Clock::now();
+    lock.unlock();
+    LOG(WARNING) << "tfdist_ext: rank " << rank() << " has waited "
+                 << std::round(waited) << " s in " << operation->Name() << ". "
+                 << RankName(slow) << " is alive and in no collective: it "
+                 << "reads, traces, saves or hangs. Waiting for " << limit
+                 << " s in all.";
+    return;
+  }
+  const std::string after =
+      Message(" within ", std::round(waited * 10) / 10,
+              " s (timeout: ", options_.timeout, " s) of ", operation->Name());
   int culprit = operation->waiting_for();
   std::string reason;
   if (!ranks.empty()) {
@@ -307,6 +332,13 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   }
   lock.unlock();
   Fail(culprit, absl::StatusCode::kUnavailable, reason);
+}
+
+int ProcessGroup::PeerOutside(uint64_t ping) const {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peers_[peer].pong == ping && peers_[peer].pong_outside) return peer;
+  }
+  return -1;
 }
 
 std::string ProcessGroup::DescribeRunning() const {

@@ -29,7 +29,7 @@ namespace tfdist {
 struct GroupOptions {
   int rank = 0;
   int world_size = 1;
-  double timeout = 60;                 // seconds, of every wait
+  double timeout = 60;  // seconds, of every wait (see OnDeadline)
   std::vector<std::string> addresses;  // "host:port" of each rank, for errors
   std::string bind_address;            // numeric address of this rank's host
 };
@@ -124,6 +124,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
     bool lost = false;
     uint64_t pong = 0;
     std::string pong_text;
+    bool pong_outside = false;  // of all collectives
   };
 
   // process_group.cc
@@ -146,6 +147,8 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   void SendControl(int peer, ControlFrame frame);
   void Watch();
   void OnDeadline(const std::shared_ptr<Operation>& operation);
+  // A peer that answered this ping and was in no collective then, or -1.
+  int PeerOutside(uint64_t ping) const;
   std::string DescribeRunning() const;
   std::string GoneReason(int peer, const std::string& error) const;
 
@@ -174,6 +177,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   std::vector<std::unique_ptr<std::pair<ControlFrame, std::unique_ptr<Buffer>>>>
       control_sends_;
   std::thread watchdog_;
+  Clock::time_point extended_;  // when a slow peer was last given time
   uint64_t digest_ = 0;
   uint64_t pings_ = 0;
 

@@ -79,7 +79,7 @@ constexpr int64_t kPlanTag = int64_t{1} << 40;
 enum class Control : uint32_t {
   kHello = 1,    // first message: are we in the same group?
   kPing = 2,     // are you alive, and what are you waiting for?
-  kPong = 3,     // `text` says it
+  kPong = 3,     // `text` says it; `code` is 1 for a rank in no collective
   kAbort = 4,    // the group failed: `rank` is the culprit, `text` the reason
   kGoodbye = 5,  // this rank closes its group in good order
 };
@@ -88,7 +88,7 @@ struct ControlFrame {
   uint32_t magic = kMagic;
   Control type = Control::kHello;
   int32_t rank = -1;
-  int32_t code = 0;    // absl::StatusCode of an abort
+  int32_t code = 0;    // absl::StatusCode of an abort; see kPong
   uint64_t nonce = 0;  // the group's digest in a hello, the ping's number else
   char text[1000] = {};
 };

@@ -67,6 +67,22 @@ def absent(group, step):
     return small(group, step)
 
 
+def slow(group, step):
+    """After a few steps the last rank computes for two and a half timeouts."""
+    if step == 3 and group.rank == group.world_size - 1:
+        time.sleep(2.5 * group.timeout)
+    if step == 5:
+        raise tf.errors.OutOfRangeError(None, None, "all steps are done")
+    return small(group, step)
+
+
+def apart(group, step):
+    """After a few steps the last rank waits in another collective."""
+    if step == 3 and group.rank == group.world_size - 1:
+        collective_ops.barrier(group, tag=12, label="layer apart")
+    return small(group, step)
+
+
 def leaving(group, step):
     """After a few steps the last rank's script ends."""
     if step == 3 and group.rank == group.world_size - 1:

@@ -27,7 +27,7 @@ def running_ranks(scenario, world_size, timeout, folder, net=None):
     net = net or network.loopback(world_size)
     env = {
         **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "1",  # shows warnings
         "PYTHONPATH": str(HERE.parent.parent),
     }
     ranks = []
@@ -110,7 +110,7 @@ def test_stop(scenario, world_size, victim, tmp_path):
         for result in results(tmp_path, survivors, limit + 5):
             assert_blames(result, victim, "'layer ")
             assert "silent" in result["message"]
-            assert "timeout of 3 s" in result["message"]
+            assert "(timeout: 3 s)" in result["message"]
             assert timeout - 1 < result["time"] - stopped < limit
         for rank in survivors:
             assert ranks[rank].wait(timeout=20) == 0
@@ -157,13 +157,47 @@ def test_kill_reaches_those_who_wait_for_survivors(tmp_path):
             assert result["time"] - killed < DETECTION_LIMIT
 
 
+def warnings_of(folder, rank):
+    """What a rank has said while it waited, all ranks' names in one text."""
+    lines = (folder / f"output.{rank}").read_text().splitlines()
+    return [line for line in lines if "has waited" in line]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_absent_rank_is_told_from_a_silent_one(world_size, tmp_path):
     last = world_size - 1
-    with running_ranks("absent", world_size, 3, tmp_path):
-        for result in results(tmp_path, range(last), 3 + DETECTION_LIMIT):
+    with running_ranks("absent", world_size, 1, tmp_path):
+        for result in results(tmp_path, range(last), 5 + DETECTION_LIMIT):
             assert_blames(result, last, "'layer dense/bucket'")
             assert "is alive and has not reached it" in result["message"]
+            assert "(timeout: 1 s)" in result["message"]
+        for rank in range(last):  # after timeouts 1 to 4, or others failed
+            assert 3 <= len(warnings_of(tmp_path, rank)) <= 4
+            assert f"rank {last} (" in warnings_of(tmp_path, rank)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_slow_rank_is_waited_for(world_size, tmp_path):
+    with running_ranks("slow", world_size, 1, tmp_path):
+        limit = 2.5 + DETECTION_LIMIT
+        for result in results(tmp_path, range(world_size), limit):
+            assert result["class"] == "OutOfRangeError"
+            assert "later" not in result  # a further exchange works
+        assert len(warnings_of(tmp_path, 0)) == 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_wait_for_each_other_fail_after_one_timeout(
+    world_size, tmp_path
+):
+    with running_ranks("apart", world_size, 2, tmp_path):
+        limit = 2 + DETECTION_LIMIT
+        for result in results(tmp_path, range(world_size), limit):
+            assert result["class"] == "UnavailableError"
+            assert "(timeout: 2 s)" in result["message"]
+            assert "'layer apart'" in result["message"]
+            assert "'layer dense/bucket'" in result["message"]
+        assert not warnings_of(tmp_path, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -50,7 +50,8 @@ class ProcessGroup:
         world_size: number of ranks.
         addresses: "host:port" of each rank. The host of this rank's own is
             the one it listens on; all are named in errors.
-        timeout: seconds an operation may take before it fails everywhere.
+        timeout: seconds an operation may take before it fails everywhere;
+            five times that while a rank is alive and in no operation.
         handle: number by which the ops find the group.
     """
 

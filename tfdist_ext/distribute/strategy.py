@@ -48,7 +48,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Args:
         timeout: seconds that a rank waits for its peers in one exchange
-            before it names the silent ones and fails.
+            before it names the silent ones and fails. While a peer is alive
+            and in no exchange (it reads, traces, saves), the others warn
+            and wait for up to five times as long.
         startup_timeout: seconds that ranks wait for each other to start.
         cluster_resolver: as of the stock strategy; default TF_CONFIG.
         gradient_dtype: in which float32 gradients of dense layers travel:
