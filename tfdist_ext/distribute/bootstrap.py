@@ -112,28 +112,35 @@ def connect(strategy: Any, timeout: float) -> ProcessGroup:
     addresses = [
         address for job in sorted(spec.jobs) for address in spec.job_tasks(job)
     ]
+    rank = extended._id_in_cluster
     return ProcessGroup(
-        rank=extended._id_in_cluster,
+        rank=rank,
         world_size=extended._num_workers,
         addresses=addresses,
-        exchange=lambda blob: _exchange(strategy, blob),
+        exchange=lambda blob: _exchange(strategy, rank, blob),
         timeout=timeout,
     )
 
 
-def _exchange(strategy: Any, blob: bytes) -> list[bytes]:
-    """Every rank's blob, through TensorFlow's own collectives."""
+def _exchange(strategy: Any, rank: int, blob: bytes) -> list[bytes]:
+    """Every rank's blob in rank order, by TensorFlow's own collectives.
+
+    They order rows by the names of the tasks, where `task:10` comes before
+    `task:2`. A row therefore says whose it is:
+
+        rank, length of the blob (int32 each), the blob, zeros
+    """
     width = 4096
-    if len(blob) > width - 4:
-        raise ValueError(f"Address of {len(blob)} bytes, limit {width - 4}.")
-    padded = np.zeros(width, np.uint8)
-    padded[:4] = np.frombuffer(len(blob).to_bytes(4, "little"), np.uint8)
-    padded[4 : 4 + len(blob)] = np.frombuffer(blob, np.uint8)
-    rows = strategy.gather(tf.constant(padded[None].astype(np.int32)), axis=0)
-    return [
-        row[4 : 4 + int.from_bytes(row[:4].tobytes(), "little")].tobytes()
-        for row in rows.numpy().astype(np.uint8)
-    ]
+    if len(blob) > width - 8:
+        raise ValueError(f"Address of {len(blob)} bytes, limit {width - 8}.")
+    head = np.array([rank, len(blob)], "<i4").tobytes()
+    row = np.frombuffer((head + blob).ljust(width, b"\0"), np.uint8)
+    rows = strategy.gather(tf.constant(row[None].astype(np.int32)), axis=0)
+    blobs = {}
+    for other in rows.numpy().astype(np.uint8):
+        sender, length = np.frombuffer(other[:8].tobytes(), "<i4").tolist()
+        blobs[sender] = other[8 : 8 + length].tobytes()
+    return [blobs[sender] for sender in sorted(blobs)]
 
 
 def share_seed(collectives: Collectives) -> None:

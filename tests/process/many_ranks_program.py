@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one step on 1, 11 and 16 ranks and compares all tables and biases.
+
+TensorFlow is loaded once and the ranks are forked, before it has started any
+thread: 16 ranks then need seconds and little memory.
+"""
+
+import json
+import os
+import sys
+import traceback
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.distribute import ports
+from tfdist_ext.layers import FullSparse
+
+keras = tf.keras
+ROWS, UNITS, BATCH = 35, 16, 40
+
+
+def cluster_of(ranks, addresses):
+    """TF_CONFIG of each rank; with 16 the first one is the chief."""
+    chief = addresses[:1] if ranks == 16 else []
+    workers = addresses[len(chief) :]
+    cluster = {"worker": workers, **({"chief": chief} if chief else {})}
+    tasks = [{"type": "chief", "index": 0} for _ in chief]
+    tasks += [{"type": "worker", "index": i} for i in range(len(workers))]
+    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+
+
+def train():
+    """One step on one global batch; a table by row, another by column."""
+    strategy = tfdist_ext.HybridParallelStrategy()
+    ids = np.arange(BATCH * 2).reshape(BATCH, 2) * 3 % ROWS
+    labels = np.linspace(-1, 1, BATCH)[:, None]
+    data = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
+    with strategy.scope():
+        inputs = keras.Input((2,), dtype="int64")
+        sparse = [
+            FullSparse(UNITS, ROWS, sharding=way, kernel_initializer=start)
+            for way, start in (("row", "ones"), ("column", "ones"))
+        ]
+        product = keras.layers.Multiply()([layer(inputs) for layer in sparse])
+        top = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Model(inputs, top(product))
+        model.compile(tfdist_ext.optimizers.SGD(1e-3), "mse")
+    logs = model.fit(data, verbose=0).history
+    tables = [strategy.gather_table(layer) for layer in sparse]
+    if strategy.process_group is not None:
+        strategy.process_group.close()  # a forked process runs no atexit
+    return [logs["loss"], *tables, *top.get_weights()], strategy.rank
+
+
+def start(config, rank, path):
+    """Forks a process that is a rank; returns its number."""
+    if (pid := os.fork()) != 0:
+        return pid
+    code = 1
+    try:
+        os.environ.update(TF_GRPC_REUSE_PORT="1", OMP_NUM_THREADS="1")
+        os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+        if config is not None:
+            os.environ["TF_CONFIG"] = config
+        result, own_rank = train()
+        assert own_rank == rank, (own_rank, rank)
+        np.savez(path, *result)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(ranks, folder):
+    """Results of all ranks, in rank order."""
+    paths = [f"{folder}/{ranks}-{rank}.npz" for rank in range(ranks)]
+    with ports.reserve(ranks, "127.0.0.1") as reserved:
+        addresses = [f"127.0.0.1:{port}" for port in reserved]
+        configs = cluster_of(ranks, addresses) if ranks > 1 else [None]
+        pids = [
+            start(config, rank, path)
+            for rank, (config, path) in enumerate(
+                zip(configs, paths, strict=True)
+            )
+        ]
+        codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert not any(codes), codes
+    return [list(np.load(path).values()) for path in paths]
+
+
+def main():
+    (folder,) = sys.argv[1:]
+    (expected,) = run(1, folder)
+    assert (expected[1] != 1).any() and (expected[2] != 1).any()
+    for ranks in (11, 16):
+        for result in run(ranks, folder):
+            for a, b in zip(result, expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+if __name__ == "__main__":
+    main()
