@@ -222,8 +222,8 @@ def fbgemm_reason(python: str | None) -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
-def main() -> None:
-    """Runs all cases; prints the table."""
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=__doc__
     )
@@ -236,7 +236,12 @@ def main() -> None:
     add("--repeats", type=int, default=5, help="steps in a turn (5)")
     add("--fbgemm-python", help="Python with torch and fbgemm-gpu-cpu")
     add("--output", type=pathlib.Path, help="file for the records, JSON")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Runs all cases; prints the table."""
+    arguments = make_parser().parse_args()
     reason = fbgemm_reason(arguments.fbgemm_python)
     if reason:
         print(f"fbgemm: skipped ({reason})")

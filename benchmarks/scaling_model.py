@@ -105,8 +105,8 @@ def lines(
         yield f"  {placement:<14} pays up to {last:>4} ranks, {rate:,.0f}/s"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report."""
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--workloads",
@@ -120,7 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes-slack", type=float, default=0.1)
     parser.add_argument("--optimizer", default="adagrad")
     parser.add_argument("--gain", type=float, default=1.2)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the report."""
+    options = make_parser().parse_args(arguments)
     for name in options.workloads:
         print("\n".join(lines(workloads.WORKLOADS[name], options)), end="\n\n")
 

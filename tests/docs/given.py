@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents' code takes as given: names that the text speaks of."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import FullSparse
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
+Names = dict[str, Any]
+
+
+def feature_configs() -> dict[str, FeatureConfig]:
+    users = TableConfig("users", 1000, 8)
+    items = TableConfig("items", 500, 8)
+    return {
+        "user": FeatureConfig("user", users, (None,), (None, 8)),
+        "item": FeatureConfig("item", items, (None, 4), (None, 8)),
+    }
+
+
+def samples() -> tf.data.Dataset:
+    """Features and labels, not batched."""
+    rng = np.random.default_rng(0)
+    ids = {"user": rng.integers(0, 1000, 32)}
+    ids["item"] = rng.integers(0, 500, (32, 4))
+    labels = rng.normal(size=(32, 1)).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((ids, labels))
+
+
+def names(document: str) -> Names:
+    """Names that the blocks of a document find; none for a whole program.
+
+    Args:
+        document: its path in the repository.
+    """
+    make = OF_DOCUMENT.get(document)
+    if make is None:
+        return {}
+    strategy = tfdist_ext.HybridParallelStrategy()
+    return {
+        "np": np,
+        "tf": tf,
+        "tfdist_ext": tfdist_ext,
+        "strategy": strategy,
+        **make(strategy),
+    }
+
+
+def checkpoints(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int64"),
+                FullSparse(8, 500, name="sparse"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+    model.save("model.keras")
+    folder = pathlib.Path("checkpoints").absolute()
+    return {
+        "model": model,
+        "folder": str(folder),
+        "path": str(folder / "ckpt-1"),
+        "name": "optimizer/_trainable_variables/0/" + VALUE,
+    }
+
+
+def data_path(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    return {"features": feature_configs(), "dataset": samples().batch(8)}
+
+
+def sharding(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    return {
+        "feature_configs": feature_configs(),
+        "dataset": samples().batch(8),
+        "DistributedEmbedding": DistributedEmbedding,
+        "FullSparse": FullSparse,
+    }
+
+
+def sharp_bits(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    return {
+        "features": feature_configs(),
+        "data": samples(),
+        "DistributedEmbedding": DistributedEmbedding,
+        "losses": tf.constant([1.0, 2.0]),
+        "n": 4,
+    }
+
+
+OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
+    "docs/checkpoints.md": checkpoints,
+    "docs/data_path.md": data_path,
+    "docs/sharding.md": sharding,
+    "docs/sharp_bits.md": sharp_bits,
+}

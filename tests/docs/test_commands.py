@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of the documents are understood by what they start."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+from tests.docs import blocks
+from tfdist_ext.distribute import launch_options
+
+MAKEFILE = (blocks.ROOT / "Makefile").read_text()
+SETTINGS = (blocks.ROOT / "pyproject.toml").read_text()
+PACKAGES = (blocks.ROOT / "build_ops" / "system_packages.sh").read_text()
+EXAMPLES = sorted((blocks.ROOT / "examples").glob("*.py"))
+
+
+def commands(block: blocks.Block) -> list[str]:
+    """The command lines of a shell block, without prompts and outputs."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    prompted = [line for line in lines if re.match(r"\w*\$ ", line)]
+    found = [re.sub(r"^\w*\$ ", "", line) for line in prompted or lines]
+    return [line for line in found if line and not line.startswith("#")]
+
+
+def found_in_documents() -> list[tuple[str, str]]:
+    return [
+        (block.place, line)
+        for name in blocks.documents()
+        for block in blocks.blocks_of(name)
+        if block.kind == "shell"
+        for line in commands(block)
+    ]
+
+
+def found_in_examples() -> list[tuple[str, str]]:
+    """Usage lines of the examples' doc-strings."""
+    return [
+        (path.name, match.group().replace("\\\n", " "))
+        for path in EXAMPLES
+        for match in re.finditer(
+            r"^ *(tfdist-run|python) .*(\\\n.*)*", path.read_text(), re.M
+        )
+    ]
+
+
+ALL = found_in_documents() + found_in_examples()
+
+
+def check_make(words: list[str]) -> None:
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"^{name}\s*\?=" if is_variable else rf"^{name}:"
+        known = re.search(pattern, MAKEFILE, re.M)
+        assert known or f"{name}=" in MAKEFILE, word
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        parser = importlib.import_module(words[1]).make_parser()
+        parser.parse_args([] if words[2:] == ["--help"] else words[2:])
+    else:
+        check_script(words)
+
+
+def check_script(words: list[str]) -> None:
+    """A script of this repository and its options, or one of the text."""
+    script, *arguments = words
+    if "/" not in script:
+        assert re.fullmatch(r"\w+\.py", script)
+        return
+    path = blocks.ROOT / script
+    sources = path.read_text() + (path.parent / "command_line.py").read_text()
+    for word in arguments:
+        assert not word.startswith("--") or f'"{word}"' in sources, word
+
+
+def check_launcher(words: list[str]) -> None:
+    options = launch_options.parse(words)
+    if not options.module:
+        check_script([options.script, *options.arguments])
+
+
+def check_pip(words: list[str]) -> None:
+    """Installs this, its extras or the TensorFlow that it is developed on."""
+    assert words[0] == "install"
+    (default,) = re.findall(r"^TF_DEFAULT := (\S+)", MAKEFILE, re.M)
+    for word in words[1:]:
+        extra = re.fullmatch(r"\.\[([\w-]+)\]", word)
+        if extra:
+            assert re.search(rf"^{extra.group(1)} = \[", SETTINGS, re.M), word
+        if word.startswith("tensorflow"):
+            assert word == f"tensorflow=={default}"
+
+
+def check_apt(words: list[str]) -> None:
+    assert words[:2] == ["apt-get", "install"]
+    assert all(word in PACKAGES for word in words[2:]), words
+
+
+CHECKS = {
+    "make": check_make,
+    "python": check_python,
+    ".venv/bin/python": check_python,
+    "tfdist-run": check_launcher,
+    "pip": check_pip,
+    "sudo": check_apt,
+}
+
+
+@pytest.mark.parametrize(("place", "command"), ALL)
+def test_command_is_understood(place, command, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    program, *words = shlex.split(command, comments=True)
+    CHECKS[program](words)
+
+
+def test_commands_are_found():
+    block = next(blocks.find("a.md", "    a$ make x \\\n      y\n    done\n"))
+    assert commands(block) == ["make x    y"]
+    assert len(ALL) > 25
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make no_such_target",
+        "tfdist-run --no-such-option train.py",
+        "tfdist-run -n 2 examples/no_such_file.py",
+        "python examples/ctr.py --no-such-option",
+        "python -m benchmarks.run --no-such-option",
+        "pip install .[no_such_extra]",
+        "unknown program",
+    ],
+)
+def test_wrong_commands_are_found(command):
+    program, *words = shlex.split(command)
+    with pytest.raises((AssertionError, SystemExit, OSError, KeyError)):
+        CHECKS[program](words)
