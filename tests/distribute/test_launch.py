@@ -191,7 +191,13 @@ def test_tf_config_of_a_cluster_manager_is_taken_as_it_is(program) -> None:
     "arguments, message",
     [
         (["-n", "0"], "at least 1"),
+        (["-n", "1e9"], "at most 4096, not 1e9"),
+        (["--nnodes", "1000000000"], "at most 4096"),
+        (["--grace", "soon"], "must be seconds, not soon"),
         (["--env", "X"], "must be NAME=VALUE"),
+        (["--env", "TF_CONFIG={}"], "cannot set TF_CONFIG"),
+        (["--host", "a:1"], "without a port, not a:1"),
+        (["--master", "a:99999"], "must be HOST:PORT, not a:99999"),
         (["--nnodes", "2"], "needs --node-rank and --master"),
         (["--node-rank", "1"], "need --nnodes of at least 2"),
         (["--nnodes", "2", "--master", "a"], "must be HOST:PORT"),
@@ -205,6 +211,21 @@ def test_wrong_options_are_explained(arguments, message: str) -> None:
     done = launch(*arguments, "train.py")
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_what_cannot_be_started_is_said_without_a_traceback(program) -> None:
+    done = launch("-n", "2", "--log-dir", os.devnull, program("print(1)"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("tfdist-run: cannot start 2 ranks: ")
+
+
+def test_jobs_do_not_train_apart_under_another_launcher(program) -> None:
+    script = program("print(len(CONFIG['cluster']['worker']))")
+    refused = launch("-n", "2", script, OMPI_COMM_WORLD_SIZE="2")
+    assert refused.returncode == 2
+    assert "unset OMPI_COMM_WORLD_SIZE" in refused.stderr
+    alone = {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2"}
+    assert launch(script, **alone).stdout == "1\n"
 
 
 def test_the_launcher_does_not_load_tensorflow() -> None:

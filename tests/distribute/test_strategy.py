@@ -36,6 +36,4 @@ def test_wrong_arguments_are_refused_before_anything_is_started(
     ],
 )
 def test_ranks_share_a_host_by_its_name(addresses, expected):
-    assert bootstrap.share_a_host({"worker": addresses}) == expected
-    cluster = {"chief": addresses[:1], "worker": addresses[1:]}
-    assert bootstrap.share_a_host(cluster) == expected
+    assert bootstrap.share_a_host(addresses) == expected

@@ -6,65 +6,56 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.process_group import ProcessGroup
 
 _SEED_LIMIT = 2**31 - 1
 
 
-def prepare(resolver: Any, timeout: float, startup_timeout: float) -> None:
-    """Checks the cluster, sets TensorFlow's own timeouts and its threads.
+def prepare(cluster: Cluster, timeout: float, startup_timeout: float) -> None:
+    """Sets TensorFlow's own timeouts and its threads.
 
     Args:
-        resolver: the cluster resolver of the strategy.
+        cluster: the ranks.
         timeout: seconds of silence after which a peer counts as dead.
         startup_timeout: seconds that ranks wait for each other to start.
-
-    Raises:
-        ValueError: for task types other than chief and worker.
     """
-    cluster = resolver.cluster_spec().as_dict()
-    wrong = sorted(set(cluster) - {"chief", "worker"})
-    if wrong or resolver.task_type not in (None, "", "chief", "worker"):
-        raise ValueError(
-            "HybridParallelStrategy runs on the tasks 'chief' and 'worker' "
-            "only: every rank trains. Received a TF_CONFIG with cluster "
-            f"{cluster} and task type {resolver.task_type!r}."
-        )
-    if sum(len(tasks) for tasks in cluster.values()) > 1:
+    if len(cluster.addresses) > 1:
         internals.configure_coordination(
-            {job: len(cluster[job]) for job in sorted(cluster)},
+            {job: len(tasks) for job, tasks in cluster.jobs.items()},
             startup_timeout,
             # Heartbeats share the link with the exchanges: they must never
             # be what kills a busy job, so they get more time than these.
             max(2 * timeout, 30.0),
         )
-    if share_a_host(cluster):
+    if share_a_host(cluster.addresses):
         internals.stop_spinning()
 
 
-def share_a_host(cluster: dict[str, list[str]]) -> bool:
-    """Whether any two ranks do, by the addresses `host:port` of their tasks."""
-    hosts = [
-        address.rpartition(":")[0]
-        for addresses in cluster.values()
-        for address in addresses
-    ]
+def share_a_host(addresses: Sequence[str]) -> bool:
+    """Whether any two ranks do, by their addresses `host:port`."""
+    hosts = [address.rpartition(":")[0] for address in addresses]
     return len(set(hosts)) < len(hosts)
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Says what to do when TensorFlow was used before the strategy.
+def explained(address: str) -> Iterator[None]:
+    """Says what to do where TensorFlow's own errors at its start do not.
+
+    Args:
+        address: of this rank.
 
     Raises:
-        RuntimeError: in place of TensorFlow's own, which names no remedy.
+        RuntimeError: TensorFlow was used before the strategy, or its server
+            cannot have the port of the address.
     """
     try:
         yield
@@ -76,6 +67,16 @@ def explained() -> Iterator[None]:
             "uses TensorFlow: its server starts with the first op. Create "
             "the strategy, once, at the top of the program, before tensors, "
             "datasets, layers and seeds."
+        ) from error
+    except tf.errors.UnknownError as error:
+        if "Could not start gRPC server" not in str(error):
+            raise
+        raise RuntimeError(
+            f"TensorFlow's server cannot listen on port "
+            f"{address.rpartition(':')[2]} of this rank's address {address!r} "
+            "in TF_CONFIG. Another process has it: perhaps one of an earlier "
+            "run, or one with the same task index. Give every process its own "
+            "index, and every task of a host a free port."
         ) from error
 
 
@@ -97,26 +98,23 @@ def waiting_for_all_ranks_to_start(startup_timeout: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def connect(strategy: Any, timeout: float) -> ProcessGroup:
+def connect(strategy: Any, cluster: Cluster, timeout: float) -> ProcessGroup:
     """Connects the ranks to each other.
 
     Args:
         strategy: a multi-worker strategy whose stock collectives work.
+        cluster: its ranks.
         timeout: seconds, of the process group.
 
     Returns:
         The connected process group.
     """
     extended = strategy.extended
-    spec = extended._cluster_spec
-    addresses = [
-        address for job in sorted(spec.jobs) for address in spec.job_tasks(job)
-    ]
     rank = extended._id_in_cluster
     return ProcessGroup(
         rank=rank,
         world_size=extended._num_workers,
-        addresses=addresses,
+        addresses=cluster.addresses,
         exchange=lambda blob: _exchange(strategy, rank, blob),
         timeout=timeout,
     )

@@ -54,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except rendezvous.RendezvousError as error:
         print(f"tfdist-run: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # too many ports or processes, no log folder
+        print(
+            f"tfdist-run: cannot start {options.n} ranks: {error}",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:  # Before the first rank was started.
         return 128 + signal.SIGINT
 
@@ -106,7 +112,13 @@ def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
     try:
         config = json.loads(os.environ["TF_CONFIG"])
         rank = int(config["task"]["index"])
-    except (ValueError, KeyError, TypeError):
+    except (
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        ValueError,
+        RecursionError,
+    ):
         rank = 0  # The program itself will say what is wrong with it.
     return local_ranks.Rank(
         rank, "address in TF_CONFIG", _command(options), dict(options.env)

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+from tfdist_ext.distribute import other_launchers
+
 DESCRIPTION = """\
 Starts the ranks of a distributed TensorFlow program on this host, each as one
 process with its TF_CONFIG, and waits for them. The output of rank 0 goes to
@@ -26,6 +28,9 @@ Several hosts: the same command on each, with its own --node-rank.
 
 Where a cluster manager has set TF_CONFIG, it is taken as it is and one rank
 is started."""
+
+# Of ranks per host, and of hosts: more addresses than a message can hold.
+_MOST = 4096
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -55,6 +60,15 @@ def _check(
         )
     options.n = options.n or 1
     several = options.nnodes > 1
+    launch = other_launchers.found(environment)
+    if launch is not None and not placed and not several:
+        parser.error(
+            f"{launch.launcher} has started tfdist-run {launch.processes} or "
+            f"more times ({launch.variable}), and each would train a job of "
+            "its own. Start it once on every host, with --nnodes, --node-rank "
+            "and --master where there are several. To train separate jobs on "
+            f"purpose, unset {launch.variable.partition('=')[0]}."
+        )
     if several and (options.master is None or options.node_rank is None):
         parser.error("--nnodes needs --node-rank and --master HOST:PORT")
     if not several and (options.master or options.node_rank):
@@ -144,6 +158,7 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--host",
+        type=_host,
         metavar="HOST",
         help="address of this host for the others (default: the one it reaches "
         "the master with)",
@@ -158,14 +173,18 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 1 and at most {_MOST}, not {text}"
+        )
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be seconds, not {text}")
     return value
@@ -175,6 +194,10 @@ def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text}")
+    if name == "TF_CONFIG":
+        raise argparse.ArgumentTypeError(
+            "cannot set TF_CONFIG, which every rank gets from tfdist-run"
+        )
     return name, value
 
 
@@ -183,3 +206,11 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text}")
     return host, int(port)
+
+
+def _host(text: str) -> str:
+    if not text or ":" in text:
+        raise argparse.ArgumentTypeError(
+            f"must be a name or an IPv4 address without a port, not {text}"
+        )
+    return text

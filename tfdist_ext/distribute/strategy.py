@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.distribute import bootstrap
+from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
@@ -63,9 +64,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             layers.
 
     Raises:
-        ValueError: for a TF_CONFIG with other tasks than chief and workers,
-            another `gradient_dtype`, or `error_feedback` where nothing is
-            rounded.
+        ValueError: for a TF_CONFIG that is malformed or has other tasks than
+            chief and workers, another `gradient_dtype`, or `error_feedback`
+            where nothing is rounded.
+        RuntimeError: another launcher has started several processes and set
+            no TF_CONFIG, this rank's port is taken, or TensorFlow was used
+            before.
     """
 
     def __init__(
@@ -93,14 +97,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             cluster_resolver
             or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         )
-        bootstrap.prepare(resolver, timeout, startup_timeout)
-        with bootstrap.explained():
+        cluster = cluster_lib.read(resolver)
+        bootstrap.prepare(cluster, timeout, startup_timeout)
+        with bootstrap.explained(cluster.own_address):
             extended = self._start_with_all_ranks(resolver, startup_timeout)
         internals.Strategy.__init__(self, extended)
         self.collectives: Collectives | None = None
         self._datasets = 0
         if extended._num_workers > 1:
-            group = bootstrap.connect(self, timeout)
+            group = bootstrap.connect(self, cluster, timeout)
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
             extended.collectives = self.collectives
             if error_feedback:

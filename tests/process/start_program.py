@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one step on 1, 11 and 16 ranks and compares all tables and biases.
+"""Starts ranks: on a port that is taken, and more of them than ten.
+
+One step on 1, 11 and 16 ranks must give the same tables and biases.
 
 TensorFlow is loaded once and the ranks are forked, before it has started any
 thread: 16 ranks then need seconds and little memory.
 """
 
+import functools
 import json
 import os
+import socket
 import sys
 import traceback
 
@@ -54,25 +58,50 @@ def train():
     return [logs["loss"], *tables, *top.get_weights()], strategy.rank
 
 
-def start(config, rank, path):
-    """Forks a process that is a rank; returns its number."""
+def start(config, body):
+    """Forks a process that is a rank and runs `body`; returns its number."""
     if (pid := os.fork()) != 0:
         return pid
     code = 1
     try:
-        os.environ.update(TF_GRPC_REUSE_PORT="1", OMP_NUM_THREADS="1")
-        os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+        os.environ.update(OMP_NUM_THREADS="1", TF_NUM_INTRAOP_THREADS="1")
         if config is not None:
             os.environ["TF_CONFIG"] = config
-        result, own_rank = train()
-        assert own_rank == rank, (own_rank, rank)
-        np.savez(path, *result)
+        body()
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def check_taken_port():
+    """An error names the address of a rank whose port somebody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def body():
+            try:
+                tfdist_ext.HybridParallelStrategy()
+            except RuntimeError as error:
+                assert f"of this rank's address {address!r}" in str(error)
+            else:
+                raise AssertionError("started")
+
+        task = {"type": "worker", "index": 0}
+        # A free second one: the server fails before it looks for the other.
+        cluster = {"worker": [address, "127.0.0.1:1"]}
+        config = json.dumps({"cluster": cluster, "task": task})
+        assert os.waitpid(start(config, body), 0)[1] == 0
+
+
+def train_as(rank, path):
+    """Trains on a port that is held for this rank."""
+    os.environ["TF_GRPC_REUSE_PORT"] = "1"
+    result, own_rank = train()
+    assert own_rank == rank, (own_rank, rank)
+    np.savez(path, *result)
 
 
 def run(ranks, folder):
@@ -82,7 +111,7 @@ def run(ranks, folder):
         addresses = [f"127.0.0.1:{port}" for port in reserved]
         configs = cluster_of(ranks, addresses) if ranks > 1 else [None]
         pids = [
-            start(config, rank, path)
+            start(config, functools.partial(train_as, rank, path))
             for rank, (config, path) in enumerate(
                 zip(configs, paths, strict=True)
             )
@@ -94,6 +123,7 @@ def run(ranks, folder):
 
 def main():
     (folder,) = sys.argv[1:]
+    check_taken_port()
     (expected,) = run(1, folder)
     assert (expected[1] != 1).any() and (expected[2] != 1).any()
     for ranks in (11, 16):

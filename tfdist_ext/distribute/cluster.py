@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that TF_CONFIG names, checked before any of them starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.distribute import other_launchers
+from tfdist_ext.distribute.process_group import bind_address
+
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+_BAD = (TypeError, AttributeError, KeyError, ValueError, OverflowError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Tasks and their addresses, and which of them this process is.
+
+    Attributes:
+        jobs: addresses "host:port" by job, "chief" before "worker"; empty for
+            a process that trains alone.
+        job: of this process, "" if alone.
+        index: of this process within the job.
+    """
+
+    jobs: Mapping[str, list[str]]
+    job: str = ""
+    index: int = 0
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all ranks, in rank order."""
+        return [address for tasks in self.jobs.values() for address in tasks]
+
+    @property
+    def own_address(self) -> str:
+        """Of this process, "" if it trains alone."""
+        return self.jobs[self.job][self.index] if self.jobs else ""
+
+
+def read(resolver: Any) -> Cluster:
+    """Reads the cluster of a resolver and checks what can be before the start.
+
+    Args:
+        resolver: the cluster resolver of the strategy.
+
+    Raises:
+        ValueError: TF_CONFIG is malformed, or its tasks cannot be ranks.
+        RuntimeError: there is none, but another launcher has started several
+            processes.
+    """
+    if isinstance(
+        resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
+    ):
+        _check_json(os.environ.get("TF_CONFIG", "{}"))
+    try:
+        found = resolver.cluster_spec().as_dict()
+        job, index = resolver.task_type or "", resolver.task_id
+    except _BAD as error:
+        raise _malformed(str(error)) from error
+    jobs = {name: found[name] for name in sorted(found)}
+    if not jobs:
+        _refuse_to_train_apart(index)
+        return Cluster({})
+    _check_jobs(jobs, job, index)
+    cluster = Cluster(jobs, job, index)
+    _check_addresses(cluster)
+    return cluster
+
+
+def _malformed(why: str) -> ValueError:
+    return ValueError(
+        f"TF_CONFIG does not describe a cluster: {why}. Received: TF_CONFIG="
+        f"{os.environ.get('TF_CONFIG', '')[:1000]!r}. It must be like "
+        f"{_EXAMPLE}, with this process's own index. Without TF_CONFIG one "
+        "process trains alone."
+    )
+
+
+def _check_json(text: str) -> None:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"it is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise _malformed(f"it holds a {type(config).__name__}, not an object")
+
+
+def _refuse_to_train_apart(index: int | None) -> None:
+    """Refuses a lone process that is meant to be one of several.
+
+    Raises:
+        ValueError: it has a task index above 0, but no cluster.
+        RuntimeError: another launcher has started it beside others.
+    """
+    if index:
+        raise _malformed(f"it names task {index}, but no cluster")
+    launch = other_launchers.found(os.environ)
+    if launch is not None:
+        raise RuntimeError(
+            f"This process is one of {launch.processes} or more that "
+            f"{launch.launcher} has started ({launch.variable}), and there is "
+            "no TF_CONFIG to tell where the others are: each would train "
+            "alone. Start the program with tfdist-run instead, `tfdist-run -n "
+            f"{launch.processes} train.py`, on several hosts once on each "
+            "with --nnodes, --node-rank and --master; or set TF_CONFIG for "
+            "every process. To train alone on purpose, unset "
+            f"{launch.variable.partition('=')[0]}."
+        )
+
+
+def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:
+    """Refuses tasks that are no ranks, and a task that is none of them."""
+    wrong = set(jobs) - {"chief", "worker"}
+    if wrong or job not in ("", "chief", "worker"):
+        raise ValueError(
+            "HybridParallelStrategy runs on the tasks 'chief' and 'worker' "
+            "only: every rank trains. Received a TF_CONFIG with cluster "
+            f"{dict(jobs)} and task type {job!r}."
+        )
+    for name, tasks in jobs.items():
+        if not isinstance(tasks, list):  # as_dict() leaves gaps in a dict
+            raise _malformed(
+                f"the tasks of {name!r} have the indices {sorted(tasks)}, not "
+                f"0 to {len(tasks) - 1}"
+            )
+    if len(jobs.get("chief", ())) > 1:
+        raise _malformed("it has more than one 'chief'")
+    if job == "" or index is None:
+        raise _malformed("it does not say which task this process is")
+    if not 0 <= index < len(jobs.get(job, ())):
+        raise _malformed(f"it has no task {index} of type {job!r}")
+
+
+def _check_addresses(cluster: Cluster) -> None:
+    """Refuses addresses at which ranks cannot be reached."""
+    addresses = cluster.addresses
+    alone = len(addresses) == 1
+    for rank, address in enumerate(addresses):
+        host, colon, port = address.rpartition(":")
+        bare = ":" in host and not (host[0] == "[" and host[-1] == "]")
+        if not host or not colon or bare or not port.isdecimal():
+            raise _malformed(
+                f"the address of rank {rank} must be HOST:PORT, and "
+                f"[HOST]:PORT for IPv6, not {address!r}"
+            )
+        # With port 0 a lone rank takes any; others could not know which.
+        if not (0 if alone else 1) <= int(port) < 1 << 16:
+            raise _malformed(
+                f"the address of rank {rank} must have a port from 1 to "
+                f"65535, not {address!r}"
+            )
+        if addresses.index(address) != rank:
+            raise _malformed(
+                f"ranks {addresses.index(address)} and {rank} have the same "
+                f"address {address!r}"
+            )
+    if not alone:
+        _check_own_host(cluster)
+
+
+def _check_own_host(cluster: Cluster) -> None:
+    """Refuses an address of another host, as by another rank's index."""
+    address = cluster.own_address
+    numeric = bind_address(address)
+    family, kind, _, _, where = socket.getaddrinfo(
+        numeric, 0, type=socket.SOCK_STREAM
+    )[0]
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError as error:
+        raise ValueError(
+            f"TF_CONFIG says that this process is task {cluster.index} of "
+            f"{cluster.job!r} at {address!r}, but {numeric} is no address of "
+            f"this host: {error}. Is the index that of another host's task? "
+            "Give every process its own, and every task the address by which "
+            "others reach it."
+        ) from error
