@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and restores a trained model; run on any number of ranks.
+"""Saves and restores trained models; run on any number of ranks.
 
-Usage: checkpoint_program.py save|restore FOLDER PLACEMENT FORMAT
+Usage: checkpoint_program.py FOLDER ACTION...
 
-`save` trains, saves, notes tables and slots, trains on and notes them again
-in FOLDER/noted.npz. `restore` builds the model anew with its own placement,
+An action is "save:NAME:PLACEMENT:FORMAT" or "restore:...". `save` trains,
+saves FOLDER/NAME, notes tables and slots, trains on and notes them again in
+FOLDER/NAME.npz. `restore` builds the model anew with its own placement,
 restores, and must find the same, before and after training on.
 """
 
@@ -19,6 +20,7 @@ from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
 ROWS, UNITS, BATCH = 53, 6, 12
+WEIGHTS = ".weights.h5" if hasattr(keras, "ops") else ""
 
 
 def data(first, steps):
@@ -63,48 +65,30 @@ def state(strategy, model):
     return values
 
 
-def save(model, folder, form):
-    if form == "checkpoint":
-        saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-        saver.write(str(folder / "saved"))
-    elif form == "weights":
-        suffix = ".weights.h5" if hasattr(keras, "ops") else ""
-        model.save_weights(str(folder / "saved") + suffix)
-    else:
-        model.save(str(folder / "saved.keras"))
-
-
-def restore(strategy, folder, placement, form):
+def save(strategy, path, placement, form):
     model = make_model(strategy, placement)
+    model.fit(data(0, 5), verbose=0)
+    noted = {f"a/{k}": v for k, v in state(strategy, model).items()}
+    write(model, str(path), form)
+    model.fit(data(5, 3), verbose=0)
+    noted |= {f"b/{k}": v for k, v in state(strategy, model).items()}
+    if strategy.rank == 0:
+        np.savez(f"{path}.npz", **noted)
+
+
+def write(model, path, form):
     if form == "checkpoint":
         saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-        status = saver.read(str(folder / "saved"))
-        status.assert_existing_objects_matched()
+        saver.write(path)
     elif form == "weights":
-        suffix = ".weights.h5" if hasattr(keras, "ops") else ""
-        model.load_weights(str(folder / "saved") + suffix)
+        model.save_weights(path + WEIGHTS)
     else:
-        with strategy.scope():
-            model = keras.models.load_model(str(folder / "saved.keras"))
-    return model
+        model.save(path + ".keras")
 
 
-def main():
-    action, folder, placement, form = sys.argv[1:]
-    folder = pathlib.Path(folder)
-    strategy = tfdist_ext.HybridParallelStrategy()
-    if action == "save":
-        model = make_model(strategy, placement)
-        model.fit(data(0, 5), verbose=0)
-        noted = {f"a/{k}": v for k, v in state(strategy, model).items()}
-        save(model, folder, form)
-        model.fit(data(5, 3), verbose=0)
-        noted |= {f"b/{k}": v for k, v in state(strategy, model).items()}
-        if strategy.rank == 0:
-            np.savez(folder / "noted.npz", **noted)
-        return
-    noted = np.load(folder / "noted.npz")
-    model = restore(strategy, folder, placement, form)
+def restore(strategy, path, placement, form):
+    noted = np.load(f"{path}.npz")
+    model = read(strategy, str(path), placement, form)
     for name, value in state(strategy, model).items():
         np.testing.assert_array_equal(value, noted[f"a/{name}"], name)
     model.fit(data(5, 3), verbose=0)
@@ -112,6 +96,30 @@ def main():
         np.testing.assert_allclose(
             value, noted[f"b/{name}"], rtol=1e-5, atol=1e-6, err_msg=name
         )
+
+
+def read(strategy, path, placement, form):
+    model = make_model(strategy, placement)
+    if form == "checkpoint":
+        saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        status = saver.read(path)
+        status.assert_existing_objects_matched()
+    elif form == "weights":
+        model.load_weights(path + WEIGHTS)
+    else:
+        with strategy.scope():
+            model = keras.models.load_model(path + ".keras")
+    return model
+
+
+def main():
+    folder, *actions = sys.argv[1:]
+    strategy = tfdist_ext.HybridParallelStrategy()
+    for action in actions:
+        kind, name, placement, form = action.split(":")
+        do = {"save": save, "restore": restore}[kind]
+        do(strategy, pathlib.Path(folder, name), placement, form)
+        strategy.reduce("SUM", tf.constant(1.0), axis=None)  # all are done
 
 
 if __name__ == "__main__":

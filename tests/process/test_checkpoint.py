@@ -9,49 +9,68 @@ from launching import run_ranks
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize(
-    ("keras", "form", "saved", "restored"),
-    [
-        (3, "checkpoint", (2, "row"), (4, "column")),
-        (3, "checkpoint", (4, "column"), (2, "row")),
-        (3, "checkpoint", (1, "row"), (2, "row")),
-        (3, "weights", (2, "column"), (1, "row")),
-        (3, "keras", (2, "row"), (2, "row")),
-        (2, "checkpoint", (2, "row"), (1, "row")),
-        (2, "weights", (2, "column"), (2, "row")),
+TABLE = [53, 6]
+PROGRAM = "checkpoint_program.py"
+# Starts of ranks, in order: what is saved by one is restored by others.
+STARTS = {
+    3: [
+        (
+            2,
+            "save:two:row:checkpoint",
+            "save:two_weights:column:weights",
+            "save:two_keras:row:keras",
+        ),
+        (
+            4,
+            "restore:two:column:checkpoint",
+            "save:four_columns:column:checkpoint",
+            "save:four_rows:row:checkpoint",
+        ),
+        (1, "save:one:row:checkpoint", "restore:two_weights:row:weights"),
+        (
+            2,
+            "restore:four_columns:row:checkpoint",
+            "restore:one:row:checkpoint",
+            "restore:two_keras:row:keras",
+        ),
     ],
-)
-def test_saved_here_restored_there(tmp_path, keras, form, saved, restored):
-    for action, (ranks, placement) in (("save", saved), ("restore", restored)):
-        run_ranks(
-            "checkpoint_program.py",
-            ranks,
-            action,
-            tmp_path,
-            placement,
-            form,
-            keras=keras,
-        )
-    assert not list(tmp_path.glob("*_ranks")), "temporary files are left"
+    2: [
+        (
+            2,
+            "save:two:row:checkpoint",
+            "save:two_weights:column:weights",
+            "restore:two_weights:row:weights",
+        ),
+        (1, "restore:two:row:checkpoint"),
+    ],
+}
 
 
-def test_plain_tensorflow_reads_one_table(tmp_path):
-    run_ranks("checkpoint_program.py", 4, "save", tmp_path, "row", "checkpoint")
-    noted = np.load(tmp_path / "noted.npz")
-    tables = {
-        name: values for name, values in noted.items() if name.startswith("a/")
-    }
-    reader = tf.train.load_checkpoint(str(tmp_path / "saved"))
-    shapes = reader.get_variable_to_shape_map()
-    found = [
-        reader.get_tensor(name)
-        for name, shape in shapes.items()
-        if shape == [53, 6]
-    ]
-    expected = [v for v in tables.values() if v.shape == (53, 6)]
-    assert len(expected) == 2  # the table and its Adagrad slot
-    for table in expected:
-        assert any(np.array_equal(table, value) for value in found)
+@pytest.fixture(scope="module", params=[3, 2], ids=["keras3", "tf_keras"])
+def saved(request, tmp_path_factory):
+    """A folder of what was saved here and restored there."""
+    folder = tmp_path_factory.mktemp(f"keras{request.param}")
+    for ranks, *actions in STARTS[request.param]:
+        run_ranks(PROGRAM, ranks, folder, *actions, keras=request.param)
+    return folder
+
+
+def test_no_temporary_files_are_left(saved):
+    assert not list(saved.glob("*_ranks"))
+
+
+def test_plain_tensorflow_reads_one_table(saved):
+    checkpoints = sorted(saved.glob("*.index"))
+    for path in checkpoints:
+        noted = np.load(path.with_suffix(".npz"))
+        expected = [v for k, v in noted.items() if k.startswith("a/")]
+        reader = tf.train.load_checkpoint(str(path.with_suffix("")))
+        shapes = reader.get_variable_to_shape_map()
+        found = [reader.get_tensor(n) for n, s in shapes.items() if s == TABLE]
+        tables = [value for value in expected if list(value.shape) == TABLE]
+        assert len(tables) == 2  # the table and its Adagrad slot
+        for table in tables:
+            assert any(np.array_equal(table, value) for value in found)
 
 
 def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
@@ -62,7 +81,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
     tables = [
         reader.get_tensor(name)
         for name, shape in reader.get_variable_to_shape_map().items()
-        if shape == [53, 6]
+        if shape == TABLE
     ]
     kernel = np.load(tmp_path / "kernel.npy")
     assert any(np.array_equal(table, kernel) for table in tables)
