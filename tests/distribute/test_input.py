@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.distribute import input
+from tfdist_ext.distribute import slicing
 
 
 class Together:
@@ -63,7 +64,7 @@ def test_every_kind_of_component_is_cut():
         "scalar": tf.constant(7),
         "text": tf.constant(list("abcde")),
     }
-    parts = [input.slice_of_rank(batch, rank, 2) for rank in range(2)]
+    parts = [slicing.slice_of_rank(batch, rank, 2) for rank in range(2)]
     for name in ("dense", "text"):
         joined = tf.concat([p[name] for p in parts], 0)
         np.testing.assert_array_equal(joined, batch[name])
@@ -145,3 +146,13 @@ def test_policies_by_file_need_a_fixed_batch_size():
     dataset = dataset.map(lambda x: tf.fill([x], x))
     with pytest.raises(ValueError, match="no fixed batch size"):
         input.distribute(dataset, Together(0, 2), "input")
+
+
+def test_policies_by_file_need_a_sample_for_every_rank():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    dataset = tf.data.Dataset.range(12).batch(3).with_options(options)
+    with pytest.raises(ValueError, match="fewer samples than the 4 ranks"):
+        input.distribute(dataset, Together(0, 4), "input")

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import slicing
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
@@ -52,15 +53,23 @@ def distribute(
                 "Batch it with `.batch(global_batch_size)` as the last step "
                 "or use `strategy.distribute_datasets_from_function`."
             )
+        if batch < world_size:
+            raise ValueError(
+                f"Dataset with auto_shard_policy={policy.name} has batches of "
+                f"{batch}, fewer samples than the {world_size} ranks. Batch "
+                "it by the global batch size, or use the policy DATA."
+            )
         _require_no_prefetched(dataset, policy)
         if policy == _Policy.FILE:
             dataset = internals.shard_by_file(dataset, world_size, rank)
         local = dataset.rebatch(
             [(rank + 1) * batch // world_size - rank * batch // world_size]
-        )
+        ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
     else:
         local = dataset.map(
-            lambda *batch: slice_of_rank(_single(batch), rank, world_size),
+            lambda *batch: slicing.slice_of_rank(
+                _single(batch), rank, world_size
+            ),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
@@ -82,63 +91,25 @@ def _single(arguments: tuple[Any, ...]) -> Nest:
     return arguments if len(arguments) > 1 else arguments[0]
 
 
-def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
-    """Samples `[rank * n // W, (rank + 1) * n // W)` of a batch of n."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, tf.SparseTensor):
-            return _cut_sparse(value, rank, world_size)
-        counted = hasattr(value, "nrows")  # RaggedTensor, PrefetchedIds
-        if not counted and value.shape.rank == 0:
-            return value
-        samples = value.nrows() if counted else tf.shape(value, tf.int64)[0]
-        piece = value[
-            rank * samples // world_size : (rank + 1) * samples // world_size
-        ]
-        size = value.shape[0]
-        if size is not None and isinstance(value, tf.Tensor):
-            piece.set_shape([_size(size, rank, world_size), *value.shape[1:]])
-        return piece
-
-    return tf.nest.map_structure(cut, batch)
+def _in_own_memory(*batch: Nest) -> Nest:
+    return slicing.in_own_memory(_single(batch))
 
 
-def _size(samples: int, rank: int, world_size: int) -> int:
-    return (rank + 1) * samples // world_size - rank * samples // world_size
+def own_batches(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    """A dataset of per-rank batches that a rank has made for itself.
 
+    Args:
+        dataset: yields local batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
 
-def _cut_sparse(
-    value: tf.SparseTensor, rank: int, world_size: int
-) -> tf.SparseTensor:
-    samples = value.dense_shape[0]
-    first = rank * samples // world_size
-    end = (rank + 1) * samples // world_size
-    keep = (value.indices[:, 0] >= first) & (value.indices[:, 0] < end)
-    shift = tf.concat(
-        [[first], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0
-    )
-    piece = tf.SparseTensor(
-        tf.boolean_mask(value.indices, keep) - shift,
-        tf.boolean_mask(value.values, keep),
-        tf.concat([[end - first], value.dense_shape[1:]], 0),
-    )
-    samples_static = value.shape[0]
-    if samples_static is None or value.shape.rank is None:
-        return piece
-    return _with_static_shape(
-        piece, [_size(samples_static, rank, world_size), *value.shape[1:]]
-    )
-
-
-def _with_static_shape(
-    value: tf.SparseTensor, shape: list[int | None]
-) -> tf.SparseTensor:
-    # The static shape of a SparseTensor is read off its dense_shape.
-    parts = [
-        value.dense_shape[i] if size is None else tf.constant(size, tf.int64)
-        for i, size in enumerate(shape)
-    ]
-    return tf.SparseTensor(value.indices, value.values, tf.stack(parts))
+    Returns:
+        The batches, as many on every rank.
+    """
+    copies = dataset.map(_in_own_memory, synchronous=True)
+    return equal_steps(copies, collectives, name)
 
 
 def equal_steps(

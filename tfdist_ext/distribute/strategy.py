@@ -229,7 +229,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        local = input_lib.equal_steps(
+        local = input_lib.own_batches(
             dataset_fn(self.extended._make_input_context()),
             self.collectives,
             self._input(),

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import slicing
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.embedding.feature import Ids
 
@@ -123,11 +124,12 @@ def _lists(lists: IdLists) -> list[Ids]:
 
 
 def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
-    row_splits = ids.row_splits[start : stop + 1]
-    values = slice(row_splits[0], row_splits[-1])
-    row_splits = row_splits - row_splits[0]
-    # Weights are empty when all are one.
-    return Ids(ids.values[values], row_splits, ids.weights[values])
+    row_splits = slicing.copied(ids.row_splits[start : stop + 1])
+    values, weights = (
+        slicing.rows(part, row_splits[0], row_splits[-1])
+        for part in (ids.values, ids.weights)  # empty when all are one
+    )
+    return Ids(values, row_splits - row_splits[0], weights)
 
 
 def empty(spec: Any) -> PrefetchedIds:
