@@ -17,6 +17,7 @@ from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
+from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
@@ -113,6 +114,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             bootstrap.share_seed(self.collectives)
             checkpoint.merge_shards_of_all_ranks()
             keras_files.install()
+            keras_loops.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float
