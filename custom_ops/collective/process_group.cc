@@ -100,7 +100,6 @@ void ProcessGroup::Close() {
   if (!running_.empty()) return;  // never seen; leaking beats crashing
   for (ControlPeer& peer : peers_) peer.buffer.reset();
   channels_.clear();
-  retired_.clear();
   graveyard_.clear();
   control_sends_.clear();
   context_.reset();
@@ -152,7 +151,6 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
                   " needs an open process group; this one is ",
                   closing_ ? "closed" : "not connected"));
     } else {
-      operation->generation = generation_;
       operation->channel = Acquire(*operation);
       running_.insert(operation);
       if (operation->channel->busy) {
@@ -191,7 +189,7 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
     }
   };
   absl::Status posted;
-  if (failed() || Stale(*operation)) {
+  if (failed()) {
     posted = FailureOf(*operation);
   } else if (post_inline) {
     posted = guarded(post);
@@ -235,8 +233,6 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     }
     if (failed()) {
       graveyard_.push_back(operation);
-    } else if (!status.ok() && causes_.count(operation->generation) > 0) {
-      retired_[operation->generation].operations.push_back(operation);
     } else {
       operation->Release();
     }

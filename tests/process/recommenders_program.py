@@ -98,6 +98,20 @@ def two_tower():
     return TwoTower(), tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
 
 
+def check_candidates(model):
+    """The candidates of a retrieval index, as TFRS's guide makes them."""
+
+    def embed(ids):
+        found = model.embedding({"user": tf.zeros_like(ids), "movie": ids})
+        return ids, model.movie(found["movie"])
+
+    candidates = tf.data.Dataset.range(1600).batch(100)
+    index = tfrs.layers.factorized_top_k.BruteForce()
+    index.index_from_dataset(candidates.map(embed, num_parallel_calls=4))
+    table = model.embedding.get_embedding_tables()["movie"][:1600]
+    np.testing.assert_allclose(index._candidates, model.movie(table), 1e-5)
+
+
 def main():
     strategy = tfdist_ext.HybridParallelStrategy()
     result = {}
@@ -107,6 +121,7 @@ def main():
             model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.1))
         history = model.fit(data, epochs=4, verbose=0).history
         result[f"{name}/loss"] = history["loss"]
+    check_candidates(model)
     path = sys.argv[1].replace(".npz", f".{strategy.rank}.npz")
     np.savez(path, **result)
 

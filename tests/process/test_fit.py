@@ -24,10 +24,6 @@ SCENARIOS = [
     "uneven_ranks",
     "callbacks",
     "backup",
-    "in_a_callback",
-    "in_a_dataset",
-    "while_tracing",
-    "in_predict_and_evaluate",
     "hot_ids_mismatch",  # last: it ends the group
 ]
 
@@ -43,7 +39,6 @@ AT_FOUR_RANKS = [
     "bad_id",
     "uneven_ranks",
     "backup",
-    "in_a_callback",
     "plan_mismatch",
 ]
 

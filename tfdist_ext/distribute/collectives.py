@@ -7,13 +7,16 @@ import collections
 import contextlib
 import hashlib
 import itertools
+import threading
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import calls
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.distribute.step import Step
@@ -28,13 +31,14 @@ _BUCKET_BYTES = 8 << 20
 class Collectives:
     """The exchanges of one strategy over its process group.
 
-    Every exchange has a label. Label and occurrence within the step give the
-    tag on the wire, so ranks agree on tags without talking, whatever order
-    their executors run the ops in.
+    Every exchange has a label. Label, occurrence within the step and the
+    function that is the step give the tag on the wire, so ranks agree on tags
+    without talking, whatever order their executors run the ops in.
 
     Attributes:
         group: the process group that carries the exchanges.
         gradient_dtype: in which gradients of mirrored variables travel.
+        turns: of the calls outside of steps.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class Collectives:
         self.group = group
         self.gradient_dtype = gradient_dtype
         self._steps: list[Step] = []
+        self._stepping_thread = 0
+        self.turns = calls.Turns()
         self._graph_labels: weakref.WeakKeyDictionary[
             tf.Graph, collections.Counter[str]
         ] = weakref.WeakKeyDictionary()
@@ -51,16 +57,29 @@ class Collectives:
             weakref.WeakKeyDictionary()
         )
         self._place_numbers = itertools.count()
-        self._depth = 0  # of `together`
 
     @property
     def step(self) -> Step | None:
         """The step being traced or run, None outside of `Strategy.run`."""
-        return self._steps[-1] if self._steps else None
+        if not self._steps or calls.dataset_functions():
+            return None
+        # The stock strategy traces in a thread of its own, in its context; a
+        # thread of the user that calls a layer meanwhile is in no step.
+        mine = self._stepping_thread == threading.get_ident()
+        return self._steps[-1] if mine or active() is self else None
 
     @contextlib.contextmanager
     def stepping(self, step: Step) -> Iterator[Step]:
         """Makes `step` the current one; compares its plan when traced."""
+        me = threading.get_ident()
+        if self._steps and self._stepping_thread != me:
+            raise RuntimeError(
+                "Two threads run or trace a step of one strategy at once "
+                f"(`{self._steps[-1].role}`, `{step.role}`). Their exchanges "
+                "would meet in another order on every rank: let one thread "
+                "of the program train, evaluate and predict."
+            )
+        self._stepping_thread = me
         self._steps.append(step)
         try:
             yield step
@@ -68,66 +87,6 @@ class Collectives:
             self._steps.pop()
         if not tf.executing_eagerly():
             self._compare_plan(tuple(step.plan))
-
-    @contextlib.contextmanager
-    def together(self, what: str, all_end: bool = False) -> Iterator[None]:
-        """What all ranks do together, until all have or one has failed.
-
-        When a rank raises inside, the others learn its error at their next
-        exchange, or in the one where they wait for it, and the group stays
-        usable: the next thing that the ranks do finds them in step. Inside
-        of another one this does nothing; the outermost counts.
-
-            with collectives.together("save 'path'"):
-                write_my_part()
-                collectives.barrier("written")
-                if collectives.group.rank == 0:
-                    put_into_place()
-                collectives.barrier("in place")
-
-        Args:
-            what: is done, for the errors of the other ranks.
-            all_end: whether no rank shall go on before all have come to the
-                end.
-
-        Raises:
-            tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
-                OSError: ...", if another rank has failed.
-        """
-        # Not by thread: TensorFlow runs a replica in a thread of its own.
-        outermost = self._depth == 0
-        if outermost:
-            self._catch_up()
-        self._depth += 1
-        try:
-            yield
-            if outermost and all_end:
-                self.barrier(f"end of {what}")
-        except BaseException as error:
-            if outermost:
-                self.group.leave(f"{what} failed: {_brief(error)}")
-            raise
-        finally:
-            self._depth -= 1
-
-    def _exchanging(
-        self, label: str
-    ) -> contextlib.AbstractContextManager[None]:
-        """Around an exchange: by itself, it is what the ranks do together."""
-        if self._depth == 0 and tf.executing_eagerly():
-            return self.together(label)
-        return contextlib.nullcontext()
-
-    def _catch_up(self) -> None:
-        """Leaves what another rank has left; raises if nobody knows yet."""
-        reason, told = self.group.left()
-        if not reason:
-            return
-        self.group.leave(reason)
-        if not told:
-            raise tf.errors.AbortedError(
-                None, None, f"rank {self.group.rank}: {reason}"
-            )
 
     def _compare_plan(self, plan: tuple[str, ...]) -> None:
         # Ranks trace a new plan at the same step; one that only has new
@@ -151,9 +110,34 @@ class Collectives:
         if self.step is not None:
             self.step.plan.append(f"{label}#{occurrence} {kind} {dtype.name}")
         digest = hashlib.blake2b(
-            f"{label}#{occurrence}".encode(), digest_size=4
+            f"{self._role()}/{label}#{occurrence}".encode(), digest_size=4
         ).digest()
         return (int.from_bytes(digest, "little") >> 2) << 1
+
+    def _role(self) -> str:
+        step = self.step
+        return self.turns.role() if step is None else step.role
+
+    @contextlib.contextmanager
+    def one_call(
+        self, label: str
+    ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
+        """Several exchanges that belong together, see `calls.Turns`.
+
+        Steps come one after the other by themselves.
+
+        Args:
+            label: of one of the exchanges.
+
+        Yields:
+            A function to be given the results.
+        """
+        if self.step is not None:
+            yield lambda results: None
+            return
+        place = f"{self._role()}/{label}#{self.occurrence(label)}"
+        with self.turns.turn(place) as end:
+            yield end
 
     def occurrence(self, label: str) -> int:
         """How many exchanges of the step had the label so far."""
@@ -184,16 +168,13 @@ class Collectives:
         result: list[tf.Tensor] = list(tensors)
         for indices in buckets(tensors):
             dtype = tensors[indices[0]].dtype
-            with self._exchanging(label):
-                sums = collective_ops.all_reduce(
-                    self.group,
-                    [tensors[i] for i in indices],
-                    tag=self.tag(label, "all_reduce", dtype),
-                    label=label,
-                    weight=self.step.samples
-                    if weighted and self.step
-                    else None,
-                )
+            sums = collective_ops.all_reduce(
+                self.group,
+                [tensors[i] for i in indices],
+                tag=self.tag(label, "all_reduce", dtype),
+                label=label,
+                weight=self.step.samples if weighted and self.step else None,
+            )
             for i, total in zip(indices, sums, strict=True):
                 result[i] = total
         return result
@@ -215,13 +196,12 @@ class Collectives:
 
     def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Concatenates the ranks' tensors along axis 0, uneven allowed."""
-        with self._exchanging(label):
-            gathered, _ = collective_ops.all_gather(
-                self.group,
-                tensor,
-                tag=self.tag(label, "all_gather", tensor.dtype),
-                label=label,
-            )
+        gathered, _ = collective_ops.all_gather(
+            self.group,
+            tensor,
+            tag=self.tag(label, "all_gather", tensor.dtype),
+            label=label,
+        )
         return gathered
 
     def all_to_all(
@@ -238,14 +218,13 @@ class Collectives:
             What the ranks sent to this one, in their order, and int64
             `[world_size]`, the rows that came from each.
         """
-        with self._exchanging(label):
-            return collective_ops.all_to_all(
-                self.group,
-                tensor,
-                send_splits,
-                tag=self.tag(label, "all_to_all", tensor.dtype),
-                label=label,
-            )
+        return collective_ops.all_to_all(
+            self.group,
+            tensor,
+            send_splits,
+            tag=self.tag(label, "all_to_all", tensor.dtype),
+            label=label,
+        )
 
     def sum_over_peers(
         self, tensor: tf.Tensor, peers: Sequence[int], label: str
@@ -278,25 +257,19 @@ class Collectives:
         # One tag for all variables: ranks that create different ones meet
         # in the same exchange, see the two names, and fail at once.
         label = f"initial_value/{variable}"
-        with self._exchanging(label):
-            value = collective_ops.broadcast(
-                self.group,
-                tensor,
-                root=0,
-                tag=self.tag("initial_value", "broadcast", tensor.dtype),
-                label=label,
-            )
-            if tf.executing_eagerly():
-                # Rank 0 has not waited for anybody. All ranks shall have the
-                # variable or, if one fails before it, none.
-                self.barrier("initial_value/all")
-            return value
+        return collective_ops.broadcast(
+            self.group,
+            tensor,
+            root=0,
+            tag=self.tag("initial_value", "broadcast", tensor.dtype),
+            label=label,
+        )
 
     def barrier(self, label: str) -> None:
         """Ends when all ranks have come here."""
-        with self._exchanging(label):
-            tag = self.tag(label, "barrier", tf.float32)
-            collective_ops.barrier(self.group, tag=tag, label=label)
+        collective_ops.barrier(
+            self.group, tag=self.tag(label, "barrier", tf.float32), label=label
+        )
 
 
 def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
@@ -319,12 +292,6 @@ def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
         current[tensor.dtype].append(i)
         sizes[tensor.dtype] += size
     return result
-
-
-def _brief(error: BaseException) -> str:
-    """An error in a message to the other ranks, which has little room."""
-    text = getattr(error, "message", None) or str(error)
-    return f"{type(error).__name__}: {text.strip()[:700]}"
 
 
 def active() -> Collectives | None:

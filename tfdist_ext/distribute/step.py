@@ -21,6 +21,7 @@ class Step:
         weighted: whether ranks count by their samples. True in Keras
             training loops, whose loss is a mean over the local batch: the
             mean over all samples then weighs every rank by its samples.
+        role: of the function that is the step, see `calls.role_of`.
         labels: how often each label was used, for unique tags.
         plan: one line for every exchange of the step, in program order.
         checks: tensors that exist once all ids of the step are validated;
@@ -29,6 +30,7 @@ class Step:
 
     samples: tf.Tensor
     weighted: bool
+    role: str = ""
     labels: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )

@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.distribute import bootstrap
+from tfdist_ext.distribute import calls
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
-from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
@@ -114,7 +114,6 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             bootstrap.share_seed(self.collectives)
             checkpoint.merge_shards_of_all_ranks()
             keras_files.install()
-            keras_loops.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float
@@ -155,6 +154,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
             weighted=step.is_keras_loop(fn),
+            role=calls.role_of(fn),
         )
         with self.collectives.stepping(current):
             outputs = super().run(fn, args, kwargs, options)
@@ -213,6 +213,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if getattr(dataset, "_tfdist_distributed", False):
             return dataset
+        self.collectives.turns.check_input(dataset)
         local = input_lib.distribute(dataset, self.collectives, self._input())
         local._tfdist_distributed = True
         return local
@@ -231,11 +232,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        local = input_lib.own_batches(
-            dataset_fn(self.extended._make_input_context()),
-            self.collectives,
-            self._input(),
-        )
+        dataset = dataset_fn(self.extended._make_input_context())
+        self.collectives.turns.check_input(dataset)
+        local = input_lib.own_batches(dataset, self.collectives, self._input())
         local._tfdist_distributed = True
         return local
 

@@ -65,6 +65,14 @@ def batch_size_of(dataset: tf.data.Dataset) -> int:
         return -1
 
 
+def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
+    """What a dataset, and those it reads from, map, filter and so on."""
+    graphs = [each.function.graph for each in dataset._functions()]
+    for source in dataset._inputs():
+        graphs += functions_of(source)
+    return graphs
+
+
 def stop_spinning() -> None:
     """Lets idle threads of TensorFlow's pools sleep at once.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import calls
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
@@ -92,15 +93,17 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            exchange = _Exchange(arguments[1], collectives, wire, frequent)
-            if ahead is None:
-                asked = exchange.ask(arguments[0])
-            else:
+            if ahead is not None:
                 following = [ahead.ids[i] for i in chosen]
-                asked = exchange.ask_ahead(
-                    arguments[0], dataclasses.replace(ahead, ids=following)
-                )
-            found = exchange.answer(asked, tables)
+                ahead = dataclasses.replace(ahead, ids=following)
+            if calls.dataset_functions():
+                # The ranks' datasets are not ahead of their steps alike, so
+                # they may have learnt other ids.
+                frequent = None
+            exchange = _Exchange(arguments[1], collectives, wire, frequent)
+            with collectives.one_call(f"{wire.label}/ids") as end:
+                found = exchange.look_up(arguments[0], tables, ahead)
+                end(found)
         else:
             owned = merge_local(*arguments)
             values, _ = lookup(tables, arguments[1], owned)
@@ -120,6 +123,15 @@ class _Exchange:
     collectives: Collectives
     wire: Wire
     frequent: FrequentIds | None
+
+    def look_up(
+        self,
+        ids: Sequence[Sequence[Ids]],
+        tables: Sequence[Any],
+        ahead: Ahead | None,
+    ) -> list[tf.Tensor]:
+        asked = self.ask(ids) if ahead is None else self.ask_ahead(ids, ahead)
+        return self.answer(asked, tables)
 
     def ask(self, ids: Sequence[Sequence[Ids]]) -> Asked:
         asked = self._sent(ids, self.wire.label)
