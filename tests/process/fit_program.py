@@ -8,6 +8,7 @@ failure_scenarios.py. It checks for itself, on every rank.
 """
 
 import pathlib
+import random
 import resource
 import sys
 
@@ -110,6 +111,18 @@ def memory(strategy, folder):
     model.fit(data(), epochs=1, verbose=0)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
     assert grown * 1024 < 2 * shard + (100 << 20), (grown, shard)
+
+
+def generators(strategy, folder):
+    """Unseeded, Python's and NumPy's shuffle alike; before others draw."""
+    shuffled = list(range(50))
+    random.shuffle(shuffled)
+    drawn = [*np.random.permutation(50), *shuffled, np.random.normal()]
+    everyone = strategy.collectives.all_gather(
+        tf.constant([drawn], tf.float64), "drawn"
+    )
+    for other in everyone.numpy():
+        np.testing.assert_array_equal(other, drawn)
 
 
 def equal_start(strategy, folder):

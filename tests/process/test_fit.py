@@ -7,7 +7,8 @@ from launching import run_ranks
 pytestmark = pytest.mark.process
 
 SCENARIOS = [
-    "memory",  # first: it looks at the highest use so far
+    "generators",  # first: others may draw numbers
+    "memory",  # early: it looks at the highest use so far
     "equal_start",
     "idle_threads_sleep",
     "execution",
@@ -30,6 +31,7 @@ SCENARIOS = [
 
 # Those in which other ranks than one's neighbour matter.
 AT_FOUR_RANKS = [
+    "generators",
     "equal_start",
     "exact_metrics",
     "custom_loop",

@@ -14,10 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.cluster import Cluster
-from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.process_group import ProcessGroup
-
-_SEED_LIMIT = 2**31 - 1
 
 
 def prepare(cluster: Cluster, timeout: float, startup_timeout: float) -> None:
@@ -139,27 +136,3 @@ def _exchange(strategy: Any, rank: int, blob: bytes) -> list[bytes]:
         sender, length = np.frombuffer(other[:8].tobytes(), "<i4").tolist()
         blobs[sender] = other[8 : 8 + length].tobytes()
     return [blobs[sender] for sender in sorted(blobs)]
-
-
-def share_seed(collectives: Collectives) -> None:
-    """Gives ranks without a seed the one of rank 0.
-
-    Every rank shuffles the same dataset and keeps its slice of each batch,
-    so the shuffles must agree.
-    """
-    seed = internals.global_seed()
-    mine = [-1 if seed is None else seed]
-    if seed is None and collectives.group.rank == 0:
-        mine = [int(np.random.default_rng().integers(_SEED_LIMIT))]
-    seeds = collectives.all_gather(tf.constant(mine, tf.int64), "seed").numpy()
-    if seed is None:
-        tf.random.set_seed(int(seeds[0]))
-        seed = int(seeds[0])
-    given = seeds[seeds >= 0]
-    if (given != given[0]).any():
-        tf.get_logger().warning(
-            "The ranks use different seeds (%s), so they shuffle datasets "
-            "differently and some samples are trained twice, others never. "
-            "Call tf.random.set_seed with the same seed on every rank.",
-            seeds.tolist(),
-        )

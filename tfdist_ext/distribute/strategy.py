@@ -18,6 +18,7 @@ from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
+from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
@@ -111,7 +112,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             extended.collectives = self.collectives
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
-            bootstrap.share_seed(self.collectives)
+            seeds.share(self.collectives)
             checkpoint.merge_shards_of_all_ranks()
             keras_files.install()
 
