@@ -18,6 +18,8 @@ constexpr std::chrono::milliseconds kAnswerTime{2000};
 // Until a broken connection has been seen by the peer's control thread too.
 constexpr std::chrono::milliseconds kNoticeTime{1000};
 constexpr std::chrono::milliseconds kWatchPeriod{200};
+// The same while something waits for a rank that has left.
+constexpr std::chrono::milliseconds kLeavePeriod{20};
 // Timeouts that a rank may spend outside of all collectives, alive, while
 // others wait for it: reading, saving and tracing take what they take.
 constexpr int kPatience = 5;
@@ -160,6 +162,9 @@ bool ProcessGroup::OnControl(int peer, ControlFrame& frame) {
       Fail(frame.rank >= 0 && frame.rank < world_size() ? frame.rank : peer,
            static_cast<absl::StatusCode>(frame.code), GetText(frame.text));
       return true;
+    case Control::kLeave:
+      OnLeave(peer, frame);
+      return true;
     case Control::kGoodbye: {
       std::lock_guard<std::mutex> lock(mutex_);
       peers_[peer].said_goodbye = true;
@@ -225,12 +230,89 @@ void ProcessGroup::Fail(int culprit, absl::StatusCode code,
   changed_.notify_all();
 }
 
-absl::Status ProcessGroup::FailureOf(const Operation& operation) const {
+absl::Status ProcessGroup::FailureOf(const Operation& operation) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return absl::Status(
-      failed() ? failure_code_ : absl::StatusCode::kUnavailable,
-      Message("rank ", rank(), ": ", operation.Describe(),
-              " failed: ", failed() ? failure_ : "its connection broke"));
+  const std::string what =
+      Message("rank ", rank(), ": ", operation.Describe(), " failed: ");
+  if (failed()) return absl::Status(failure_code_, what + failure_);
+  const auto cause = causes_.find(operation.generation);
+  if (cause == causes_.end()) {
+    return absl::UnavailableError(what + "its connection broke");
+  }
+  told_ = told_ || operation.generation == generation_;
+  return absl::AbortedError(what + cause->second);
+}
+
+void ProcessGroup::Leave(const std::string& reason) {
+  ControlFrame leave;
+  leave.type = Control::kLeave;
+  leave.rank = rank();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failed() || closing_ || !connected_) return;
+    leave.nonce = generation_++;
+    told_ = false;
+    // The first cause is everybody's.
+    const auto cause =
+        causes_.emplace(leave.nonce, Message(RankName(rank()), ": ", reason));
+    SetText(leave.text, cause.first->second.c_str());
+    std::vector<std::unique_ptr<Channel>>& idle =
+        retired_[leave.nonce].channels;
+    for (auto& [tag, channel] : channels_) idle.push_back(std::move(channel));
+    channels_.clear();
+  }
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer != rank()) SendControl(peer, leave);
+  }
+}
+
+void ProcessGroup::OnLeave(int peer, ControlFrame& frame) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  causes_.emplace(frame.nonce, GetText(frame.text));
+  peers_[peer].generation = frame.nonce + 1;
+  FreeRetired();
+  changed_.notify_all();
+}
+
+std::pair<std::string, bool> ProcessGroup::LeftBecause() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto cause = causes_.find(generation_);
+  if (failed() || cause == causes_.end()) return {"", false};
+  return {cause->second, told_};
+}
+
+bool ProcessGroup::Stale(const Operation& operation) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return operation.generation != generation_;
+}
+
+bool ProcessGroup::AbortWhatNobodyAnswers() {
+  bool any = false;
+  for (const auto& operation : running_) {
+    const int peer = operation->waiting_for();
+    const bool peer_left =
+        peer >= 0 && peers_[peer].generation > operation->generation;
+    if (peer_left || operation->generation < generation_) {
+      operation->Abort();
+      any = true;
+    }
+  }
+  return any;
+}
+
+void ProcessGroup::FreeRetired() {
+  uint64_t oldest = generation_;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer != rank()) oldest = std::min(oldest, peers_[peer].generation);
+  }
+  for (const auto& operation : running_) {
+    oldest = std::min(oldest, operation->generation);
+  }
+  // One more is kept: a message may still be on its way out.
+  while (!causes_.empty() && causes_.begin()->first + 1 < oldest) {
+    retired_.erase(causes_.begin()->first);
+    causes_.erase(causes_.begin());
+  }
 }
 
 void ProcessGroup::SendControl(int peer, ControlFrame frame) {
@@ -251,8 +333,11 @@ void ProcessGroup::SendControl(int peer, ControlFrame frame) {
 void ProcessGroup::Watch() {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::chrono::duration<double> timeout(options_.timeout);
-  while (!changed_.wait_for(lock, kWatchPeriod, [&] { return closed_; })) {
-    if (failed()) continue;
+  bool aborting = false;
+  while (!closed_) {
+    changed_.wait_for(lock, aborting ? kLeavePeriod : kWatchPeriod);
+    if (closed_ || failed()) continue;
+    aborting = AbortWhatNobodyAnswers();
     std::shared_ptr<Operation> late;
     const Clock::time_point now = Clock::now();
     if (now - extended_ <= timeout) continue;

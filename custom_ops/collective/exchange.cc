@@ -124,7 +124,7 @@ void Exchange::CheckHeader(int peer) {
       std::strncmp(theirs.label, header_.label, sizeof(theirs.label)) == 0) {
     return;
   }
-  const ProcessGroup& group = *operation_.group;
+  ProcessGroup& group = *operation_.group;
   operation_.group->Fail(
       peer, absl::StatusCode::kInvalidArgument,
       Message("ranks disagree about the operation with tag ", operation_.tag,

@@ -57,6 +57,37 @@ REGISTER_OP("Tfdist>GroupClose")
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("Leaves the group in good order. Closing twice does nothing.");
 
+REGISTER_OP("Tfdist>GroupLeave")
+    .Input("group: int64")
+    .Input("reason: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Ends this rank's part in what the ranks are doing; the others learn why.
+
+Every operation that waits for this rank fails at once, on every rank. All meet
+again in the operations that come after each of them has left.
+
+reason: what failed here, unless another rank has left for a reason before.
+)doc");
+
+REGISTER_OP("Tfdist>GroupLeft")
+    .Input("group: int64")
+    .Output("reason: string")
+    .Output("told: bool")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Scalar());
+      c->set_output(1, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Whether a rank has left what the ranks are doing, and this one has not.
+
+reason: why it has; empty if none has.
+told: whether an operation of this rank has failed for that reason.
+)doc");
+
 REGISTER_OP("Tfdist>GroupStats")
     .Input("group: int64")
     .Output("counters: int64")
@@ -187,6 +218,41 @@ class GroupCloseOp : public OpKernel {
   }
 };
 
+class GroupLeaveOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+    if (group == nullptr) return;
+    const Tensor& reason = context->input(1);
+    OP_REQUIRES(context, reason.NumElements() == 1,
+                tensorflow::errors::InvalidArgument(
+                    "reason must be a scalar, received ",
+                    reason.shape().DebugString()));
+    group->Leave(reason.flat<tstring>()(0));
+  }
+};
+
+class GroupLeftOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+    if (group == nullptr) return;
+    Tensor* reason = nullptr;
+    Tensor* told = nullptr;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(0, TensorShape({}), &reason));
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(1, TensorShape({}), &told));
+    const auto [because, known] = group->LeftBecause();
+    reason->scalar<tstring>()() = because;
+    told->scalar<bool>()() = known;
+  }
+};
+
 class GroupStatsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -307,6 +373,10 @@ REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupConnect").Device(tensorflow::DEVICE_CPU), GroupConnectOp);
 REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupClose").Device(tensorflow::DEVICE_CPU), GroupCloseOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>GroupLeave").Device(tensorflow::DEVICE_CPU), GroupLeaveOp);
+REGISTER_KERNEL_BUILDER(Name("Tfdist>GroupLeft").Device(tensorflow::DEVICE_CPU),
+                        GroupLeftOp);
 REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupStats").Device(tensorflow::DEVICE_CPU), GroupStatsOp);
 REGISTER_KERNEL_BUILDER(Name("Tfdist>CheckPlan").Device(tensorflow::DEVICE_CPU),

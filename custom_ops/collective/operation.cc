@@ -13,6 +13,10 @@ namespace {
 // Gloo closes every connection when a wait of its own times out, which would
 // hide who was silent. The group's watchdog ends waits instead.
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(1000);
+// A wait that was aborted may have been over: Gloo looks at the abort first.
+// The watchdog aborts again and again, so what has come is seen at the next
+// try.
+constexpr int kTries = 4;
 
 }  // namespace
 
@@ -45,7 +49,7 @@ Buffer* Operation::Receive(int peer, Stream stream, void* data, size_t bytes) {
 void Operation::PostSend(Buffer* buffer, int peer, Stream stream, size_t offset,
                          size_t bytes) {
   try {
-    buffer->send(peer, SlotOf(tag, stream), offset, bytes);
+    buffer->send(peer, SlotOf(generation, tag, stream), offset, bytes);
   } catch (const std::exception& error) {
     group->OnBrokenPeer(peer, error.what());
     throw OperationError(group->FailureOf(*this), true);
@@ -57,7 +61,7 @@ void Operation::PostSend(Buffer* buffer, int peer, Stream stream, size_t offset,
 void Operation::PostReceive(Buffer* buffer, int peer, Stream stream,
                             size_t offset, size_t bytes) {
   try {
-    buffer->recv(peer, SlotOf(tag, stream), offset, bytes);
+    buffer->recv(peer, SlotOf(generation, tag, stream), offset, bytes);
   } catch (const std::exception& error) {
     group->OnBrokenPeer(peer, error.what());
     throw OperationError(group->FailureOf(*this), true);
@@ -85,7 +89,8 @@ void Operation::Wait(Buffer* buffer, bool receive, int peer,
   // either this check or the abort is seen.
   bool completed = false;
   std::string error;
-  if (!group->failed()) {
+  for (int i = 0; i < kTries && !completed && error.empty(); ++i) {
+    if (group->failed()) break;
     try {
       completed = receive ? buffer->waitRecv(nullptr, kForever)
                           : buffer->waitSend(nullptr, kForever);
@@ -99,7 +104,7 @@ void Operation::Wait(Buffer* buffer, bool receive, int peer,
   }
   if (completed) return;
   if (!error.empty()) group->OnBrokenPeer(peer, error);
-  throw OperationError(group->FailureOf(*this), true);
+  throw OperationError(group->FailureOf(*this), group->failed());
 }
 
 void Operation::Release() {

@@ -78,6 +78,7 @@ class Operation {
   const int64_t tag;
   const std::string label;
   const Clock::time_point start;
+  uint64_t generation = 0;  // of the group when the operation was asked for
   Channel* channel = nullptr;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;

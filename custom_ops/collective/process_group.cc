@@ -100,6 +100,7 @@ void ProcessGroup::Close() {
   if (!running_.empty()) return;  // never seen; leaking beats crashing
   for (ControlPeer& peer : peers_) peer.buffer.reset();
   channels_.clear();
+  retired_.clear();
   graveyard_.clear();
   control_sends_.clear();
   context_.reset();
@@ -151,6 +152,7 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
                   " needs an open process group; this one is ",
                   closing_ ? "closed" : "not connected"));
     } else {
+      operation->generation = generation_;
       operation->channel = Acquire(*operation);
       running_.insert(operation);
       if (operation->channel->busy) {
@@ -189,7 +191,7 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
     }
   };
   absl::Status posted;
-  if (failed()) {
+  if (failed() || Stale(*operation)) {
     posted = FailureOf(*operation);
   } else if (post_inline) {
     posted = guarded(post);
@@ -233,6 +235,8 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     }
     if (failed()) {
       graveyard_.push_back(operation);
+    } else if (!status.ok() && causes_.count(operation->generation) > 0) {
+      retired_[operation->generation].operations.push_back(operation);
     } else {
       operation->Release();
     }

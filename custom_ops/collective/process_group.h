@@ -56,6 +56,12 @@ struct GroupStats {
 // even, may live in one process. Life: constructor (sockets listen), Connect,
 // operations, Close. After a failure every operation ends with its reason.
 //
+// A rank that fails between operations (its file cannot be read, its program
+// raises) leaves the *generation* instead: whoever waits for it there learns
+// why, leaves as well, and all meet again in the next one. An operation needs a
+// message from every rank, so it ends well on all ranks or on none: what a rank
+// has sent before it left has come before the news that it left.
+//
 // Threads: Gloo's loop moves the bytes; a waiter thread per running operation
 // waits for them; a control thread per peer sees it die, and answers pings; the
 // watchdog turns an expired deadline into a reasoned failure.
@@ -107,8 +113,16 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   // Gloo refused or broke an operation with `peer`: waits until the peer's
   // control thread has said why, and fails the group.
   void OnBrokenPeer(int peer, const std::string& error);
-  // The group's failure, told for one operation.
-  absl::Status FailureOf(const Operation& operation) const;
+  // The group's failure, or why a rank left, told for one operation.
+  absl::Status FailureOf(const Operation& operation);
+
+  // Takes no further part in this generation and tells the peers why; `reason`
+  // gives way to that of a peer that has left before. Operations that still run
+  // end. Those that come after belong to the next generation.
+  void Leave(const std::string& reason);
+  // Why a peer has left this generation, or nothing; and whether an operation
+  // of this rank has ended with it.
+  std::pair<std::string, bool> LeftBecause() const;
 
   GroupStats Stats() const;
   void CountSent(uint64_t bytes);
@@ -125,6 +139,13 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
     uint64_t pong = 0;
     std::string pong_text;
     bool pong_outside = false;  // of all collectives
+    uint64_t generation = 0;    // the first that it has not left
+  };
+  // Channels and operations of a generation that was left: Gloo may still hold
+  // their buffers until all peers are past it.
+  struct Retired {
+    std::vector<std::unique_ptr<Channel>> channels;
+    std::vector<std::shared_ptr<Operation>> operations;
   };
 
   // process_group.cc
@@ -145,6 +166,11 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   bool OnControl(int peer, ControlFrame& frame);
   void OnLost(int peer, const std::string& error);
   void SendControl(int peer, ControlFrame frame);
+  void OnLeave(int peer, ControlFrame& frame);
+  bool Stale(const Operation& operation) const;
+  // With mutex_ held.
+  bool AbortWhatNobodyAnswers();  // whether there was any
+  void FreeRetired();
   void Watch();
   void OnDeadline(const std::shared_ptr<Operation>& operation);
   // A peer that answered this ping and was in no collective then, or -1.
@@ -178,6 +204,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
       control_sends_;
   std::thread watchdog_;
   Clock::time_point extended_;  // when a slow peer was last given time
+  uint64_t generation_ = 0;
+  std::map<uint64_t, std::string> causes_;  // by generation that was left
+  bool told_ = false;  // an operation of this generation has ended with its own
+  std::map<uint64_t, Retired> retired_;
   uint64_t digest_ = 0;
   uint64_t pings_ = 0;
 

@@ -68,8 +68,10 @@ enum class Stream : uint64_t { kFrame = 0, kRest = 1, kReduced = 2 };
 
 constexpr uint64_t kControlSlot = 0;
 
-inline uint64_t SlotOf(int64_t tag, Stream stream) {
-  return (static_cast<uint64_t>(tag) + 1) << 4 | static_cast<uint64_t>(stream);
+// Messages of another generation (see ProcessGroup::Leave) never match.
+inline uint64_t SlotOf(uint64_t generation, int64_t tag, Stream stream) {
+  return generation << 46 | (static_cast<uint64_t>(tag) + 1) << 4 |
+         static_cast<uint64_t>(stream);
 }
 
 // Tags of the library itself, out of reach of the `tag` attribute (32 bits).
@@ -82,6 +84,8 @@ enum class Control : uint32_t {
   kPong = 3,     // `text` says it; `code` is 1 for a rank in no collective
   kAbort = 4,    // the group failed: `rank` is the culprit, `text` the reason
   kGoodbye = 5,  // this rank closes its group in good order
+  kLeave = 6,    // this rank takes no further part in a generation: `rank` is
+                 // whose failure made it leave, `text` the reason
 };
 
 struct ControlFrame {
@@ -89,7 +93,8 @@ struct ControlFrame {
   Control type = Control::kHello;
   int32_t rank = -1;
   int32_t code = 0;    // absl::StatusCode of an abort; see kPong
-  uint64_t nonce = 0;  // the group's digest in a hello, the ping's number else
+  uint64_t nonce = 0;  // the group's digest in a hello, the generation in a
+                       // leave, the ping's number else
   char text[1000] = {};
 };
 static_assert(sizeof(ControlFrame) == 1024, "part of the protocol");

@@ -3,8 +3,9 @@
 
 Usage: fit_program.py FOLDER SCENARIO...
 
-A scenario is a function of this file, of precision_scenarios.py or of
-failure_scenarios.py. It checks for itself, on every rank.
+A scenario is a function of this file, of precision_scenarios.py, of
+failure_scenarios.py or of one_rank_fails.py. It checks for itself, on every
+rank.
 """
 
 import pathlib
@@ -14,6 +15,7 @@ import sys
 
 import failure_scenarios
 import numpy as np
+import one_rank_fails
 import precision_scenarios
 import tensorflow as tf
 from fit_models import BATCH
@@ -277,7 +279,12 @@ def main():
     # Scenarios of their own try them; others compare more closely.
     strategy.collectives.gradient_dtype = tf.float32
     strategy.extended.error_feedback = None
-    modules = (sys.modules[__name__], precision_scenarios, failure_scenarios)
+    modules = (
+        sys.modules[__name__],
+        precision_scenarios,
+        failure_scenarios,
+        one_rank_fails,
+    )
     for name in sys.argv[2:]:
         (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
         scenario(strategy, folder)

@@ -25,6 +25,10 @@ SCENARIOS = [
     "uneven_ranks",
     "callbacks",
     "backup",
+    "in_a_callback",
+    "in_a_dataset",
+    "while_tracing",
+    "in_predict_and_evaluate",
     "hot_ids_mismatch",  # last: it ends the group
 ]
 
@@ -41,6 +45,7 @@ AT_FOUR_RANKS = [
     "bad_id",
     "uneven_ranks",
     "backup",
+    "in_a_callback",
     "plan_mismatch",
 ]
 

@@ -133,10 +133,30 @@ def test_fewer_columns_than_parts_are_refused():
     assert [s.local_dim for s in specs(PLACEMENTS[3], dim=4)] == [1] * 4
 
 
-@pytest.mark.parametrize("rank", [4, -1])
-def test_ranks_that_are_not_there_are_refused(rank):
+def test_ranks_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match="there are 4 ranks"):
-        specs(TablePlacement.table_wise(rank))
+        specs(TablePlacement.table_wise(4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": (-1,)}, "`ranks`.*ranks=-1"),
+        ({"ranks": (1.5,)}, "`ranks`.*ranks=1.5"),
+        ({"ranks": (1 << 14,)}, "`ranks`.*at most 16383"),
+        ({"row_parts": 10**9}, "`row_parts`.*at most 16384"),
+        ({"column_parts": True}, "`column_parts`.*True"),
+        ({"deduplicate": 1}, "`deduplicate` must be True or False"),
+        ({"deduplicate": None}, "`deduplicate` must be True or False"),
+        ({"ranks": (0,), "hot_ids": (float("inf"),)}, "`hot_ids`.*inf"),
+        ({"ranks": (0,), "hot_ids": (-1,)}, "`hot_ids`.*hot_ids=-1"),
+    ],
+)
+def test_placements_are_made_of_integers(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TablePlacement(**arguments)
+    ranks = np.arange(2)
+    assert TablePlacement(np.int64(2), 1, ranks).ranks == (0, 1)
 
 
 def test_every_rank_holds_the_hot_rows():
@@ -160,10 +180,9 @@ def test_hot_rows_that_cannot_be_are_refused(parts, ranks, hot_ids, message):
         TablePlacement(*parts, ranks, hot_ids=hot_ids)
 
 
-@pytest.mark.parametrize("hot_id", [-1, ROWS])
-def test_hot_ids_are_ids_of_the_table(hot_id):
+def test_hot_ids_are_ids_of_the_table():
     with pytest.raises(ValueError, match=f"'t' has ids 0 to {ROWS - 1}"):
-        specs(TablePlacement.row_wise(4, hot_ids=(hot_id,)))
+        specs(TablePlacement.row_wise(4, hot_ids=(ROWS,)))
 
 
 def test_specs_survive_as_text():

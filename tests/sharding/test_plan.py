@@ -15,7 +15,7 @@ from tests.sharding.planned import MEDIUM
 from tests.sharding.planned import plan_workload
 from tfdist_ext.sharding import load as load_lib
 from tfdist_ext.sharding import plan as plan_lib
-from tfdist_ext.sharding import problem
+from tfdist_ext.sharding import reduction
 from tfdist_ext.sharding.balance import Options
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.load import Load
@@ -323,7 +323,7 @@ def test_tables_and_features_must_fit_together():
     ],
 )
 def test_hotness_is_read_off_the_input_shape(shape, expected):
-    assert problem.hotness(shape, 1000) == expected
+    assert reduction.hotness(shape, 1000) == expected
 
 
 def test_planning_does_not_load_tensorflow():

@@ -36,7 +36,7 @@ def test_own_arguments_are_given_by_name():
     ("arguments", "message"),
     [
         ({"name": ""}, "`name` of a table"),
-        ({"vocabulary_size": 0}, r"at least 1. Received: vocabulary_size=0"),
+        ({"vocabulary_size": 0}, r"at least 1 and .*vocabulary_size=0"),
         ({"vocabulary_size": 10.0}, "vocabulary_size=10.0"),
         ({"embedding_dim": True}, "embedding_dim=True"),
         ({"hot_rows": -1}, r"hot_rows=-1 \(table 'words'\)"),

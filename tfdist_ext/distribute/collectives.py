@@ -57,6 +57,7 @@ class Collectives:
             weakref.WeakKeyDictionary()
         )
         self._place_numbers = itertools.count()
+        self._depth = 0  # of `together`
 
     @property
     def step(self) -> Step | None:
@@ -87,6 +88,66 @@ class Collectives:
             self._steps.pop()
         if not tf.executing_eagerly():
             self._compare_plan(tuple(step.plan))
+
+    @contextlib.contextmanager
+    def together(self, what: str, all_end: bool = False) -> Iterator[None]:
+        """What all ranks do together, until all have or one has failed.
+
+        When a rank raises inside, the others learn its error at their next
+        exchange, or in the one where they wait for it, and the group stays
+        usable: the next thing that the ranks do finds them in step. Inside
+        of another one this does nothing; the outermost counts.
+
+            with collectives.together("save 'path'"):
+                write_my_part()
+                collectives.barrier("written")
+                if collectives.group.rank == 0:
+                    put_into_place()
+                collectives.barrier("in place")
+
+        Args:
+            what: is done, for the errors of the other ranks.
+            all_end: whether no rank shall go on before all have come to the
+                end.
+
+        Raises:
+            tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
+                OSError: ...", if another rank has failed.
+        """
+        # Not by thread: TensorFlow runs a replica in a thread of its own.
+        outermost = self._depth == 0
+        if outermost:
+            self._catch_up()
+        self._depth += 1
+        try:
+            yield
+            if outermost and all_end:
+                self.barrier(f"end of {what}")
+        except BaseException as error:
+            if outermost:
+                self.group.leave(f"{what} failed: {_brief(error)}")
+            raise
+        finally:
+            self._depth -= 1
+
+    def _exchanging(
+        self, label: str
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around an exchange: by itself, it is what the ranks do together."""
+        if self._depth == 0 and tf.executing_eagerly():
+            return self.together(label)
+        return contextlib.nullcontext()
+
+    def _catch_up(self) -> None:
+        """Leaves what another rank has left; raises if nobody knows yet."""
+        reason, told = self.group.left()
+        if not reason:
+            return
+        self.group.leave(reason)
+        if not told:
+            raise tf.errors.AbortedError(
+                None, None, f"rank {self.group.rank}: {reason}"
+            )
 
     def _compare_plan(self, plan: tuple[str, ...]) -> None:
         # Ranks trace a new plan at the same step; one that only has new
@@ -168,13 +229,16 @@ class Collectives:
         result: list[tf.Tensor] = list(tensors)
         for indices in buckets(tensors):
             dtype = tensors[indices[0]].dtype
-            sums = collective_ops.all_reduce(
-                self.group,
-                [tensors[i] for i in indices],
-                tag=self.tag(label, "all_reduce", dtype),
-                label=label,
-                weight=self.step.samples if weighted and self.step else None,
-            )
+            with self._exchanging(label):
+                sums = collective_ops.all_reduce(
+                    self.group,
+                    [tensors[i] for i in indices],
+                    tag=self.tag(label, "all_reduce", dtype),
+                    label=label,
+                    weight=self.step.samples
+                    if weighted and self.step
+                    else None,
+                )
             for i, total in zip(indices, sums, strict=True):
                 result[i] = total
         return result
@@ -196,12 +260,13 @@ class Collectives:
 
     def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Concatenates the ranks' tensors along axis 0, uneven allowed."""
-        gathered, _ = collective_ops.all_gather(
-            self.group,
-            tensor,
-            tag=self.tag(label, "all_gather", tensor.dtype),
-            label=label,
-        )
+        with self._exchanging(label):
+            gathered, _ = collective_ops.all_gather(
+                self.group,
+                tensor,
+                tag=self.tag(label, "all_gather", tensor.dtype),
+                label=label,
+            )
         return gathered
 
     def all_to_all(
@@ -218,13 +283,14 @@ class Collectives:
             What the ranks sent to this one, in their order, and int64
             `[world_size]`, the rows that came from each.
         """
-        return collective_ops.all_to_all(
-            self.group,
-            tensor,
-            send_splits,
-            tag=self.tag(label, "all_to_all", tensor.dtype),
-            label=label,
-        )
+        with self._exchanging(label):
+            return collective_ops.all_to_all(
+                self.group,
+                tensor,
+                send_splits,
+                tag=self.tag(label, "all_to_all", tensor.dtype),
+                label=label,
+            )
 
     def sum_over_peers(
         self, tensor: tf.Tensor, peers: Sequence[int], label: str
@@ -257,19 +323,25 @@ class Collectives:
         # One tag for all variables: ranks that create different ones meet
         # in the same exchange, see the two names, and fail at once.
         label = f"initial_value/{variable}"
-        return collective_ops.broadcast(
-            self.group,
-            tensor,
-            root=0,
-            tag=self.tag("initial_value", "broadcast", tensor.dtype),
-            label=label,
-        )
+        with self._exchanging(label):
+            value = collective_ops.broadcast(
+                self.group,
+                tensor,
+                root=0,
+                tag=self.tag("initial_value", "broadcast", tensor.dtype),
+                label=label,
+            )
+            if tf.executing_eagerly():
+                # Rank 0 has not waited for anybody. All ranks shall have the
+                # variable or, if one fails before it, none.
+                self.barrier("initial_value/all")
+            return value
 
     def barrier(self, label: str) -> None:
         """Ends when all ranks have come here."""
-        collective_ops.barrier(
-            self.group, tag=self.tag(label, "barrier", tf.float32), label=label
-        )
+        with self._exchanging(label):
+            tag = self.tag(label, "barrier", tf.float32)
+            collective_ops.barrier(self.group, tag=tag, label=label)
 
 
 def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
@@ -292,6 +364,12 @@ def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
         current[tensor.dtype].append(i)
         sizes[tensor.dtype] += size
     return result
+
+
+def _brief(error: BaseException) -> str:
+    """An error in a message to the other ranks, which has little room."""
+    text = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {text.strip()[:700]}"
 
 
 def active() -> Collectives | None:

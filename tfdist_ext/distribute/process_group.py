@@ -113,6 +113,34 @@ class ProcessGroup:
         if self.world_size > 1:
             group_ops.check_plan(self.handle, entries)
 
+    def leave(self, reason: str) -> None:
+        """Gives up what the ranks do together now, and tells them why.
+
+        Operations that need this rank end at once on all of them, with
+        `tf.errors.AbortedError` and the reason. The group stays usable:
+        the ranks meet again in the operations after each has left. None of
+        this rank's may run.
+
+        Args:
+            reason: what failed here; if another rank has left already, its
+                reason counts.
+        """
+        if self.handle >= 0:
+            group_ops.group_leave(self.handle, reason)
+
+    def left(self) -> tuple[str, bool]:
+        """Why another rank has left what this one still takes part in.
+
+        Returns:
+            The reason, empty if none has left; and whether an operation of
+            this rank has failed with it.
+        """
+        return (
+            group_ops.group_left(self.handle)
+            if self.handle >= 0
+            else ("", False)
+        )
+
     def stats(self) -> GroupStats:
         """Bytes, messages and time of the operations so far."""
         if self.handle < 0:

@@ -18,6 +18,7 @@ from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_files
+from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
@@ -115,6 +116,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             seeds.share(self.collectives)
             checkpoint.merge_shards_of_all_ranks()
             keras_files.install()
+            keras_loops.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float

@@ -18,7 +18,7 @@ from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import tables
 from tfdist_ext.sharding import plan
-from tfdist_ext.sharding import problem
+from tfdist_ext.sharding import reduction
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.tables import FeatureConfig
@@ -230,7 +230,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             table,
             (None, None),
             (None, self.units),
-            hotness=problem.hotness(input_shape, rows),
+            hotness=reduction.hotness(input_shape, rows),
         )
 
     def call(self, inputs: Any) -> tf.Tensor:

@@ -60,6 +60,23 @@ def group_close(handle: int) -> None:
         library().tfdist_group_close(group=tf.constant(handle, tf.int64))
 
 
+def group_leave(handle: int, reason: str) -> None:
+    """Ends this rank's part in what the ranks do now; they learn why."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        library().tfdist_group_leave(
+            group=tf.constant(handle, tf.int64), reason=reason
+        )
+
+
+def group_left(handle: int) -> tuple[str, bool]:
+    """Why another rank has left, and whether an operation has said so."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        reason, told = library().tfdist_group_left(
+            group=tf.constant(handle, tf.int64)
+        )
+    return reason.numpy().decode(errors="replace"), bool(told)
+
+
 def group_stats(handle: int) -> dict[str, Any]:
     """Counters by name, and `labels`: label to (calls, bytes, seconds)."""
     with tf.init_scope(), tf.device("CPU:0"):

@@ -10,12 +10,16 @@ from collections.abc import Iterable
 from typing import Any
 from typing import Literal
 
+from tfdist_ext.sharding import checks
+
 PlacementKind = Literal[
     "data_parallel", "table_wise", "row_wise", "column_wise", "grid"
 ]
 
 # The ops keep the index of a hot row in 16 bits.
 MOST_HOT_ROWS = 1 << 16
+# The planner's time and memory grow with the ranks.
+MOST_RANKS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +52,8 @@ class TablePlacement:
     hot_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        hot_ids = tuple(sorted(map(int, self.hot_ids)))
-        object.__setattr__(self, "hot_ids", hot_ids)
-        if hot_ids:
+        self._check_types()
+        if self.hot_ids:
             self._check_hot_ids()
         parts = (self.row_parts, self.column_parts)
         if not self.ranks and parts == (1, 1):
@@ -62,6 +65,23 @@ class TablePlacement:
                 f"A placement of {self.row_parts} x {self.column_parts} parts "
                 f"needs {cells} distinct ranks. Received: ranks={self.ranks}."
             )
+
+    def _check_types(self) -> None:
+        """Makes numbers of what may be NumPy's, and tuples of sequences."""
+        where = "a placement"
+        for field in ("row_parts", "column_parts"):
+            parts = checks.integer(
+                field, getattr(self, field), 1, where, MOST_RANKS
+            )
+            object.__setattr__(self, field, parts)
+        checks.boolean("deduplicate", self.deduplicate, where, optional=False)
+        ranks = [
+            checks.integer("ranks", rank, 0, where, MOST_RANKS - 1)
+            for rank in self.ranks
+        ]
+        object.__setattr__(self, "ranks", tuple(ranks))
+        ids = [checks.integer("hot_ids", i, 0, where) for i in self.hot_ids]
+        object.__setattr__(self, "hot_ids", tuple(sorted(ids)))
 
     def _check_hot_ids(self) -> None:
         if not self.ranks or self.column_parts > 1:

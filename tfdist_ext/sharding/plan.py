@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every table of a model lives: `plan(...)` makes a `ShardingPlan`.
 
-No TensorFlow here. `problem.py` reduces configurations to numbers, `cost.py`
-has the model of bytes, time and memory, `balance.py` chooses.
+No TensorFlow here. `reduction.py` reduces configurations to the numbers of
+`problem.py`, `cost.py` has the model of bytes, time and memory, `balance.py`
+chooses.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import numpy as np
 
 from tfdist_ext.sharding import balance
 from tfdist_ext.sharding import candidates
+from tfdist_ext.sharding import checks
 from tfdist_ext.sharding import improve
 from tfdist_ext.sharding import plan_text
 from tfdist_ext.sharding import plot
 from tfdist_ext.sharding import problem as problem_lib
+from tfdist_ext.sharding import reduction
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.load import Load
 from tfdist_ext.sharding.popularity import DEFAULT_EXPONENT
@@ -228,15 +231,24 @@ class ShardingPlan:
             ValueError: for what describes none.
         """
         try:
-            found = (content["format"], content["version"])
+            whole = checks.mapping(content, "plan")
+            found = (whole.get("format"), whole.get("version"))
             if found != (_FORMAT, _VERSION):
-                raise ValueError(f"format and version {found}")
-            placements = content["placements"].items()
+                raise ValueError(
+                    f"format and version are {checks.brief(found)}"
+                )
+            problem = Problem.from_dict(whole.get("problem"))
+            placements = checks.mapping(
+                whole.get("placements"), "placements"
+            ).items()
             return cls(
-                Problem.from_dict(content["problem"]),
-                {name: placement_from_dict(p) for name, p in placements},
+                problem,
+                {
+                    name: placement_from_dict(p, f"placements[{name!r}]")
+                    for name, p in placements
+                },
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{_NO_PLAN}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -252,10 +264,10 @@ class ShardingPlan:
             ValueError: if the file is something else.
         """
         where = os.fspath(path)
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        data = pathlib.Path(path).read_bytes()
         try:
-            content = json.loads(text)
-        except ValueError as error:
+            content = json.loads(data.decode())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} holds {_NO_PLAN}: {error}") from error
         try:
             return cls.from_dict(content)
@@ -310,7 +322,7 @@ def plan(
         bytes_slack=bytes_slack,
     )
     return _solve(
-        problem_lib.make_problem(
+        reduction.make_problem(
             tables,
             features,
             setting,

@@ -10,7 +10,6 @@ are carried as they are, and the layer says how to write them to a config.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
+from tfdist_ext.sharding import checks
 from tfdist_ext.sharding.config import MOST_HOT_ROWS
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.config import check_hot_ids
@@ -37,6 +37,10 @@ PLACEMENTS = (
 )
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("error", "ignore")
+# The largest sizes of a table.
+SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
+# The least mean number of ids of a sample.
+SMALLEST = 1e-9
 
 
 def _as_is(value: Any) -> Any:
@@ -102,25 +106,21 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
-        _require_name("a table", self.name)
-        for field in ("vocabulary_size", "embedding_dim"):
-            value = _integer(field, getattr(self, field), 1, where)
+        checks.name("a table", self.name)
+        for field, most in SIZES.items():
+            value = checks.integer(field, getattr(self, field), 1, where, most)
             object.__setattr__(self, field, value)
-        hot_rows = _hot_rows(self.hot_rows, self.vocabulary_size, where)
+        hot_rows = checked_hot_rows(self.hot_rows, self.vocabulary_size, where)
         object.__setattr__(self, "hot_rows", hot_rows)
-        _require_one_of("combiner", self.combiner, COMBINERS, where)
-        _require_one_of("dtype", self.dtype, DTYPES, where)
-        _require_one_of("out_of_range", self.out_of_range, POLICIES, where)
+        checks.one_of("combiner", self.combiner, COMBINERS, where)
+        checks.one_of("dtype", self.dtype, DTYPES, where)
+        checks.one_of("out_of_range", self.out_of_range, POLICIES, where)
         self._check_placement(where)
 
     def _check_placement(self, where: str) -> None:
-        if self.deduplicate not in (None, True, False):
-            raise ValueError(
-                "Argument `deduplicate` must be True, False or None. "
-                f"Received: deduplicate={self.deduplicate!r} ({where})."
-            )
+        checks.boolean("deduplicate", self.deduplicate, where)
         if not isinstance(self.placement, TablePlacement):
-            _require_one_of("placement", self.placement, PLACEMENTS, where)
+            checks.one_of("placement", self.placement, PLACEMENTS, where)
             replicated = self.placement in ("data_parallel", "default_device")
         else:
             replicated = not self.placement.ranks
@@ -232,7 +232,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         where = f"feature {self.name!r}"
-        _require_name("a feature", self.name)
+        checks.name("a feature", self.name)
         if not isinstance(self.table, TableConfig):
             raise ValueError(
                 "Argument `table` must be a TableConfig. Received: "
@@ -250,11 +250,8 @@ class FeatureConfig:
             )
         for field in ("hotness", "unique"):
             value = getattr(self, field)
-            if value is not None and not (0 < value < math.inf):
-                raise ValueError(
-                    f"Argument `{field}` must be a positive number or None. "
-                    f"Received: {field}={value!r} ({where})."
-                )
+            if value is not None:
+                checks.number(field, value, where, least=SMALLEST)
 
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is
@@ -301,41 +298,24 @@ def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
     }
 
 
-def placement_from_dict(config: Mapping[str, Any]) -> TablePlacement:
-    """The inverse of `placement_to_dict`."""
-    return TablePlacement(**{**config, "ranks": tuple(config["ranks"])})
+def placement_from_dict(
+    config: Mapping[str, Any], where: str = "placement"
+) -> TablePlacement:
+    """The inverse of `placement_to_dict`.
 
+    Args:
+        config: of `placement_to_dict`.
+        where: what it is of, for messages.
 
-def _require_name(what: str, name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"Argument `name` of {what} must be a non-empty string. "
-            f"Received: name={name!r}."
-        )
-
-
-def _require_one_of(
-    field: str, value: Any, choices: tuple[str, ...], where: str
-) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            f"Argument `{field}` must be one of {choices}. Received: "
-            f"{field}={value!r} ({where})."
-        )
-
-
-def _integer(field: str, value: Any, least: int, where: str) -> int:
-    """`value` as an int; NumPy's integers are accepted too."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ValueError(
-            f"Argument `{field}` must be an integer of at least {least}. "
-            f"Received: {field}={value!r} ({where})."
-        )
-    return number
+    Raises:
+        ValueError: for what describes none.
+    """
+    fields = checks.fields_of(TablePlacement, config, where)
+    for field in ("ranks", "hot_ids"):
+        if field in fields:
+            values = checks.entries(fields[field], f"{where}.{field}")
+            fields[field] = tuple(values)
+    return TablePlacement(**fields)
 
 
 def hot_ids(hot_rows: int | Sequence[int]) -> tuple[int, ...]:
@@ -345,10 +325,12 @@ def hot_ids(hot_rows: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(hot_rows))
 
 
-def _hot_rows(value: Any, rows: int, where: str) -> int | tuple[int, ...]:
+def checked_hot_rows(
+    value: Any, rows: int, where: str
+) -> int | tuple[int, ...]:
     """`value` as a number or as distinct ids; NumPy's are accepted too."""
     if not hasattr(value, "__len__"):
-        number = _integer("hot_rows", value, 0, where)
+        number = checks.integer("hot_rows", value, 0, where)
         if number > min(rows, MOST_HOT_ROWS):
             raise ValueError(
                 f"Argument `hot_rows` must be at most {MOST_HOT_ROWS} and the "
@@ -356,7 +338,7 @@ def _hot_rows(value: Any, rows: int, where: str) -> int | tuple[int, ...]:
                 f"({where})."
             )
         return number
-    ids = tuple(_integer("hot_rows", each, 0, where) for each in value)
+    ids = tuple(checks.integer("hot_rows", each, 0, where) for each in value)
     if len(set(ids)) < len(ids) or len(ids) > MOST_HOT_ROWS:
         raise ValueError(
             f"Argument `hot_rows` must be a number or at most {MOST_HOT_ROWS} "
