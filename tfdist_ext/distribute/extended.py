@@ -198,10 +198,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 value, destinations, axis, options
             )
         value = tf.convert_to_tensor(local_value(value))
+        if axis == 0:  # of any rank, known or not
+            return self.collectives.all_gather(value, "gather")
         order = list(range(value.shape.rank))
         order[0], order[axis] = order[axis], order[0]
-        if axis == 0:
-            return self.collectives.all_gather(value, "gather")
         gathered = self.collectives.all_gather(
             tf.transpose(value, order), "gather"
         )

@@ -95,6 +95,15 @@ def _in_own_memory(*batch: Nest) -> Nest:
     return slicing.in_own_memory(_single(batch))
 
 
+def has_optional(dataset: tf.data.Dataset) -> bool:
+    """Whether there are `tf.experimental.Optional` in a dataset.
+
+    Keras 3 makes them of the None in (x, y, None) of a generator.
+    """
+    flat = tf.nest.flatten(dataset.element_spec)
+    return any(isinstance(spec, tf.OptionalSpec) for spec in flat)
+
+
 def own_batches(
     dataset: tf.data.Dataset, collectives: Collectives, name: str
 ) -> tf.data.Dataset:
@@ -190,6 +199,8 @@ def _empties(dataset: tf.data.Dataset) -> tf.data.Dataset:
     def empty(spec: Any) -> Any:
         if prefetched_ids.is_prefetched(spec):
             return prefetched_ids.empty(spec)
+        if isinstance(spec, tf.OptionalSpec):
+            return tf.experimental.Optional.empty(None)
         if isinstance(spec, tf.RaggedTensorSpec):
             values = tf.zeros(
                 [0, *(d or 0 for d in spec.shape[spec.ragged_rank + 1 :])],

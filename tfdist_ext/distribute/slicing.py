@@ -52,6 +52,8 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
     """
 
     def cut(value: Any) -> Any:
+        if isinstance(value, tf.experimental.Optional):  # Keras's None
+            return value
         if isinstance(value, tf.SparseTensor):
             return _cut_sparse(value, rank, world_size)
         counted = hasattr(value, "nrows")  # RaggedTensor, PrefetchedIds

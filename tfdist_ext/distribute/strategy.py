@@ -17,6 +17,7 @@ from tfdist_ext.distribute import calls
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
+from tfdist_ext.distribute import keras_building
 from tfdist_ext.distribute import keras_files
 from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import seeds
@@ -107,6 +108,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         internals.Strategy.__init__(self, extended)
         self.collectives: Collectives | None = None
         self._datasets = 0
+        keras_building.install()
         if extended._num_workers > 1:
             group = bootstrap.connect(self, cluster, timeout)
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
@@ -213,6 +215,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         See `tfdist_ext.distribute.input.distribute`.
         """
         if self.collectives is None:
+            if input_lib.has_optional(dataset):  # which stock cannot read
+                return dataset
             return super().experimental_distribute_dataset(dataset, options)
         if getattr(dataset, "_tfdist_distributed", False):
             return dataset

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fit`, `evaluate` and `predict` read; run on one or more ranks.
+
+Usage: input_program.py FOLDER SCENARIO...
+
+A scenario is a function of this file. It checks for itself, on every rank.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+
+keras = tf.keras
+KERAS_3 = hasattr(keras, "ops")
+BATCHES = 6
+
+
+class Trained(keras.callbacks.Callback):
+    """Which batches were trained, by labels that are powers of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        total = round(float(logs["loss"]) * self.steps)
+        self.epochs.append([i for i in range(BATCHES) if total >> i & 1])
+
+
+def batches(forever=False, weights=False):
+    """Batches 0 to 5, once or for ever; `x` has the same rows of 64 bytes."""
+    while True:
+        for i in range(BATCHES):
+            x, y = np.ones([4, 16], np.float32), np.full([4, 1], 2.0**i)
+            yield (x, y, None) if weights else (x, y)
+        if not forever:
+            return
+
+
+def mean_of_labels(y_true, y_pred):
+    return tf.reduce_mean(tf.cast(y_true, tf.float32) + 0 * y_pred, -1)
+
+
+def make_model(strategy, built=False, **arguments):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        arguments = {"loss": mean_of_labels, **arguments}
+        model.compile(keras.optimizers.SGD(0.1), **arguments)
+        if built:
+            model.build((None, 16))
+    return model
+
+
+def fit(strategy, x, model=None, **arguments):
+    trained = Trained()
+    model = model or make_model(strategy)
+    model.fit(x, verbose=0, callbacks=[trained], **arguments)
+    return trained.epochs
+
+
+def generators(strategy, folder):
+    """Every batch of a generator is trained once."""
+    everything = list(range(BATCHES))
+    assert fit(strategy, batches()) == [everything]
+    built = make_model(strategy, built=True)
+    assert fit(strategy, batches(), built) == [everything]
+    eager = make_model(strategy, run_eagerly=True)
+    assert fit(strategy, batches(), eager) == [everything]
+    epochs = fit(strategy, batches(), epochs=2, steps_per_epoch=3)
+    assert epochs == [[0, 1, 2], [3, 4, 5]], epochs
+    assert fit(strategy, batches(weights=True)) == [everything]
+    model = make_model(strategy)
+    history = model.fit(batches(), validation_data=batches(), verbose=0)
+    assert history.history["val_loss"] == [10.5], history.history
+    assert float(model.evaluate(batches(), verbose=0)) == 10.5
+    shape = make_model(strategy).predict(batches(), verbose=0).shape
+    assert shape == (4 * BATCHES, 1), shape
+
+
+def datasets_of_generators(strategy, folder):
+    """So is every batch of a dataset that reads a generator, or files."""
+    source = batches()
+    spec = (tf.TensorSpec([None, 16]), tf.TensorSpec([None, 1]))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: source, output_signature=spec
+    )
+    assert fit(strategy, dataset) == [list(range(BATCHES))]
+    if KERAS_3:
+
+        class Data(keras.utils.PyDataset):
+            def __len__(self):
+                return BATCHES
+
+            def __getitem__(self, index):
+                return list(batches())[index]
+
+        assert fit(strategy, Data(), epochs=2) == [list(range(BATCHES))] * 2
+
+
+def shapes_that_only_data_tell(strategy, folder):
+    """A dataset that does not know its shapes is read, as Keras does."""
+    data = tf.data.Dataset.from_tensor_slices(np.ones([8, 16], np.float32))
+    data = data.batch(4).map(
+        lambda x: (tf.py_function(lambda v: v, [x], tf.float32), x[:, :1])
+    )
+    data = data.map(lambda x, y: (tf.ensure_shape(x, [None, None]), y))
+    if KERAS_3:  # tf_keras cannot build such a model
+        assert fit(strategy, data) == [[1]]
+
+
+def arrays_stay(strategy, folder):
+    """Arrays and files of the user's are as before, after training."""
+    raw = np.zeros(64 * 64 + 64, np.uint8)
+    aligned = raw[-raw.ctypes.data % 64 :][: 64 * 64].view(np.float32)
+    path = folder / f"rows{strategy.rank}.npy"
+    np.save(path, np.random.default_rng(0).random([64, 16], np.float32))
+    arrays = [
+        aligned.reshape(64, 16),
+        np.load(path, mmap_mode="r"),
+        np.load(path, mmap_mode="r+"),
+    ]
+    for array in arrays:
+        before = array.copy()
+
+        def source(array=array):
+            for start in range(0, 64, 16):
+                yield array[start : start + 16], array[start : start + 16, :1]
+
+        spec = (tf.TensorSpec([None, 16]), tf.TensorSpec([None, 1]))
+        dataset = tf.data.Dataset.from_generator(source, output_signature=spec)
+        model = make_model(strategy, loss="mse")
+        model.fit(dataset.repeat(), steps_per_epoch=20, verbose=0)
+        model.fit(source(), verbose=0)
+        np.testing.assert_array_equal(array, before)
+        for weight in model.get_weights():
+            assert np.isfinite(weight).all()
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
+    for name in sys.argv[2:]:
+        globals()[name](strategy, folder)
+        print(f"{name} done", flush=True)
+        (folder / f"{name}.{strategy.rank}").touch()
+
+
+if __name__ == "__main__":
+    main()
