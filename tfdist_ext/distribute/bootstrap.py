@@ -121,18 +121,12 @@ def _exchange(strategy: Any, rank: int, blob: bytes) -> list[bytes]:
     """Every rank's blob in rank order, by TensorFlow's own collectives.
 
     They order rows by the names of the tasks, where `task:10` comes before
-    `task:2`. A row therefore says whose it is:
-
-        rank, length of the blob (int32 each), the blob, zeros
+    `task:2`. A row therefore says whose it is: the rank (int32) and the blob,
+    which is as long on every rank.
     """
-    width = 4096
-    if len(blob) > width - 8:
-        raise ValueError(f"Address of {len(blob)} bytes, limit {width - 8}.")
-    head = np.array([rank, len(blob)], "<i4").tobytes()
-    row = np.frombuffer((head + blob).ljust(width, b"\0"), np.uint8)
+    row = np.frombuffer(np.array(rank, "<i4").tobytes() + blob, np.uint8)
     rows = strategy.gather(tf.constant(row[None].astype(np.int32)), axis=0)
     blobs = {}
     for other in rows.numpy().astype(np.uint8):
-        sender, length = np.frombuffer(other[:8].tobytes(), "<i4").tolist()
-        blobs[sender] = other[8 : 8 + length].tobytes()
-    return [blobs[sender] for sender in sorted(blobs)]
+        blobs[int.from_bytes(other[:4].tobytes(), "little")] = other[4:]
+    return [blobs[sender].tobytes() for sender in sorted(blobs)]

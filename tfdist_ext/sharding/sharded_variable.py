@@ -209,6 +209,7 @@ def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
             "gradient that does not come from its layer's lookup alone "
             f"({type(args[0]).__name__}). Something else in the model "
             "reads the kernel directly, for example a kernel_regularizer, or "
-            "the layer is called in a loop (tf.map_fn). Leave that term out, or use sharding='replicated' (FullSparse) "
-            "or placement='data_parallel' (TableConfig)."
+            "the layer is called in a loop (tf.map_fn). Leave that term out, "
+            "or use sharding='replicated' (FullSparse) or "
+            "placement='data_parallel' (TableConfig)."
         )
