@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves twice; the second time rank 1 dies with its part half written.
+"""Saves twice; the second time a rank dies on the way.
 
-Usage: crash_while_saving.py FOLDER
+Usage: crash_while_saving.py FOLDER part|index
+
+`part`: rank 1 dies when it is to write its part, of the manager's next
+checkpoint. `index`: rank 0 dies before the new index takes the place of the
+old one, all other files of the same path being written.
 """
 
 import os
@@ -16,8 +20,27 @@ from checkpoint_program import make_model
 import tfdist_ext
 
 
+def die_at_part(strategy, model):
+    if strategy.rank == 1:
+        variable = model.get_layer("sparse").kernel
+        variable = getattr(variable, "_value", variable)
+        # The launcher must not count this death as a failed run.
+        variable._serialize_to_tensors = lambda: os._exit(0)
+
+
+def die_at_index(strategy, model):
+    rename = tf.io.gfile.rename
+
+    def rename_or_die(source, target, overwrite=False):
+        if target.endswith(".index"):
+            os._exit(0)
+        rename(source, target, overwrite)
+
+    tf.io.gfile.rename = rename_or_die
+
+
 def main():
-    folder = pathlib.Path(sys.argv[1])
+    folder, point = pathlib.Path(sys.argv[1]), sys.argv[2]
     strategy = tfdist_ext.HybridParallelStrategy(timeout=20)
     model = make_model(strategy, "row")
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
@@ -25,21 +48,19 @@ def main():
         saver, str(folder / "checkpoints"), max_to_keep=3
     )
     model.fit(data(0, 2), verbose=0)
-    manager.save()
+    path = manager.save()
     kernel = strategy.gather_table(model.get_layer("sparse"))
     if strategy.rank == 0:
         np.save(folder / "kernel.npy", kernel)
     model.fit(data(2, 2), verbose=0)
-    if strategy.rank == 1:
-        variable = model.get_layer("sparse").kernel
-        variable = getattr(variable, "_value", variable)
-        # The launcher must not count this death as a failed run.
-        variable._serialize_to_tensors = lambda: os._exit(0)
+    again = {"part": manager.save, "index": lambda: saver.write(path)}[point]
+    {"part": die_at_part, "index": die_at_index}[point](strategy, model)
     try:
-        manager.save()
-        raise AssertionError("saved without rank 1")
+        again()
+        raise AssertionError("saved without a rank")
     except tf.errors.UnavailableError as error:
-        assert "rank 1" in str(error), error
+        dead = {"part": 1, "index": 0}[point]
+        assert f"rank {dead}" in str(error), error
     os._exit(0)
 
 

@@ -73,8 +73,11 @@ def test_plain_tensorflow_reads_one_table(saved):
             assert any(np.array_equal(table, value) for value in found)
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
-    run_ranks("crash_while_saving.py", 2, tmp_path)
+@pytest.mark.parametrize("point", ["part", "index"])
+def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(
+    tmp_path, point
+):
+    run_ranks("crash_while_saving.py", 2, tmp_path, point)
     latest = tf.train.latest_checkpoint(str(tmp_path / "checkpoints"))
     assert latest.endswith("ckpt-1")
     reader = tf.train.load_checkpoint(latest)
@@ -85,3 +88,28 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
     ]
     kernel = np.load(tmp_path / "kernel.npy")
     assert any(np.array_equal(table, kernel) for table in tables)
+
+
+SAVING = [
+    "documented",
+    "sums",
+    "path_of_rank_0",
+    "options",
+    "one_path",
+    "manager",
+    "refusals",
+    "iterators",
+    "write_fails",
+    "read_fails",
+]
+
+
+@pytest.mark.parametrize(
+    ("keras", "scenarios"),
+    [(3, SAVING), (2, [*SAVING, "metrics", "callbacks"])],
+    ids=["keras3", "tf_keras"],
+)
+def test_ways_to_save(tmp_path, keras, scenarios):
+    run_ranks("saving_program.py", 2, tmp_path, *scenarios, keras=keras)
+    for name in scenarios:
+        assert all((tmp_path / f"{name}.{rank}").exists() for rank in (0, 1))

@@ -98,6 +98,16 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             v
         ) or super().variable_created_in_scope(v)
 
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        # An optimizer that is built outside of the scope, to restore it,
+        # says by its variables which strategy it is of.
+        scope = contextlib.nullcontext()
+        if not tf.distribute.has_strategy():
+            scope = self._container_strategy().scope()
+        with scope, super().colocate_vars_with(colocate_with_variable):
+            yield
+
     def _validate_colocate_with_variable(self, variable: Any) -> None:
         if not sharded_variable.is_shard(variable):
             super()._validate_colocate_with_variable(variable)

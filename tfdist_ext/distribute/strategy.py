@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import calls
+from tfdist_ext.distribute import checkpoint_calls
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
@@ -27,7 +28,6 @@ from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.optimizers import checks
-from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import sharded_variable
 
 Nest = Any
@@ -116,7 +116,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
-            checkpoint.merge_shards_of_all_ranks()
+            checkpoint_calls.install()
             keras_files.install()
             keras_loops.install()
 

@@ -31,6 +31,7 @@ NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec
 Strategy = distribute_lib.Strategy
+SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
 
 
