@@ -18,14 +18,10 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import calls
 from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute.buckets import buckets_of
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.distribute.step import Step
 from tfdist_ext.ops import collective_ops
-
-# Gradients are summed in buckets of about this size: large enough to use the
-# link, small enough that the first bucket travels while the backward pass
-# still computes the next ones (tensor fusion, Horovod).
-_BUCKET_BYTES = 8 << 20
 
 
 class Collectives:
@@ -227,7 +223,7 @@ class Collectives:
             The sums, in order.
         """
         result: list[tf.Tensor] = list(tensors)
-        for indices in buckets(tensors):
+        for indices in buckets_of(tensors):
             dtype = tensors[indices[0]].dtype
             with self._exchanging(label):
                 sums = collective_ops.all_reduce(
@@ -344,34 +340,6 @@ class Collectives:
             collective_ops.barrier(self.group, tag=tag, label=label)
 
 
-def buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Indices of the tensors that travel together, what is ready first first.
-
-    Tensors of a bucket have one dtype.
-    """
-    # Later variables get their gradients first, hence the reverse order.
-    result: list[list[int]] = []
-    sizes: dict[tf.DType, int] = {}
-    current: dict[tf.DType, list[int]] = {}
-    for i in reversed(range(len(tensors))):
-        tensor = tensors[i]
-        size = (tensor.shape.num_elements() or 1) * tensor.dtype.size
-        full = sizes.get(tensor.dtype, _BUCKET_BYTES) + size > _BUCKET_BYTES
-        if full:
-            current[tensor.dtype] = []
-            sizes[tensor.dtype] = 0
-            result.append(current[tensor.dtype])
-        current[tensor.dtype].append(i)
-        sizes[tensor.dtype] += size
-    return result
-
-
-def _brief(error: BaseException) -> str:
-    """An error in a message to the other ranks, which has little room."""
-    text = getattr(error, "message", None) or str(error)
-    return f"{type(error).__name__}: {text.strip()[:700]}"
-
-
 def active() -> Collectives | None:
     """Collectives of the strategy in scope; None with a single process."""
     return getattr(tf.distribute.get_strategy(), "collectives", None)
@@ -402,3 +370,9 @@ def is_gradient_reduction() -> bool:
     synchronised batch normalisation, for example).
     """
     return not internals.is_recording()
+
+
+def _brief(error: BaseException) -> str:
+    """An error in a message to the other ranks, which has little room."""
+    text = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {text.strip()[:700]}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.distribute.buckets import buckets_of
 from tfdist_ext.distribute.collectives import Collectives
 
 
@@ -52,7 +52,7 @@ class ErrorFeedback:
         share = None
         if weighted and tensors:
             share = self._collectives.share_of_samples(label)
-        for indices in collectives_lib.buckets(tensors):
+        for indices in buckets_of(tensors):
             shapes = [tensors[i].shape for i in indices]
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
             if share is not None:
