@@ -66,7 +66,6 @@ def checkpoints(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
             ]
         )
         model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
-        model.optimizer.build(model.trainable_variables)
     model.save("model.keras")
     folder = pathlib.Path("checkpoints").absolute()
     return {
