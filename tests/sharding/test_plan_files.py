@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of plans: saved, edited, carried to other ranks, shown."""
 
+import concurrent.futures
 import dataclasses
 import json
 
@@ -44,6 +45,33 @@ def test_an_edited_file_is_another_plan(tmp_path):
     edited = plan_lib.ShardingPlan.load(path)
     assert edited.placement_of("t0").ranks == (2,)
     assert edited.total.sent.shape == (4,)
+
+
+def test_a_reader_never_finds_half_a_plan(tmp_path):
+    """All ranks may save to one path, and read it at once."""
+    plan = planned.make_plan([MEDIUM, MEDIUM], 4)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+
+    def save_often():
+        for _ in range(200):
+            plan.save(path)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        savers = [pool.submit(save_often) for _ in range(2)]
+        while not all(saver.done() for saver in savers):
+            json.loads(path.read_text())
+    for saver in savers:
+        saver.result()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path):
+    plan = planned.make_plan([MEDIUM, MEDIUM], 4)
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OSError):
+        plan.save(tmp_path / "plan.json")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x"}'])

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import types
+import uuid
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -252,9 +253,14 @@ class ShardingPlan:
             raise ValueError(f"{_NO_PLAN}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
+        """Writes the plan as JSON, whole: all ranks may save to one path."""
         text = json.dumps(self.to_dict(), indent=1) + "\n"
-        pathlib.Path(path).write_text(text, encoding="utf-8")
+        beside = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
