@@ -11,10 +11,11 @@ import pathlib
 import sys
 
 import overlap_scenarios
+import table_scenarios
 
 import tfdist_ext
 
-MODULES = (overlap_scenarios,)
+MODULES = (overlap_scenarios, table_scenarios)
 
 
 def main():

@@ -27,10 +27,9 @@ def make_layer(strategy, sharding, **arguments):
     with strategy.scope():
         layer = FullSparse(
             DIM,
-            ROWS,
             use_bias=False,
             sharding=sharding,
-            **{"kernel_initializer": "normal", **arguments},
+            **{"input_dim": ROWS, "kernel_initializer": "normal", **arguments},
         )
         layer.build((None, HOTNESS))
     return layer, strategy.gather_table(layer)

@@ -12,6 +12,9 @@ SCENARIOS = [
     "threads",
     "dataset_of_steps",
     "failing_calls",
+    "whole_tables_in",
+    "restored_from_config",
+    "whole_tables_out",
 ]
 
 

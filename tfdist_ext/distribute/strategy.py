@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.optimizers import checks
 from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 
 Nest = Any
 
@@ -249,17 +251,20 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._datasets += 1
         return f"input{self._datasets}"
 
-    def gather_table(self, layer: Any) -> np.ndarray:
+    def gather_table(
+        self, layer: Any, path: str | os.PathLike[str] | None = None
+    ) -> np.ndarray | None:
         """The whole table of a sparse layer, on every rank.
 
-        All ranks must call it. For tables that fit into one process only;
-        checkpoints never gather.
+        All ranks must call it. For tables that fit into one process only,
+        unless a path is given; checkpoints never gather.
 
         Args:
             layer: a layer with a `kernel`, or its kernel, or a slot of it.
+            path: of a `.npy` file, which rank 0 writes in blocks of rows.
 
         Returns:
-            `[rows, dim]`, float32.
+            `[rows, dim]`, float32; None with a path.
         """
         variable = getattr(layer, "kernel", layer)
         if hasattr(variable, "get_embedding_tables"):
@@ -267,6 +272,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"Layer '{variable.name}' has several tables: use its "
                 "get_embedding_tables()."
             )
+        if path is not None:
+            whole_tables.write(variable, self.collectives, path)
+            return None
         return sharded_variable.gather(variable, self.collectives)
 
     def statistics(self) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
@@ -286,26 +288,50 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             inputs if weights is None else {"ids": inputs, "weights": weights}
         )
 
-    def get_embedding_tables(self) -> dict[str, tf.Tensor]:
+    def get_embedding_tables(
+        self, folder: str | os.PathLike[str] | None = None
+    ) -> dict[str, Any]:
         """The whole tables by name; under a strategy all ranks must call.
 
-        Needs room for every table on every rank. Checkpoints do not.
+        Needs room for every table on every rank, unless a folder is given.
+        Checkpoints do not.
+
+        Args:
+            folder: into which rank 0 writes each table as `<name>.npy`, in
+                blocks of rows.
+
+        Returns:
+            A tensor for every name; with a folder, the path of its file.
 
         Raises:
             ValueError: before the layer is built.
         """
+        return tables.whole(self._by_name(), self._collectives, folder)
+
+    def set_embedding_tables(self, values: Mapping[str, Any]) -> None:
+        """Sets whole tables; each rank reads the part that it holds.
+
+        Args:
+            values: by name, `[vocabulary_size, embedding_dim]`, anything that
+                can be sliced, for example `np.load(path, mmap_mode="r")`.
+
+        Raises:
+            ValueError: before the layer is built, for names that it has not,
+                and for other shapes.
+        """
+        tables.set_whole(self.name, self._by_name(), values)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the tables in order, each whole or as this rank's part."""
+        sharded_variable.set_weights(self, weights)
+
+    def _by_name(self) -> dict[str, Any]:
         if not self.built:
             raise ValueError(
                 f"Layer '{self.name}' has no tables yet: call or build it."
             )
-        return {
-            table.name: tf.constant(
-                sharded_variable.gather(variable, self._collectives)
-            )
-            for table, variable in zip(
-                self._configs.tables, self._variables, strict=True
-            )
-        }
+        names = [table.name for table in self._configs.tables]
+        return dict(zip(names, self._variables, strict=True))
 
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
         """A nest of `(None, embedding_dim)`: batches are those of a rank."""

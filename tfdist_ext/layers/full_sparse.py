@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
@@ -19,6 +20,7 @@ from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import tables
 from tfdist_ext.sharding import plan
 from tfdist_ext.sharding import reduction
+from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import TablePlacement
 from tfdist_ext.sharding.tables import FeatureConfig
@@ -321,6 +323,14 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         tables.load(self.kernel, store["kernel"])
         if self.bias is not None:
             self.bias.assign(store["bias"])
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets kernel and bias; the kernel whole, or this rank's part.
+
+        Args:
+            weights: anything that can be sliced, a memory map for example.
+        """
+        sharded_variable.set_weights(self, weights)
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.sharding.config import ShardSpec
 
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
@@ -120,12 +123,13 @@ def add_table(
             **{"dtype": "float32", **kwargs},
         )
 
-    def attach_optimizer() -> None:
+    def made() -> None:
+        sharded_variable.accept_whole(variable)
         if optimizer is not None:
             table_optimizers.attach(variable, optimizer)
 
     if getattr(variable, "_value", variable) is not None:
-        attach_optimizer()
+        made()
         return variable
     # Keras 3 builds some models in a scope where no variable may be made, and
     # makes them afterwards.
@@ -134,7 +138,7 @@ def add_table(
     def make_part() -> None:
         with sharded_variable.creating(spec):
             make()
-        attach_optimizer()
+        made()
 
     variable._deferred_initialize = make_part
     return variable
@@ -153,6 +157,36 @@ def load(variable: Any, whole: Any) -> None:
         sharded_variable.assign_part(variable, whole)
     else:
         variable.assign(whole)
+
+
+def whole(
+    variables: Mapping[str, Any],
+    collectives: Collectives | None,
+    folder: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """See `DistributedEmbedding.get_embedding_tables`."""
+    if folder is None:
+        return {
+            name: tf.constant(sharded_variable.gather(variable, collectives))
+            for name, variable in variables.items()
+        }
+    paths = {name: os.path.join(folder, f"{name}.npy") for name in variables}
+    for name, variable in variables.items():
+        whole_tables.write(variable, collectives, paths[name])
+    return paths
+
+
+def set_whole(
+    layer: str, variables: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    """See `DistributedEmbedding.set_embedding_tables`."""
+    if set(values) - set(variables):
+        raise ValueError(
+            f"Layer '{layer}' has the tables {sorted(variables)}. Received: "
+            f"{sorted(values)}."
+        )
+    for name, value in values.items():
+        variables[name].assign(value)
 
 
 def is_symbolic_build() -> bool:

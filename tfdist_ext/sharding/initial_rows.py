@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.ops import init_ops
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.sharding.config import ShardSpec
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def for_shard(
     """An initializer that makes one rank's block of a table.
 
     Args:
-        initializer: a Keras initializer: zeros, ones, constant, uniform,
-            normal, truncated normal or of the variance scaling family.
+        initializer: a Keras initializer: zeros, ones, constant (a number,
+            or a whole table of which the part is read), uniform, normal,
+            truncated normal or of the variance scaling family.
         spec: the table and which part of it to make.
         collectives: of the strategy; all ranks take the seed of rank 0, so
             that copies of hot rows are equal. None in one process.
@@ -44,8 +46,10 @@ def for_shard(
 
     Raises:
         ValueError: for an initializer that cannot make single rows, if the
-            table is partitioned.
+            table is partitioned; for a constant of another shape.
     """
+    if type(initializer).__name__ == "Constant" and np.ndim(initializer.value):
+        return _of_matrix(initializer.value, spec)
     described = _describe(initializer, spec)
     if described is None:
         if not spec.partitioned:
@@ -83,6 +87,29 @@ def for_shard(
     return initialize
 
 
+def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
+    """Reads one rank's block of a given table, a memory map for example."""
+    try:
+        whole = np.broadcast_to(np.asanyarray(value), (spec.rows, spec.dim))
+    except ValueError as error:
+        raise ValueError(
+            f"Table '{spec.table}' has shape {(spec.rows, spec.dim)}. Received "
+            f"an initializer Constant of shape {np.shape(value)}."
+        ) from error
+
+    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
+        del shape, kwargs
+        part = whole_tables.read_part(
+            whole,
+            spec,
+            spec.local_shape,
+            tf.as_dtype(dtype or tf.float32).as_numpy_dtype,
+        )
+        return tf.convert_to_tensor(part)
+
+    return initialize
+
+
 def _seed(initializer: Any, table: str) -> int:
     seed = initializer.get_config().get("seed")
     if not isinstance(seed, int):
@@ -105,7 +132,7 @@ def _describe(
         return "zeros", 0.0, 0.0
     if name == "Ones":
         return "constant", 1.0, 0.0
-    if name == "Constant" and np.ndim(config["value"]) == 0:
+    if name == "Constant":
         return "constant", float(config["value"]), 0.0
     if name == "RandomUniform":
         return "uniform", config["minval"], config["maxval"]

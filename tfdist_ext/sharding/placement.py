@@ -50,7 +50,13 @@ def part_of(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
     return (ids + _rotation(ids // row_parts)) % row_parts
 
 
-def ids_of_part(part: int, row_parts: int, rows: int) -> npt.NDArray[np.int64]:
+def ids_of_part(
+    part: int,
+    row_parts: int,
+    rows: int,
+    first: int = 0,
+    end: int | None = None,
+) -> npt.NDArray[np.int64]:
     """The ids of a part, in the order of its local rows.
 
     >>> ids_of_part(0, row_parts=2, rows=5).tolist()
@@ -60,12 +66,16 @@ def ids_of_part(part: int, row_parts: int, rows: int) -> npt.NDArray[np.int64]:
         part: which one.
         row_parts: number of parts of the rows.
         rows: rows of the whole table.
+        first: the local row to begin with.
+        end: the local row to end before, None for all.
 
     Returns:
         int64, one per local row; the last local row is padding, without an id,
         in parts that have no row of an incomplete last block.
     """
-    block = np.arange(-(-rows // row_parts), dtype=np.int64)
+    blocks = -(-rows // row_parts)
+    last = blocks if end is None else min(end, blocks)
+    block = np.arange(first, last, dtype=np.int64)
     ids = block * row_parts + (part - _rotation(block)) % row_parts
     return ids[ids < rows]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -17,16 +16,12 @@ import tensorflow as tf
 
 from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import hot_rows
-from tfdist_ext.sharding import placement
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import shard_spec
 
 if TYPE_CHECKING:
     from tfdist_ext.distribute.collectives import Collectives
-
-
-# Rows read from a file at a time: a few hundred megabytes at most.
-_READ_ROWS = 1 << 18
 
 
 class _Pending(threading.local):
@@ -95,7 +90,7 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
     flat = collectives.all_gather(
         tf.reshape(local, [-1]), f"gather/{spec.table}"
     )
-    return _assemble(flat.numpy(), spec, local.shape.rank)
+    return whole_tables.assemble(flat.numpy(), spec, local.shape.rank)
 
 
 def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
@@ -116,23 +111,7 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
     if spec.rank > 0:
         return local.numpy()
-    return _assemble(flat.numpy(), spec, local.shape.rank)
-
-
-def _assemble(flat: np.ndarray, spec: ShardSpec, dims: int) -> np.ndarray:
-    """A table from the parts of all ranks, one after the other."""
-    whole = np.empty((spec.rows, spec.dim)[:dims], flat.dtype)
-    end = 0
-    for part in map(spec.at, range(spec.world_size)):
-        shape = (part.local_rows, part.local_dim)[:dims]
-        start, end = end, end + math.prod(shape)
-        if part.cell is None:
-            continue
-        block = flat[start:end].reshape(shape)
-        ids = placement.ids_of_part(part.cell[0], spec.row_parts, spec.rows)
-        columns: Any = (slice(*part.columns),)[: dims - 1]
-        whole[(ids, *columns)] = block[: len(ids)]
-    return whole
+    return whole_tables.assemble(flat.numpy(), spec, local.shape.rank)
 
 
 def assign_part(variable: Any, whole: Any) -> None:
@@ -157,19 +136,46 @@ def assign_part(variable: Any, whole: Any) -> None:
         )
     if 0 in inner.shape:
         return
-    columns = (slice(*spec.columns),)[: inner.shape.rank - 1]
-    part = np.zeros(inner.shape, inner.dtype.as_numpy_dtype)
-    hot_part, hot_ids = part[spec.local_rows :], np.array(spec.hot_ids, int)
-    for start in range(0, spec.rows, _READ_ROWS):
-        block = np.asarray(whole[(slice(start, start + _READ_ROWS), *columns)])
-        hot = hot_rows.ids_between(spec, start, start + len(block))
-        hot_part[hot] = block[hot_ids[hot] - start]
-        if spec.cell is None:
-            continue
-        ids = np.arange(start, start + len(block))
-        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
-        part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]
-    inner.assign(part)
+    shape, dtype = tuple(inner.shape), inner.dtype.as_numpy_dtype
+    inner.assign(whole_tables.read_part(whole, spec, shape, dtype))
+
+
+def accept_whole(variable: Any) -> None:
+    """Lets `assign` of a shard take a whole table beside its own part."""
+    spec = shard_spec(variable)
+    if spec is None:
+        return
+    assign_own = variable.assign
+
+    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        shape = tuple(getattr(value, "shape", None) or np.shape(value))
+        local = tuple(variable.shape)
+        if shape == local or shape != (spec.rows, spec.dim):
+            return assign_own(value, *args, **kwargs)
+        assign_part(variable, value)
+        return variable
+
+    variable.assign = assign
+
+
+def set_weights(layer: Any, weights: Sequence[Any]) -> None:
+    """Sets a layer's weights, each of them whole or as `get_weights` gives it.
+
+    Args:
+        layer: of Keras.
+        weights: one for each of its weights.
+
+    Raises:
+        ValueError: for another number of weights, or other shapes.
+    """
+    variables = layer.weights
+    if len(variables) != len(weights):
+        raise ValueError(
+            f"Layer '{layer.name}' has {len(variables)} weights. Received: "
+            f"{len(weights)}."
+        )
+    for variable, value in zip(variables, weights, strict=True):
+        variable.assign(value)
 
 
 def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole tables read and written in blocks of rows, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.sharding import hot_rows
+from tfdist_ext.sharding import placement
+from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.sharding.config import shard_spec
+
+if TYPE_CHECKING:
+    from tfdist_ext.distribute.collectives import Collectives
+
+# Rows at a time: a few hundred megabytes at most.
+_ROWS = 1 << 18
+
+
+def read_part(
+    whole: Any, spec: ShardSpec, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """One rank's part of a whole table.
+
+    Args:
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
+            h5py dataset or a memory map for example; read in blocks.
+        spec: which part.
+        shape: of the part, with the hot rows behind it.
+        dtype: of NumPy, of the part.
+    """
+    part = np.zeros(shape, dtype)
+    if 0 in shape:
+        return part
+    columns: Any = (slice(*spec.columns),)[: len(shape) - 1]
+    hot_part, hot_ids = part[spec.local_rows :], np.array(spec.hot_ids, int)
+    for start in range(0, spec.rows, _ROWS):
+        block = np.asarray(whole[(slice(start, start + _ROWS), *columns)])
+        hot = hot_rows.ids_between(spec, start, start + len(block))
+        hot_part[hot] = block[hot_ids[hot] - start]
+        if spec.cell is None:
+            continue
+        ids = np.arange(start, start + len(block))
+        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
+        part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]
+    return part
+
+
+def write(
+    variable: Any, collectives: Collectives | None, path: str | os.PathLike[str]
+) -> None:
+    """Writes a whole table as a `.npy` file; all ranks call.
+
+    Args:
+        variable: a shard, or an ordinary variable.
+        collectives: of the strategy.
+        path: of the file that rank 0 writes; it is put into place when it is
+            complete.
+    """
+    if collectives is None:
+        return _write(variable, None, path)
+    with collectives.together(f"write '{os.fspath(path)}'", all_end=True):
+        _write(variable, collectives, path)
+
+
+def _write(
+    variable: Any, collectives: Collectives | None, path: str | os.PathLike[str]
+) -> None:
+    spec = shard_spec(variable)
+    inner = getattr(variable, "_value", variable)
+    shape = tuple(inner.shape)
+    if spec is not None:
+        shape = (spec.rows, spec.dim)[: len(shape)]
+    blocks = _blocks_of_ranks(inner, spec, collectives)
+    if collectives is not None and collectives.group.rank > 0:
+        for _ in blocks:
+            pass
+        return
+    # A file of NumPy cannot hold bfloat16.
+    dtype = np.float64 if inner.dtype == tf.float64 else np.float32
+    partial = f"{os.fspath(path)}.part"
+    try:
+        file = np.lib.format.open_memmap(partial, "w+", dtype, shape)
+        for first, block in blocks:
+            file[first : first + len(block)] = block
+        file.flush()
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def _blocks_of_ranks(
+    inner: Any, spec: ShardSpec | None, collectives: Collectives | None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The table in order: the first row of each block, and the block.
+
+    On other ranks than the first the blocks are of no use.
+    """
+    if spec is None or collectives is None:
+        rows = tf.convert_to_tensor(inner)
+        for first in range(0, rows.shape[0], _ROWS):
+            yield first, rows[first : first + _ROWS].numpy()
+        return
+    owned = hot_rows.owned_rows(inner, spec)
+    step = max(1, _ROWS // spec.row_parts)
+    # Local rows of all parts, one behind the other, are rows of the table.
+    for start in range(0, -(-spec.rows // spec.row_parts), step):
+        flat = tf.reshape(owned[start : start + step], [-1])
+        splits = np.zeros([spec.world_size], np.int64)
+        splits[0] = flat.shape[0]
+        flat, _ = collectives.all_to_all(
+            flat, tf.constant(splits), f"gather/{spec.table}"
+        )
+        first = start * spec.row_parts
+        if spec.rank > 0:
+            yield first, np.empty([0])
+            continue
+        yield (
+            first,
+            assemble(flat.numpy(), spec, owned.shape.rank, start, step),
+        )
+
+
+def assemble(
+    flat: np.ndarray,
+    spec: ShardSpec,
+    dims: int,
+    start: int = 0,
+    step: int | None = None,
+) -> np.ndarray:
+    """Rows of a table from the same local rows of all ranks.
+
+    Args:
+        flat: the ranks' numbers, one after the other.
+        spec: of any rank.
+        dims: 2, or 1 for a slot with one value per row.
+        start: the first of the local rows.
+        step: how many of them; None for all.
+    """
+    step = -(-spec.rows // spec.row_parts) if step is None else step
+    first = start * spec.row_parts
+    end = min(first + step * spec.row_parts, spec.rows)
+    block = np.empty((end - first, spec.dim)[:dims], flat.dtype)
+    place = 0
+    for part in map(spec.at, range(spec.world_size)):
+        rows = min(max(part.local_rows - start, 0), step)
+        shape = (rows, part.local_dim)[:dims]
+        piece = flat[place : place + int(np.prod(shape))].reshape(shape)
+        place += piece.size
+        if part.cell is None:
+            continue
+        ids = placement.ids_of_part(
+            part.cell[0], spec.row_parts, spec.rows, start, start + step
+        )
+        columns: Any = (slice(*part.columns),)[: dims - 1]
+        block[(ids - first, *columns)] = piece[: len(ids)]
+    return block
