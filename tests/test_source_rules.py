@@ -24,6 +24,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
     "tensorflow.python.ops.resource_variable_ops",
+    "tensorflow.python.saved_model.save",
     "tensorflow.python.training.saving.saveable_object",
     "tensorflow.python.types.internal",
 }

@@ -66,10 +66,13 @@ def checkpoints(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
             ]
         )
         model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        embedding = DistributedEmbedding(feature_configs())
+        embedding({"user": tf.constant([1]), "item": tf.constant([[1] * 4])})
     model.save("model.keras")
     folder = pathlib.Path("checkpoints").absolute()
     return {
         "model": model,
+        "embedding": embedding,
         "folder": str(folder),
         "path": str(folder / "ckpt-1"),
         "name": "optimizer/_trainable_variables/0/" + VALUE,

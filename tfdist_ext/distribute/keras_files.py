@@ -1,213 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras files (.keras, .weights.h5, backups) written by several ranks.
+"""Files of Keras (.keras, .weights.h5, folders) written by several ranks.
 
-Keras 3 knows nothing of ranks: all of them would write one path at once, and
-each only its part of the tables. The wrappers here let rank 0 write whole
-tables to a temporary file that then takes the path's place, so a crash while
-saving leaves the last file intact; the other ranks take part and write
-nothing that stays. TensorFlow checkpoints (`sharding/checkpoint.py`) gather
-nothing and are the way for tables that do not fit into one process.
+Keras knows nothing of ranks: all of them would write one path at once, and
+each only its part of the tables. Wrapped are the functions that its public
+ways to save and load end in, so that it does not matter which of them a
+program has imported before there was a strategy. Models of our strategy are
+written by `write_once`, whether they have tables or not; formats that cannot
+hold a whole table are refused before anything is written. TensorFlow
+checkpoints (`sharding/checkpoint.py`) gather nothing and are the way for
+tables that do not fit into one process.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
+import inspect
 import os
-import pathlib
-import tempfile
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.distribute import exports
+from tfdist_ext.distribute import keras_callbacks
+from tfdist_ext.distribute import keras_reading
+from tfdist_ext.distribute import model_shards
 from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.distribute.write_once import write_once
+from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.sharding import sharded_variable
 
 keras = tf.keras
-_TABLE_FILES = (".keras", ".h5", ".hdf5")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """A call of a function of Keras that writes a model.
+
+    Attributes:
+        collectives: of the model's strategy.
+        model: that is written.
+        filepath: where to, as the caller gave it.
+        arguments: all of the call, by name, without defaults.
+        write: makes the call with another path.
+    """
+
+    collectives: Collectives
+    model: Any
+    filepath: Any
+    arguments: dict[str, Any]
+    write: Callable[[Any], Any]
 
 
 def install() -> None:
-    """Wraps Keras's file writers; they act on models of our strategy only."""
-    if hasattr(keras.Model.save, "_tfdist_original"):
+    """Wraps Keras's functions; they act on models of our strategy only."""
+    saving = inspect.unwrap(keras.models.save_model).__globals__
+    asking = vars(saving["io_utils"])
+    if "input" in asking:
         return
-    if not hasattr(keras, "ops"):  # tf_keras
-        _wrap(keras.Model, "save", _refuse_whole_models)
-        _wrap(keras.Model, "save_weights", _refuse_table_files)
-        return
-    _wrap(keras.Model, "save", _write_once)
-    _wrap(keras.Model, "save_weights", _write_once)
-    _read_part_of_slots()
-    backup = keras.callbacks.BackupAndRestore
-    _wrap(backup, "_save_model", _back_up_once)
-    _wrap(backup, "on_train_end", _remove_backup_once)
-    _wrap(keras.callbacks.ModelCheckpoint, "_save_model", _make_folder_once)
+    asking["input"] = _refuse_to_ask
+    files = saving["saving_lib"]
+    if KERAS_3:
+        _wrap(files, "save_model", _write_keras_3)
+        _wrap(files, "save_weights_only", _write_keras_3)
+        legacy = saving["legacy_h5_format"]
+        _wrap(legacy, "save_model_to_hdf5", _write_hdf5)
+        _wrap(keras.Model, "export", _export)
+    else:
+        legacy = saving["legacy_sm_saving_lib"]
+        _wrap(files, "save_model", _write_tf_keras)
+        _wrap(files, "save_weights_only", _write_tf_keras_weights)
+        _wrap(legacy, "save_model", _write_tf_keras)
+        _wrap(legacy, "save_weights", _write_tf_keras_weights)
+    keras_reading.install(saving)
+    exports.install()
+    keras_callbacks.install()
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
+    """Wraps a function whose first arguments are a model and a path."""
     original = getattr(owner, name)
+    signature = inspect.signature(original)
+    _, path_argument, *_ = signature.parameters
 
     @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        collectives = _collectives_of(self)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = model_shards.collectives_of(model)
         if collectives is None:
-            return original(self, *args, **kwargs)
-        return wrapper(collectives, original, self, *args, **kwargs)
+            return original(model, *args, **kwargs)
+        bound = signature.bind(model, *args, **kwargs)
 
-    wrapped._tfdist_original = original  # type: ignore[attr-defined]
+        def write(path: Any) -> Any:
+            bound.arguments[path_argument] = path
+            return original(*bound.args, **bound.kwargs)
+
+        filepath = bound.arguments[path_argument]
+        given = dict(bound.arguments)
+        return wrapper(_Save(collectives, model, filepath, given, write))
+
     setattr(owner, name, wrapped)
 
 
-def _collectives_of(owner: Any) -> Collectives | None:
-    model = owner if isinstance(owner, keras.Model) else owner.model
-    return getattr(model.distribute_strategy, "collectives", None)
+def _refuse_to_ask(question: str) -> str:
+    # Keras asks on the terminal, which ranks share or do not have.
+    raise FileExistsError(
+        f"{question.strip()} With several ranks nobody is asked, and nothing "
+        "was written. Pass overwrite=True, or another path."
+    )
 
 
-def _shards(model: Any) -> list[Any]:
-    variables = list(model.variables)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        variables += list(optimizer.variables)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for own in getattr(inner, "table_optimizers", ()):
-            variables += list(own.variables)
-    return _only_shards(variables)
+def _write_keras_3(save: _Save) -> None:
+    whole = functools.partial(
+        sharded_variable.gather_to_first, collectives=save.collectives
+    )
+    # Keras makes the folder of what it does not zip, and of no other.
+    make_folder = not save.arguments.get("zipped", True)
+    with model_shards.methods(model_shards.shards_of(save.model), numpy=whole):
+        write_once(save.collectives, save.filepath, save.write, make_folder)
 
 
-def _only_shards(variables: list[Any]) -> list[Any]:
-    return [v for v in variables if sharded_variable.is_shard(v)]
+def _write_hdf5(save: _Save) -> None:
+    if model_shards.shards_of(save.model):
+        raise ValueError(
+            "A model with partitioned tables cannot be saved in Keras's "
+            f"legacy format. Received: filepath='{save.filepath}'. Save to a "
+            "path that ends in .keras instead."
+        )
+    write_once(save.collectives, save.filepath, save.write, make_folder=True)
 
 
-def _refuse_whole_models(
-    collectives: Collectives,
-    original: Any,
-    model: Any,
-    filepath: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if _shards(model):
+def _write_tf_keras(save: _Save) -> None:
+    if model_shards.shards_of(save.model):
         raise ValueError(
             "tf_keras cannot save a whole model with partitioned tables. "
-            f"Received: filepath='{filepath}'. Save a checkpoint instead, "
-            "with model.save_weights or tf.train.Checkpoint, and load it "
-            "into the model in one process to export it."
+            f"Received: filepath='{save.filepath}'. Save a checkpoint "
+            "instead, with model.save_weights or tf.train.Checkpoint, and "
+            "load it into the model in one process to export it."
         )
-    return original(model, filepath, *args, **kwargs)
+    _check_overwrite(save)
+    write_once(save.collectives, save.filepath, save.write, make_folder=True)
 
 
-def _refuse_table_files(
-    collectives: Collectives,
-    original: Any,
-    model: Any,
-    filepath: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if str(filepath).endswith(_TABLE_FILES) and _shards(model):
+def _write_tf_keras_weights(save: _Save) -> Any:
+    if not _is_hdf5(save):
+        # A checkpoint, which is written like all others.
+        return save.write(save.filepath)
+    if model_shards.shards_of(save.model):
         raise ValueError(
             "tf_keras would write only this rank's part of the partitioned "
-            f"tables to '{filepath}'. Save a TensorFlow checkpoint instead: "
-            "a path without .h5 or .keras, or tf.train.Checkpoint."
+            f"tables to '{save.filepath}'. Save a TensorFlow checkpoint "
+            "instead: a path without .h5 or .keras and no "
+            "save_format='h5', or tf.train.Checkpoint."
         )
-    return original(model, filepath, *args, **kwargs)
+    _check_overwrite(save)
+    write_once(save.collectives, save.filepath, save.write)
 
 
-def _write_once(
-    collectives: Collectives,
-    original: Any,
-    model: Any,
-    filepath: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    path = pathlib.Path(filepath)
-    whole = functools.partial(
-        sharded_variable.gather_to_first, collectives=collectives
-    )
-    failure: Exception | None = None
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = path.parent if collectives.group.rank == 0 else scratch
-        own = pathlib.Path(folder) / f".writing-{path.name}"
-        try:
-            with _methods(_shards(model), numpy=whole):
-                original(model, str(own), *args, **kwargs)
-            if collectives.group.rank == 0:
-                os.replace(own, path)
-        except OSError as error:
-            failure = error
-    failed = [int(failure is not None)]
-    flags = collectives.all_gather(tf.constant(failed), "file/status").numpy()
-    if failure is not None:
-        raise failure
-    if flags.any():
-        raise OSError(
-            f"'{filepath}' was not written: it failed on rank(s) "
-            f"{np.flatnonzero(flags).tolist()}; see their output. An earlier "
-            "file is intact."
-        )
+def _is_hdf5(save: _Save) -> bool:
+    form = save.arguments.get("save_format")
+    if form is None:
+        return str(save.filepath).endswith((".keras", ".h5", ".hdf5"))
+    return form.lower().strip() not in ("tf", "tensorflow")
 
 
-def _read_part_of_slots() -> None:
-    """Lets optimizers read their part of the whole slots in a file."""
-    original = keras.optimizers.Optimizer.load_own_variables
-
-    @functools.wraps(original)
-    def load_own_variables(self: Any, store: Any) -> None:
-        shards = _only_shards(self.variables)
-        with _methods(shards, assign=sharded_variable.assign_part):
-            original(self, store)
-
-    keras.optimizers.Optimizer.load_own_variables = load_own_variables
+def _check_overwrite(save: _Save) -> None:
+    # The original would look for the temporary file.
+    overwrite = save.arguments.get("overwrite", True)
+    if not overwrite and os.path.exists(save.filepath):
+        _refuse_to_ask(f"'{save.filepath}' already exists.")
 
 
-@contextlib.contextmanager
-def _methods(variables: list[Any], **methods: Any) -> Iterator[None]:
-    """Gives variables other methods of these names for a while.
-
-    Layers of ours write and read whole tables by themselves; an optimizer
-    writes its variables with `numpy()` and reads them with `assign()`.
-    """
-    for variable in variables:
-        for name, method in methods.items():
-            setattr(variable, name, functools.partial(method, variable))
-    try:
-        yield
-    finally:
-        for variable in variables:
-            for name in methods:
-                delattr(variable, name)
-
-
-def _back_up_once(
-    collectives: Collectives, original: Any, callback: Any
-) -> None:
-    if collectives.group.rank == 0:
-        original(callback)
+def _export(save: _Save) -> None:
+    shards = model_shards.shards_of(save.model)
+    if shards:
+        exports.refuse(shards[0], f"to '{save.filepath}'")
+    if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
+        save.write(save.filepath)  # by tf.saved_model.save
     else:
-        callback.model.save_weights(callback._weights_path, overwrite=True)
-
-
-def _remove_backup_once(
-    collectives: Collectives, original: Any, callback: Any, logs: Any = None
-) -> None:
-    collectives.barrier("backup/end")
-    if collectives.group.rank == 0:
-        original(callback, logs)
-
-
-def _make_folder_once(
-    collectives: Collectives,
-    original: Any,
-    callback: Any,
-    *args: Any,
-    **kw: Any,
-) -> None:
-    # Keras looks whether the folder exists, then makes it: ranks may race.
-    folder = os.path.dirname(callback.filepath)
-    if folder:
-        os.makedirs(folder, exist_ok=True)
-    original(callback, *args, **kw)
+        write_once(save.collectives, save.filepath, save.write)

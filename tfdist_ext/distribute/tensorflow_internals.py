@@ -18,6 +18,7 @@ from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.saved_model import save
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
@@ -30,6 +31,8 @@ Mirrored = values.Mirrored
 NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec
+# The module: tf.saved_model.save and tf_keras end in one function of it.
+saved_model_save = save
 Strategy = distribute_lib.Strategy
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext

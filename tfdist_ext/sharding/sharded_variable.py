@@ -94,14 +94,14 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
 
 
 def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
-    """The whole table on rank 0; the rows they own on the other ranks.
+    """The whole table on rank 0; nothing on the other ranks.
 
     Args:
         variable: a shard.
         collectives: of the strategy; every rank must call.
 
     Returns:
-        `[rows, dim]` or `[rows]` on rank 0, the rows they own elsewhere.
+        `[rows, dim]` or `[rows]` on rank 0, no rows elsewhere.
     """
     spec = shard_spec(variable)
     assert spec is not None
@@ -110,7 +110,7 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
     flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
     if spec.rank > 0:
-        return local.numpy()
+        return flat.numpy().reshape((0, spec.dim)[: local.shape.rank])
     return whole_tables.assemble(flat.numpy(), spec, local.shape.rank)
 
 
@@ -137,7 +137,9 @@ def assign_part(variable: Any, whole: Any) -> None:
     if 0 in inner.shape:
         return
     shape, dtype = tuple(inner.shape), inner.dtype.as_numpy_dtype
-    inner.assign(whole_tables.read_part(whole, spec, shape, dtype))
+    # Not the instance's: while a file is read it has another `assign`.
+    part = whole_tables.read_part(whole, spec, shape, dtype)
+    type(inner).assign(inner, part)
 
 
 def accept_whole(variable: Any) -> None:
