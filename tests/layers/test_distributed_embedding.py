@@ -230,7 +230,7 @@ def test_mistakes_are_explained():
             {"a": tf.constant([1])}, weights={"a": ragged([[1.0]], "float32")}
         )
     with pytest.raises(ValueError, match="int32 or int64"):
-        layer({"a": tf.constant([1.0])})
+        layer({"a": tf.constant(["1"])})
 
 
 def test_an_optimizer_that_would_ignore_the_tables_is_refused():

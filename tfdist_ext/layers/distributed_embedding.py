@@ -239,6 +239,9 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
     def _ids(self, inputs: Nest, weights: Nest) -> list[list[Ids]]:
         flat = self._configs.flatten(inputs, "inputs", self.name)
+        for value, config in zip(flat, self._configs.features, strict=True):
+            rows = config.table.vocabulary_size
+            sparse_inputs.refuse_matrix(value, rows, self.name)
         given = [None] * len(flat)
         if weights is not None:
             given = self._configs.flatten(weights, "weights", self.name)

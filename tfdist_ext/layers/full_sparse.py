@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
@@ -123,9 +124,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         kwargs.setdefault("autocast", False)
         super().__init__(**kwargs)
         self.units = _positive("units", units)
-        self.input_dim = (
-            None if input_dim is None else _positive("input_dim", input_dim)
-        )
+        self.input_dim = _rows(input_dim, units)
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -160,7 +159,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self.input_dim is None:
-            self.input_dim = _width_of(inputs, self.name)
+            self.input_dim = sparse_inputs.width_of(inputs, self.name)
         return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape: Any) -> None:
@@ -286,6 +285,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
 
     def ids_of(self, inputs: Any) -> list[Ids]:
         """The ids of the inputs, which are summed (for `SharedExchange`)."""
+        sparse_inputs.refuse_matrix(inputs, self.input_dim, self.name)
         return sparse_inputs.features_of(inputs, self.binary_values, self.name)
 
     def finish(self, pooled: tf.Tensor) -> tf.Tensor:
@@ -299,9 +299,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, int]:
         """`(batch, units)`."""
-        while isinstance(input_shape[0], list | tuple | tf.TensorShape):
-            input_shape = input_shape[0]
-        return (input_shape[0], self.units)
+        return (sparse_inputs.batch_of(input_shape), self.units)
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
         """The symbolic output (Keras 3)."""
@@ -373,19 +371,14 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _width_of(inputs: Any, layer: str) -> int:
-    """`input_dim` of SparseTensor inputs, from their static shape."""
-    values = inputs if isinstance(inputs, list | tuple) else [inputs]
-    widths = {
-        value.shape[-1] if sparse_inputs.is_sparse(value) else None
-        for value in values
-    }
-    width = widths.pop()
-    if widths or width is None:
-        raise ValueError(
-            f"Layer '{layer}' cannot tell `input_dim`, the number of rows of "
-            "its kernel, from its inputs: only SparseTensors of equal, "
-            "statically known width tell it. Pass "
-            "FullSparse(units, input_dim=...)."
+def _rows(input_dim: int | None, units: int) -> int | None:
+    if input_dim is None:
+        return None
+    if units > _positive("input_dim", input_dim):
+        warnings.warn(
+            f"FullSparse(units={units}, input_dim={input_dim}) has more "
+            "columns than rows. Its arguments are in the order of a Dense "
+            "layer, not in that of an Embedding.",
+            stacklevel=3,
         )
-    return int(width)
+    return input_dim

@@ -14,6 +14,7 @@ _IDS = (
     "int32 or int64 ids [batch] or [batch, k], a RaggedTensor of ids "
     "[batch, None]"
 )
+_SMALL_IDS = (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32)
 # Of FullSparse, and of layers whose ids are given as values.
 _INPUTS = (
     f"a SparseTensor [batch, input_dim], {_IDS}, a pair (ragged ids, ragged "
@@ -62,6 +63,54 @@ def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
     return features
 
 
+def refuse_matrix(inputs: Any, rows: int | None, layer: str) -> None:
+    """Refuses dense matrices of weights, whose floats would pass for ids.
+
+    Args:
+        inputs: of a layer, one or a list.
+        rows: of its table.
+        layer: name, for errors.
+
+    Raises:
+        ValueError: if one has floats and a column for every row.
+    """
+    for value in tf.nest.flatten(inputs):
+        if isinstance(value, tf.RaggedTensor) or is_sparse(value):
+            continue
+        shape: Any = getattr(value, "shape", ())
+        if _is_float(value) and len(shape) == 2 and shape[-1] == rows:
+            raise ValueError(
+                f"Layer '{layer}' takes {_INPUTS}. Received a dense matrix of "
+                f"floats of shape {shape}, as wide as the table has rows."
+            )
+
+
+def width_of(inputs: Any, layer: str) -> int:
+    """`input_dim` of SparseTensor inputs, from their static shape."""
+    values = inputs if isinstance(inputs, list | tuple) else [inputs]
+    widths = {value.shape[-1] if is_sparse(value) else None for value in values}
+    width = widths.pop()
+    if widths or width is None:
+        raise ValueError(
+            f"Layer '{layer}' cannot tell `input_dim`, the number of rows of "
+            "its kernel, from its inputs: only SparseTensors of equal, "
+            "statically known width tell it. Pass "
+            "FullSparse(units, input_dim=...)."
+        )
+    return int(width)
+
+
+def batch_of(shape: Any) -> int | None:
+    """The first dimension of a shape, or of the first in a nest of them."""
+    while isinstance(shape, dict | list | tuple | tf.TensorShape):
+        if isinstance(shape, dict):
+            shape = list(shape.values())
+        if isinstance(shape, tf.TensorShape) and shape.rank is None:
+            return None
+        shape = shape[0] if len(shape) else None
+    return None if shape is None else int(shape)
+
+
 def ids_of(value: Any, weights: Any, layer: str) -> Ids:
     """CSR ids of a feature whose ids are given as values.
 
@@ -77,8 +126,8 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
     """
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
-        _require_ids(value.values, layer, _VALUES)
-        ids = Ids(value.values, _splits_of_sparse(value), tf.zeros([0]))
+        found = _require_ids(value.values, layer, _VALUES)
+        ids = Ids(found, _splits_of_sparse(value), tf.zeros([0]))
     else:
         ids = _without_weights(value, layer, _VALUES)
     if weights is None:
@@ -105,8 +154,8 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
 
 def _without_weights(value: Any, layer: str, kinds: str) -> Ids:
     if is_ragged(value):
-        _require_ids(value.values, layer, kinds)
-        return Ids(value.values, _splits(value), tf.zeros([0]))
+        found = _require_ids(value.values, layer, kinds)
+        return Ids(found, _splits(value), tf.zeros([0]))
     return _from_dense(value, layer, kinds)
 
 
@@ -139,12 +188,16 @@ def _splits(ragged: tf.RaggedTensor) -> tf.Tensor:
     return tf.cast(ragged.row_splits, tf.int64)
 
 
-def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> None:
+def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> tf.Tensor:
+    """The ids as int32 or int64."""
+    if values.dtype in _SMALL_IDS:
+        values = tf.cast(values, tf.int64)
     if values.dtype not in (tf.int32, tf.int64) or values.shape.rank != 1:
         raise ValueError(
             f"Layer '{layer}' takes {kinds}. Received values of dtype "
             f"{values.dtype.name} and shape {values.shape}."
         )
+    return values
 
 
 def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
@@ -155,11 +208,9 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
             f"Layer '{layer}': ids with weights must both be RaggedTensors. "
             f"Received: {type(ids).__name__}, {type(weights).__name__}."
         )
-    _require_ids(ids.values, layer, _INPUTS)
+    found = _require_ids(ids.values, layer, _INPUTS)
     where = ids.row_splits, weights.row_splits
-    return Ids(
-        ids.values, _splits(ids), _aligned(weights.values, *where, layer)
-    )
+    return Ids(found, _splits(ids), _aligned(weights.values, *where, layer))
 
 
 def _aligned(
@@ -193,8 +244,26 @@ def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
     )
 
 
+def _whole_numbers(value: tf.Tensor, layer: str) -> tf.Tensor:
+    """Ids that Keras has cast to floats, as `keras.Input` does by default."""
+    # Above, floats have gaps: some ids would have become others.
+    exact = 2 ** {tf.float32: 24, tf.float64: 53}[value.dtype]
+    good = tf.equal(value, tf.floor(value)) & (tf.abs(value) < exact)
+    message = (
+        f"Layer '{layer}' got ids as {value.dtype.name}, and some are not "
+        f"whole numbers below {exact}. Give ids as integers, and "
+        "keras.Input(..., dtype='int64') for them. Received among them:"
+    )
+    bad = tf.boolean_mask(value, ~good)[:3]
+    checked = tf.debugging.Assert(tf.reduce_all(good), [message, bad])
+    with tf.control_dependencies([] if checked is None else [checked]):
+        return tf.cast(value, tf.int64)
+
+
 def _from_dense(value: Any, layer: str, kinds: str) -> Ids:
     value = tf.convert_to_tensor(value)
+    if value.dtype in (tf.float32, tf.float64):
+        value = _whole_numbers(value, layer)
     if value.shape.rank == 1:
         value = value[:, None]
     if value.shape.rank != 2:
@@ -202,7 +271,6 @@ def _from_dense(value: Any, layer: str, kinds: str) -> Ids:
             f"Layer '{layer}' takes {kinds}. Received: {value.dtype.name} "
             f"of shape {value.shape}."
         )
-    flat = tf.reshape(value, [-1])
-    _require_ids(flat, layer, kinds)
+    flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
     shape = tf.shape(value, tf.int64)
     return Ids(flat, tf.range(shape[0] + 1) * shape[1], tf.zeros([0]))

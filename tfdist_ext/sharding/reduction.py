@@ -41,15 +41,23 @@ def hotness(input_shape: Any, input_dim: int) -> int | None:
     """Ids per sample, read off the shape of an input of ids.
 
     Args:
-        input_shape: shape of the input, or a list of shapes.
+        input_shape: shape of the input, or a list or dict of shapes; None
+            if nothing is known.
         input_dim: rows of the table; a last dimension of this size is a
             SparseTensor's and tells nothing.
 
     Returns:
         Ids per sample, None if unknown.
     """
+    if isinstance(input_shape, Mapping):
+        input_shape = list(input_shape.values())
+    rank = getattr(input_shape, "rank", 0)  # None of an unknown TensorShape
+    if input_shape is None or rank is None:
+        return None
     shape = list(input_shape)
-    if shape and hasattr(shape[0], "__iter__"):  # or a TensorShape
+    if not shape:
+        return None
+    if hasattr(shape[0], "__iter__"):  # or a TensorShape
         known = [hotness(part, input_dim) for part in shape]
         return None if None in known else sum(k for k in known if k)
     if len(shape) == 1:

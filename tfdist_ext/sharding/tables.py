@@ -241,6 +241,13 @@ class FeatureConfig:
         for field in ("input_shape", "output_shape"):
             shape = _shape(field, getattr(self, field), where)
             object.__setattr__(self, field, shape)
+        if len(self.output_shape) > 2:
+            raise ValueError(
+                "Argument `output_shape` must be (batch, embedding_dim): the "
+                "rows of a sample are combined into one, not kept as a "
+                f"sequence. Received: output_shape={self.output_shape} "
+                f"({where})."
+            )
         if self.output_shape[-1] not in (None, self.table.embedding_dim):
             raise ValueError(
                 "The last dimension of `output_shape` must be the table's "

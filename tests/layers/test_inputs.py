@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids of other dtypes, and shapes that say little."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import FullSparse
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+IDS = [[1, 2], [3, 99]]
+
+
+def make_layer():
+    layer = FullSparse(4, 100, kernel_initializer="normal", use_bias=False)
+    layer.build((None, 2))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "int16", "uint8", "uint16", "uint32", "float32", "float64"],
+)
+def test_ids_of_any_dtype(dtype):
+    layer = make_layer()
+    expected = layer(np.array(IDS, np.int64))
+    np.testing.assert_array_equal(layer(np.array(IDS, dtype)), expected)
+    if "int" in dtype:
+        ragged = tf.ragged.constant(IDS, dtype=dtype)
+        np.testing.assert_array_equal(layer(ragged), expected)
+
+
+@pytest.mark.parametrize("bad", [0.5, 2.0**24, np.nan])
+@pytest.mark.parametrize("graph", [False, True])
+def test_floats_that_are_no_ids(bad, graph):
+    layer = make_layer()
+    ids = np.array([[1.0, bad]], np.float32)
+    look_up = tf.function(layer) if graph else layer
+    message = "ids as float32, and some are not whole numbers below 16777216"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        look_up(ids)
+
+
+@pytest.mark.parametrize("inputs", [[], [keras.Input((2,))]])
+def test_sequential_without_a_dtype_trains(inputs):
+    model = keras.Sequential([*inputs, make_layer(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.array(IDS), np.ones([2, 1]), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        None,
+        (),
+        (None, 3),
+        [(None, 3), (None,)],
+        {"a": (None, 3), "b": (None, 2)},
+        tf.TensorShape(None),
+        tf.TensorShape([None, 3]),
+        (None, 3, 4),
+    ],
+)
+def test_shapes_of_every_kind_build(shape):
+    layer = FullSparse(4, 100)
+    layer.build(shape)
+    assert tuple(layer.kernel.shape) == (100, 4)
+    assert layer.describe(shape).table.vocabulary_size == 100
+    assert tuple(layer.compute_output_shape(shape)) == (None, 4)
+
+
+def test_arguments_in_the_order_of_an_embedding_warn():
+    with pytest.warns(UserWarning, match="order of a Dense layer"):
+        FullSparse(100, 4)
+
+
+def test_sequences_are_refused():
+    table = TableConfig("t", 100, 4)
+    with pytest.raises(ValueError, match="not kept as a sequence"):
+        FeatureConfig("f", table, (None, 3), (None, 3, 4))
+
+
+def test_embedding_takes_float_inputs_of_keras():
+    table = TableConfig("t", 100, 4)
+    layer = DistributedEmbedding(
+        FeatureConfig("f", table, (None, 2), (None, 4))
+    )
+    ids = np.array(IDS)
+    expected = layer(ids)
+    np.testing.assert_array_equal(layer(ids.astype(np.float32)), expected)
+    with pytest.raises(ValueError, match="as wide as the table has rows"):
+        layer(np.zeros([2, 100], np.float32))
