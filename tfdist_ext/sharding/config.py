@@ -324,8 +324,15 @@ def check_hot_ids(hot_ids: tuple[int, ...], rows: int, table: str) -> None:
 
 def shard_spec(variable: Any) -> ShardSpec | None:
     """What a variable (TensorFlow's or Keras's) holds, None if no shard."""
-    inner = getattr(variable, "_value", variable)
-    return getattr(inner, "_tfdist_shard", None)
+    for _ in range(2):
+        # A distributed variable asks its value for what it has not itself,
+        # and a summed one (a metric of tf_keras) gets that by an exchange.
+        if variable is None or hasattr(type(variable), "_get_cross_replica"):
+            return None
+        if "_tfdist_shard" in getattr(variable, "__dict__", ()):
+            break
+        variable = getattr(variable, "_value", None)
+    return getattr(variable, "_tfdist_shard", None)
 
 
 def spec_to_json(spec: ShardSpec | None) -> str:
