@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios of fit_program.py: what is refused, and how."""
 
+import contextlib
+
 import numpy as np
 import tensorflow as tf
 from fit_models import BATCH
@@ -9,6 +11,7 @@ from fit_models import data
 from fit_models import make_model
 from fit_models import weights
 
+import tfdist_ext
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.sharding.config import TablePlacement
@@ -92,6 +95,36 @@ def refusals(strategy, folder):
             raise AssertionError(f"{name} was accepted")
         except ValueError as error:
             assert name in str(error), error
+
+
+class Late(keras.Model):
+    """Makes its variables when it is called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = FullSparse(4, ROWS)
+        self.top = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.top(self.sparse(inputs))
+
+
+def built_outside(strategy, folder):
+    """A first call outside of the scope is named; inside it trains."""
+    ids = next(iter(data()))[0]
+    for inside in (False, True):
+        with strategy.scope():
+            model = Late()
+            model.compile(tfdist_ext.optimizers.Adagrad(0.5), "mse")
+        with strategy.scope() if inside else contextlib.nullcontext():
+            model(ids)
+        try:
+            model.fit(data(), epochs=1, verbose=0)
+            assert inside, "was accepted"
+        except ValueError as error:
+            assert not inside, error
+            assert "kernel" in str(error), error
+            assert "outside of strategy.scope()" in str(error), error
 
 
 def plan_mismatch(strategy, folder):

@@ -98,6 +98,44 @@ def two_tower():
     return TwoTower(), tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
 
 
+class Rating(tfrs.Model):
+    """The Ranking task, with a loss that docs/errors.md tells to take."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embedding = DistributedEmbedding({"user": feature("user", 50, 8)})
+        self.top = tf.keras.layers.Dense(
+            1, "sigmoid", kernel_initializer="ones"
+        )
+        self.task = tfrs.tasks.Ranking(
+            loss, metrics=[tf.keras.metrics.RootMeanSquaredError("rmse")]
+        )
+
+    def compute_loss(self, inputs, training=False):
+        found = self.embedding({"user": inputs["user"]})
+        losses = self.task(
+            labels=inputs["label"], predictions=self.top(found["user"])
+        )
+        return tf.nn.compute_average_loss(losses)
+
+
+def rmse(strategy):
+    """Of every epoch; the last batch has an odd number of samples."""
+    users = np.arange(985) % 50
+    data = {"user": users, "label": (users[:, None] % 3 == 0).astype("float32")}
+    data = tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+    each = tf.keras.losses.BinaryCrossentropy(reduction="none")
+    for loss in (None, each):
+        with strategy.scope():
+            model = Rating(loss)
+            model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.5))
+        try:
+            return model.fit(data, epochs=4, verbose=0).history["rmse"]
+        except ValueError as error:
+            assert loss is None and "Reduction.SUM" in str(error), error
+    raise AssertionError("refused")
+
+
 def check_candidates(model):
     """The candidates of a retrieval index, as TFRS's guide makes them."""
 
@@ -122,6 +160,7 @@ def main():
         history = model.fit(data, epochs=4, verbose=0).history
         result[f"{name}/loss"] = history["loss"]
     check_candidates(model)
+    result["rating/rmse"] = rmse(strategy)
     path = sys.argv[1].replace(".npz", f".{strategy.rank}.npz")
     np.savez(path, **result)
 

@@ -19,6 +19,7 @@ SCENARIOS = [
     "gradient_dtypes",
     "error_feedback",
     "refusals",
+    "built_outside",
     "batch_norm",
     "bad_id",
     "bad_id_and_error_feedback",

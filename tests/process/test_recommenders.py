@@ -25,3 +25,6 @@ def test_dlrm_and_two_towers_train(tmp_path):
     np.testing.assert_allclose(
         2 * losses[2]["dlrm/loss"], losses[1]["dlrm/loss"], rtol=1e-4
     )
+    np.testing.assert_allclose(
+        losses[2]["rating/rmse"], losses[1]["rating/rmse"], rtol=1e-5
+    )

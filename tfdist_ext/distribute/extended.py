@@ -109,8 +109,20 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             yield
 
     def _validate_colocate_with_variable(self, variable: Any) -> None:
-        if not sharded_variable.is_shard(variable):
-            super()._validate_colocate_with_variable(variable)
+        if sharded_variable.is_shard(variable):
+            return
+        self._check_created_here(variable)
+        super()._validate_colocate_with_variable(variable)
+
+    def _check_created_here(self, variable: Any) -> None:
+        # Stock shows the values, or asserts, and names no remedy.
+        if not self.variable_created_in_scope(variable):
+            raise ValueError(
+                f"Variable {variable.name!r} {variable.shape} was created "
+                "outside of strategy.scope(). A layer makes its variables "
+                "when it is built or called first: do that, too, inside of "
+                "`with strategy.scope():`."
+            )
 
     def _update(
         self,
@@ -120,6 +132,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         kwargs: dict[str, Any],
         group: bool,
     ) -> Any:
+        self._check_created_here(var)
         sharded_variable.check_update(var, fn, args)
         with self._after_checks():
             if not sharded_variable.is_shard(var):
@@ -177,11 +190,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             label == "gradients" and collectives_lib.is_gradient_reduction()
         )
         # Means weigh by samples, so that a rank without any does not count
-        # (its batch normalisation has taken the mean of nothing).
+        # (its batch normalisation has taken the mean of nothing). Sums that
+        # are read, such as those of metrics, are what they are.
         weighted = (
             current is not None
             and current.weighted
-            and (mean or collectives_lib.is_gradient_reduction())
+            and (mean or gradients_only)
         )
         result = gradients.reduce_values(
             collectives,
