@@ -28,7 +28,7 @@ class Alone:
         self.group = types.SimpleNamespace(rank=0, world_size=world_size)
 
     def all_gather(self, tensor, label):
-        return tf.tile(tensor, [self.group.world_size])
+        return tf.concat([tensor] * self.group.world_size, 0)
 
     def all_reduce(self, tensors, label, weighted=False):
         return tensors

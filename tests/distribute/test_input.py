@@ -22,6 +22,8 @@ class Together:
         self._asked = tf.Variable(0)
 
     def all_gather(self, tensor, label):
+        if label.endswith("/first batch"):
+            return tf.tile(tensor, [self.group.world_size, 1])
         lengths = self._lengths or [int(tensor[0])] * self.group.world_size
         return tf.constant(lengths, tf.int64)
 
@@ -156,3 +158,20 @@ def test_policies_by_file_need_a_sample_for_every_rank():
     dataset = tf.data.Dataset.range(12).batch(3).with_options(options)
     with pytest.raises(ValueError, match="fewer samples than the 4 ranks"):
         input.distribute(dataset, Together(0, 4), "input")
+
+
+def test_one_dataset_has_one_length():
+    dataset = tf.data.Dataset.range(12).batch(3)
+    with pytest.raises(ValueError, match=r"different data. .*: \[4, 5\]"):
+        input.distribute(dataset, Together(0, 2, [4, 5]), "input")
+
+
+def test_an_iterator_can_be_saved(tmp_path):
+    dataset = tf.data.Dataset.range(32).batch(4)
+    iterator = iter(input.distribute(dataset, Together(1, 2), "input"))
+    next(iterator)
+    checkpoint = tf.train.Checkpoint(iterator=iterator)
+    path = checkpoint.write(str(tmp_path / "iterator"))
+    expected = next(iterator)
+    checkpoint.read(path)
+    np.testing.assert_array_equal(next(iterator), expected)

@@ -27,7 +27,7 @@ class Alone:
         self.group = types.SimpleNamespace(rank=rank, world_size=world_size)
 
     def all_gather(self, tensor, label):
-        return tf.repeat(tensor, self.group.world_size)
+        return tf.concat([tensor] * self.group.world_size, 0)
 
 
 def ids_of(rng, samples):

@@ -146,6 +146,110 @@ def arrays_stay(strategy, folder):
             assert np.isfinite(weight).all()
 
 
+def fails(function, *words):
+    """Runs what must fail with these words, on every rank."""
+    try:
+        function()
+    except Exception as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, (missing, str(error))
+        return
+    raise AssertionError(f"no error with {words}")
+
+
+def other_settings(strategy, folder):
+    """Ranks that call `fit` with other settings learn which, and go on."""
+    first = strategy.rank == 0
+    x, y = np.ones([8, 16], np.float32), np.ones([8, 1], np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    models = [make_model(strategy) for _ in range(3)]
+    models[0].optimizer.learning_rate = 0.1 if first else 0.2
+    rate = "learning_rate: 0.1000", "(rank 0), 0.2000", "(rank 1)"
+    fails(lambda: models[0].fit(data, verbose=0), *rate)
+    models[1].compile("sgd", "mse" if first else "mae")
+    fails(
+        lambda: models[1].evaluate(data, verbose=0),
+        "`evaluate` with different settings",
+        "loss: 'mse' (rank 0), 'mae' (rank 1)",
+    )
+    epochs = 2 if first else 3
+    fails(
+        lambda: models[2].fit(data, epochs=epochs, verbose=0),
+        "epochs: 2 (rank 0), 3 (rank 1)",
+    )
+    rows = x[: 8 if first else 6]
+    fails(
+        lambda: models[2].predict(rows, verbose=0),
+        "x: float32[8, 16] (rank 0), float32[6, 16] (rank 1)",
+    )
+    fails(
+        lambda: models[2].fit(x, y, batch_size=epochs, verbose=0),
+        "batch_size: 2 (rank 0), 3 (rank 1)",
+    )
+    # What only one rank wants to see does not count.
+    model = make_model(strategy)
+    callbacks = [Trained()] if first else []
+    model.fit(data, verbose=2 if first else 0, callbacks=callbacks)
+
+
+def other_data(strategy, folder):
+    """So do ranks that read other data, or in another order."""
+    rank = strategy.rank
+    x = np.arange(64 * 16, dtype=np.float32).reshape(64, 16) / 1000
+    y = np.arange(64).reshape(64, 1) % 7
+    order = np.random.default_rng(rank).permutation(64)
+    model = make_model(strategy, loss="mse")
+
+    def dataset(x, y, batch=8):
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+
+    different = "The ranks read different data"
+    order_differs = dataset(x[order], y[order])
+    fails(lambda: model.fit(order_differs, verbose=0), different, "'0', '1'")
+    fails(lambda: model.fit(x[order], y[order], verbose=0), different)
+    fails(lambda: model.fit(dataset(x, y, 8 + rank), verbose=0), different)
+    rows = 64 - 8 * rank
+    shorter = dataset(x[:rows], y[:rows])
+    fails(lambda: model.fit(shorter, verbose=0), different, "[8, 7]")
+
+    def shuffled():
+        own = np.random.default_rng(rank).permutation(64)
+        for start in range(0, 64, 8):
+            yield x[own[start : start + 8]], y[own[start : start + 8]]
+
+    fails(lambda: model.fit(shuffled(), verbose=0), different)
+    # By arrays, or with seeds of the strategy's, all is as it should be.
+    model.fit(x, y, epochs=2, verbose=0)
+    model.fit(dataset(x, y).shuffle(8), epochs=2, verbose=0)
+
+    def blur(x, y):
+        return x + tf.random.normal(tf.shape(x)), y
+
+    blurred = dataset(x, y).map(blur, num_parallel_calls=4)
+    model.fit(blurred, epochs=2, verbose=0)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    model.fit(order_differs.with_options(options), verbose=0)
+
+
+def no_data(strategy, folder):
+    """No batch at all is said so; batches of no samples are as any other."""
+    x, y = np.zeros([0, 16], np.float32), np.zeros([0, 1], np.float32)
+    empty = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    model = make_model(strategy, built=True)
+    if KERAS_3:  # as in one process without a strategy
+        assert model.fit(empty, verbose=0).history == {}
+        assert make_model(strategy).evaluate(empty, verbose=0) == []
+        fails(lambda: model.predict(x, verbose=0), "`predict` got no batch")
+    else:
+        fails(lambda: model.fit(empty, verbose=0), "to be non-empty")
+        fails(lambda: model.fit(iter([]), verbose=0), "`fit` got no batch")
+    one = tf.data.Dataset.from_tensors((x, y))
+    assert model.predict(one, verbose=0).shape == (0, 1)
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     strategy = tfdist_ext.HybridParallelStrategy(timeout=30)

@@ -6,11 +6,13 @@ from launching import run_ranks
 
 pytestmark = pytest.mark.process
 
-AT_ONE_RANK = ["generators", "datasets_of_generators"]
+AT_ONE_RANK = ["generators", "datasets_of_generators", "no_data"]
 SCENARIOS = [
     *AT_ONE_RANK,
     "shapes_that_only_data_tell",
     "arrays_stay",
+    "other_settings",
+    "other_data",
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import data_digest
 from tfdist_ext.distribute import slicing
 from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
@@ -66,14 +67,33 @@ def distribute(
             [(rank + 1) * batch // world_size - rank * batch // world_size]
         ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
     else:
-        local = dataset.map(
-            lambda *batch: slicing.slice_of_rank(
-                _single(batch), rank, world_size
-            ),
-            num_parallel_calls=tf.data.AUTOTUNE,
-            deterministic=True,
-        )
+        local = _slices(dataset, collectives, name)
+        return equal_steps(local, collectives, name, same_data=True)
     return equal_steps(local, collectives, name)
+
+
+def _slices(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    rank, world_size = collectives.group.rank, collectives.group.world_size
+    op_types = internals.op_types(dataset)
+    may_differ = data_digest.draws_random_numbers(op_types)
+
+    def cut(index: tf.Tensor, batch: Nest) -> Nest:
+        data_digest.compare_first(index, batch, may_differ, collectives, name)
+        return slicing.slice_of_rank(batch, rank, world_size)
+
+    local = dataset.enumerate().map(
+        cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+    options = tf.data.Options()
+    policy = dataset.options().experimental_external_state_policy
+    if policy is None and data_digest.is_pure(op_types):
+        # The comparison has no state that a saved iterator would need.
+        options.experimental_external_state_policy = (
+            tf.data.experimental.ExternalStatePolicy.IGNORE
+        )
+    return local.with_options(options)
 
 
 def _require_no_prefetched(dataset: tf.data.Dataset, policy: Any) -> None:
@@ -122,7 +142,10 @@ def own_batches(
 
 
 def equal_steps(
-    dataset: tf.data.Dataset, collectives: Collectives, name: str
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    same_data: bool = False,
 ) -> tf.data.Dataset:
     """Pads a local dataset with empty batches to the longest rank's length.
 
@@ -130,12 +153,14 @@ def equal_steps(
         dataset: this rank's batches.
         collectives: of the strategy.
         name: the same on all ranks, for tags and errors.
+        same_data: whether all ranks read one dataset.
 
     Returns:
         A dataset with the same number of batches on every rank.
 
     Raises:
-        ValueError: if the dataset is infinite on some ranks only.
+        ValueError: if the dataset is infinite on some ranks only, or
+            lengths of `same_data` differ.
     """
     lengths = collectives.all_gather(
         tf.reshape(dataset.cardinality(), [1]), f"{name}/cardinality"
@@ -148,6 +173,11 @@ def equal_steps(
                 "unknown). Repeat it on all ranks or on none."
             )
         return _finished(dataset)
+    if same_data and (lengths != lengths[0]).any():
+        raise ValueError(
+            "The ranks read different data. Batches per rank: "
+            f"{lengths.tolist()} (-2: unknown). {data_digest.REMEDY}"
+        )
     if (lengths >= 0).all():
         longest = int(lengths.max())
         if int(lengths.min()) == longest:

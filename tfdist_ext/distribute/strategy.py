@@ -22,6 +22,7 @@ from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_building
 from tfdist_ext.distribute import keras_files
 from tfdist_ext.distribute import keras_loops
+from tfdist_ext.distribute import keras_settings
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
@@ -111,6 +112,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.collectives: Collectives | None = None
         self._datasets = 0
         keras_building.install()
+        keras_settings.install()
         if extended._num_workers > 1:
             group = bootstrap.connect(self, cluster, timeout)
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))

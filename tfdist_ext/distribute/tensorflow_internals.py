@@ -77,6 +77,17 @@ def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
     return graphs
 
 
+def op_types(dataset: tf.data.Dataset) -> set[str]:
+    """Types of the ops in the functions of a dataset and of its inputs."""
+    found: set[str] = set()
+    for graph in functions_of(dataset):
+        definition = graph.as_graph_def()
+        library = definition.library.function
+        for nodes in (definition.node, *(f.node_def for f in library)):
+            found.update(node.op for node in nodes)
+    return found
+
+
 def stop_spinning() -> None:
     """Lets idle threads of TensorFlow's pools sleep at once.
 
