@@ -45,7 +45,6 @@ class RatingModel(tfrs.Model):
         users: int,
         items: int,
         mean: float,
-        replicas: int,
         arguments: argparse.Namespace,
     ) -> None:
         super().__init__()
@@ -59,7 +58,6 @@ class RatingModel(tfrs.Model):
             ]
         )
         self._mean = mean
-        self._replicas = replicas
         self._penalty = arguments.penalty
         self.task = tfrs.tasks.Ranking(
             loss=tf.keras.losses.MeanSquaredError(
@@ -84,13 +82,13 @@ class RatingModel(tfrs.Model):
     def compute_loss(
         self, inputs: dict[str, tf.Tensor], training: bool = False
     ) -> tf.Tensor:
-        """This rank's part of the mean loss over the batch of all ranks."""
+        """The mean over this rank's samples; the strategy averages these."""
         scores, penalties = self(inputs, training=training)
         labels = inputs["score"][:, tf.newaxis]
         losses = self.task(labels=labels, predictions=scores)
         if training:
             losses += self._penalty * penalties
-        return tf.reduce_mean(losses) / self._replicas
+        return tf.reduce_mean(losses)
 
 
 def _table(
@@ -111,7 +109,7 @@ def _table(
 
 
 class PrintErrors(tf.keras.callbacks.Callback):
-    """One line per epoch. The loss is left out: it is this rank's part."""
+    """One line per epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         error, test_error = logs["rmse"], logs["val_rmse"]
@@ -137,7 +135,6 @@ def main() -> None:
             users=1 + int(max(train.users.max(), test.users.max())),
             items=1 + int(max(train.items.max(), test.items.max())),
             mean=float(train.scores.mean()),
-            replicas=strategy.num_replicas_in_sync,
             arguments=arguments,
         )
         model.compile(tfdist_ext.optimizers.Adam(arguments.learning_rate))

@@ -81,6 +81,9 @@ class TwoTower(tfrs.Model):
         self.movie = tf.keras.layers.Dense(8)
         self.task = tfrs.tasks.Retrieval()
 
+    def candidates(self, movies):
+        return movies
+
     def compute_loss(self, inputs, training=False):
         found = self.embedding(inputs)
         loss = self.task(
@@ -88,7 +91,7 @@ class TwoTower(tfrs.Model):
             self.movie(found["movie"]),
             compute_metrics=False,
         )
-        return loss / tf.distribute.get_strategy().num_replicas_in_sync
+        return loss
 
 
 def two_tower():

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist_ext.distribute import collectives as collectives_lib
 from tfdist_ext.distribute import gradients
 from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute import whole_batch
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.sharding import sharded_variable
@@ -186,16 +187,20 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         collectives = self.collectives
         assert collectives is not None
         current = collectives.step
+        backward = current is not None and current.backward
         gradients_only = (
-            label == "gradients" and collectives_lib.is_gradient_reduction()
+            label == "gradients"
+            and not backward
+            and collectives_lib.is_gradient_reduction()
         )
         # Means weigh by samples, so that a rank without any does not count
-        # (its batch normalisation has taken the mean of nothing). Sums that
-        # are read, such as those of metrics, are what they are.
+        # (its batch normalisation has taken the mean of nothing). In Keras's
+        # loops gradients are means as well, whatever Keras calls them. Sums
+        # that are read, such as those of metrics, are what they are.
         weighted = (
             current is not None
             and current.weighted
-            and (mean or gradients_only)
+            and (mean or backward or _may_be_gradients(values, gradients_only))
         )
         result = gradients.reduce_values(
             collectives,
@@ -205,7 +210,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             collectives.gradient_dtype if gradients_only else tf.float32,
             self.error_feedback if gradients_only else None,
         )
-        if not mean:
+        if weighted and backward and not mean:
+            # The gradient of a sum over the ranks. It will be weighed by this
+            # rank's samples, though it is that of what all ranks have.
+            return [whole_batch.total_of(value) for value in result]
+        if weighted or not mean:
             return result
         return [
             tf.math.divide(
@@ -217,10 +226,13 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
-        if self.collectives is None:
+        if self.collectives is None and self._num_workers > 1:
             return super()._gather_to_implementation(
                 value, destinations, axis, options
             )
+        if self.collectives is None:
+            # Stock refuses what comes from a replica: it names no device.
+            return tf.convert_to_tensor(local_value(value))
         value = tf.convert_to_tensor(local_value(value))
         if axis == 0:  # of any rank, known or not
             return self.collectives.all_gather(value, "gather")
@@ -240,6 +252,12 @@ def _is_moving_average(creation: dict[str, Any]) -> bool:
         name in ("moving_mean", "moving_variance")
         and creation.get("aggregation") == tf.VariableAggregation.NONE
     )
+
+
+def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:
+    # A scalar for itself is a count or the like that a step adds up.
+    alone = len(values) == 1 and tf.TensorShape(values[0].shape).rank == 0
+    return gradients_only and not alone
 
 
 def local_value(value: Any) -> Any:

@@ -25,7 +25,7 @@ def reduce_values(
     wire_dtype: tf.DType = tf.float32,
     error_feedback: ErrorFeedback | None = None,
 ) -> list[Any]:
-    """Sums values over the ranks.
+    """Sums values over the ranks, or takes their mean.
 
     Args:
         collectives: of the strategy.
@@ -34,14 +34,14 @@ def reduce_values(
             sums over all ranks already and do not travel, but for those of
             hot rows.
         label: names the exchange in errors.
-        weighted: weigh every rank by its samples in the step.
+        weighted: take means, every rank weighed by its samples in the step.
         wire_dtype: in which float32 travels. Parts and sums are rounded to
             it; they are added up in float32.
         error_feedback: sums dense float32 in its stead, and keeps what
             rounding takes for the next step.
 
     Returns:
-        The sums, in order; IndexedSlices stay IndexedSlices unless their
+        The results, in order; IndexedSlices stay IndexedSlices unless their
         table is small.
     """
     result = list(values)
@@ -88,6 +88,15 @@ def _sum_dense(
 ) -> dict[int, tf.Tensor]:
     """The sums of tensors, by the same numbers; see `reduce_values`."""
     result: dict[int, tf.Tensor] = {}
+    if weighted:
+        # Before the wire, which may hold no number as large as their sum.
+        ranks = collectives.group.world_size
+        dense = {
+            i: value / tf.cast(ranks, value.dtype)
+            if value.dtype.is_floating
+            else value
+            for i, value in dense.items()
+        }
     if error_feedback is not None:
         chosen = [
             i
@@ -172,6 +181,7 @@ def _gather_rows(
     rows = slices.values
     share = collectives.share_of_samples(label) if weighted else None
     if share is not None:
+        share = share / collectives.group.world_size
         rows = rows * tf.cast(share, rows.dtype)
     sent = tf.cast(rows, round_to.get(rows.dtype, rows.dtype))
     return tf.IndexedSlices(

@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute.batch_growth import BatchGrowth
+
 Nest = Any
 
 
@@ -18,14 +20,18 @@ class Step:
 
     Attributes:
         samples: float32 scalar, samples of this rank in the step.
-        weighted: whether ranks count by their samples. True in Keras
-            training loops, whose loss is a mean over the local batch: the
-            mean over all samples then weighs every rank by its samples.
+        weighted: whether ranks are averaged, weighed by their samples.
+            True in Keras's loops, where a loss is a mean over the batch;
+            elsewhere gradients are summed.
         role: of the function that is the step, see `calls.role_of`.
         labels: how often each label was used, for unique tags.
         plan: one line for every exchange of the step, in program order.
         checks: tensors that exist once all ids of the step are validated;
             no variable is written before.
+        shares: of the batch that this rank has, by the graph of the tensor.
+        growth: what is known of the step's values.
+        backward: whether a tape computes gradients now. Exchanges are then
+            those that belong to exchanges of the forward pass.
     """
 
     samples: tf.Tensor
@@ -36,6 +42,16 @@ class Step:
     )
     plan: list[str] = dataclasses.field(default_factory=list)
     checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    growth: BatchGrowth | None = None
+    backward: bool = False
+
+    def growth_of(self) -> BatchGrowth:
+        """Tells sums over the step's batch from means."""
+        if self.growth is None:
+            samples = tf.get_static_value(self.samples)
+            self.growth = BatchGrowth(samples and int(samples))
+        return self.growth
 
 
 def count_samples(values: Nest) -> tf.Tensor:
@@ -53,6 +69,8 @@ def count_samples(values: Nest) -> tf.Tensor:
         if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
             return tf.cast(value.nrows(), tf.float32)
         if tf.is_tensor(value) and value.shape.rank != 0:
+            if value.shape.rank and value.shape[0] is not None:
+                return tf.constant(float(value.shape[0]))
             return tf.cast(tf.shape(value)[0], tf.float32)
     return tf.constant(1.0)
 

@@ -23,9 +23,11 @@ from tfdist_ext.distribute import keras_building
 from tfdist_ext.distribute import keras_files
 from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import keras_settings
+from tfdist_ext.distribute import keras_steps
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import step
 from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext.distribute import whole_batch
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.distribute.process_group import ProcessGroup
@@ -123,6 +125,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             checkpoint_calls.install()
             keras_files.install()
             keras_loops.install()
+            keras_steps.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float
@@ -145,6 +148,18 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Number of processes."""
         return self.collectives.group.world_size if self.collectives else 1
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that losses are divided by: one per process.
+
+        In a step of Keras's loops one, as gradients are averaged there:
+        neither Keras nor `tf.nn.compute_average_loss` divides a second time.
+        """
+        current = self.collectives.step if self.collectives else None
+        if current is None or tf.distribute.in_cross_replica_context():
+            return int(super().num_replicas_in_sync)
+        return 1 if current.weighted else self.world_size
+
     def run(
         self,
         fn: Callable[..., Nest],
@@ -154,8 +169,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ) -> Nest:
         """Runs `fn` on this rank's replica, as the stock method.
 
-        In Keras's loops the scalars that `fn` returns (loss and metrics) are
-        averaged over the ranks in one exchange.
+        In Keras's loops `fn` is written as for one process: gradients and
+        the scalars that it returns (loss and metrics) are averaged over the
+        ranks, weighed by their samples. See `whole_batch`.
         """
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
@@ -181,8 +197,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             and value.shape.rank == 0
         ]
         assert self.collectives is not None
+        with self.scope():
+            parts = [whole_batch.averageable(flat[i]) for i in scalars]
         means = self.collectives.all_reduce(
-            [flat[i] / self.world_size for i in scalars], "logs", weighted=True
+            [part / self.world_size for part in parts], "logs", weighted=True
         )
         for i, mean in zip(scalars, means, strict=True):
             mean._tfdist_reduced = True

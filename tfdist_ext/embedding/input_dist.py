@@ -203,7 +203,7 @@ def _encode(
 def _gradient_scale(
     step: Step | None, shares: tf.Tensor, rank: int
 ) -> tf.Tensor:
-    """This rank's samples relative to the mean of all ranks."""
+    """This rank's share of the samples where ranks are averaged, else 1."""
     if step is None or not step.weighted:
         return tf.constant(1.0)
-    return tf.math.divide_no_nan(shares[rank], tf.reduce_mean(shares))
+    return tf.math.divide_no_nan(shares[rank], tf.reduce_sum(shares))
