@@ -82,23 +82,48 @@ class TwoTower(tfrs.Model):
         self.task = tfrs.tasks.Retrieval()
 
     def candidates(self, movies):
-        return movies
+        return movies  # of this rank
 
     def compute_loss(self, inputs, training=False):
         found = self.embedding(inputs)
         loss = self.task(
             self.user(found["user"]),
-            self.movie(found["movie"]),
+            self.candidates(self.movie(found["movie"])),
             compute_metrics=False,
         )
         return loss
 
 
-def two_tower():
+class AllNegatives(TwoTower):
+    """Candidates of all ranks, this rank's own first."""
+
+    def candidates(self, movies):
+        context = tf.distribute.get_replica_context()
+        sizes = context.all_gather(tf.shape(movies)[:1], axis=0)
+        before = tf.reduce_sum(sizes[: context.replica_id_in_sync_group])
+        return tf.roll(context.all_gather(movies, axis=0), -before, axis=0)
+
+
+class DefaultLoss(TwoTower):
+    """A task whose loss stock refuses under a strategy."""
+
+    def __init__(self):
+        super().__init__()
+        self.task = tfrs.tasks.Ranking()
+
+    def compute_loss(self, inputs, training=False):
+        found = self.embedding(inputs)
+        products = self.user(found["user"]) * self.movie(found["movie"])
+        labels = tf.cast(inputs["movie"] % 2, tf.float32)[:, tf.newaxis]
+        scores = tf.sigmoid(tf.reduce_sum(products, axis=1, keepdims=True))
+        return self.task(labels=labels, predictions=scores)
+
+
+def two_tower(make=TwoTower):
     rng = np.random.default_rng(2)
     user = rng.integers(0, 943, SAMPLES)
     data = {"user": user, "movie": (user * 7) % 1682}
-    return TwoTower(), tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
+    return make(), tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
 
 
 class Rating(tfrs.Model):
@@ -156,7 +181,14 @@ def check_candidates(model):
 def main():
     strategy = tfdist_ext.HybridParallelStrategy()
     result = {}
-    for name, make in (("dlrm", dlrm), ("two_tower", two_tower)):
+    models = {
+        "dlrm": dlrm,
+        "two_tower": two_tower,
+        "all_negatives": lambda: two_tower(AllNegatives),
+        "default_loss": lambda: two_tower(DefaultLoss),
+    }
+    for name, make in models.items():
+        tf.keras.utils.set_random_seed(3)
         with strategy.scope():
             model, data = make()
             model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.1))

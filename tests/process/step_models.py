@@ -143,6 +143,12 @@ class Vector(ByHand):
         return tf.reduce_mean(tf.square(y - predicted), axis=-1) / 8.0
 
 
+class Function(ByHand):
+    """A step that is a tf.function already."""
+
+    train_step = tf.function(ByHand.train_step)
+
+
 class AddLoss(Base):
     def call(self, ids, training=False):
         found = self.sparse(ids)
@@ -235,10 +241,12 @@ MODELS = {
     make.__name__: make
     for make in (
         Default, OwnTracker, LossObject, SumObject, ByHand, AverageLoss,
-        GlobalBatch, DividedSum, SumAndMean, Vector, AddLoss, ComputeLoss,
-        TwoOptimizers, InBatch, InBatchSum, Aggregated,
+        GlobalBatch, DividedSum, SumAndMean, Vector, Function, AddLoss,
+        ComputeLoss, TwoOptimizers, InBatch, InBatchSum, Aggregated,
     )
 }  # fmt: skip
+if not KERAS_3:
+    del MODELS["Function"]  # stock: merge_call in a new graph
 
 
 def fitted(strategy, name, drop=False, **options):

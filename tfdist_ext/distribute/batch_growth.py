@@ -161,9 +161,8 @@ class BatchGrowth:
         if op.type == "StridedSlice":
             first = tf.get_static_value(op.inputs[1])
             sizes = [] if first is None else sizes[int(first[0]) :][:1]
-        if not sizes or None in sizes:
-            return None
-        return sum(sizes)
+        counts = [size for size in sizes if isinstance(size, int)]
+        return sum(counts) if sizes and len(counts) == len(sizes) else None
 
     def _of_sizes(self, vector: tf.Tensor) -> list[Any]:
         """Growth of each element of a shape; nothing if it is none."""

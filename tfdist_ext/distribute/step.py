@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tfdist_ext.distribute.batch_growth import BatchGrowth
 
 Nest = Any
+_KERAS_STEPS = ("train_step", "test_step", "predict_step")
 
 
 @dataclasses.dataclass
@@ -76,10 +78,16 @@ def count_samples(values: Nest) -> tf.Tensor:
 
 
 def is_keras_loop(fn: Any) -> bool:
-    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops."""
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, tf.keras.Model):
-        return True
+    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops.
+
+    Other methods of a model are steps of the user's own loops.
+    """
     fn = getattr(fn, "python_function", fn)
+    method = inspect.unwrap(fn)
+    owner = getattr(method, "__self__", None)
+    # That of a method which is a tf.function.
+    owner = getattr(owner, "target", owner)
+    if isinstance(owner, tf.keras.Model):
+        return getattr(method, "__name__", None) in _KERAS_STEPS
     module = getattr(fn, "__module__", None) or ""
     return module.split(".")[0] in ("keras", "tf_keras")
