@@ -10,7 +10,9 @@ import pathlib
 import sys
 
 import numpy as np
+from step_models import KERAS_3
 from step_models import MODELS
+from step_models import branching
 from step_models import fitted
 
 import tfdist_ext
@@ -25,6 +27,8 @@ def main():
     cases = [(name, {}) for name in MODELS]
     cases += [(name, {"drop": True}) for name in FIXED]
     cases += [(name, {"run_eagerly": True}) for name in EAGER]
+    if not KERAS_3:  # Keras 3 converts nothing
+        cases.append(("Default", {"loss": branching}))
     wrong = []
     for name, options in cases:
         expected_logs, expected = fitted(None, name, **options)

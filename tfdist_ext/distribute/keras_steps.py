@@ -27,6 +27,7 @@ def install() -> None:
     """Wraps losses, trackers and tapes; twice is once."""
     if hasattr(keras.losses.Loss.__call__, "_tfdist_original"):
         return
+    _allow_means()
     _wrap(keras.losses.Loss, "__call__", _loss)
     _wrap(keras.metrics.Mean, "update_state", _track_mean)
     _wrap(keras.metrics.Sum, "update_state", _track_sum)
@@ -36,7 +37,6 @@ def install() -> None:
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
-    @tf.autograph.experimental.do_not_convert
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = whole_batch.keras_step()
@@ -46,8 +46,40 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
             step, functools.partial(original, self), self, *args, **kwargs
         )
 
-    wrapped._tfdist_original = original
+    _keep_autograph(wrapped)
+    wrapped._tfdist_original = original  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
+
+
+def _allow_means() -> None:
+    """Lets losses of tf_keras be means where the ranks are averaged.
+
+    Stock allows that to the losses in `compile` only, whatever the ranks.
+    """
+    if hasattr(keras, "ops"):
+        return
+    original = keras.losses.Loss.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
+        own = vars(self).get("_allow_sum_over_batch_size", False)
+        strategy = tf.distribute.get_strategy()
+        single = getattr(strategy, "collectives", strategy) is None
+        averaged = single or whole_batch.keras_step() is not None
+        self._allow_sum_over_batch_size = own or averaged
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self._allow_sum_over_batch_size = own
+
+    _keep_autograph(call)
+    keras.losses.Loss.__call__ = call
+
+
+def _keep_autograph(wrapper: Any) -> None:
+    # Called as it is, and what it calls is converted or not as before.
+    # `do_not_convert` would end the conversion of a user's own loss as well.
+    wrapper.autograph_info__ = {}
 
 
 def _loss(
@@ -55,14 +87,7 @@ def _loss(
 ) -> tf.Tensor:
     """The loss of a batch, as it is to be averaged over the ranks."""
     del step
-    allowed = getattr(loss, "_allow_sum_over_batch_size", None)
-    try:
-        if allowed is False:  # tf_keras: as it allows `compile`'s losses
-            loss._allow_sum_over_batch_size = True
-        value = original(*args, **kwargs)
-    finally:
-        if allowed is False:
-            loss._allow_sum_over_batch_size = False
+    value = original(*args, **kwargs)
     if loss.reduction in (None, "none") or value.shape.rank != 0:
         return value
     if loss.reduction == "sum":

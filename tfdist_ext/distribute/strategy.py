@@ -113,6 +113,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         internals.Strategy.__init__(self, extended)
         self.collectives: Collectives | None = None
         self._datasets = 0
+        keras_steps.install()
         keras_building.install()
         keras_settings.install()
         if extended._num_workers > 1:
@@ -125,7 +126,6 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             checkpoint_calls.install()
             keras_files.install()
             keras_loops.install()
-            keras_steps.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float
