@@ -153,15 +153,10 @@ def rmse(strategy):
     data = {"user": users, "label": (users[:, None] % 3 == 0).astype("float32")}
     data = tf.data.Dataset.from_tensor_slices(data).batch(BATCH)
     each = tf.keras.losses.BinaryCrossentropy(reduction="none")
-    for loss in (None, each):
-        with strategy.scope():
-            model = Rating(loss)
-            model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.5))
-        try:
-            return model.fit(data, epochs=4, verbose=0).history["rmse"]
-        except ValueError as error:
-            assert loss is None and "Reduction.SUM" in str(error), error
-    raise AssertionError("refused")
+    with strategy.scope():
+        model = Rating(each)
+        model.compile(optimizer=tfdist_ext.optimizers.Adagrad(0.5))
+    return model.fit(data, epochs=4, verbose=0).history["rmse"]
 
 
 def check_candidates(model):
