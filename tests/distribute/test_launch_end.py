@@ -2,6 +2,8 @@
 """How launches end: failures, signals, and what must not be left behind."""
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -68,6 +70,37 @@ def test_a_rank_that_ignores_sigterm_is_killed(program) -> None:
         process.communicate(timeout=LIMIT)
     assert process.returncode == 3
     check_all_dead(pids)
+
+
+ASKED_TO_STOP = """
+import os, signal
+from tfdist_ext.distribute import local_ranks
+
+class Process(local_ranks._Process):
+    def __init__(self, rank, *arguments):
+        super().__init__(rank, *arguments)
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if rank.rank > 1:
+            print("started", rank.rank)
+
+local_ranks._Process = Process
+ranks = [
+    local_ranks.Rank(rank, "here", ["sleep", "60"], {}) for rank in range(9)
+]
+print("ended with", local_ranks.run(ranks, grace=5))
+"""
+
+
+def test_a_signal_ends_the_start_of_more_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_TO_STOP],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert done.stdout == f"ended with {128 + signal.SIGTERM}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -144,6 +144,8 @@ def run(
         stack.callback(_kill_all, processes)
         lock = threading.Lock()
         for rank in ranks:
+            if signal.sigpending() & _STOP_SIGNALS:
+                break  # Asked to stop before all have been started.
             log = _open_log(log_dir, rank)
             if log is not None:
                 stack.enter_context(log)
