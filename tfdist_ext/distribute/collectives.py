@@ -121,10 +121,22 @@ class Collectives:
                 self.barrier(f"end of {what}")
         except BaseException as error:
             if outermost:
-                self.group.leave(f"{what} failed: {_brief(error)}")
+                self.give_up(what, error)
             raise
         finally:
             self._depth -= 1
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Ends on all ranks what they do together; they may do another thing.
+
+        Whoever is in an exchange, or comes to one, raises there and gives up
+        as well, before the ranks can meet in the other thing.
+
+        Args:
+            what: is given up.
+            error: why.
+        """
+        self.group.leave(f"{what} failed: {_brief(error)}")
 
     def _exchanging(
         self, label: str

@@ -39,15 +39,22 @@ def install() -> None:
 
 def _build_unread(original: Any, model: Any, iterator: Any) -> None:
     shapes = _shapes_of(iterator)
-    if shapes is not None:
-        try:
-            return original(model, data_batch=shapes)
-        except Exception:
-            # Of a dataset the batch size is not known, which code for eager
-            # execution may need. A second reading tells, or fails likewise.
-            if not hasattr(iterator.data_adapter, "_first_batches"):
-                return original(model, iterator=iterator)
+    if shapes is None:
+        return original(model, iterator=iterator)
+    collectives = model.distribute_strategy.collectives
+    try:
+        original(model, data_batch=shapes)
+        if collectives is not None:
+            collectives.barrier("model built")
+        return None
+    except Exception as error:
+        if hasattr(iterator.data_adapter, "_first_batches"):
             raise
+        # All ranks read, or none: reading is an exchange.
+        if collectives is not None:
+            collectives.give_up("building the model", error)
+    # Of a dataset the batch size is not known, which code for eager execution
+    # may need. A second reading tells, or fails likewise.
     return original(model, iterator=iterator)
 
 
