@@ -10,12 +10,13 @@ every rank.
 import pathlib
 import sys
 
+import kernel_scenarios
 import overlap_scenarios
 import table_scenarios
 
 import tfdist_ext
 
-MODULES = (overlap_scenarios, table_scenarios)
+MODULES = (kernel_scenarios, overlap_scenarios, table_scenarios)
 
 
 def main():

@@ -15,6 +15,8 @@ SCENARIOS = [
     "whole_tables_in",
     "restored_from_config",
     "whole_tables_out",
+    "kernels_read",
+    "kernels_read_by_keras",
 ]
 
 

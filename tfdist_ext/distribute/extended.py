@@ -17,6 +17,7 @@ from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute import whole_batch
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
+from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 
 Nest = Any
@@ -70,7 +71,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         kwargs["aggregation"] = tf.VariableAggregation.NONE
         # Exchanges and updates run on the CPU, also for ranks with a GPU.
         device = tf.DeviceSpec.from_string(self.worker_devices[0])
-        with tf.device(device.replace(device_type="CPU", device_index=0)):
+        device = device.replace(device_type="CPU", device_index=0)
+        # A slot may start with the table's values.
+        with tf.device(device), kernel_reads.allowed():
             variable = next_creator(**kwargs)
         if spec is not None:
             sharded_variable.mark(variable, spec, self.collectives)

@@ -32,6 +32,7 @@ from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.distribute.process_group import ProcessGroup
 from tfdist_ext.optimizers import checks
+from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
 
@@ -126,6 +127,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             checkpoint_calls.install()
             keras_files.install()
             keras_loops.install()
+            kernel_reads.install()
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float

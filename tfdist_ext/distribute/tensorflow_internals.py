@@ -49,6 +49,11 @@ def variable_accessed(variable: Any) -> None:
     resource_variable_ops.variable_accessed(variable)
 
 
+def is_updating() -> bool:
+    """Whether this thread is in `extended.update`, as optimizers are."""
+    return distribute_lib.get_update_replica_id() is not None
+
+
 def is_recording() -> bool:
     """Whether a gradient tape may be recording now."""
     return bool(record.could_possibly_record())

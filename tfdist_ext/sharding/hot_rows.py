@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import placement
 from tfdist_ext.sharding.config import ShardSpec
 
@@ -27,14 +28,16 @@ def owned_rows(variable: tf.Variable, spec: ShardSpec) -> tf.Tensor:
         `[local_rows, local_dim]`, or `[local_rows]` of such a slot.
     """
     if not spec.hot_ids:
-        return tf.convert_to_tensor(variable)
+        return variable.read_value()
     if spec.cell is not None:
         ids = np.array(spec.hot_ids, np.int64)
         mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
-        trained = variable.sparse_read(spec.local_rows + np.flatnonzero(mine))
+        hot = spec.local_rows + np.flatnonzero(mine)
+        with kernel_reads.allowed():
+            trained = variable.sparse_read(hot)
         rows = placement.local_row(ids[mine], spec.row_parts)
         variable.scatter_update(tf.IndexedSlices(trained, rows))
-    return tf.convert_to_tensor(variable)[: spec.local_rows]
+    return variable.read_value()[: spec.local_rows]
 
 
 def ids_between(spec: ShardSpec, first: int, end: int) -> slice:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import hot_rows
+from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.sharding.config import ShardSpec
 from tfdist_ext.sharding.config import shard_spec
@@ -70,6 +71,8 @@ def mark(
     if matches:
         variable._tfdist_shard = spec
         checkpoint.attach(variable, spec, collectives)
+        if _pending.spec is not None:  # slots are in nobody's hands
+            kernel_reads.refuse(variable, spec)
 
 
 def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
