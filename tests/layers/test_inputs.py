@@ -93,3 +93,47 @@ def test_embedding_takes_float_inputs_of_keras():
     np.testing.assert_array_equal(layer(ids.astype(np.float32)), expected)
     with pytest.raises(ValueError, match="as wide as the table has rows"):
         layer(np.zeros([2, 100], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float16", "float64"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@pytest.mark.parametrize("of_weights", [(2,), (2, 1)])
+def test_one_weight_a_sample(dtype, shape, of_weights):
+    table = TableConfig("t", 100, 4, combiner="sum")
+    layer = DistributedEmbedding(FeatureConfig("f", table, shape, (None, 4)))
+    weights = np.array([2, 3], dtype)
+    found = layer(np.reshape([5, 7], shape), weights.reshape(of_weights))
+    (rows,) = layer.get_embedding_tables().values()
+    expected = rows.numpy()[[5, 7]] * np.array([[2], [3]], np.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", ["dense", "ragged", "sparse"])
+def test_whole_weights(make):
+    table = TableConfig("t", 100, 4, combiner="sum")
+    layer = DistributedEmbedding(
+        FeatureConfig("f", table, (None, 2), (None, 4))
+    )
+    ids, weights = tf.constant(IDS), tf.constant([[2, 3], [4, 5]])
+    if make != "dense":
+        ids, weights = map(tf.RaggedTensor.from_tensor, (ids, weights))
+    if make == "sparse":
+        ids, weights = ids.to_sparse(), weights.to_sparse()
+    found = layer(ids, weights)
+    (rows,) = layer.get_embedding_tables().values()
+    expected = rows.numpy()[IDS] * np.array([[[2], [3]], [[4], [5]]])
+    np.testing.assert_allclose(found, expected.sum(1), rtol=1e-5)
+
+
+def test_one_weight_for_all_ids_of_a_sample():
+    table = TableConfig("t", 100, 4, combiner="sum")
+    layer = DistributedEmbedding(
+        FeatureConfig("f", table, (None, 2), (None, 4))
+    )
+    found = layer(np.array(IDS), np.array([2.0, 3.0]))
+    expected = layer(np.array(IDS)) * np.array([[2], [3]], np.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="lie where"):
+        layer(np.array(IDS), np.array([2.0, 3.0, 4.0]))
+    with pytest.raises(ValueError, match="floats or integers of the same kind"):
+        layer(np.array(IDS), np.array([[True, False], [True, False]]))

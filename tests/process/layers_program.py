@@ -10,13 +10,19 @@ every rank.
 import pathlib
 import sys
 
+import copy_scenarios
 import kernel_scenarios
 import overlap_scenarios
 import table_scenarios
 
 import tfdist_ext
 
-MODULES = (kernel_scenarios, overlap_scenarios, table_scenarios)
+MODULES = (
+    copy_scenarios,
+    kernel_scenarios,
+    overlap_scenarios,
+    table_scenarios,
+)
 
 
 def main():

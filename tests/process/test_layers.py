@@ -17,6 +17,8 @@ SCENARIOS = [
     "whole_tables_out",
     "kernels_read",
     "kernels_read_by_keras",
+    "copies",
+    "copies_without_tables",
 ]
 
 

@@ -44,7 +44,7 @@ def install() -> None:
                     export_dir,
                     lambda path: original(obj, path, *args, **kwargs),
                     make_folder=True,
-                    stays=_is_first_with(export_dir, collectives),
+                    stays=is_first_with(export_dir, collectives),
                 )
         return original(obj, export_dir, *args, **kwargs)
 
@@ -61,12 +61,14 @@ def install() -> None:
     converter.from_keras_model = staticmethod(from_keras_model)
 
 
-def _is_first_with(path: Any, collectives: Collectives) -> bool:
+def is_first_with(path: Any, collectives: Collectives) -> bool:
     """Whether no rank before this one was given the path.
 
     All ranks have all of a model without tables. Some callers read what they
     wrote, each from a path of its own (the TFLite converter).
     """
+    if not isinstance(path, str | os.PathLike):  # of this process alone
+        return collectives.group.rank == 0
     absolute = os.path.abspath(path).encode()
     digest = hashlib.blake2b(absolute, digest_size=7).digest()
     own = int.from_bytes(digest, "little")

@@ -22,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.distribute import copies
 from tfdist_ext.distribute import exports
 from tfdist_ext.distribute import keras_callbacks
 from tfdist_ext.distribute import keras_reading
@@ -74,6 +75,7 @@ def install() -> None:
         _wrap(legacy, "save_model", _write_tf_keras)
         _wrap(legacy, "save_weights", _write_tf_keras_weights)
     keras_reading.install(saving)
+    copies.install()
     exports.install()
     keras_callbacks.install()
 
@@ -139,7 +141,14 @@ def _write_tf_keras(save: _Save) -> None:
             "load it into the model in one process to export it."
         )
     _check_overwrite(save)
-    write_once(save.collectives, save.filepath, save.write, make_folder=True)
+    write_once(
+        save.collectives,
+        save.filepath,
+        save.write,
+        make_folder=True,
+        # Copies of a model go through a file, each rank's in its own folder.
+        stays=exports.is_first_with(save.filepath, save.collectives),
+    )
 
 
 def _write_tf_keras_weights(save: _Save) -> Any:

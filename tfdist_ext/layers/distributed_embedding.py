@@ -31,6 +31,13 @@ from tfdist_ext.sharding.tables import TableConfig
 keras = tf.keras
 
 Nest = Any
+_SETTINGS = (
+    "wire_dtype",
+    "wire_rounding",
+    "wire_packing",
+    "learn_frequent_ids",
+    "prefetch_ids",
+)
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -38,9 +45,10 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     """Looks up all features of a model, and reduces each per sample.
 
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
-    arguments. Under a `HybridParallelStrategy` tables are partitioned over
-    the ranks as a plan says (`tfdist_ext.sharding.plan`), and all of them
-    travel in one exchange per direction and step.
+    arguments; what differs is in docs/keras_rs.md. Under a
+    `HybridParallelStrategy` tables are partitioned over the ranks as a plan
+    says (`tfdist_ext.sharding.plan`), and all of them travel in one exchange
+    per direction and step.
 
     >>> movies = TableConfig("movies", 1000, 8, combiner="mean")
     >>> layer = DistributedEmbedding({
@@ -183,7 +191,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
                 self._configs.tables,
                 self._configs.features,
                 world_size,
-                batch_size=self._batch_size(world_size),
+                batch_size=self._configs.batch_size(world_size),
                 wire_bytes=tf.as_dtype(self.wire_dtype).size,
             )
         if self.plan.world_size != world_size:
@@ -194,11 +202,6 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]
 
-    def _batch_size(self, world_size: int) -> int:
-        """Samples per rank, 256 if no feature tells."""
-        batch = self._configs.features[0].input_shape[0]
-        return 256 if batch is None else -(-batch // world_size)
-
     def call(
         self, inputs: Nest, weights: Nest = None, training: bool = False
     ) -> Nest:
@@ -206,7 +209,8 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
         Args:
             inputs: nest of ids, see the class; or what `preprocess` made.
-            weights: None, or a nest of floats like the ids.
+            weights: None, or a nest of numbers like the ids; `[batch]` is
+                one for all ids of a sample.
             training: not used.
 
         Returns:
@@ -255,10 +259,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     def _zeros(self, inputs: Nest) -> Nest:
         samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
         return self._configs.pack(
-            [
-                tf.zeros([samples, config.table.embedding_dim])
-                for config in self._configs.features
-            ]
+            [tf.zeros([samples, dim]) for dim in self._configs.dims]
         )
 
     def preprocess(
@@ -278,7 +279,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
         Args:
             inputs: nest of ids, see the class.
-            weights: None, or a nest of floats like the ids.
+            weights: None, or a nest of numbers like the ids.
             training: not used.
 
         Returns:
@@ -336,26 +337,23 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         names = [table.name for table in self._configs.tables]
         return dict(zip(names, self._variables, strict=True))
 
+    @classmethod
+    def has_sparsecores(cls) -> bool:
+        """Of keras-rs: whether there are TPUs with SparseCores; never."""
+        return False
+
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
         """A nest of `(None, embedding_dim)`: batches are those of a rank."""
         del input_shapes
-        return self._configs.pack(
-            [
-                (None, config.table.embedding_dim)
-                for config in self._configs.features
-            ]
-        )
+        return self._configs.pack([(None, dim) for dim in self._configs.dims])
 
     def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
         """The symbolic outputs (Keras 3)."""
         batch = tf.nest.flatten(inputs)[0].shape[0]
         return self._configs.pack(
             [
-                keras.KerasTensor(
-                    (batch, config.table.embedding_dim),
-                    dtype=self.compute_dtype,
-                )
-                for config in self._configs.features
+                keras.KerasTensor((batch, dim), dtype=self.compute_dtype)
+                for dim in self._configs.dims
             ]
         )
 
@@ -381,16 +379,12 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         config.update(self._configs.get_config())
         if self._given_plan is not None:
             config["plan"] = self._given_plan.to_dict()
-        config["wire_dtype"] = self.wire_dtype
-        config["wire_rounding"] = self.wire_rounding
-        config["wire_packing"] = self.wire_packing
-        config["learn_frequent_ids"] = self.learn_frequent_ids
-        config["prefetch_ids"] = self.prefetch_ids
+        config.update({name: getattr(self, name) for name in _SETTINGS})
         return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
-        """The layer that `get_config` describes."""
+        """The layer that `get_config`, also that of keras-rs, describes."""
         arguments = dict(config)
         nest = FeatureConfigs.nest_from_config(arguments)
         if "plan" in arguments:

@@ -60,6 +60,11 @@ class FeatureConfigs:
         }
         return cls(nest, features, tuple(by_name.values()), optimizers)
 
+    def batch_size(self, world_size: int) -> int:
+        """Samples per rank, 256 if no feature tells."""
+        batch = self.features[0].input_shape[0]
+        return 256 if batch is None else -(-batch // world_size)
+
     def pack(self, flat: Sequence[Any]) -> Nest:
         """What there is of every feature, as the user's nest."""
         return tf.nest.pack_sequence_as(self.nest, flat)
@@ -89,11 +94,15 @@ class FeatureConfigs:
         flat: list[Any] = tf.nest.flatten(values)
         return flat
 
+    @property
+    def dims(self) -> list[int]:
+        """Width of every feature's result."""
+        return [feature.table.embedding_dim for feature in self.features]
+
     def get_config(self) -> dict[str, Any]:
         """Tables, features and their nest, as JSON can hold them."""
-        serialize = tf.keras.utils.serialize_keras_object
         return {
-            "tables": [table.get_config(serialize) for table in self.tables],
+            "tables": [table.get_config(_serialize) for table in self.tables],
             "features": [
                 {**feature.get_config(), "table": feature.table.name}
                 for feature in self.features
@@ -104,11 +113,13 @@ class FeatureConfigs:
     @staticmethod
     def nest_from_config(config: dict[str, Any]) -> Nest:
         """Takes what `get_config` wrote out of `config`; the user's nest."""
-        deserialize = tf.keras.utils.deserialize_keras_object
-        by_name = {
-            table["name"]: TableConfig.from_config(table, deserialize)
+        read = [
+            TableConfig.from_config(table, _deserialize)
             for table in config.pop("tables")
-        }
+        ]
+        if "feature_configs" in config:  # of keras-rs
+            return _nest_of_keras_rs(config.pop("feature_configs"), read)
+        by_name = {table.name: table for table in read}
         features = [
             FeatureConfig.from_config(
                 {**feature, "table": by_name[feature["table"]]}
@@ -118,6 +129,29 @@ class FeatureConfigs:
         return tf.nest.map_structure(
             lambda index: features[index], config.pop("nest")
         )
+
+
+def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
+    """A nest of feature configs, whose tables are numbers."""
+    if isinstance(nest, list | tuple):
+        return type(nest)(_nest_of_keras_rs(value, read) for value in nest)
+    if isinstance(nest.get("name"), str):
+        return FeatureConfig.from_config({**nest, "table": read[nest["table"]]})
+    return {key: _nest_of_keras_rs(value, read) for key, value in nest.items()}
+
+
+def _serialize(value: Any) -> Any:
+    """As Keras; but what came from a config is one already."""
+    if isinstance(value, dict):
+        return value
+    return tf.keras.utils.serialize_keras_object(value)
+
+
+def _deserialize(value: Any) -> Any:
+    # Names stay as they are: what they mean depends on the argument.
+    if isinstance(value, dict):
+        return tf.keras.utils.deserialize_keras_object(value)
+    return value
 
 
 def _with_lists(nest: Nest) -> Nest:

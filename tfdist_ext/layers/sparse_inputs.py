@@ -118,7 +118,9 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
         value: int32 or int64 ids, a tensor `[batch]` or `[batch, k]`, a
             RaggedTensor `[batch, None]`, or a SparseTensor whose values are
             the ids.
-        weights: None, or floats of the same kind and shape.
+        weights: None, or floats or integers of the same kind and shape;
+            `[batch]` and `[batch, 1]` are one, and mean a weight for all ids
+            of a sample.
         layer: name, for errors.
 
     Raises:
@@ -132,24 +134,35 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
         ids = _without_weights(value, layer, _VALUES)
     if weights is None:
         return ids
-    same_kind = tf.is_tensor(weights) and (
-        is_sparse(weights) == is_sparse(value)
-        and is_ragged(weights) == is_ragged(value)
-    )
-    if not same_kind or not _is_float(weights):
+    composites = tf.SparseTensor | tf.RaggedTensor
+    if isinstance(value, composites) or isinstance(weights, composites):
+        same_kind = type(weights) is type(value)
+    else:
+        value, weights = map(tf.convert_to_tensor, (value, weights))
+        same_kind = weights.shape.rank in (1, 2)
+    if not (same_kind and (_is_float(weights) or weights.dtype.is_integer)):
         raise ValueError(
-            f"Layer '{layer}': weights must be floats of the same kind as "
-            f"their ids, {type(value).__name__}. Received: {weights}."
+            f"Layer '{layer}': weights must be floats or integers of the same "
+            f"kind as their ids, {type(value).__name__}. Received: {weights}."
         )
+    flat, places, others = _placed(value, weights)
+    return dataclasses.replace(
+        ids, weights=_aligned(flat, places, others, layer)
+    )
+
+
+def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """The weights in one row, where ids are, and where weights are."""
     if isinstance(weights, tf.SparseTensor):
         value, weights = map(tf.sparse.reorder, (value, weights))
-        where = value.indices, weights.indices
-    elif is_ragged(weights):
-        where = value.row_splits, weights.row_splits
-    else:
-        where = tf.shape(value), tf.shape(weights)
-    flat = tf.reshape(getattr(weights, "values", weights), [-1])
-    return dataclasses.replace(ids, weights=_aligned(flat, *where, layer))
+        return weights.values, value.indices, weights.indices
+    if is_ragged(weights):
+        return weights.values, value.row_splits, weights.row_splits
+    if value.shape.rank == 1:
+        value = value[:, None]
+    if weights.shape.rank == 1:  # one for all ids of a sample
+        weights = tf.repeat(weights[:, None], tf.shape(value)[1], axis=1)
+    return tf.reshape(weights, [-1]), tf.shape(value), tf.shape(weights)
 
 
 def _without_weights(value: Any, layer: str, kinds: str) -> Ids:

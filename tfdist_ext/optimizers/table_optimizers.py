@@ -35,7 +35,7 @@ def as_row_optimizer(optimizer: Any, table: str) -> Any:
 
     Args:
         optimizer: one of `tfdist_ext.optimizers`, a Keras optimizer of the
-            same name, or its name.
+            same name, its name, or its serialised form.
         table: for errors.
 
     Raises:
@@ -54,6 +54,8 @@ def as_row_optimizer(optimizer: Any, table: str) -> Any:
 
 
 def _row_optimizer(optimizer: Any, table: str) -> Any:
+    if isinstance(optimizer, dict):  # of a config of keras-rs
+        optimizer = tf.keras.utils.deserialize_keras_object(optimizer)
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     if isinstance(optimizer, str):

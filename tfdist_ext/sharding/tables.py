@@ -192,10 +192,14 @@ class TableConfig:
         """The object that `get_config` describes.
 
         Args:
-            config: of `get_config`.
-            deserialize: the inverse of `serialize` there.
+            config: of `get_config`, or of that of keras-rs.
+            deserialize: the inverse of `serialize` there. What is left
+                serialised is read when a layer needs it.
+
+        Raises:
+            ValueError: for fields that are not known, or lacking.
         """
-        arguments = dict(config)
+        arguments = checks.fields_of(cls, config, "config of a table")
         for field in ("initializer", "optimizer"):
             if field in arguments:
                 arguments[field] = deserialize(arguments[field])
@@ -285,8 +289,11 @@ class FeatureConfig:
             config: of `get_config`; `table` may be a TableConfig already, as
                 features that share a table need it.
             deserialize: see `TableConfig.from_config`.
+
+        Raises:
+            ValueError: for fields that are not known, or lacking.
         """
-        arguments = dict(config)
+        arguments = checks.fields_of(cls, config, "config of a feature")
         if not isinstance(arguments["table"], TableConfig):
             arguments["table"] = TableConfig.from_config(
                 arguments["table"], deserialize
