@@ -23,6 +23,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.distribute.values",
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
+    "tensorflow.python.ops.control_flow_util",
     "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.saved_model.save",
     "tensorflow.python.training.saving.saveable_object",

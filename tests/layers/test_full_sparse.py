@@ -203,6 +203,17 @@ def test_dense_floats_are_refused():
         layer()(tf.zeros([2, ROWS]))
 
 
+def test_xla_is_refused_by_name():
+    made = layer(name="sparse")
+    ids = tf.ragged.constant(IDS, tf.int64)
+    message = r"Layer 'sparse' .* Leave jit_compile out"
+    with pytest.raises(ValueError, match=message):
+        tf.function(lambda: made(ids), jit_compile=True)()
+    inner = tf.function(lambda: made(ids))
+    with pytest.raises(ValueError, match=message):
+        tf.function(lambda: inner(), jit_compile=True)()
+
+
 def test_regularizers_of_a_replicated_layer():
     made = layer(
         sharding="replicated", kernel_regularizer="l2", bias_regularizer="l1"

@@ -3,9 +3,9 @@
 
 Usage: fit_program.py FOLDER SCENARIO...
 
-A scenario is a function of this file, of precision_scenarios.py, of
-failure_scenarios.py or of one_rank_fails.py. It checks for itself, on every
-rank.
+A scenario is a function of this file, of compile_scenarios.py, of
+precision_scenarios.py, of failure_scenarios.py or of one_rank_fails.py. It
+checks for itself, on every rank.
 """
 
 import pathlib
@@ -13,6 +13,7 @@ import random
 import resource
 import sys
 
+import compile_scenarios
 import failure_scenarios
 import numpy as np
 import one_rank_fails
@@ -281,6 +282,7 @@ def main():
     strategy.extended.error_feedback = None
     modules = (
         sys.modules[__name__],
+        compile_scenarios,
         precision_scenarios,
         failure_scenarios,
         one_rank_fails,

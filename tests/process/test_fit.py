@@ -26,6 +26,8 @@ SCENARIOS = [
     "uneven_ranks",
     "callbacks",
     "backup",
+    "terminate_on_nan",
+    "jit_compile",
     "in_a_callback",
     "in_a_dataset",
     "while_tracing",
@@ -41,7 +43,10 @@ WITHOUT_TF_KERAS = [
     "bad_id_and_error_feedback",
     "hot_ids_mismatch",
 ]
-WITH_TF_KERAS = [s for s in SCENARIOS if s not in WITHOUT_TF_KERAS]
+WITH_TF_KERAS = [
+    "legacy_optimizers",
+    *(s for s in SCENARIOS if s not in WITHOUT_TF_KERAS),
+]
 
 # Those in which other ranks than one's neighbour matter.
 AT_FOUR_RANKS = [

@@ -20,6 +20,7 @@ from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import keras_building
+from tfdist_ext.distribute import keras_compile
 from tfdist_ext.distribute import keras_files
 from tfdist_ext.distribute import keras_loops
 from tfdist_ext.distribute import keras_settings
@@ -116,6 +117,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._datasets = 0
         keras_steps.install()
         keras_building.install()
+        keras_compile.install()
         keras_settings.install()
         if extended._num_workers > 1:
             group = bootstrap.connect(self, cluster, timeout)

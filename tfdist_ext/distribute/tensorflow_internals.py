@@ -17,6 +17,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
+from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.saved_model import save
 from tensorflow.python.training.saving import saveable_object
@@ -57,6 +58,14 @@ def is_updating() -> bool:
 def is_recording() -> bool:
     """Whether a gradient tape may be recording now."""
     return bool(record.could_possibly_record())
+
+
+def is_for_xla() -> bool:
+    """Whether what is traced now is in a `tf.function(jit_compile=True)`."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def shard_by_file(

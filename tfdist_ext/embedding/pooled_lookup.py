@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.distribute import calls
+from tfdist_ext.distribute import tensorflow_internals as internals
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
@@ -80,7 +81,11 @@ def pooled_lookup(
 
     Returns:
         Per feature float32 `[b, dim]`.
+
+    Raises:
+        ValueError: in a function that XLA is to compile.
     """
+    _refuse_xla(wire.label)
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):
         chosen = [
@@ -113,6 +118,17 @@ def pooled_lookup(
         combiners.combine(results[index], ids[index], feature)
         for index, feature in enumerate(features)
     ]
+
+
+def _refuse_xla(name: str) -> None:
+    if internals.is_for_xla():
+        raise ValueError(
+            f"Layer '{name}' is called in a tf.function(jit_compile=True), or "
+            "a model compiled with jit_compile=True. XLA cannot compile "
+            "lookups and exchanges. Leave jit_compile out there, and put "
+            "the dense layers alone, without this layer, into a "
+            "tf.function(jit_compile=True)."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 # sees.
 _WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
 
+_LEGACY = ".optimizers.legacy."
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 _WHOLE = (
     "sharding='replicated' (FullSparse) or placement='data_parallel' "
@@ -42,6 +43,13 @@ def check_supported(optimizer: Any) -> None:
     )
     if getattr(optimizer, "_tfdist_row_updates", False):
         return
+    if any(_LEGACY in base.__module__ for base in type(optimizer).__mro__):
+        raise ValueError(
+            f"Optimizer {name} of tf_keras.optimizers.legacy cannot train a "
+            "partitioned table: its slots are not restored from checkpoints. "
+            "Use the optimizer of this kind in tfdist_ext.optimizers or "
+            f"tf_keras.optimizers, or {_WHOLE}."
+        )
     for ancestor in type(optimizer).__mro__:
         if ancestor.__name__.startswith(_WHOLE_VARIABLE):
             raise ValueError(

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's `compile` with `jit_compile=True`: training goes on without XLA.
+
+XLA has no kernels for lookups and exchanges. Keras 3 sees that of our layers,
+tf_keras of nothing, and neither of them of a strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+keras = tf.keras
+
+
+def install() -> None:
+    """Wraps `compile`; acts on models of our strategy only."""
+    original = keras.Model.compile
+    if hasattr(original, "_tfdist_original"):
+        return
+
+    @functools.wraps(original)
+    def compile_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.jit_compile and _is_beyond_xla(self):
+            warnings.warn(
+                "XLA cannot compile what several ranks exchange, nor the "
+                "lookups of tfdist_ext.layers. Proceeding with "
+                "`jit_compile=False`.",
+                stacklevel=2,
+            )
+            self.jit_compile = False
+        return result
+
+    compile_model._tfdist_original = original  # type: ignore[attr-defined]
+    keras.Model.compile = compile_model
+
+
+def _is_beyond_xla(model: Any) -> bool:
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "collectives"):
+        return False
+    return strategy.collectives is not None or not all(
+        getattr(layer, "supports_jit", True)
+        for layer in model._flatten_layers()
+    )
