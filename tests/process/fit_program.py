@@ -3,9 +3,8 @@
 
 Usage: fit_program.py FOLDER SCENARIO...
 
-A scenario is a function of this file, of compile_scenarios.py, of
-precision_scenarios.py, of failure_scenarios.py or of one_rank_fails.py. It
-checks for itself, on every rank.
+A scenario is a function of this file, of one_rank_fails.py, or of a
+*_scenarios.py imported here. It checks for itself, on every rank.
 """
 
 import pathlib
@@ -17,6 +16,7 @@ import compile_scenarios
 import failure_scenarios
 import numpy as np
 import one_rank_fails
+import optimizer_scenarios
 import precision_scenarios
 import tensorflow as tf
 from fit_models import BATCH
@@ -284,6 +284,7 @@ def main():
         sys.modules[__name__],
         compile_scenarios,
         precision_scenarios,
+        optimizer_scenarios,
         failure_scenarios,
         one_rank_fails,
     )

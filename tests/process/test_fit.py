@@ -18,6 +18,10 @@ SCENARIOS = [
     "wire_dtypes",
     "gradient_dtypes",
     "error_feedback",
+    "moving_average",
+    "rows_that_occur_again",
+    "loss_scale",
+    "accumulation",
     "refusals",
     "built_outside",
     "batch_norm",
@@ -40,6 +44,7 @@ WITHOUT_TF_KERAS = [
     "idle_threads_sleep",
     "wire_dtypes",
     "error_feedback",
+    "accumulation",
     "bad_id_and_error_feedback",
     "hot_ids_mismatch",
 ]

@@ -128,6 +128,18 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 "`with strategy.scope():`."
             )
 
+    def _replica_ctx_update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        # Stock hands this to another thread, for replicas of other devices,
+        # and fails within a condition, as of `ema_overwrite_frequency`.
+        return self._update(var, fn, args, kwargs or {}, group)
+
     def _update(
         self,
         var: Any,
@@ -205,6 +217,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             and current.weighted
             and (mean or backward or _may_be_gradients(values, gradients_only))
         )
+        if backward:  # by what the ranks have exchanged: not a table
+            values = [tf.convert_to_tensor(value) for value in values]
         result = gradients.reduce_values(
             collectives,
             values,

@@ -10,10 +10,13 @@ import tensorflow as tf
 
 from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
+from tfdist_ext.ops.lookup_ops import has_distinct_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
+from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.sharding.config import ShardSpec
 
-# Below this size a table's whole gradient travels faster than its rows.
+# Below this size a table's whole gradient travels faster than its rows, with
+# those of all other small tables.
 _SMALL_TABLE_BYTES = 256 << 10
 
 
@@ -29,24 +32,23 @@ def reduce_values(
 
     Args:
         collectives: of the strategy.
-        values: tensors, IndexedSlices or Python numbers. Gradients of
-            shards are IndexedSlices whose `dense_shape` is marked: they are
-            sums over all ranks already and do not travel, but for those of
-            hot rows.
+        values: tensors, IndexedSlices or Python numbers. Those of shards
+            have a marked `dense_shape`: they are sums over all ranks already
+            and do not travel, but for hot rows.
         label: names the exchange in errors.
         weighted: take means, every rank weighed by its samples in the step.
         wire_dtype: in which float32 travels. Parts and sums are rounded to
             it; they are added up in float32.
-        error_feedback: sums dense float32 in its stead, and keeps what
-            rounding takes for the next step.
+        error_feedback: sums dense float32 instead, and keeps what is lost.
 
     Returns:
-        The results, in order; IndexedSlices stay IndexedSlices unless their
-        table is small.
+        The results, in order. IndexedSlices hold a row as often as those of
+        one process with the whole batch, whose optimizer may square each.
     """
     result = list(values)
     round_to = {tf.float32: wire_dtype}
     dense: dict[int, tf.Tensor] = {}
+    small: dict[int, tf.Tensor] = {}
     hot: dict[int, tf.Tensor] = {}
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
@@ -60,17 +62,19 @@ def reduce_values(
             spec = value.dense_shape._tfdist_shard
             if spec.hot_ids:
                 result[i], hot[i] = _split_hot_rows(result[i], spec)
-        elif _is_small(value):
-            dense[i] = tf.convert_to_tensor(value)
+        elif has_distinct_rows(value) and _is_small(value):
+            small[i] = _as_table(value)
         else:
-            result[i] = _gather_rows(
-                collectives, value, label, weighted, round_to
-            )
+            rows = (collectives, value, label, weighted, round_to)
+            result[i] = _gather_rows(*rows)
     totals = _sum_dense(
         collectives, dense, label, weighted, round_to, error_feedback
     )
+    totals |= _sum_dense(
+        collectives, small, f"{label}/small tables", weighted, round_to, None
+    )
     for i, total in totals.items():
-        result[i] = total
+        result[i] = _as_slices(total, values[i]) if i in small else total
     # Not weighted: as those of other rows, they are scaled by the lookup.
     sums = collectives.all_reduce(list(hot.values()), f"{label}/hot rows")
     for i, total in zip(hot, sums, strict=True):
@@ -171,6 +175,29 @@ def _is_small(slices: tf.IndexedSlices) -> bool:
     return int(shape.prod()) * slices.dtype.size <= _SMALL_TABLE_BYTES
 
 
+def _as_table(slices: tf.IndexedSlices) -> tf.Tensor:
+    """The gradient of a whole table `[rows, width + 1]`.
+
+    The last column is not 0 for rows of the slices: a lazy rule leaves alone
+    what no rank has looked up.
+    """
+    rows = int(tf.get_static_value(slices.dense_shape)[0])
+    width = int(tf.get_static_value(slices.dense_shape)[1:].prod())
+    flat = tf.reshape(slices.values, [-1, width])
+    flat = tf.pad(flat, [[0, 0], [0, 1]], constant_values=1)
+    table = tf.math.unsorted_segment_sum(flat, slices.indices, rows)
+    return tf.ensure_shape(table, [rows, width + 1])
+
+
+def _as_slices(table: tf.Tensor, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The rows of `_as_table`, summed, that any rank has looked up."""
+    touched = tf.where(table[:, -1] > 0)[:, 0]
+    shape = tf.get_static_value(slices.dense_shape)
+    values = tf.reshape(tf.gather(table[:, :-1], touched), [-1, *shape[1:]])
+    indices = tf.cast(touched, slices.indices.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
 def _gather_rows(
     collectives: Collectives,
     slices: tf.IndexedSlices,
@@ -184,8 +211,11 @@ def _gather_rows(
         share = share / collectives.group.world_size
         rows = rows * tf.cast(share, rows.dtype)
     sent = tf.cast(rows, round_to.get(rows.dtype, rows.dtype))
-    return tf.IndexedSlices(
+    gathered = tf.IndexedSlices(
         tf.cast(collectives.all_gather(sent, f"{label}/rows"), rows.dtype),
         collectives.all_gather(slices.indices, f"{label}/indices"),
         slices.dense_shape,
     )
+    if has_distinct_rows(slices):
+        return without_duplicates(gathered)
+    return gathered

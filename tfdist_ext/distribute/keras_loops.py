@@ -10,7 +10,9 @@ with that reason and the program may go on.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +35,14 @@ def install() -> None:
     build = keras.optimizers.Optimizer.build
     if not hasattr(build, "_tfdist_original"):
         keras.optimizers.Optimizer.build = _when_all_build(build)
+    scaled = getattr(keras.optimizers, "LossScaleOptimizer", None)
+    if scaled and not hasattr(scaled.check_finite, "_tfdist_original"):
+        scaled.check_finite = _finite_everywhere(scaled.check_finite)
+    average = keras.optimizers.Optimizer._update_model_variables_moving_average
+    if hasattr(keras, "ops") and not hasattr(average, "_tfdist_original"):
+        keras.optimizers.Optimizer._update_model_variables_moving_average = (
+            _average_of_rows(average)
+        )
 
 
 def _together(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +78,50 @@ def _when_all_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
     build._tfdist_original = original  # type: ignore[attr-defined]
     return build
+
+
+def _finite_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets ranks agree whether Keras 3's loss scale skips a step.
+
+    Keras asks before the gradients are summed, so that one rank's may be
+    infinite alone.
+    """
+
+    @functools.wraps(original)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        return collectives_lib.sum_over_ranks(
+            tf.cast(tf.logical_not(finite), tf.float32), "gradients/finite"
+        ) == tf.constant(0.0)
+
+    check_finite._tfdist_original = original  # type: ignore[attr-defined]
+    return check_finite
+
+
+def _average_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets Keras 3 average the tables of which this rank has no rows.
+
+    Its `ops.add` takes a tensor without rows for a bias, and fails.
+    """
+
+    @functools.wraps(original)
+    def average(self: Any, variables: Sequence[Any]) -> None:
+        if not self.use_ema or not any(0 in v.shape for v in variables):
+            return original(self, variables)
+        pairs = zip(
+            variables, self._model_variables_moving_average, strict=True
+        )
+        kept = [pair for pair in pairs if 0 not in pair[0].shape]
+        state = types.SimpleNamespace(
+            use_ema=True,
+            ema_momentum=self.ema_momentum,
+            iterations=self.iterations,
+            _model_variables_moving_average=[mean for _, mean in kept],
+        )
+        return original(state, [variable for variable, _ in kept])
+
+    average._tfdist_original = original  # type: ignore[attr-defined]
+    return average
 
 
 def collectives_of(model: Any) -> Collectives | None:

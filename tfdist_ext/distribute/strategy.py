@@ -312,6 +312,7 @@ def _check_optimizer(model: Any) -> None:
     # Here because a wrapper of an optimizer (a loss scale) is not seen where
     # the optimizer updates its variables.
     optimizer = getattr(model, "optimizer", None)
+    checks.check_accumulation(optimizer)
     variables = getattr(model, "trainable_variables", ())
     if optimizer and any(map(sharded_variable.is_shard, variables)):
         checks.check_supported(optimizer)

@@ -115,8 +115,26 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
             # On the tensor, not on the slices: the tape sums the gradients of
             # several lookups into new slices, but keeps the first dense_shape.
             dense_shape._tfdist_shard = spec_from_json(shard)
+        dense_shape._tfdist_distinct = True
         slices.append(tf.IndexedSlices(values, unique, dense_shape))
     return [*slices, None, None, None, None]
+
+
+def mark_distinct_rows(slices: tf.IndexedSlices) -> None:
+    """Says that rows which occur several times are to be summed."""
+    if slices.dense_shape is not None:
+        slices.dense_shape._tfdist_distinct = True
+
+
+def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
+    """Whether one process would update each row of a gradient once.
+
+    With this package's lookups and optimizers, and all of tf_keras. Those of
+    Keras 3 take what a layer gives, and square each occurrence of a row.
+    """
+    if not hasattr(tf.keras, "ops"):
+        return True
+    return hasattr(slices.dense_shape, "_tfdist_distinct")
 
 
 def lookup_grad(

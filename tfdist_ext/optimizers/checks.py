@@ -73,6 +73,27 @@ def check_supported(optimizer: Any) -> None:
     )
 
 
+def check_accumulation(optimizer: Any) -> None:
+    """Refuses accumulated gradients, whatever the model, at several ranks.
+
+    Args:
+        optimizer: of a model, or None; also within that of a loss scale.
+
+    Raises:
+        ValueError: if it accumulates; says what to do.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__}: argument "
+            "`gradient_accumulation_steps` is not supported on several ranks:"
+            " Keras would sum over the ranks what each has accumulated, within"
+            " a condition. Use a larger batch. Received: "
+            f"gradient_accumulation_steps={steps}."
+        )
+
+
 def check_table_optimizer(optimizer: Any, variable: Any) -> None:
     """Refuses a model's optimizer that would ignore that of a table.
 

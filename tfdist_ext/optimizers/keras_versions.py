@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.ops.lookup_ops import mark_distinct_rows
 from tfdist_ext.optimizers.clipping import clip_gradients
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
 
@@ -103,6 +104,22 @@ class _Keras3Differences(_Optimizer):
         for own in self.table_optimizers:
             own.iterations.assign_add(1)
 
+    def _overwrite_model_variables_with_average_value(
+        self, trainable_variables: Sequence[Any]
+    ) -> None:
+        """As Keras, but for tables with an optimizer for themselves."""
+        for variable, average in zip(
+            trainable_variables,
+            self._model_variables_moving_average,
+            strict=True,
+        ):
+            if average is not None:
+                self._distribution_strategy.extended.update(
+                    self._native(variable),
+                    lambda weight, mean: weight.assign(mean),
+                    args=(average,),
+                )
+
     def rate_argument(self) -> tuple[Any, ...]:
         """The learning rate, as `update_step` takes it."""
         return (self._get_current_learning_rate(),)
@@ -112,6 +129,10 @@ class _Keras3Differences(_Optimizer):
         return grads
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        grads_and_vars = list(grads_and_vars)
+        for grad, _ in grads_and_vars:
+            if isinstance(grad, tf.IndexedSlices):
+                mark_distinct_rows(grad)
         return clip_gradients(
             super()._all_reduce_sum_gradients(grads_and_vars),
             clipnorm=self.clipnorm,

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios of fit_program.py: optimizers' options, against one process."""
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import FullSparse
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+KERAS_3 = hasattr(keras, "ops")
+SMALL, LARGE, UNITS = 20, 20_000, 4  # of 256 kB, which `gradients` tells apart
+
+
+def slanted(shape, dtype=None, **_):
+    numbers = tf.range(float(np.prod(shape)), dtype=tf.float32)
+    return tf.reshape(tf.sin(numbers), shape)
+
+
+class Partitioned(keras.layers.Layer):
+    """Two tables in parts; one of them may have an optimizer for itself."""
+
+    def __init__(self, own_optimizer):
+        super().__init__()
+        features = {}
+        for name, optimizer in (("first", own_optimizer), ("second", None)):
+            table = TableConfig(
+                name,
+                SMALL,
+                UNITS,
+                keras.initializers.RandomUniform(seed=1),
+                placement="sparsecore",
+                optimizer=optimizer,
+            )
+            features[name] = FeatureConfig(
+                name, table, (None, 3), (None, UNITS)
+            )
+        self.embedding = DistributedEmbedding(features)
+
+    def call(self, ids):
+        inputs = {"first": ids, "second": (ids + 1) % SMALL}
+        return tf.concat(list(self.embedding(inputs).values()), 1)
+
+    def tables(self):
+        return list(self.embedding.get_embedding_tables().values())
+
+
+class Replicated(keras.layers.Layer):
+    """Tables that all ranks hold, of both kinds and sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = [
+            keras.layers.Embedding(rows, UNITS, slanted)
+            for rows in (SMALL, LARGE)
+        ]
+        self.sparse = [
+            FullSparse(
+                UNITS, rows, sharding="replicated", kernel_initializer=slanted
+            )
+            for rows in (SMALL, LARGE)
+        ]
+
+    def call(self, ids):
+        rows = [tf.reduce_sum(layer(ids), 1) for layer in self.plain]
+        return tf.concat([*rows, *[layer(ids) for layer in self.sparse]], 1)
+
+    def tables(self):
+        layers = [*self.plain, *self.sparse]
+        return [layer.get_weights()[0][:SMALL] for layer in layers]
+
+
+class Model(keras.Model):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+        self.dense = keras.layers.Dense(1, kernel_initializer=slanted)
+
+    def call(self, ids):
+        return self.dense(tf.concat([part(ids) for part in self.parts], 1))
+
+
+def fitted(strategy, make, optimizer, infinite=False):
+    """The weights of a model that is trained on ids which occur again."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, SMALL // 2, [33, 3])
+    labels = rng.normal(size=[33, 1]).astype(np.float32)
+    if infinite:  # in the first rank's part alone
+        labels[8] = np.inf
+    dataset = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(8)
+    with strategy.scope() if strategy else tf.init_scope():
+        model = Model(make())
+        arguments = {"jit_compile": False} if KERAS_3 else {}
+        model.compile(optimizer(), "mse", **arguments)
+    model.fit(dataset, epochs=2, verbose=0)
+    tables = [table for part in model.parts for table in part.tables()]
+    return [np.array(w) for w in (*tables, *model.dense.get_weights())]
+
+
+def as_one_process(strategy, make, optimizer, **options):
+    expected = fitted(None, make, optimizer, **options)
+    found = fitted(strategy, make, optimizer, **options)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-5, err_msg=f"weight {i}"
+        )
+
+
+def moving_average(strategy, folder):
+    """Weights become their averages in every fourth step."""
+    options = {
+        "use_ema": True,
+        "ema_momentum": 0.8,
+        "ema_overwrite_frequency": 4,
+    }
+    for kinds in (tfdist_ext.optimizers, keras.optimizers):
+        of_table = kinds is tfdist_ext.optimizers and KERAS_3
+        own_optimizer = "sgd" if of_table else None
+        as_one_process(
+            strategy,
+            lambda own=own_optimizer: [Partitioned(own), Replicated()],
+            lambda kinds=kinds: kinds.Adagrad(0.1, **options),
+        )
+
+
+def rows_that_occur_again(strategy, folder):
+    """Squared and decayed as by one process, for tables of any size."""
+    for make_optimizer in (
+        lambda: keras.optimizers.Adam(0.05),
+        lambda: keras.optimizers.Adagrad(0.1),
+        lambda: tfdist_ext.optimizers.Adam(0.05),  # leaves other rows alone
+    ):
+        as_one_process(strategy, lambda: [Replicated()], make_optimizer)
+
+
+def loss_scale(strategy, folder):
+    """All ranks skip a step in which one rank's gradient is infinite."""
+    module = keras.optimizers if KERAS_3 else keras.mixed_precision
+    as_one_process(
+        strategy,
+        lambda: [Replicated()],
+        lambda: module.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+        infinite=True,
+    )
+
+
+def accumulation(strategy, folder):
+    """Refused by name, whatever the tables."""
+
+    def optimizer():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    try:
+        fitted(strategy, lambda: [Replicated()], optimizer)
+        raise AssertionError("accumulated")
+    except ValueError as error:
+        assert "SGD: argument `gradient_accumulation_steps`" in str(error)
