@@ -106,7 +106,7 @@ def _average_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def average(self: Any, variables: Sequence[Any]) -> None:
-        if not self.use_ema or not any(0 in v.shape for v in variables):
+        if not self.use_ema or collectives_lib.active() is None:
             return original(self, variables)
         pairs = zip(
             variables, self._model_variables_moving_average, strict=True
@@ -118,7 +118,9 @@ def _average_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             iterations=self.iterations,
             _model_variables_moving_average=[mean for _, mean in kept],
         )
-        return original(state, [variable for variable, _ in kept])
+        # Their values: a part of a table is refused where it stands for all.
+        read = [getattr(v, "_value", v).read_value() for v, _ in kept]
+        return original(state, read)
 
     average._tfdist_original = original  # type: ignore[attr-defined]
     return average
