@@ -14,6 +14,7 @@ from fit_models import weights
 import tfdist_ext
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.optimizers import Adagrad
 from tfdist_ext.sharding.config import TablePlacement
 
 keras = tf.keras
@@ -125,6 +126,16 @@ def built_outside(strategy, folder):
             assert not inside, error
             assert "kernel" in str(error), error
             assert "outside of strategy.scope()" in str(error), error
+
+
+def optimizer_made_outside(strategy, folder):
+    """Keras 3 says so, not what is missing of a half-built optimizer."""
+    model = make_model(strategy, optimizer=Adagrad(0.5))
+    try:
+        model.fit(data(), epochs=1, verbose=0)
+        raise AssertionError("slots were made as of any variable")
+    except RuntimeError as error:
+        assert "Mixing different tf.distribute" in str(error), error
 
 
 def plan_mismatch(strategy, folder):

@@ -23,6 +23,7 @@ SCENARIOS = [
     "loss_scale",
     "accumulation",
     "refusals",
+    "optimizer_made_outside",
     "built_outside",
     "batch_norm",
     "bad_id",
@@ -45,6 +46,7 @@ WITHOUT_TF_KERAS = [
     "wire_dtypes",
     "error_feedback",
     "accumulation",
+    "optimizer_made_outside",  # tf_keras trains with it
     "bad_id_and_error_feedback",
     "hot_ids_mismatch",
 ]

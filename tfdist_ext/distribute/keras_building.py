@@ -42,13 +42,17 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
     if shapes is None:
         return original(model, iterator=iterator)
     collectives = model.distribute_strategy.collectives
+    unbuilt = not _has_built_optimizer(model)
     try:
         original(model, data_batch=shapes)
         if collectives is not None:
             collectives.barrier("model built")
         return None
     except Exception as error:
-        if hasattr(iterator.data_adapter, "_first_batches"):
+        no_other_way = hasattr(iterator.data_adapter, "_first_batches")
+        # Its build has failed half-way, and is not begun a second time.
+        no_other_way |= unbuilt and _has_built_optimizer(model)
+        if no_other_way:
             raise
         # All ranks read, or none: reading is an exchange.
         if collectives is not None:
@@ -56,6 +60,10 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
     # Of a dataset the batch size is not known, which code for eager execution
     # may need. A second reading tells, or fails likewise.
     return original(model, iterator=iterator)
+
+
+def _has_built_optimizer(model: Any) -> bool:
+    return bool(getattr(getattr(model, "optimizer", None), "built", False))
 
 
 def _shapes_of(iterator: Any) -> Nest | None:
