@@ -160,9 +160,7 @@ def hot_copies(layer):
     copies = {}
     for name, ids in HOT_IDS.items():
         variable = getattr(layer, f"table_{name}")
-        rows = np.array(
-            tf.convert_to_tensor(getattr(variable, "_value", variable))
-        )
+        rows = np.array(variable)
         whole = len(rows) == TABLES[name][0]
         copies[name] = rows[sorted(ids)] if whole else rows[-len(ids) :]
     return copies

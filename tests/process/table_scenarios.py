@@ -113,7 +113,7 @@ def whole_tables_out(strategy, folder):
     for dtype in ("float32", "bfloat16"):
         layer = embedding(strategy, keras.initializers.Constant(whole), dtype)
         expected = layer.get_embedding_tables()
-        paths = layer.get_embedding_tables(folder=folder)
+        paths = layer.get_embedding_tables(folder=folder / dtype)
         if strategy.rank == 0:
             for name, path in paths.items():
                 np.testing.assert_array_equal(

@@ -171,6 +171,8 @@ def whole(
             for name, variable in variables.items()
         }
     paths = {name: os.path.join(folder, f"{name}.npy") for name in variables}
+    if collectives is None or collectives.group.rank == 0:
+        os.makedirs(folder, exist_ok=True)
     for name, variable in variables.items():
         whole_tables.write(variable, collectives, paths[name])
     return paths
