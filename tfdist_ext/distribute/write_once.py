@@ -49,14 +49,12 @@ def write_once(
         stays = collectives.group.rank == 0
     is_path = isinstance(filepath, str | os.PathLike)
     what = f"'{os.fspath(filepath)}'" if is_path else "a file object"
-    with (
-        collectives.together(f"save {what}"),
-        _place(filepath, make_folder, stays) as place,
-    ):
-        own, put = place
-        result = write(own)
-        collectives.barrier("file/written")
-        put()
+    with collectives.together(f"save {what}"):
+        with _place(filepath, make_folder, stays) as (own, put):
+            result = write(own)
+            collectives.barrier("file/written")
+            put()
+        # Not before rank 0's temporary folder is gone.
         collectives.barrier("file/placed")
     return result
 
