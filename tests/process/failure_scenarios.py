@@ -2,6 +2,7 @@
 """Scenarios of fit_program.py: what is refused, and how."""
 
 import contextlib
+import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -126,6 +127,24 @@ def built_outside(strategy, folder):
             assert not inside, error
             assert "kernel" in str(error), error
             assert "outside of strategy.scope()" in str(error), error
+
+
+def eager_steps(strategy, folder):
+    """Sums are not told from means there, which is said of own steps only."""
+
+    class Own(keras.Sequential):
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    for kind, expected in ((Own, 1), (keras.Sequential, 0)):
+        with strategy.scope():
+            model = kind([keras.Input([3]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
+        found = [w for w in caught if "cannot tell a sum" in str(w.message)]
+        assert len(found) == expected, caught
 
 
 def optimizer_made_outside(strategy, folder):

@@ -23,6 +23,7 @@ SCENARIOS = [
     "loss_scale",
     "accumulation",
     "refusals",
+    "eager_steps",
     "optimizer_made_outside",
     "built_outside",
     "batch_norm",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,8 @@ def _together(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         collectives = collectives_of(self)
         if collectives is None:
             return original(self, *args, **kwargs)
+        if name in ("fit", "train_on_batch"):
+            _warn_of_eager_steps(self)
         # Nobody goes on from a loop that has failed elsewhere; a batch is too
         # short for that.
         with collectives.together(name, all_end=name in _LOOPS):
@@ -58,6 +61,19 @@ def _together(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped._tfdist_original = original  # type: ignore[attr-defined]
     return wrapped
+
+
+def _warn_of_eager_steps(model: Any) -> None:
+    """Says what `whole_batch` cannot tell of a step that has no graph."""
+    own = type(model).train_step is not keras.Model.train_step
+    if own and model.run_eagerly:
+        warnings.warn(
+            "With run_eagerly=True ranks cannot tell a sum over the samples "
+            "from a mean. A loss that `train_step` sums by hand would train "
+            "with too small gradients: use means (tf.reduce_mean, a loss of "
+            "Keras), or leave run_eagerly off.",
+            stacklevel=3,
+        )
 
 
 def _when_all_build(original: Callable[..., Any]) -> Callable[..., Any]:
