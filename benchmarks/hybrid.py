@@ -10,11 +10,11 @@ import tensorflow as tf
 import tfdist_ext
 from benchmarks import models
 from benchmarks import workloads
-from tfdist_ext.sharding import plan as sharding_plan
-from tfdist_ext.sharding import popularity
-from tfdist_ext.sharding.plan import ShardingPlan
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.planner import plan as sharding_plan
+from tfdist_ext.planner import popularity
+from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 _PLACEMENTS = {
     "row": "row_wise",

@@ -120,7 +120,7 @@ def let_idle_threads_sleep() -> None:
     Here they have an address each, so the strategy cannot tell.
     """
     # Loads TensorFlow, which takes seconds: not before `die_with_parent`.
-    from tfdist_ext.distribute import tensorflow_internals
+    from tfdist_ext import tensorflow_internals
 
     tensorflow_internals.stop_spinning()
 

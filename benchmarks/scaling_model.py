@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 
 from benchmarks import workloads
-from tfdist_ext.sharding import plan as plan_lib
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 RANKS = tuple(2**n for n in range(11))
 PLACEMENTS = (

@@ -19,7 +19,7 @@ import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.sharding.plan import ShardingPlan
+from tfdist_ext.planner.plan import ShardingPlan
 
 USERS, MOVIES, SAMPLES = 300_000, 90_000, 50_000
 PLACEMENTS = ("auto", "table_wise", "row_wise", "column_wise", "grid")

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tfdist_ext"
-PRIVATE = pathlib.Path("tfdist_ext/distribute/tensorflow_internals.py")
+PRIVATE = pathlib.Path("tfdist_ext/tensorflow_internals.py")
 
 # What is used of TensorFlow's private modules. Every new release may break
 # these, so the list should shrink, and a new entry needs a reason in PRIVATE.

@@ -3,7 +3,7 @@
 
 import threading
 
-from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.collectives.process_group import ProcessGroup
 
 
 def run_on_ranks(world_size, function, timeout=20.0):

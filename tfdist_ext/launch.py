@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tfdist_ext.launch`, the same as the command `tfdist-run`."""
 
-from tfdist_ext.distribute.launch import main
+from tfdist_ext.launcher.launch import main
 
 __all__ = ["main"]
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.distribute import cluster as cluster_lib
-from tfdist_ext.distribute import other_launchers
+from tfdist_ext.launcher import other_launchers
 
 _FIRST = {"type": "worker", "index": 0}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext.batches import slicing
 from tfdist_ext.distribute import input
-from tfdist_ext.distribute import slicing
 
 
 class Together:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.distribute import seeds
-from tfdist_ext.distribute import tensorflow_internals as internals
 
 
 class Ranks:

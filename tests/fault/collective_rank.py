@@ -15,7 +15,7 @@ import time
 
 import tensorflow as tf
 
-from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 
 

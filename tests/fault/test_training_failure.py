@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tfdist_ext.distribute import ports
+from tfdist_ext.launcher import ports
 
 pytestmark = pytest.mark.fault
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 IDS = [

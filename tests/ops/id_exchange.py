@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 
 from tests.ops.csr_batches import csr_batch
-from tfdist_ext.sharding import placement as placement_lib
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables import rotated_mod as placement_lib
+from tfdist_ext.tables.placement import FeaturePlacement
 
 NONE = np.zeros(0, np.float32)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import reference_lookup
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables.placement import FeaturePlacement
 
 ROWS = 30
 

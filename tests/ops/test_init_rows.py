@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist_ext.ops import init_ops
 from tfdist_ext.ops import reference_init as reference
-from tfdist_ext.sharding import placement as placement_lib
+from tfdist_ext.tables import rotated_mod as placement_lib
 
 DISTRIBUTIONS = {
     "zeros": (0.0, 0.0),

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.ops import id_ops
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables.placement import FeaturePlacement
 
 LIMIT = 1000
 PLACEMENTS = [

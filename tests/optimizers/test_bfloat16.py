@@ -9,8 +9,8 @@ import tensorflow as tf
 import toy_problem
 
 from tfdist_ext import optimizers
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 keras = tf.keras
 CASES = {

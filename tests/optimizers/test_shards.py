@@ -20,8 +20,8 @@ import toy_problem
 
 from tfdist_ext import optimizers
 from tfdist_ext.optimizers import checks
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 RANKS = 2
 ROWS, DIM = toy_problem.SHAPES[0]
@@ -59,7 +59,7 @@ def exchange(monkeypatch):
     ranks = Exchange()
     monkeypatch.setitem(
         sys.modules,
-        "tfdist_ext.distribute.collectives",
+        "tfdist_ext.collectives.collectives",
         types.SimpleNamespace(sum_over_ranks=ranks.sum_over_ranks),
     )
     return ranks

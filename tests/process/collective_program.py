@@ -13,7 +13,7 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 
 STEPS = 20

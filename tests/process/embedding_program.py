@@ -18,9 +18,9 @@ from cases import run_cases
 import tfdist_ext
 from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.layers import DistributedEmbedding
-from tfdist_ext.sharding.config import TablePlacement
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 keras = tf.keras
 BATCH, STEPS = 24, 12

@@ -9,7 +9,7 @@ import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 BATCH, STEPS, HOTNESS, DIM = 64, 45, 8, 5

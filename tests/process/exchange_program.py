@@ -28,7 +28,7 @@ import tfdist_ext
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
 from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 

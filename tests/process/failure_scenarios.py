@@ -16,7 +16,7 @@ import tfdist_ext
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.optimizers import Adagrad
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 

@@ -13,7 +13,7 @@ from exchange_models import exchanges_of
 
 import tfdist_ext
 from tfdist_ext.layers import FullSparse
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
-from tfdist_ext.distribute import ports
+from tfdist_ext.launcher import ports
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras

@@ -11,7 +11,7 @@ from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import TableConfig
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.sharding.config import TablePlacement
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 ROWS, DIM = 53, 6

@@ -24,8 +24,8 @@ import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.sharding.config import TablePlacement
-from tfdist_ext.sharding.config import shard_spec
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 DIM, BATCH, HOTNESS = 6, 12, 3

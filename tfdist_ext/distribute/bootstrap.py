@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
-from tfdist_ext.distribute.process_group import ProcessGroup
 
 
 def prepare(cluster: Cluster, timeout: float, startup_timeout: float) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import other_launchers
-from tfdist_ext.distribute.process_group import bind_address
+from tfdist_ext.collectives.process_group import bind_address
+from tfdist_ext.launcher import other_launchers
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist_ext.distribute.buckets import buckets_of
-from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.collectives.buckets import buckets_of
+from tfdist_ext.collectives.collectives import Collectives
 
 
 class ErrorFeedback:

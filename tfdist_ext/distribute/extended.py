@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches import whole_batch
+from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.distribute import whole_batch
-from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable

@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.ops.lookup_ops import has_distinct_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 # Below this size a table's whole gradient travels faster than its rows, with
 # those of all other small tables.

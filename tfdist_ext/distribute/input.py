@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import data_digest
-from tfdist_ext.distribute import slicing
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.distribute.collectives import Collectives
-from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches import data_digest
+from tfdist_ext.batches import slicing
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.prefetch import prefetched_ids
 
 Nest = Any
 _Policy = tf.data.experimental.AutoShardPolicy

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives.collectives import Collectives
 
 _SEED_LIMIT = 2**31 - 1
 

@@ -13,26 +13,26 @@ from typing import Literal
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches import whole_batch
+from tfdist_ext.checkpoints import saver
+from tfdist_ext.collectives import calls
+from tfdist_ext.collectives import step
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute import bootstrap
-from tfdist_ext.distribute import calls
-from tfdist_ext.distribute import checkpoint_calls
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
-from tfdist_ext.distribute import keras_building
-from tfdist_ext.distribute import keras_compile
-from tfdist_ext.distribute import keras_files
-from tfdist_ext.distribute import keras_loops
-from tfdist_ext.distribute import keras_settings
-from tfdist_ext.distribute import keras_steps
 from tfdist_ext.distribute import seeds
-from tfdist_ext.distribute import step
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.distribute import whole_batch
-from tfdist_ext.distribute.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
-from tfdist_ext.distribute.process_group import ProcessGroup
+from tfdist_ext.keras_training import building
+from tfdist_ext.keras_training import jit_compile
+from tfdist_ext.keras_training import loops
+from tfdist_ext.keras_training import settings
+from tfdist_ext.keras_training import steps
 from tfdist_ext.optimizers import checks
+from tfdist_ext.saving import files
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
@@ -115,10 +115,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         internals.Strategy.__init__(self, extended)
         self.collectives: Collectives | None = None
         self._datasets = 0
-        keras_steps.install()
-        keras_building.install()
-        keras_compile.install()
-        keras_settings.install()
+        steps.install()
+        building.install()
+        jit_compile.install()
+        settings.install()
         if extended._num_workers > 1:
             group = bootstrap.connect(self, cluster, timeout)
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
@@ -126,9 +126,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
-            checkpoint_calls.install()
-            keras_files.install()
-            keras_loops.install()
+            saver.install()
+            files.install()
+            loops.install()
             kernel_reads.install()
 
     def _start_with_all_ranks(

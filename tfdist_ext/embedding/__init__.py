@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A lookup in partitioned tables, stage by stage."""

@@ -8,8 +8,8 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfdist_ext.sharding.config import FeaturePlacement
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables.placement import FeaturePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 OutOfRange = Literal["error", "ignore"]
 Combiner = Literal["sum", "mean", "sqrtn"]

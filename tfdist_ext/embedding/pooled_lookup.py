@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import calls
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.distribute.collectives import Collectives
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives import calls
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
 from tfdist_ext.embedding import hot_rows

@@ -4,8 +4,8 @@
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.shared_exchange import SharedExchange
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 __all__ = [
     "DistributedEmbedding",

@@ -11,22 +11,22 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
-from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import tables
 from tfdist_ext.layers.feature_configs import FeatureConfigs
+from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.planner.plan import plan as make_plan
+from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import TablePlacement
-from tfdist_ext.sharding.plan import ShardingPlan
-from tfdist_ext.sharding.plan import plan as make_plan
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 keras = tf.keras
 
@@ -47,7 +47,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
     arguments; what differs is in docs/keras_rs.md. Under a
     `HybridParallelStrategy` tables are partitioned over the ranks as a plan
-    says (`tfdist_ext.sharding.plan`), and all of them travel in one exchange
+    says (`tfdist_ext.planner.plan`), and all of them travel in one exchange
     per direction and step.
 
     >>> movies = TableConfig("movies", 1000, 8, combiner="mean")

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.optimizers import table_optimizers
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 Nest = Any
 

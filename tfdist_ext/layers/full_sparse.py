@@ -10,24 +10,24 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
-from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import OutOfRange
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import tables
-from tfdist_ext.sharding import plan
-from tfdist_ext.sharding import reduction
+from tfdist_ext.planner import plan
+from tfdist_ext.planner import reduction
+from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import TablePlacement
-from tfdist_ext.sharding.tables import FeatureConfig
-from tfdist_ext.sharding.tables import TableConfig
-from tfdist_ext.sharding.tables import placement_from_dict
-from tfdist_ext.sharding.tables import placement_to_dict
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.tables.table_config import placement_from_dict
+from tfdist_ext.tables.table_config import placement_to_dict
 
 keras = tf.keras
 
@@ -80,7 +80,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         sharding: "row" (ids go to the owner of their row), "column" (every
             rank holds some columns of all rows), "replicated" (an ordinary
             mirrored variable), a `TablePlacement`, or "auto" (see
-            `tfdist_ext.sharding.plan`).
+            `tfdist_ext.planner.plan`).
         wire_dtype: dtype of results and their gradients between ranks. The
             sums over a sample's ids are rounded once, relative error
             at most 2^-8 (bfloat16) or 2^-11 (float16, in its range).

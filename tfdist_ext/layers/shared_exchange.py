@@ -9,14 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import collectives as collectives_lib
+from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding import frequent_ids
-from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.layers import tables
 from tfdist_ext.layers.full_sparse import FullSparse
-from tfdist_ext.sharding.plan import plan
+from tfdist_ext.planner.plan import plan
+from tfdist_ext.prefetch import prefetched_ids
 
 keras = tf.keras
 

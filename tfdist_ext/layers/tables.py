@@ -10,18 +10,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute.collectives import Collectives
-from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.output_dist import Wire
 from tfdist_ext.embedding.pooled_lookup import Ahead
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 ROUNDINGS = ("nearest", "stochastic")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Life of a process group as ops, run eagerly from Python.
 
-`tfdist_ext.distribute.process_group.ProcessGroup` is how to use them.
+`tfdist_ext.collectives.process_group.ProcessGroup` is how to use them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Literal
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables.placement import FeaturePlacement
 
 OutOfRange = Literal["error", "ignore"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.ops.library import library
-from tfdist_ext.sharding.config import FeaturePlacement
-from tfdist_ext.sharding.config import spec_from_json
-from tfdist_ext.sharding.config import spec_to_json
+from tfdist_ext.tables.placement import FeaturePlacement
+from tfdist_ext.tables.shard_spec import spec_from_json
+from tfdist_ext.tables.shard_spec import spec_to_json
 
 
 def lookup(

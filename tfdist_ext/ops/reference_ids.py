@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops.id_ops import OutOfRange
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables.placement import FeaturePlacement
 
 # rank, samples, bad id found, its feature, its sample, its value
 _HEADER = 6
@@ -134,7 +134,7 @@ def _floats(bits: tf.Tensor) -> tf.Tensor:
 
 
 def owner_of(ids: tf.Tensor, parts: int) -> tf.Tensor:
-    """The row part of every id: rotated mod, see `sharding/placement.py`.
+    """The row part of every id: rotated mod, see `tables/rotated_mod.py`.
 
     Args:
         ids: int64 `[n]`.

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.sharding.config import FeaturePlacement
+from tfdist_ext.tables.placement import FeaturePlacement
 
 
 def lookup(

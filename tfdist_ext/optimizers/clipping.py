@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import shard_spec
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -104,7 +104,7 @@ def _square_norms(
     if not any(spec is not None and spec.partitioned for spec in specs):
         return local
     # Imported here: the strategy's modules import the optimizers.
-    from tfdist_ext.distribute.collectives import sum_over_ranks
+    from tfdist_ext.collectives.collectives import sum_over_ranks
 
     # Dense gradients are equal on all ranks, but a sum of squares depends on
     # the number of threads that made it. Their mean over the ranks does not,

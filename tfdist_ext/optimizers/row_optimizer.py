@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
 from tfdist_ext.optimizers.duplicates import without_duplicates
@@ -15,7 +16,6 @@ from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
-from tfdist_ext.sharding.config import shard_spec
 
 
 class RowOptimizer(KerasDifferences):

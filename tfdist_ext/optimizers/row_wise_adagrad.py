@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
-from tfdist_ext.sharding.config import shard_spec
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -102,7 +102,7 @@ def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
     if spec is None or spec.column_parts == 1:
         return tf.reduce_mean(tf.square(grads), axis=1)
     # Imported here: the strategy's modules import the optimizers.
-    from tfdist_ext.distribute.collectives import sum_over_ranks
+    from tfdist_ext.collectives.collectives import sum_over_ranks
 
     # Ranks that hold other columns of these rows look up the same ids.
     squares = tf.reduce_sum(tf.square(grads), axis=1)

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""This rank's parts of tables, as variables."""

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.sharding import hot_rows
-from tfdist_ext.sharding import placement
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
-    from tfdist_ext.distribute.collectives import Collectives
+    from tfdist_ext.collectives.collectives import Collectives
 
 _KEY = "VARIABLE_VALUE"
 
@@ -130,7 +130,9 @@ class _SavedShard:
         spec = self._spec
         ids = np.zeros([0], np.int64)
         if spec.cell is not None:
-            ids = placement.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
+            ids = rotated_mod.ids_of_part(
+                spec.cell[0], spec.row_parts, spec.rows
+            )
         if whole.shape.rank == 2:
             whole = whole[:, slice(*spec.columns)]
         hot = tf.gather(whole, tf.constant(spec.hot_ids, tf.int64))
@@ -146,7 +148,7 @@ class _SavedShard:
     def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
         """A part's ids among a rank's contiguous rows, ascending."""
         ids = np.arange(*self._rows_of(rank))
-        return ids[placement.part_of(ids, self._spec.row_parts) == part]
+        return ids[rotated_mod.part_of(ids, self._spec.row_parts) == part]
 
     def _block(self) -> tf.Tensor:
         """Contiguous rows of the table, put together from all ranks."""

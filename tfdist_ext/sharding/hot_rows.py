@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.sharding import kernel_reads
-from tfdist_ext.sharding import placement
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 
 def owned_rows(variable: tf.Variable, spec: ShardSpec) -> tf.Tensor:
@@ -31,11 +31,11 @@ def owned_rows(variable: tf.Variable, spec: ShardSpec) -> tf.Tensor:
         return variable.read_value()
     if spec.cell is not None:
         ids = np.array(spec.hot_ids, np.int64)
-        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
+        mine = rotated_mod.part_of(ids, spec.row_parts) == spec.cell[0]
         hot = spec.local_rows + np.flatnonzero(mine)
         with kernel_reads.allowed():
             trained = variable.sparse_read(hot)
-        rows = placement.local_row(ids[mine], spec.row_parts)
+        rows = rotated_mod.local_row(ids[mine], spec.row_parts)
         variable.scatter_update(tf.IndexedSlices(trained, rows))
     return variable.read_value()[: spec.local_rows]
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.ops import init_ops
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
-    from tfdist_ext.distribute.collectives import Collectives
+    from tfdist_ext.collectives.collectives import Collectives
 
 # Standard deviation of a unit normal cut at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978

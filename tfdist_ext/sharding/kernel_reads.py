@@ -19,8 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.distribute import tensorflow_internals as internals
-from tfdist_ext.sharding.config import ShardSpec
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 # What conversions, operators and slices, and gathers call.
 _READS = ("value", "sparse_read", "gather_nd")

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.sharding import checkpoint
 from tfdist_ext.sharding import hot_rows
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import shard_spec
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
-    from tfdist_ext.distribute.collectives import Collectives
+    from tfdist_ext.collectives.collectives import Collectives
 
 
 class _Pending(threading.local):

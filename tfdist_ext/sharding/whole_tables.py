@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.sharding import hot_rows
-from tfdist_ext.sharding import placement
-from tfdist_ext.sharding.config import ShardSpec
-from tfdist_ext.sharding.config import shard_spec
+from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
-    from tfdist_ext.distribute.collectives import Collectives
+    from tfdist_ext.collectives.collectives import Collectives
 
 # Rows at a time: a few hundred megabytes at most.
 _ROWS = 1 << 18
@@ -47,8 +47,8 @@ def read_part(
         if spec.cell is None:
             continue
         ids = np.arange(start, start + len(block))
-        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
-        part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]
+        mine = rotated_mod.part_of(ids, spec.row_parts) == spec.cell[0]
+        part[rotated_mod.local_row(ids[mine], spec.row_parts)] = block[mine]
     return part
 
 
@@ -156,7 +156,7 @@ def assemble(
         place += piece.size
         if part.cell is None:
             continue
-        ids = placement.ids_of_part(
+        ids = rotated_mod.ids_of_part(
             part.cell[0], spec.row_parts, spec.rows, start, start + step
         )
         columns: Any = (slice(*part.columns),)[: dims - 1]

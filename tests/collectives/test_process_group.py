@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Life of a process group: connecting, comparing plans, counting, closing."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.collectives.process_group import GroupStats
+from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.collectives.process_group import bind_address
+from tfdist_ext.ops import collective_ops
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_one_rank_needs_nothing():
+    with ProcessGroup(0, 1) as group:
+        group.check_plan(["anything"])
+        assert group.stats() == GroupStats()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank=2"),
+        ({"rank": 0, "world_size": 2, "addresses": ["a:1"]}, "a:1"),
+        ({"rank": 0, "world_size": 1, "timeout": 0}, "timeout=0"),
+        ({"rank": 0, "world_size": 1, "transport": "x"}, "transport='x'"),
+        (
+            {"rank": 0, "world_size": 2, "addresses": ["127.0.0.1:1"] * 2},
+            "exchange",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ProcessGroup(**arguments)
+
+
+def test_bind_address():
+    assert bind_address("127.0.0.1:80") == "127.0.0.1"
+    assert bind_address("localhost:80") == "127.0.0.1"
+    with pytest.raises(ValueError, match="all interfaces"):
+        bind_address("0.0.0.0:80")
+    with pytest.raises(ValueError, match=r"no-such-host\.invalid"):
+        bind_address("no-such-host.invalid:80")
+
+
+def test_host_of_another_machine_cannot_be_bound():
+    with pytest.raises(tf.errors.UnavailableError, match=r"192\.0\.2\.1"):
+        ProcessGroup(0, 2, ["192.0.2.1:1", "192.0.2.2:1"], lambda blob: [])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_listens_on_its_own_address_only(world_size):
+    """Sockets in the listening state, as the kernel lists them."""
+
+    def listening():
+        rows = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
+        rows = [row.split() for row in rows]
+        return {row[1] for row in rows if row[3] == "0A"}
+
+    before = listening()
+    blobs = []
+
+    def exchange(blob):
+        blobs.append(blob)
+        new = listening() - before
+        assert len(new) == world_size - 1
+        assert all(address.startswith("0100007F:") for address in new)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        addresses = [f"127.0.0.1:{i}" for i in range(world_size)]
+        ProcessGroup(0, world_size, addresses, exchange)
+    assert len(blobs) == 1
+    assert listening() <= before
+
+
+def test_wrong_number_of_blobs():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="received 1"):
+        ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, lambda blob: [blob])
+
+
+def test_malformed_blob():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rank 1"):
+        ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, lambda blob: [blob, b"x"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equal_plans(world_size):
+    def check(group):
+        for entries in ([], ["a"], [f"layer {i}" for i in range(2000)]):
+            group.check_plan(entries)
+        return True
+
+    assert run_on_ranks(world_size, check) == [True] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_different_plans_name_ranks_and_entries(world_size):
+    def check(group):
+        entries = ["dense", "emb/ids", "emb/rows"]
+        if group.rank == 1:
+            entries[1] = "other/ids"
+        if group.rank == 3:
+            entries.pop()
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            group.check_plan(entries)
+        group.check_plan(["agreed"])  # the group goes on
+        return error.value.message
+
+    for message in run_on_ranks(world_size, check):
+        assert re.search(
+            r"Entry 1: rank 0 \(\S+\) has 'emb/ids', "
+            r"rank 1 \(\S+\) has 'other/ids'",
+            message,
+        )
+        assert ("rank 3" in message) == (world_size == 4)
+        assert ("no such entry" in message) == (world_size == 4)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stats_count_messages_and_bytes(world_size):
+    def run(group):
+        rows = tf.zeros([world_size * 100, 8])
+        for _ in range(3):
+            collective_ops.all_to_all(
+                group, rows, [100] * world_size, tag=2, label="emb"
+            )
+        return group.stats()
+
+    for stats in run_on_ranks(world_size, run):
+        payload = 3 * (world_size - 1) * 100 * 8 * 4
+        calls, sent, seconds = stats.labels["emb"]
+        assert calls == stats.calls == 3
+        assert payload < sent == stats.bytes_sent < payload * 1.1 + 2000
+        assert stats.bytes_received == stats.bytes_sent
+        assert stats.messages_sent == 3 * (world_size - 1)
+        assert 0 < seconds < 60
+
+
+def test_closing_twice_and_ops_after_it():
+    def run(group):
+        collective_ops.barrier(group, tag=2)
+        handle = group.handle
+        group.close()
+        group.close()
+        group.handle = handle
+        with pytest.raises(tf.errors.FailedPreconditionError, match="group"):
+            collective_ops.barrier(group, tag=2)
+        group.handle = -1
+        return group.stats()
+
+    assert run_on_ranks(2, run) == [GroupStats()] * 2
+
+
+def test_many_groups_one_after_another():
+    for _ in range(10):
+        totals = run_on_ranks(
+            2,
+            lambda group: collective_ops.all_reduce(
+                group, [tf.ones([2])], tag=2
+            )[0].numpy(),
+        )
+        assert [total.tolist() for total in totals] == [[2, 2]] * 2
+
+
+DEBUG_PROGRAM = """
+import tensorflow as tf
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.ops import collective_ops
+
+run_on_ranks(2, lambda group: collective_ops.all_reduce(
+    group, [tf.ones([2])], tag=6, label="dense"))
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_debug_lines(value):
+    done = subprocess.run(
+        [sys.executable, "-c", DEBUG_PROGRAM],
+        env={**os.environ, "TFDIST_DEBUG": value, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        start = f"r{rank} | all_reduce 'dense' tag=6 start"
+        end = rf"r{rank} \| all_reduce 'dense' tag=6 done in [\d.e-]+ ms, "
+        end += r"sent 136 B, received 136 B"
+        assert (start in done.stderr) == (value == "1")
+        assert bool(re.search(end, done.stderr)) == (value == "1")

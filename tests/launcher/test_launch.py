@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of tfdist-run with tiny programs that do not need TensorFlow.
+
+Every launcher runs in a process of its own with a limit: one that hangs fails
+its test instead of the whole run.
+"""
+
+import json
+import os
+import pathlib
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from tests.launcher.launcher import LAUNCHER
+from tests.launcher.launcher import LIMIT
+from tests.launcher.launcher import environment
+from tests.launcher.launcher import launch
+
+
+def test_every_rank_gets_its_tf_config(program) -> None:
+    done = launch("-n", "3", program("print(json.dumps(CONFIG), flush=True)"))
+    assert done.returncode == 0, done.stderr
+    lines = sorted(
+        (line.partition("{") for line in done.stdout.splitlines()),
+        key=lambda parts: parts[0],
+    )
+    configs = [json.loads(brace + rest) for _, brace, rest in lines]
+    assert [prefix for prefix, _, _ in lines] == ["", "[1] ", "[2] "]
+    assert [c["task"] for c in configs] == [
+        {"type": "worker", "index": rank} for rank in range(3)
+    ]
+    workers = configs[0]["cluster"]["worker"]
+    assert all(c["cluster"] == {"worker": workers} for c in configs)
+    assert len(set(workers)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in workers)
+
+
+def test_a_rank_can_bind_its_port(program) -> None:
+    done = launch(
+        "-n",
+        "2",
+        program("""
+            import socket
+            host, port = CONFIG["cluster"]["worker"][RANK].split(":")
+            assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                server.bind(("", int(port)))
+                server.listen()
+                for _ in range(20):  # None of them may reach the launcher.
+                    socket.create_connection((host, int(port)), 1).close()
+                    server.accept()[0].close()
+            with socket.socket() as stranger:
+                try:
+                    stranger.bind((host, int(port)))
+                except OSError:
+                    print("refused")
+        """),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[1] refused", "refused"]
+
+
+def test_arguments_module_and_variables_are_passed_on(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        "import os, sys; print(sys.argv[1:], os.environ['COLOUR'])"
+    )
+    done = launch(
+        *("-n", "1", "--env", "COLOUR=a=b", "-m"),
+        *("package.train", "-n", "5", "--help"),
+        PYTHONPATH=f"{tmp_path}:{os.getcwd()}",
+    )
+    assert done.stdout == "['-n', '5', '--help'] a=b\n", done.stderr
+
+
+@pytest.mark.parametrize("given", [None, "17"])
+def test_ranks_share_the_cores(program, given: str | None) -> None:
+    names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+    script = program(f"print(*[os.environ[name] for name in {names}])")
+    cores = len(os.sched_getaffinity(0))
+    changes = dict.fromkeys(names, given) if given else {}
+    done = launch("-n", "2", script, **changes)
+    expected = given or str(max(1, cores // 2))
+    assert f"\n{done.stdout}".count(f"{expected} {expected}\n") == 2
+
+
+@pytest.mark.parametrize(
+    "visible, expected",
+    [("4,5,6", ["4", "[1] 5"]), ("4", ["4", "[1] 4"]), ("", ["", "[1] "])],
+)
+def test_each_rank_gets_a_gpu_if_there_are_enough(
+    program, visible: str, expected: list[str]
+) -> None:
+    script = program("print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    done = launch("-n", "2", script, CUDA_VISIBLE_DEVICES=visible)
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+def test_other_ranks_show_whole_lines_without_bars(program) -> None:
+    bar = "3/10 \u2501\u2501\u2501 1s 5ms/step - loss: 1.0"
+    script = program(f"""
+        write = sys.stdout.write
+        if RANK == 0:
+            write("\\b\\b\\b\\r{bar}\\n")
+            sys.exit(0)
+        write("Epoch 1/2\\n")
+        write("\\x1b[1m{bar}\\x1b[0m\\n")
+        write("5/Unknown {bar[5:]}\\n")
+        write("\\b\\b\\b\\r{bar}" * 3 + "\\n")
+        write("3/10 [=====>......] - 1s\\n")
+        write("step 1\\rstep 2\\rstep 3\\n")
+        sys.stdout.flush()
+        write("10/10 rows [ok]\\n")
+        write("no newline at the end")
+    """)
+    done = launch("-n", "2", script)
+    shown = [x for x in done.stdout.split("\n") if x.startswith("[1] ")]
+    assert shown == [
+        "[1] Epoch 1/2",
+        "[1] step 3",
+        "[1] 10/10 rows [ok]",
+        "[1] no newline at the end",
+    ]
+    assert "\b\b\b\r" + bar in done.stdout  # Rank 0's bar is as it was.
+
+
+def test_rank_0_keeps_the_terminal(program, tmp_path: pathlib.Path) -> None:
+    script = program("""
+        width = os.get_terminal_size(1).columns if RANK == 0 else "unknown"
+        print(sys.stdout.isatty(), width)
+    """)
+    for extra in ([], ["--log-dir", str(tmp_path)]):
+        ours, theirs = pty.openpty()
+        try:
+            subprocess.run(
+                ["stty", "cols", "123"], stdin=theirs, check=True, timeout=LIMIT
+            )
+            code = subprocess.run(
+                [*LAUNCHER, "-n", "2", *extra, script],
+                env=environment(),
+                stdin=theirs,
+                stdout=theirs,
+                timeout=LIMIT,
+                check=False,
+            ).returncode
+            output = os.read(ours, 4096).decode().replace("\r\n", "\n")
+        finally:
+            os.close(ours)
+            os.close(theirs)
+        assert code == 0
+        assert sorted(output.splitlines()) == ["True 123", "[1] False unknown"]
+    assert (tmp_path / "rank-0.log").read_text() == "True 123\n"
+
+
+def test_logs_hold_everything(program, tmp_path: pathlib.Path) -> None:
+    script = program("""
+        print("1/2 [=>..] - 1s", flush=True)
+        print("trouble", file=sys.stderr, flush=True)
+    """)
+    done = launch("-n", "2", "--log-dir", str(tmp_path / "new"), script)
+    for rank in range(2):
+        log = (tmp_path / "new" / f"rank-{rank}.log").read_text()
+        assert sorted(log.splitlines()) == ["1/2 [=>..] - 1s", "trouble"]
+    assert done.stdout == "1/2 [=>..] - 1s\n"
+    assert sorted(done.stderr.splitlines()) == ["[1] trouble", "trouble"]
+
+
+def test_tf_config_of_a_cluster_manager_is_taken_as_it_is(program) -> None:
+    config = json.dumps(
+        {
+            "cluster": {"worker": ["a:1", "b:2"]},
+            "task": {"type": "worker", "index": 0},
+        }
+    )
+    script = program("print(os.environ['TF_CONFIG'])")
+    for count in ([], ["-n", "1"]):
+        done = launch(*count, script, TF_CONFIG=config)
+        assert done.stdout == config + "\n"
+    refused = launch("-n", "2", script, TF_CONFIG=config)
+    assert refused.returncode == 2
+    assert "TF_CONFIG is set" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["-n", "0"], "at least 1"),
+        (["-n", "1e9"], "at most 4096, not 1e9"),
+        (["--nnodes", "1000000000"], "at most 4096"),
+        (["--grace", "soon"], "must be seconds, not soon"),
+        (["--env", "X"], "must be NAME=VALUE"),
+        (["--env", "TF_CONFIG={}"], "cannot set TF_CONFIG"),
+        (["--host", "a:1"], "without a port, not a:1"),
+        (["--master", "a:99999"], "must be HOST:PORT, not a:99999"),
+        (["--nnodes", "2"], "needs --node-rank and --master"),
+        (["--node-rank", "1"], "need --nnodes of at least 2"),
+        (["--nnodes", "2", "--master", "a"], "must be HOST:PORT"),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--master", "a:1"],
+            "must be in [0, 2)",
+        ),
+    ],
+)
+def test_wrong_options_are_explained(arguments, message: str) -> None:
+    done = launch(*arguments, "train.py")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_what_cannot_be_started_is_said_without_a_traceback(program) -> None:
+    done = launch("-n", "2", "--log-dir", os.devnull, program("print(1)"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("tfdist-run: cannot start 2 ranks: ")
+
+
+def test_jobs_do_not_train_apart_under_another_launcher(program) -> None:
+    script = program("print(len(CONFIG['cluster']['worker']))")
+    refused = launch("-n", "2", script, OMPI_COMM_WORLD_SIZE="2")
+    assert refused.returncode == 2
+    assert "unset OMPI_COMM_WORLD_SIZE" in refused.stderr
+    alone = {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2"}
+    assert launch(script, **alone).stdout == "1\n"
+
+
+def test_the_launcher_does_not_load_tensorflow() -> None:
+    code = (
+        "import sys, tfdist_ext.launch;"
+        "print([m for m in sys.modules if m in ('tensorflow', 'keras')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

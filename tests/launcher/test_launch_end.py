@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How launches end: failures, signals, and what must not be left behind."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launcher.launcher import LIMIT
+from tests.launcher.launcher import check_all_dead
+from tests.launcher.launcher import launch
+from tests.launcher.launcher import read_pids
+from tests.launcher.launcher import started
+
+SLEEPER = """
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_first_failure_stops_the_others(program, culprit: int) -> None:
+    script = program(f"""
+        print("pid", os.getpid(), flush=True)
+        if RANK == {culprit}:
+            time.sleep(0.3)
+            print("the reason", file=sys.stderr)
+            sys.exit(7)
+        time.sleep(600)
+    """)
+    begin = time.monotonic()
+    with started("-n", "3", script) as process:
+        pids = read_pids(process, 3)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 7
+    assert time.monotonic() - begin < 9  # Before anyone had to be killed.
+    assert f"rank {culprit} (pid " in errors
+    assert "failed: exit code 7" in errors
+    if culprit:
+        assert "[1] the reason" in errors
+        assert errors.rstrip().endswith("\n  the reason")
+    check_all_dead(pids)
+
+
+def test_a_signal_is_reported_and_becomes_the_exit_code(program) -> None:
+    script = program("""
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    """)
+    done = launch("-n", "2", script)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "failed: signal 9 (SIGKILL)" in done.stderr
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(program) -> None:
+    script = program("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("pid", os.getpid(), flush=True)
+        if RANK == 0:
+            sys.stdin.read()
+            time.sleep(0.3)
+            sys.exit(3)
+        time.sleep(600)
+    """)
+    with started("-n", "2", "--grace", "0.5", script) as process:
+        pids = read_pids(process, 2)
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == 3
+    check_all_dead(pids)
+
+
+ASKED_TO_STOP = """
+import os, signal
+from tfdist_ext.launcher import local_ranks
+
+class Process(local_ranks._Process):
+    def __init__(self, rank, *arguments):
+        super().__init__(rank, *arguments)
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if rank.rank > 1:
+            print("started", rank.rank)
+
+local_ranks._Process = Process
+ranks = [
+    local_ranks.Rank(rank, "here", ["sleep", "60"], {}) for rank in range(9)
+]
+print("ended with", local_ranks.run(ranks, grace=5))
+"""
+
+
+def test_a_signal_ends_the_start_of_more_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_TO_STOP],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert done.stdout == f"ended with {128 + signal.SIGTERM}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_launcher_ends_all_ranks(program, number) -> None:
+    with started("-n", "3", program(SLEEPER)) as process:
+        pids = read_pids(process, 3)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert f"tfdist-run: got {signal.Signals(number).name}" in errors
+    check_all_dead(pids)
+
+
+@pytest.mark.parametrize("ignored", [None, signal.SIGINT])
+def test_ctrl_c_reaches_ranks_as_keyboard_interrupt(program, ignored) -> None:
+    """Also where a script has started the launcher in the background."""
+    script = program("""
+        try:
+            print("pid", os.getpid(), flush=True)
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("saved", flush=True)
+    """)
+    with started("-n", "2", script, ignored=ignored) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=LIMIT)
+    assert sorted(output.splitlines()) == ["[1] saved", "saved"], errors
+    assert "Traceback" not in errors
+
+
+def test_nohup_keeps_ranks_when_the_terminal_goes(program) -> None:
+    script = program("""
+        print("pid", os.getpid(), flush=True)
+        time.sleep(1)
+    """)
+    with started("-n", "2", script, ignored=signal.SIGHUP) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGHUP)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+
+
+def test_second_ctrl_c_does_not_wait(program) -> None:
+    script = program("""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+    """)
+    with started("-n", "2", "--grace", "600", script) as process:
+        pids = read_pids(process, 2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+    check_all_dead(pids)
+
+
+def test_killed_launcher_leaves_no_orphan(program) -> None:
+    with started("-n", "3", program(SLEEPER)) as process:
+        pids = read_pids(process, 3)
+        process.kill()
+        check_all_dead(pids)
+
+
+def test_what_a_rank_has_started_ends_with_it(program) -> None:
+    script = program("""
+        child = subprocess.Popen(["sleep", "600"])
+        print("pid", child.pid, flush=True)
+        time.sleep(0.5)
+        sys.exit(RANK)
+    """)
+    with started("-n", "2", script) as process:
+        pids = read_pids(process, 2)
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    check_all_dead(pids)

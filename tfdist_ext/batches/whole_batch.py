@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a rank's part of a batch to what one process computes of the whole.
+
+In Keras's loops a step is written as for one process, and the ranks are
+averaged: a gradient or a logged value is the mean of what the ranks have,
+weighed by their samples. That is right for every mean over the samples, a
+loss by Keras or by hand. Sums over the samples are multiplied by
+`samples of all ranks / samples of this rank` first.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist_ext.batches.batch_growth import MEAN
+from tfdist_ext.batches.batch_growth import Term
+from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.collectives.step import Step
+
+
+def keras_step() -> Step | None:
+    """The step of a Keras loop at several ranks that is traced or run now."""
+    collectives = collectives_lib.active()
+    current = collectives.step if collectives else None
+    return current if current and current.weighted else None
+
+
+def share() -> tf.Tensor:
+    """This rank's part of the step's samples, float32 in [0, 1]."""
+    collectives = collectives_lib.active()
+    assert collectives is not None and collectives.step is not None
+    known = collectives.step.shares
+    place = 0
+    if not tf.executing_eagerly():
+        place = id(tf.compat.v1.get_default_graph())
+    if place not in known:
+        relative = collectives.share_of_samples("batch")
+        assert relative is not None
+        known[place] = relative / collectives.group.world_size
+    return known[place]
+
+
+def sums_in(step: Step, value: tf.Tensor) -> list[Term]:
+    """The sums over samples in a value, as far as can be told.
+
+    Eager scalars do not tell what they are; they count as means.
+    """
+    if not tf.is_symbolic_tensor(value):
+        return [Term(value)] if value.shape.rank else []
+    return step.growth_of().sums_in(value)
+
+
+def averageable(value: tf.Tensor) -> tf.Tensor:
+    """A scalar whose weighed mean over the ranks is one process's value."""
+    step = keras_step()
+    terms = sums_in(step, value) if step else []
+    for term in terms:
+        if term.value is value:
+            value = total_of(value)
+        else:
+            value += excess(term) * term.value
+    return value
+
+
+def excess(term: Term) -> tf.Tensor:
+    """How often a sum has to be added to the value that contains it."""
+    more = tf.math.reciprocal_no_nan(share()) - 1.0
+    more = tf.cast(more, term.value.dtype)
+    return more if term.factor is None else term.factor * more
+
+
+def total_of(value: tf.Tensor) -> tf.Tensor:
+    """A sum over this rank's samples, to be averaged over the ranks."""
+    value = tf.math.divide_no_nan(value, tf.cast(share(), value.dtype))
+    if tf.is_symbolic_tensor(value):
+        value._tfdist_growth = MEAN
+    return value

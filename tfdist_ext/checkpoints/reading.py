@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TensorFlow checkpoint, read by all ranks.
+
+All read first and look at the shapes; only when every rank has all it needs
+do they exchange rows and assign. So a file that one rank cannot read, or that
+is damaged, changes no variable of any rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.checkpoints import saved_objects
+from tfdist_ext.collectives.collectives import Collectives
+
+# Where the adapters of TensorFlow's savers keep their variable.
+_VARIABLES = (
+    "_trackable",
+    "_mirrored_variable",
+    "_distributed_variable",
+    "_sync_on_read_variable",
+)
+
+
+def restore(
+    original: Any,
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """Restores what a saver holds; all ranks must call.
+
+    Args:
+        original: TensorFlow's method.
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy.
+
+    Returns:
+        No operations: all is done.
+    """
+    read: list[tuple[Any, dict[str, Any]]] = []
+    functions = saver._keys_to_restore_fn
+    counted = saver._restore_fn_to_keys
+    later = {fn: _Later(fn, read) for fn in counted}
+    _name_own_states(saver, file_prefix, collectives)
+    saver._keys_to_restore_fn = {k: later[fn] for k, fn in functions.items()}
+    saver._restore_fn_to_keys = {later[fn]: k for fn, k in counted.items()}
+    # Otherwise read in a tf.function, where exchanges of arrays cannot run.
+    saver._num_unique_tasks = 1
+    try:
+        original(saver, file_prefix, options)
+    finally:
+        saver._keys_to_restore_fn = functions
+        saver._restore_fn_to_keys = counted
+    for fn, tensors in read:
+        _check_shapes(fn, tensors)
+    collectives.barrier("checkpoint/read")
+    while read:  # Values are dropped one by one, as they are assigned.
+        fn, tensors = read.pop(0)
+        fn(tensors)
+    return {}
+
+
+class _Later:
+    """Notes what was read for a function instead of calling it."""
+
+    def __init__(self, fn: Any, read: list[tuple[Any, Any]]) -> None:
+        self._fn = fn
+        self._read = read
+
+    def __call__(self, tensors: dict[str, Any]) -> None:
+        self._read.append((self._fn, tensors))
+
+
+def _saveables(fn: Any) -> list[Any]:
+    return getattr(getattr(fn, "__self__", None), "saveables", None) or []
+
+
+def _variables(fn: Any) -> list[Any]:
+    """The objects that a saver's function restores."""
+    return [
+        getattr(saveable, name)
+        for saveable in _saveables(fn)
+        for name in _VARIABLES
+        if hasattr(saveable, name)
+    ]
+
+
+def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
+    for variable in _variables(fn):
+        inner = saved_objects.variable_of(variable)
+        if not isinstance(inner, tf.Variable) or len(tensors) != 1:
+            continue
+        if saved_objects.is_shard(inner):
+            continue  # A slice of another table is refused where it is read.
+        (value,) = tensors.values()
+        if not inner.shape.is_compatible_with(value.shape):
+            raise ValueError(
+                f"Variable '{variable.name}' has shape {inner.shape}; the "
+                f"checkpoint holds values of shape {value.shape} for it. "
+                "Nothing was restored."
+            )
+
+
+def _name_own_states(
+    saver: Any, file_prefix: Any, collectives: Collectives
+) -> None:
+    """Lets every rank read the state that it has saved for itself."""
+    own = [
+        tensor
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+        if any(map(saved_objects.is_of_one_rank, _objects(tensor.trackable)))
+    ]
+    if not own:
+        return
+    group = collectives.group
+    path = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    for tensor in own:
+        name = tensor.checkpoint_key
+        ranks = 1 + sum(other.startswith(f"{name}/rank_") for other in saved)
+        if ranks != group.world_size:
+            raise ValueError(
+                f"The place of a dataset's iterator ('{name}') was saved by "
+                f"{ranks} ranks and cannot be restored by {group.world_size}. "
+                f"Received: path='{path}'. Restore without the iterator."
+            )
+        tensor._tensor_save_spec.name = saved_objects.name_of_rank(
+            name, group.rank
+        )
+
+
+def _objects(trackable: Any) -> list[Any]:
+    return _variables(getattr(trackable, "_restore_from_tensors", None))

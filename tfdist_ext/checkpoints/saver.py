@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow's ways to save and restore checkpoints, as steps of all ranks.
+
+Stock knows one writer. Here whatever holds a variable of the strategy is
+saved and restored by all ranks together: the path given on rank 0 counts,
+each rank writes its shards, rank 0 everything else, and an error of one rank
+is an error of all. What holds no such variable is a rank's own affair and
+stays as it is in stock.
+"""
+
+from __future__ import annotations
+
+import collections as collections_lib
+import contextlib
+import copy
+import functools
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.checkpoints import reading
+from tfdist_ext.checkpoints import writing
+from tfdist_ext.checkpoints.saved_objects import collectives_of
+from tfdist_ext.collectives.collectives import Collectives
+
+
+class _Acting(threading.local):
+    collectives: Collectives | None = None
+
+
+_acting = _Acting()
+
+
+@contextlib.contextmanager
+def _of(collectives: Collectives | None) -> Iterator[None]:
+    """Savers used inside act for these ranks; None as in stock."""
+    before, _acting.collectives = _acting.collectives, collectives
+    try:
+        yield
+    finally:
+        _acting.collectives = before
+
+
+def install() -> None:
+    """Wraps the classes that save and restore, once per process."""
+    if hasattr(internals.MultiDeviceSaver.save, "_tfdist_original"):
+        return
+    for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
+        for name in ("_write", "save"):
+            _wrap(owner, name, _together("save"))
+        for name in ("read", "restore"):
+            if hasattr(owner, name):
+                _wrap(owner, name, _together("restore"))
+    _wrap(tf.train.CheckpointManager, "save", _save_managed)
+    _wrap(tf.compat.v1.train.Saver, "save", _refuse_by_name)
+    _wrap(tf.compat.v1.train.Saver, "restore", _refuse_by_name)
+    _wrap(internals.MultiDeviceSaver, "save", _save_parts)
+    _wrap(internals.MultiDeviceSaver, "restore", _restore_parts)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    wrapped._tfdist_original = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _together(verb: str) -> Callable[..., Any]:
+    """A call that all ranks make, and that ends for all or for none."""
+
+    def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = collectives_of(_objects(checkpoint))
+        with _of(collectives):
+            if collectives is None:
+                return original(checkpoint, *args, **kwargs)
+            (path, *_) = [*args, *kwargs.values()]
+            _check_eager(verb, path)
+            args = tuple(map(_synchronous, args))
+            kwargs = {name: _synchronous(arg) for name, arg in kwargs.items()}
+            with collectives.together(f"{verb} '{path}'"):
+                result = original(checkpoint, *args, **kwargs)
+                collectives.barrier(f"checkpoint/{verb}")
+            return result
+
+    return call
+
+
+def _objects(checkpoint: Any) -> list[Any]:
+    objects: list[Any] = checkpoint._saver._graph_view.descendants()
+    return objects
+
+
+def _check_eager(verb: str, path: Any) -> None:
+    if not tf.executing_eagerly():
+        raise ValueError(
+            f"A checkpoint of several ranks cannot {verb} inside of a "
+            f"tf.function. Received: path={path}. Call it outside, or from a "
+            "callback."
+        )
+
+
+def _synchronous(argument: Any) -> Any:
+    """Checkpoint options without what cannot be done with several ranks."""
+    if not getattr(argument, "experimental_enable_async_checkpoint", False):
+        return argument
+    # A copy of all shards, and exchanges of the writing thread between those
+    # of the steps, would be needed to go on training meanwhile.
+    warnings.warn(
+        "experimental_enable_async_checkpoint has no effect with several "
+        "ranks: the checkpoint is written before the call returns.",
+        stacklevel=2,
+    )
+    options = copy.copy(argument)
+    options.experimental_enable_async_checkpoint = False
+    return options
+
+
+def _save_parts(
+    original: Any, saver: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    collectives = _acting.collectives
+    if collectives is None:
+        return original(saver, file_prefix, options)
+    return writing.save(saver, file_prefix, options, collectives)
+
+
+def _restore_parts(
+    original: Any, saver: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    collectives = _acting.collectives
+    if collectives is None or not tf.executing_eagerly():
+        return original(saver, file_prefix, options)
+    return reading.restore(original, saver, file_prefix, options, collectives)
+
+
+def _save_managed(
+    original: Any, manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    collectives = collectives_of(_objects(manager.checkpoint))
+    if collectives is None:
+        return original(manager, *args, **kwargs)
+    with collectives.together(f"save into '{manager.directory}'"):
+        first = _state_of_first_rank(manager, collectives)
+        if _is_first(collectives) or not _same_folder(manager, first):
+            saved = original(manager, *args, **kwargs)
+            _state_of_first_rank(manager, collectives)
+            return saved
+        # Rank 0 alone removes old checkpoints and writes the state file; by
+        # its clock, since with others each would keep another selection.
+        with _without_files(manager):
+            saved = original(manager, *args, **kwargs)
+        first = _state_of_first_rank(manager, collectives)
+        kept = collections_lib.OrderedDict(first["kept"])
+        manager._maybe_delete = kept
+        manager._last_preserved_timestamp = first["preserved"]
+    return saved
+
+
+def _is_first(collectives: Collectives) -> bool:
+    return collectives.group.rank == 0
+
+
+def _same_folder(manager: Any, first: dict[str, Any]) -> bool:
+    return os.path.abspath(manager.directory) == first["folder"]
+
+
+def _state_of_first_rank(
+    manager: Any, collectives: Collectives
+) -> dict[str, Any]:
+    state = b""
+    if _is_first(collectives):
+        state = json.dumps(
+            {
+                "folder": os.path.abspath(manager.directory),
+                "kept": list(manager._maybe_delete.items()),
+                "preserved": manager._last_preserved_timestamp,
+            }
+        ).encode()
+    gathered = collectives.all_gather(
+        tf.constant(np.frombuffer(state, np.uint8)), "checkpoint/manager"
+    )
+    found: dict[str, Any] = json.loads(gathered.numpy().tobytes())
+    return found
+
+
+@contextlib.contextmanager
+def _without_files(manager: Any) -> Iterator[None]:
+    manager._sweep = manager._record_state = lambda: None
+    try:
+        yield
+    finally:
+        del manager._sweep, manager._record_state
+
+
+def _refuse_by_name(
+    original: Any, saver: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
+        raise ValueError(
+            "tf.compat.v1.train.Saver knows neither ranks nor parts of a "
+            "table. Use tf.train.Checkpoint."
+        )
+    return original(saver, *args, **kwargs)

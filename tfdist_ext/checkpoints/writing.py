@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TensorFlow checkpoint, written by all ranks.
+
+Every rank writes what it holds to files of its own in `PATH_ranks/`, rank 0
+what is no shard as well. Rank 0 then merges their indexes and moves the files
+into place, the new index last and at once, under which the data files of the
+last checkpoint of that path still lie: a number of files that differs keeps
+the names apart. So a path holds the old checkpoint or the new one, whenever
+a rank dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.checkpoints import saved_objects
+from tfdist_ext.collectives.collectives import Collectives
+
+gfile = tf.io.gfile
+
+# Name, slice of the whole tensor ("" for all of it), values.
+Entry = tuple[str, str, tf.Tensor]
+
+
+def save(
+    saver: Any, file_prefix: Any, options: Any, collectives: Collectives
+) -> None:
+    """Writes what a saver holds; all ranks must call.
+
+    Args:
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint; rank 0's counts.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy.
+    """
+    options = options or tf.train.CheckpointOptions()
+    group = collectives.group
+    prefix = _prefix_of_first_rank(file_prefix, collectives)
+    files = _files(saver, options, collectives)
+    counts = _counts(prefix, files, collectives)
+    folder = f"{prefix}_ranks"
+    parts = [
+        f"{folder}/{rank}-{number}"
+        for rank, count in enumerate(counts)
+        for number in range(count)
+    ]
+    try:
+        if group.rank == 0:
+            _remove(folder)
+            gfile.makedirs(folder)
+        collectives.barrier("checkpoint/folder")
+        for number, entries in enumerate(files):
+            _write(f"{folder}/{group.rank}-{number}", entries, options)
+        collectives.barrier("checkpoint/written")
+        if group.rank == 0:
+            _check_all_there(parts, collectives)
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=parts,
+                destination_prefix=f"{folder}/merged",
+                delete_old_dirs=False,
+            )
+            place(f"{folder}/merged", prefix)
+        collectives.barrier("checkpoint/placed")
+    finally:
+        _clean(folder, group.rank)
+
+
+def _object(tensor: Any) -> Any:
+    """The object that a saver's tensor belongs to."""
+    return getattr(tensor.trackable, "obj", tensor.trackable)
+
+
+def _files(
+    saver: Any, options: Any, collectives: Collectives
+) -> list[list[Entry]]:
+    """What this rank writes, by file; exchanges rows with the others."""
+    rank = collectives.group.rank
+    shards, others = _shards_and_others(saver, rank)
+    files = _split(saver, shards, None)
+    if rank == 0:
+        callback = options.experimental_sharding_callback
+        files += _split(saver, others, callback)
+        if callback is not None:
+            return files
+    else:
+        files += [
+            [
+                (saved_objects.name_of_rank(name, rank), *rest)
+                for name, *rest in f
+            ]
+            for f in _split(saver, others, None)
+        ]
+    return [list(itertools.chain(*files))] if files else []
+
+
+def _shards_and_others(
+    saver: Any, rank: int
+) -> tuple[dict[Any, list[Any]], dict[Any, list[Any]]]:
+    """This rank's tensors by device, shards and what else it writes."""
+    shards: dict[Any, list[Any]] = {}
+    others: dict[Any, list[Any]] = {}
+    for task, tensors in saver._shardable_tensors_by_task.items():
+        for tensor in tensors:
+            found = _object(tensor)
+            if saved_objects.is_sum(found):
+                # Read by an exchange, which needs all ranks.
+                tensor = _evaluated(tensor)
+            if saved_objects.is_shard(found):
+                shards.setdefault(task, []).append(tensor)
+            elif rank == 0 or saved_objects.is_of_one_rank(found):
+                others.setdefault(task, []).append(tensor)
+    return shards, others
+
+
+def _evaluated(tensor: Any) -> Any:
+    spec = tensor._tensor_save_spec
+    value = spec.tensor
+    spec._tensor = value
+    return tensor
+
+
+def _split(
+    saver: Any, by_task: dict[Any, list[Any]], callback: Any
+) -> list[list[Entry]]:
+    """Values and names of tensors, by file."""
+    saver._shardable_tensors_by_task = by_task
+    files = []
+    for _, shards in saver._get_shards_by_task(callback):
+        for shard in shards:
+            entries = [
+                (name, spec, value)
+                for name, slices in shard.items()
+                for spec, value in slices.items()
+                if value is not None
+            ]
+            if entries:
+                files.append(entries)
+    return files
+
+
+def _counts(
+    prefix: str, files: list[list[Entry]], collectives: Collectives
+) -> list[int]:
+    """Files of every rank, in all another number than the path has now."""
+    mine = tf.constant([len(files)], tf.int64)
+    counts: list[int] = (
+        collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
+    )
+    split = 0
+    if collectives.group.rank == 0:
+        split = int(sum(counts) == data_files_in_use(prefix))
+        if split:
+            files.append([max(files, key=len).pop()])
+    mine = tf.constant([split] if collectives.group.rank == 0 else [], tf.int64)
+    counts[0] += int(collectives.all_gather(mine, "checkpoint/split")[0])
+    return counts
+
+
+def data_files_in_use(prefix: str) -> int:
+    """Data files of the checkpoint that lies at a path, 0 if there is none."""
+    if not gfile.exists(f"{prefix}.index"):
+        return 0
+    with gfile.GFile(f"{prefix}.index", "rb") as file:
+        start = file.read(16)
+    # The index begins with the entry of the empty name: two lengths of 0,
+    # the length of the header, and the header, whose first field is this,
+    # seven bits to a byte.
+    if start[:2] != b"\0\0" or start[3:4] != b"\x08":
+        return 0
+    count = 0
+    for place, byte in enumerate(start[4:]):
+        count |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return count
+
+
+def _write(path: str, entries: list[Entry], options: Any) -> None:
+    names, slices, values = zip(*entries, strict=True)
+    with tf.device(options.experimental_io_device or "CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=path,
+            tensor_names=list(names),
+            shape_and_slices=list(slices),
+            tensors=list(values),
+        )
+
+
+def _check_all_there(parts: Iterable[str], collectives: Collectives) -> None:
+    missing = [part for part in parts if not gfile.exists(f"{part}.index")]
+    if missing:
+        raise OSError(
+            f"Rank 0 does not see what other ranks have written: {missing}. "
+            "All ranks must share the folder of a checkpoint."
+        )
+
+
+def place(merged: str, prefix: str) -> None:
+    """Gives merged files their names; the index, without which none, last."""
+    for path in _files_at(merged):
+        if not path.endswith(".index"):
+            target = prefix + path.removeprefix(merged)
+            gfile.rename(path, target, overwrite=True)
+    gfile.rename(f"{merged}.index", f"{prefix}.index", overwrite=True)
+    count = data_files_in_use(prefix)
+    for path in _files_at(prefix):
+        if not path.endswith((".index", f"-of-{count:05d}")):
+            gfile.remove(path)
+
+
+def _files_at(prefix: str) -> list[str]:
+    """The index and data files of a checkpoint, in no order."""
+    folder, name = os.path.split(prefix)
+    ending = re.compile(r"\.index|\.data-\d{5}-of-\d{5}")
+    return [
+        os.path.join(folder, found)
+        for found in gfile.listdir(folder or ".")
+        if found.startswith(name) and ending.fullmatch(found[len(name) :])
+    ]
+
+
+def _clean(folder: str, rank: int) -> None:
+    """Removes this rank's files of a save, the last rank the folder too."""
+    try:
+        for name in gfile.listdir(folder):
+            merged = rank == 0 and name.startswith("merged")
+            if merged or name.startswith(f"{rank}-"):
+                gfile.remove(f"{folder}/{name}")
+        if not gfile.listdir(folder):
+            gfile.rmtree(folder)
+    except tf.errors.OpError:
+        pass  # Another rank was faster, or the folder cannot be reached.
+
+
+def _remove(folder: str) -> None:
+    # Left by a save in which a rank died; its parts are of no use.
+    if gfile.exists(folder):
+        gfile.rmtree(folder)
+
+
+def _prefix_of_first_rank(file_prefix: Any, collectives: Collectives) -> str:
+    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix))
+    encoded = np.frombuffer(
+        mine if collectives.group.rank == 0 else b"", np.uint8
+    )
+    prefix = collectives.all_gather(tf.constant(encoded), "checkpoint/prefix")
+    return str(prefix.numpy().tobytes().decode())

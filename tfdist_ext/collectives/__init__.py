@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process group, and what ranks exchange by it."""

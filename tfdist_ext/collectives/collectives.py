@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one strategy: tags, plans, fused buckets, sample weights."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives import calls
+from tfdist_ext.collectives.buckets import buckets_of
+from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.collectives.step import Step
+from tfdist_ext.ops import collective_ops
+
+
+class Collectives:
+    """The exchanges of one strategy over its process group.
+
+    Every exchange has a label. Label, occurrence within the step and the
+    function that is the step give the tag on the wire, so ranks agree on tags
+    without talking, whatever order their executors run the ops in.
+
+    Attributes:
+        group: the process group that carries the exchanges.
+        gradient_dtype: in which gradients of mirrored variables travel.
+        turns: of the calls outside of steps.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, gradient_dtype: tf.DType = tf.float32
+    ) -> None:
+        self.group = group
+        self.gradient_dtype = gradient_dtype
+        self._steps: list[Step] = []
+        self._stepping_thread = 0
+        self.turns = calls.Turns()
+        self._graph_labels: weakref.WeakKeyDictionary[
+            tf.Graph, collections.Counter[str]
+        ] = weakref.WeakKeyDictionary()
+        self._known_plans: set[tuple[str, ...]] = set()
+        self._places: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._place_numbers = itertools.count()
+        self._depth = 0  # of `together`
+
+    @property
+    def step(self) -> Step | None:
+        """The step being traced or run, None outside of `Strategy.run`."""
+        if not self._steps or calls.dataset_functions():
+            return None
+        # The stock strategy traces in a thread of its own, in its context; a
+        # thread of the user that calls a layer meanwhile is in no step.
+        mine = self._stepping_thread == threading.get_ident()
+        return self._steps[-1] if mine or active() is self else None
+
+    @contextlib.contextmanager
+    def stepping(self, step: Step) -> Iterator[Step]:
+        """Makes `step` the current one; compares its plan when traced."""
+        me = threading.get_ident()
+        if self._steps and self._stepping_thread != me:
+            raise RuntimeError(
+                "Two threads run or trace a step of one strategy at once "
+                f"(`{self._steps[-1].role}`, `{step.role}`). Their exchanges "
+                "would meet in another order on every rank: let one thread "
+                "of the program train, evaluate and predict."
+            )
+        self._stepping_thread = me
+        self._steps.append(step)
+        try:
+            yield step
+        finally:
+            self._steps.pop()
+        if not tf.executing_eagerly():
+            self._compare_plan(tuple(step.plan))
+
+    @contextlib.contextmanager
+    def together(self, what: str, all_end: bool = False) -> Iterator[None]:
+        """What all ranks do together, until all have or one has failed.
+
+        When a rank raises inside, the others learn its error at their next
+        exchange, or in the one where they wait for it, and the group stays
+        usable: the next thing that the ranks do finds them in step. Inside
+        of another one this does nothing; the outermost counts.
+
+            with collectives.together("save 'path'"):
+                write_my_part()
+                collectives.barrier("written")
+                if collectives.group.rank == 0:
+                    put_into_place()
+                collectives.barrier("in place")
+
+        Args:
+            what: is done, for the errors of the other ranks.
+            all_end: whether no rank shall go on before all have come to the
+                end.
+
+        Raises:
+            tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
+                OSError: ...", if another rank has failed.
+        """
+        # Not by thread: TensorFlow runs a replica in a thread of its own.
+        outermost = self._depth == 0
+        if outermost:
+            self._catch_up()
+        self._depth += 1
+        try:
+            yield
+            if outermost and all_end:
+                self.barrier(f"end of {what}")
+        except BaseException as error:
+            if outermost:
+                self.give_up(what, error)
+            raise
+        finally:
+            self._depth -= 1
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Ends on all ranks what they do together; they may do another thing.
+
+        Whoever is in an exchange, or comes to one, raises there and gives up
+        as well, before the ranks can meet in the other thing.
+
+        Args:
+            what: is given up.
+            error: why.
+        """
+        self.group.leave(f"{what} failed: {_brief(error)}")
+
+    def _exchanging(
+        self, label: str
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around an exchange: by itself, it is what the ranks do together."""
+        if self._depth == 0 and tf.executing_eagerly():
+            return self.together(label)
+        return contextlib.nullcontext()
+
+    def _catch_up(self) -> None:
+        """Leaves what another rank has left; raises if nobody knows yet."""
+        reason, told = self.group.left()
+        if not reason:
+            return
+        self.group.leave(reason)
+        if not told:
+            raise tf.errors.AbortedError(
+                None, None, f"rank {self.group.rank}: {reason}"
+            )
+
+    def _compare_plan(self, plan: tuple[str, ...]) -> None:
+        # Ranks trace a new plan at the same step; one that only has new
+        # shapes (a last, smaller batch) is known already and costs nothing.
+        if plan and plan not in self._known_plans:
+            with tf.init_scope():
+                self.group.check_plan(list(plan))
+            self._known_plans.add(plan)
+
+    def place_of(self, layer: Any) -> str:
+        """A name for what is kept for a layer, of no other one."""
+        # Names of layers are not unique: models are made again.
+        if layer not in self._places:
+            self._places[layer] = f"{layer.name}/{next(self._place_numbers)}"
+        return self._places[layer]
+
+    def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
+        """Even number for an exchange, the same on all ranks."""
+        occurrence = self.occurrence(label)
+        self._labels()[label] += 1
+        if self.step is not None:
+            self.step.plan.append(f"{label}#{occurrence} {kind} {dtype.name}")
+        digest = hashlib.blake2b(
+            f"{self._role()}/{label}#{occurrence}".encode(), digest_size=4
+        ).digest()
+        return (int.from_bytes(digest, "little") >> 2) << 1
+
+    def _role(self) -> str:
+        step = self.step
+        return self.turns.role() if step is None else step.role
+
+    @contextlib.contextmanager
+    def one_call(
+        self, label: str
+    ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
+        """Several exchanges that belong together, see `calls.Turns`.
+
+        Steps come one after the other by themselves.
+
+        Args:
+            label: of one of the exchanges.
+
+        Yields:
+            A function to be given the results.
+        """
+        if self.step is not None:
+            yield lambda results: None
+            return
+        place = f"{self._role()}/{label}#{self.occurrence(label)}"
+        with self.turns.turn(place) as end:
+            yield end
+
+    def occurrence(self, label: str) -> int:
+        """How many exchanges of the step had the label so far."""
+        return self._labels()[label]
+
+    def _labels(self) -> collections.Counter[str]:
+        if self.step is not None:
+            return self.step.labels
+        if tf.executing_eagerly():
+            return collections.Counter()
+        graph = tf.compat.v1.get_default_graph()
+        return self._graph_labels.setdefault(graph, collections.Counter())
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
+    ) -> list[tf.Tensor]:
+        """Sums tensors over the ranks, bitwise equal on all of them.
+
+        Args:
+            tensors: dense tensors of any numeric dtypes.
+            label: names the exchange in errors.
+            weighted: multiply every rank's tensors by its share of the
+                step's samples times `world_size` before the sum.
+
+        Returns:
+            The sums, in order.
+        """
+        result: list[tf.Tensor] = list(tensors)
+        for indices in buckets_of(tensors):
+            dtype = tensors[indices[0]].dtype
+            with self._exchanging(label):
+                sums = collective_ops.all_reduce(
+                    self.group,
+                    [tensors[i] for i in indices],
+                    tag=self.tag(label, "all_reduce", dtype),
+                    label=label,
+                    weight=self.step.samples
+                    if weighted and self.step
+                    else None,
+                )
+            for i, total in zip(indices, sums, strict=True):
+                result[i] = total
+        return result
+
+    def share_of_samples(self, label: str) -> tf.Tensor | None:
+        """This rank's share of the step's samples times `world_size`.
+
+        Args:
+            label: of what is weighed by it.
+
+        Returns:
+            float32 scalar, 0 if no rank has samples; None outside of a step.
+        """
+        if self.step is None:
+            return None
+        samples = self.step.samples
+        (total,) = self.all_reduce([samples], f"{label}/samples")
+        return tf.math.divide_no_nan(samples * self.group.world_size, total)
+
+    def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Concatenates the ranks' tensors along axis 0, uneven allowed."""
+        with self._exchanging(label):
+            gathered, _ = collective_ops.all_gather(
+                self.group,
+                tensor,
+                tag=self.tag(label, "all_gather", tensor.dtype),
+                label=label,
+            )
+        return gathered
+
+    def all_to_all(
+        self, tensor: tf.Tensor, send_splits: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends slice j of `tensor` to rank j.
+
+        Args:
+            tensor: `[n, ...]`, the slices for rank 0, 1, ... in order.
+            send_splits: int64 `[world_size]`, rows of each slice.
+            label: names the exchange in errors.
+
+        Returns:
+            What the ranks sent to this one, in their order, and int64
+            `[world_size]`, the rows that came from each.
+        """
+        with self._exchanging(label):
+            return collective_ops.all_to_all(
+                self.group,
+                tensor,
+                send_splits,
+                tag=self.tag(label, "all_to_all", tensor.dtype),
+                label=label,
+            )
+
+    def sum_over_peers(
+        self, tensor: tf.Tensor, peers: Sequence[int], label: str
+    ) -> tf.Tensor:
+        """Sums a tensor over some of the ranks; every rank must call.
+
+        Args:
+            tensor: float `[n]`, with the same n on all ranks of a group.
+            peers: the ranks of this rank's group, it included, ascending or
+                not but alike on all of them; empty for a rank in no group.
+            label: names the exchange in errors.
+
+        Returns:
+            `[n]`, bitwise equal on all ranks of the group.
+        """
+        size = tf.size(tensor, tf.int64)
+        splits = [
+            size if rank in peers else tf.zeros([], tf.int64)
+            for rank in range(self.group.world_size)
+        ]
+        parts, _ = self.all_to_all(
+            tf.tile(tensor, [len(peers)]), tf.stack(splits), label
+        )
+        if not peers:
+            return tensor
+        return tf.reduce_sum(tf.reshape(parts, [len(peers), -1]), axis=0)
+
+    def initial_value(self, tensor: tf.Tensor, variable: str) -> tf.Tensor:
+        """Rank 0's initial value of a variable, on every rank."""
+        # One tag for all variables: ranks that create different ones meet
+        # in the same exchange, see the two names, and fail at once.
+        label = f"initial_value/{variable}"
+        with self._exchanging(label):
+            value = collective_ops.broadcast(
+                self.group,
+                tensor,
+                root=0,
+                tag=self.tag("initial_value", "broadcast", tensor.dtype),
+                label=label,
+            )
+            if tf.executing_eagerly():
+                # Rank 0 has not waited for anybody. All ranks shall have the
+                # variable or, if one fails before it, none.
+                self.barrier("initial_value/all")
+            return value
+
+    def barrier(self, label: str) -> None:
+        """Ends when all ranks have come here."""
+        with self._exchanging(label):
+            tag = self.tag(label, "barrier", tf.float32)
+            collective_ops.barrier(self.group, tag=tag, label=label)
+
+
+def active() -> Collectives | None:
+    """Collectives of the strategy in scope; None with a single process."""
+    return getattr(tf.distribute.get_strategy(), "collectives", None)
+
+
+def sum_over_ranks(
+    tensor: tf.Tensor, label: str, peers: Sequence[int] | None = None
+) -> tf.Tensor:
+    """Sum of `tensor` over the ranks of the strategy in scope.
+
+    Args:
+        tensor: of the same shape on all ranks that are summed.
+        label: names the exchange in errors.
+        peers: see `Collectives.sum_over_peers`; None for all ranks.
+    """
+    collectives = active()
+    if collectives is None:
+        return tensor
+    if peers is None or len(peers) == collectives.group.world_size:
+        return collectives.all_reduce([tensor], label)[0]
+    return collectives.sum_over_peers(tensor, peers, label)
+
+
+def is_gradient_reduction() -> bool:
+    """Whether an all-reduce asked for now is one of gradients.
+
+    Sums asked for while a tape records belong to the forward pass (a
+    synchronised batch normalisation, for example).
+    """
+    return not internals.is_recording()
+
+
+def _brief(error: BaseException) -> str:
+    """An error in a message to the other ranks, which has little room."""
+    text = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {text.strip()[:700]}"

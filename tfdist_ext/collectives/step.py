@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known while one step is traced or run under `Strategy.run`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.batches.batch_growth import BatchGrowth
+
+Nest = Any
+_KERAS_STEPS = ("train_step", "test_step", "predict_step")
+
+
+@dataclasses.dataclass
+class Step:
+    """State of one `Strategy.run` call.
+
+    Attributes:
+        samples: float32 scalar, samples of this rank in the step.
+        weighted: whether ranks are averaged, weighed by their samples.
+            True in Keras's loops, where a loss is a mean over the batch;
+            elsewhere gradients are summed.
+        role: of the function that is the step, see `calls.role_of`.
+        labels: how often each label was used, for unique tags.
+        plan: one line for every exchange of the step, in program order.
+        checks: tensors that exist once all ids of the step are validated;
+            no variable is written before.
+        shares: of the batch that this rank has, by the graph of the tensor.
+        growth: what is known of the step's values.
+        backward: whether a tape computes gradients now. Exchanges are then
+            those that belong to exchanges of the forward pass.
+    """
+
+    samples: tf.Tensor
+    weighted: bool
+    role: str = ""
+    labels: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    plan: list[str] = dataclasses.field(default_factory=list)
+    checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    growth: BatchGrowth | None = None
+    backward: bool = False
+
+    def growth_of(self) -> BatchGrowth:
+        """Tells sums over the step's batch from means."""
+        if self.growth is None:
+            samples = tf.get_static_value(self.samples)
+            self.growth = BatchGrowth(samples and int(samples))
+        return self.growth
+
+
+def count_samples(values: Nest) -> tf.Tensor:
+    """Leading dimension of the first batched tensor in a nest.
+
+    Args:
+        values: nest of tensors, SparseTensors and RaggedTensors.
+
+    Returns:
+        float32 scalar; 1 if there is no batched tensor.
+    """
+    for value in tf.nest.flatten(values):
+        if isinstance(value, tf.SparseTensor):
+            return tf.cast(value.dense_shape[0], tf.float32)
+        if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+            return tf.cast(value.nrows(), tf.float32)
+        if tf.is_tensor(value) and value.shape.rank != 0:
+            if value.shape.rank and value.shape[0] is not None:
+                return tf.constant(float(value.shape[0]))
+            return tf.cast(tf.shape(value)[0], tf.float32)
+    return tf.constant(1.0)
+
+
+def is_keras_loop(fn: Any) -> bool:
+    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops.
+
+    Other methods of a model are steps of the user's own loops.
+    """
+    fn = getattr(fn, "python_function", fn)
+    method = inspect.unwrap(fn)
+    owner = getattr(method, "__self__", None)
+    # That of a method which is a tf.function.
+    owner = getattr(owner, "target", owner)
+    if isinstance(owner, tf.keras.Model):
+        return getattr(method, "__name__", None) in _KERAS_STEPS
+    module = getattr(fn, "__module__", None) or ""
+    return module.split(".")[0] in ("keras", "tf_keras")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras 3 builds a model before training without reading its data.
+
+Under a strategy Keras opens the data to look at a batch, builds the model for
+its shapes, and opens the data again to train. What a Python generator has
+given by then is lost: with its prefetching, up to all but two batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.prefetch import prefetched_ids
+
+keras = tf.keras
+Nest = Any
+
+
+def install() -> None:
+    """Wraps Keras 3's build; it acts on models of our strategy only."""
+    original = getattr(keras.Model, "_maybe_symbolic_build", None)
+    if original is None or hasattr(original, "_tfdist_original"):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        strategy = self.distribute_strategy
+        if iterator is None or not hasattr(strategy, "collectives"):
+            original(self, iterator=iterator, data_batch=data_batch)
+        else:
+            _build_unread(original, self, iterator)
+
+    build._tfdist_original = original  # type: ignore[attr-defined]
+    keras.Model._maybe_symbolic_build = build
+
+
+def _build_unread(original: Any, model: Any, iterator: Any) -> None:
+    shapes = _shapes_of(iterator)
+    if shapes is None:
+        return original(model, iterator=iterator)
+    collectives = model.distribute_strategy.collectives
+    unbuilt = not _has_built_optimizer(model)
+    try:
+        original(model, data_batch=shapes)
+        if collectives is not None:
+            collectives.barrier("model built")
+        return None
+    except Exception as error:
+        no_other_way = hasattr(iterator.data_adapter, "_first_batches")
+        # Its build has failed half-way, and is not begun a second time.
+        no_other_way |= unbuilt and _has_built_optimizer(model)
+        if no_other_way:
+            raise
+        # All ranks read, or none: reading is an exchange.
+        if collectives is not None:
+            collectives.give_up("building the model", error)
+    # Of a dataset the batch size is not known, which code for eager execution
+    # may need. A second reading tells, or fails likewise.
+    return original(model, iterator=iterator)
+
+
+def _has_built_optimizer(model: Any) -> bool:
+    return bool(getattr(getattr(model, "optimizer", None), "built", False))
+
+
+def _shapes_of(iterator: Any) -> Nest | None:
+    """A batch of `tf.TensorSpec`, or None if only the data can tell.
+
+    Args:
+        iterator: Keras's `TFEpochIterator`.
+    """
+    element = iterator._distributed_dataset.element_spec
+    flat = [_dense(spec) for spec in tf.nest.flatten(element)]
+    # Keras has read two batches of a generator, and gives them again.
+    first = getattr(iterator.data_adapter, "_first_batches", None)
+    if first:
+        values = [v for v in keras.tree.flatten(first[0]) if v is not None]
+        known = iter(values)
+        flat = [
+            spec and tf.TensorSpec(next(known).shape, spec.dtype)
+            for spec in flat
+        ]
+    elif not all(spec is None or _is_known(spec.shape) for spec in flat):
+        return None
+    return tf.nest.pack_sequence_as(element, flat)
+
+
+def _dense(spec: Any) -> tf.TensorSpec | None:
+    """Shape and dtype of a value of any kind; None for Keras's None."""
+    if isinstance(spec, tf.OptionalSpec):
+        return None
+    if prefetched_ids.is_prefetched(spec):
+        return tf.TensorSpec([None, None], tf.int64)
+    return tf.TensorSpec(spec.shape, spec.dtype)
+
+
+def _is_known(shape: tf.TensorShape) -> bool:
+    return shape.rank is not None and None not in shape.as_list()[1:]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes steps of Keras's loops mean on several ranks what they mean on one.
+
+Ranks are averaged there (`whole_batch`). Sums over the samples, and trackers
+that count a step once, have to be seen where they arise: in Keras's losses,
+in its `Mean` and `Sum`, and where a tape differentiates a loss. The wrappers
+here act in such steps of our strategy only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.batches import whole_batch
+from tfdist_ext.batches.batch_growth import MEAN
+from tfdist_ext.collectives.step import Step
+
+keras = tf.keras
+Nest = Any
+
+
+def install() -> None:
+    """Wraps losses, trackers and tapes; twice is once."""
+    if hasattr(keras.losses.Loss.__call__, "_tfdist_original"):
+        return
+    _allow_means()
+    _wrap(keras.losses.Loss, "__call__", _loss)
+    _wrap(keras.metrics.Mean, "update_state", _track_mean)
+    _wrap(keras.metrics.Sum, "update_state", _track_sum)
+    _wrap(tf.GradientTape, "gradient", _gradient)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = whole_batch.keras_step()
+        if step is None:
+            return original(self, *args, **kwargs)
+        return wrapper(
+            step, functools.partial(original, self), self, *args, **kwargs
+        )
+
+    _keep_autograph(wrapped)
+    wrapped._tfdist_original = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _allow_means() -> None:
+    """Lets losses of tf_keras be means where the ranks are averaged.
+
+    Stock allows that to the losses in `compile` only, whatever the ranks.
+    """
+    if hasattr(keras, "ops"):
+        return
+    original = keras.losses.Loss.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
+        own = vars(self).get("_allow_sum_over_batch_size", False)
+        strategy = tf.distribute.get_strategy()
+        single = getattr(strategy, "collectives", strategy) is None
+        averaged = single or whole_batch.keras_step() is not None
+        self._allow_sum_over_batch_size = own or averaged
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self._allow_sum_over_batch_size = own
+
+    _keep_autograph(call)
+    keras.losses.Loss.__call__ = call
+
+
+def _keep_autograph(wrapper: Any) -> None:
+    # Called as it is, and what it calls is converted or not as before.
+    # `do_not_convert` would end the conversion of a user's own loss as well.
+    wrapper.autograph_info__ = {}
+
+
+def _loss(
+    step: Step, original: Any, loss: Any, *args: Any, **kwargs: Any
+) -> tf.Tensor:
+    """The loss of a batch, as it is to be averaged over the ranks."""
+    del step
+    value = original(*args, **kwargs)
+    if loss.reduction in (None, "none") or value.shape.rank != 0:
+        return value
+    if loss.reduction == "sum":
+        return whole_batch.total_of(value)
+    if tf.is_symbolic_tensor(value):
+        value._tfdist_growth = MEAN
+    return value
+
+
+def _track_mean(
+    step: Step,
+    original: Any,
+    metric: Any,
+    values: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Counts a number that each rank has once, as one process would."""
+    value = _scalar(values)
+    if value is None:
+        return original(values, sample_weight)
+    # Of a rank without samples the mean is no number.
+    value = tf.where(step.samples > 0, whole_batch.averageable(value), 0)
+    if sample_weight is None:
+        sample_weight = tf.cast(whole_batch.share(), value.dtype)
+    return original(value, sample_weight)
+
+
+def _track_sum(
+    step: Step,
+    original: Any,
+    metric: Any,
+    values: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Adds a mean over the samples once, not once for every rank."""
+    value = _scalar(values)
+    if value is None or not tf.is_symbolic_tensor(value):
+        return original(values, sample_weight)
+    if step.growth_of().of(value) == MEAN:
+        part = value * tf.cast(whole_batch.share(), value.dtype)
+        values = tf.where(step.samples > 0, part, 0)
+    return original(values, sample_weight)
+
+
+def _scalar(values: Any) -> tf.Tensor | None:
+    if isinstance(values, tf.RaggedTensor | tf.SparseTensor | list | tuple):
+        return None
+    value = tf.convert_to_tensor(values)
+    if value.shape.rank != 0:
+        return None
+    return value if value.dtype.is_floating else tf.cast(value, tf.float32)
+
+
+def _gradient(
+    step: Step,
+    original: Any,
+    tape: Any,
+    target: Nest,
+    sources: Nest,
+    output_gradients: Nest = None,
+    **kwargs: Any,
+) -> Nest:
+    """The gradient of losses by variables, to be averaged over the ranks."""
+    del tape
+    if all(map(_is_variable, tf.nest.flatten(sources))):
+        target, output_gradients = _averageable(step, target, output_gradients)
+    outer, step.backward = step.backward, True
+    try:
+        return original(target, sources, output_gradients, **kwargs)
+    finally:
+        step.backward = outer
+
+
+def _averageable(
+    step: Step, target: Nest, output_gradients: Nest
+) -> tuple[Nest, Nest]:
+    """What to differentiate for gradients that the ranks can average."""
+    targets = tf.nest.flatten(target)
+    terms = [whole_batch.sums_in(step, value) for value in targets]
+    if not any(terms):
+        return target, output_gradients
+    weights = [tf.ones_like(value) for value in targets]
+    if output_gradients is not None:
+        weights = tf.nest.flatten(output_gradients)
+    for i, weight in enumerate(list(weights)):
+        for term in terms[i]:
+            if term.value is targets[i]:
+                weights[i] = whole_batch.total_of(weight)
+            else:
+                targets.append(term.value)
+                weights.append(whole_batch.excess(term) * weight)
+    return targets, weights
+
+
+def _is_variable(source: Any) -> bool:
+    kinds: tuple[Any, ...] = (tf.Variable,)
+    if hasattr(keras, "ops"):
+        kinds = (tf.Variable, keras.Variable)
+    return isinstance(source, kinds)

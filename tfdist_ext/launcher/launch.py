@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `tfdist-run`: starts the ranks of one host and minds them.
+
+This file reads the command line and makes every rank's environment;
+`local_ranks` runs the processes, `rank_output` shows what they print and
+`rendezvous` lets several hosts find each other. None of them needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from tfdist_ext.launcher import launch_options
+from tfdist_ext.launcher import local_ranks
+from tfdist_ext.launcher import ports
+from tfdist_ext.launcher import rendezvous
+
+LOOPBACK = "127.0.0.1"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `tfdist-run`.
+
+    Args:
+        arguments: the command line without the program's name; `sys.argv` by
+            default.
+
+    Returns:
+        0 if every rank succeeded, else the exit code of the first rank that
+        failed, or 128 + signal.
+    """
+    options = launch_options.parse(arguments)
+    run = functools.partial(
+        local_ranks.run, grace=options.grace, log_dir=options.log_dir
+    )
+    try:
+        if "TF_CONFIG" in os.environ:
+            return run([_rank_under_manager(options)])
+        if options.nnodes == 1:
+            with ports.reserve(options.n, LOOPBACK) as reserved:
+                workers = [f"{LOOPBACK}:{port}" for port in reserved]
+                ranks = _ranks(options, workers, first_rank=0)
+                return run(ranks)
+        return _run_on_several_hosts(options, run)
+    except rendezvous.RendezvousError as error:
+        print(f"tfdist-run: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # too many ports or processes, no log folder
+        print(
+            f"tfdist-run: cannot start {options.n} ranks: {error}",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:  # Before the first rank was started.
+        return 128 + signal.SIGINT
+
+
+def _run_on_several_hosts(
+    options: argparse.Namespace, run: Callable[..., int]
+) -> int:
+    # Not loopback: the address others use may belong to any interface.
+    with ports.reserve(options.n, "") as reserved:
+        meeting = rendezvous.meet(
+            master=options.master,
+            node_rank=options.node_rank,
+            nnodes=options.nnodes,
+            host=options.host,
+            ports=reserved,
+            timeout=options.start_timeout,
+        )
+        with meeting:
+            ranks = _ranks(options, meeting.workers, meeting.first_rank)
+            return run(ranks, nodes=meeting)
+
+
+def _ranks(
+    options: argparse.Namespace, workers: Sequence[str], first_rank: int
+) -> list[local_ranks.Rank]:
+    """Describes the ranks of this host, one per local rank."""
+    ranks = []
+    for local_rank in range(options.n):
+        rank = first_rank + local_rank
+        config = {
+            "cluster": {"worker": list(workers)},
+            "task": {"type": "worker", "index": rank},
+        }
+        environment = {
+            **_defaults(os.environ, rank, options.n),
+            **_gpu(os.environ, local_rank, options.n),
+            **dict(options.env),
+            "TF_CONFIG": json.dumps(config),
+        }
+        ranks.append(
+            local_ranks.Rank(
+                rank, workers[rank], _command(options), environment
+            )
+        )
+    return ranks
+
+
+def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
+    """Describes the one rank whose place a cluster manager has set."""
+    try:
+        config = json.loads(os.environ["TF_CONFIG"])
+        rank = int(config["task"]["index"])
+    except (
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        ValueError,
+        RecursionError,
+    ):
+        rank = 0  # The program itself will say what is wrong with it.
+    return local_ranks.Rank(
+        rank, "address in TF_CONFIG", _command(options), dict(options.env)
+    )
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    module = ["-m"] if options.module else []
+    return [sys.executable, *module, options.script, *options.arguments]
+
+
+def _defaults(
+    environment: Mapping[str, str], rank: int, ranks: int
+) -> dict[str, str]:
+    """What a rank gets unless the user's environment says otherwise."""
+    cores = len(os.sched_getaffinity(0))
+    threads = str(max(1, cores // ranks))
+    defaults = {
+        # Ranks of one host share its cores.
+        "OMP_NUM_THREADS": threads,
+        "TF_NUM_INTRAOP_THREADS": threads,
+        # TensorFlow's server may bind the port this launcher holds for it.
+        "TF_GRPC_REUSE_PORT": "1",
+    }
+    if rank != 0:
+        # What is written to a pipe arrives at once, also before a crash.
+        defaults["PYTHONUNBUFFERED"] = "1"
+    return {k: v for k, v in defaults.items() if k not in environment}
+
+
+def _gpu(
+    environment: Mapping[str, str], local_rank: int, ranks: int
+) -> dict[str, str]:
+    """One GPU per rank where the host has enough, else no choice is made."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu]
+    else:
+        driver = pathlib.Path("/proc/driver/nvidia/gpus")
+        count = len(list(driver.iterdir())) if driver.is_dir() else 0
+        gpus = [str(index) for index in range(count)]
+    if ranks == 1 or len(gpus) < ranks:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": gpus[local_rank]}

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `tfdist-run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from tfdist_ext.launcher import other_launchers
+
+DESCRIPTION = """\
+Starts the ranks of a distributed TensorFlow program on this host, each as one
+process with its TF_CONFIG, and waits for them. The output of rank 0 goes to
+the terminal as it is; lines of other ranks carry their rank, without progress
+bars. The first rank that fails stops the others, and its exit code becomes
+that of tfdist-run (128 + the signal, if a signal ended it).
+
+  tfdist-run -n 4 train.py --epochs 3       4 ranks on this host
+  tfdist-run -n 2 -m package.train          a module instead of a file
+
+Several hosts: the same command on each, with its own --node-rank.
+
+  host0$ tfdist-run -n 4 --nnodes 2 --node-rank 0 --master host0:7000 train.py
+  host1$ tfdist-run -n 4 --nnodes 2 --node-rank 1 --master host0:7000 train.py
+
+Where a cluster manager has set TF_CONFIG, it is taken as it is and one rank
+is started."""
+
+# Of ranks per host, and of hosts: more addresses than a message can hold.
+_MOST = 4096
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; ends with a message where it is wrong.
+
+    Args:
+        arguments: without the program's name; None for `sys.argv`.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options, os.environ)
+    return options
+
+
+def _check(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+) -> None:
+    """Ends with a message where options contradict each other."""
+    placed = "TF_CONFIG" in environment
+    if placed and (options.n not in (None, 1) or options.nnodes != 1):
+        parser.error(
+            "TF_CONFIG is set, so a cluster manager has placed this rank, but "
+            f"-n {options.n or 1} --nnodes {options.nnodes} asks for more "
+            "ranks. Leave -n and --nnodes out, or unset TF_CONFIG."
+        )
+    options.n = options.n or 1
+    several = options.nnodes > 1
+    launch = other_launchers.found(environment)
+    if launch is not None and not placed and not several:
+        parser.error(
+            f"{launch.launcher} has started tfdist-run {launch.processes} or "
+            f"more times ({launch.variable}), and each would train a job of "
+            "its own. Start it once on every host, with --nnodes, --node-rank "
+            "and --master where there are several. To train separate jobs on "
+            f"purpose, unset {launch.variable.partition('=')[0]}."
+        )
+    if several and (options.master is None or options.node_rank is None):
+        parser.error("--nnodes needs --node-rank and --master HOST:PORT")
+    if not several and (options.master or options.node_rank):
+        parser.error("--master and --node-rank need --nnodes of at least 2")
+    if several and not 0 <= options.node_rank < options.nnodes:
+        parser.error(
+            f"--node-rank must be in [0, {options.nnodes}). "
+            f"Received: {options.node_rank}"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfdist-run",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "-n",
+        type=_positive,
+        metavar="RANKS",
+        help="ranks to start on this host (default 1)",
+    )
+    add(
+        "-m",
+        "--module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as in python -m",
+    )
+    add(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a variable for the ranks; may be repeated",
+    )
+    add(
+        "--log-dir",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="also write all output of rank R, unchanged, to DIR/rank-R.log",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between asking a rank to stop and killing it (default 10)",
+    )
+    _add_host_options(parser)
+    add("script", metavar="SCRIPT", help="the Python program to run")
+    add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="its arguments, passed on as they are",
+    )
+    return parser
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_argument_group("several hosts")
+    add = hosts.add_argument
+    add(
+        "--nnodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="hosts that run this command (default 1)",
+    )
+    add(
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="number of this host, 0 to N-1; ranks are numbered in this order",
+    )
+    add(
+        "--master",
+        type=_address,
+        metavar="HOST:PORT",
+        help="where the hosts meet before the start: an address of host 0 that "
+        "the others reach, and any free port on it. Ranks use other ports, "
+        "which are chosen and exchanged there",
+    )
+    add(
+        "--host",
+        type=_host,
+        metavar="HOST",
+        help="address of this host for the others (default: the one it reaches "
+        "the master with)",
+    )
+    add(
+        "--start-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for the other hosts (default 300)",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 1 and at most {_MOST}, not {text}"
+        )
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, not {text}")
+    return value
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text}")
+    if name == "TF_CONFIG":
+        raise argparse.ArgumentTypeError(
+            "cannot set TF_CONFIG, which every rank gets from tfdist-run"
+        )
+    return name, value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text}")
+    return host, int(port)
+
+
+def _host(text: str) -> str:
+    if not text or ":" in text:
+        raise argparse.ArgumentTypeError(
+            f"must be a name or an IPv4 address without a port, not {text}"
+        )
+    return text

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the ranks of one host as processes until all have ended.
+
+Every rank leads a process group of its own, so that stopping it stops what it
+has started too, and dies with the launcher, however that ends. Signals for the
+launcher are blocked and fetched in the one loop that also notices the end of a
+rank, so nothing here runs inside a signal handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import BinaryIO
+from typing import Protocol
+
+from tfdist_ext.launcher import rank_output
+
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
+_POLL_SECONDS = 0.2
+_DRAIN_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One process to start.
+
+    Attributes:
+        rank: its number among all ranks.
+        address: its host and port, for messages.
+        command: program and arguments.
+        environment: variables set on top of the launcher's own.
+    """
+
+    rank: int
+    address: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+class Nodes(Protocol):
+    """What the launchers on other hosts have to say."""
+
+    def failure(self) -> str | None:
+        """Returns what failed on another host, None while nothing did."""
+
+    def report(self, failure: str | None) -> None:
+        """Tells the other hosts how this one ended."""
+
+
+class _Process:
+    """A started rank with the threads that copy its output."""
+
+    def __init__(
+        self, rank: Rank, log: BinaryIO | None, lock: threading.Lock
+    ) -> None:
+        self.rank = rank
+        # Rank 0 keeps the terminal; a log needs its output to pass through.
+        piped = rank.rank != 0 or log is not None
+        terminal = piped and rank.rank == 0 and sys.stdout.isatty()
+        source, out = (
+            (os.openpty() if terminal else os.pipe()) if piped else (-1, None)
+        )
+        error_source, error = os.pipe() if piped else (-1, None)
+        if terminal:
+            _imitate_terminal(source)
+        self._process = subprocess.Popen(
+            rank.command,
+            env={**os.environ, **rank.environment},
+            # In a background group a rank could not read from a terminal.
+            stdin=None if _takes_input(rank) else subprocess.DEVNULL,
+            stdout=out,
+            stderr=error,
+            preexec_fn=_make_child_setup(),
+        )
+        self.pid = self._process.pid
+        self._pumps: list[rank_output.Pump] = []
+        if out is not None and error is not None:
+            os.close(out)
+            os.close(error)
+            prefix = None if rank.rank == 0 else b"[%d] " % rank.rank
+            self._pumps = [
+                rank_output.Pump(fd, sink.buffer, lock, prefix=prefix, log=log)
+                for fd, sink in (
+                    (source, sys.stdout),
+                    (error_source, sys.stderr),
+                )
+            ]
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the rank and to everything it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def drain(self) -> list[bytes]:
+        """Waits for the end of the output; returns the last error lines."""
+        for pump in self._pumps:
+            pump.join(_DRAIN_SECONDS)
+        return list(self._pumps[1].tail) if self._pumps else []
+
+
+def run(
+    ranks: Sequence[Rank],
+    *,
+    grace: float,
+    log_dir: pathlib.Path | None = None,
+    nodes: Nodes | None = None,
+) -> int:
+    """Starts ranks, waits for all, stops the others when one fails.
+
+    Args:
+        ranks: what to start.
+        grace: seconds between asking a rank to stop and killing it.
+        log_dir: folder for a log per rank, created if missing.
+        nodes: the launchers of other hosts, if there are any.
+
+    Returns:
+        0 if every rank succeeded; the exit code of the first that failed, or
+        128 + the signal that ended it or the launcher; 1 if the failure was
+        on another host.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _signals_to_fetch())
+    processes: list[_Process] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
+        stack.callback(_kill_all, processes)
+        lock = threading.Lock()
+        for rank in ranks:
+            if signal.sigpending() & _STOP_SIGNALS:
+                break  # Asked to stop before all have been started.
+            log = _open_log(log_dir, rank)
+            if log is not None:
+                stack.enter_context(log)
+            processes.append(_Process(rank, log, lock))
+        end = _wait(processes, nodes)
+        if nodes is not None:
+            nodes.report(end.message)
+        _stop(processes, end.stop_signal, grace)
+        return _finish(processes, end)
+
+
+def _signals_to_fetch() -> set[signal.Signals]:
+    """All but SIGHUP under nohup: blocked, it would come though ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return _SIGNALS - {signal.SIGHUP}
+    return _SIGNALS
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Why waiting ended: `message` is None where every rank succeeded."""
+
+    code: int
+    message: str | None
+    stop_signal: int
+    culprit: _Process | None = None
+
+
+def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
+    """Waits until all ranks succeeded, one failed, or a signal came."""
+    running = list(processes)
+    while running:
+        info = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
+        if info is not None and info.si_signo in _STOP_SIGNALS:
+            name = signal.Signals(info.si_signo).name
+            return _End(128 + info.si_signo, f"got {name}", info.si_signo)
+        for process in list(running):
+            code = process.poll()
+            if code:
+                return _failure(process, code)
+            if code == 0:
+                running.remove(process)
+        if nodes is not None and (failure := nodes.failure()) is not None:
+            return _End(1, failure, signal.SIGTERM)
+    return _End(0, None, signal.SIGTERM)
+
+
+def _failure(process: _Process, code: int) -> _End:
+    if code > 0:
+        how = f"exit code {code}"
+    else:
+        how = f"signal {-code} ({_signal_name(-code)})"
+    message = (
+        f"rank {process.rank.rank} (pid {process.pid}, "
+        f"{process.rank.address}) failed: {how}"
+    )
+    exit_code = code if code > 0 else 128 - code
+    return _End(exit_code, message, signal.SIGTERM, process)
+
+
+def _stop(processes: Sequence[_Process], number: int, grace: float) -> None:
+    """Asks the ranks that still run to end, then kills them."""
+    if all(process.poll() is not None for process in processes):
+        return
+    for process in processes:
+        process.send(number)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline:
+        info = signal.sigtimedwait(_SIGNALS, 0.05)
+        if all(process.poll() is not None for process in processes):
+            return
+        if info is not None and info.si_signo in _STOP_SIGNALS:
+            return  # Asked again: no more patience, _kill_all comes next.
+
+
+def _finish(processes: Sequence[_Process], end: _End) -> int:
+    """Ends what is left, shows the rest of the output and the report."""
+    _kill_all(processes)
+    tails = {process.pid: process.drain() for process in processes}
+    if end.message is None:
+        return 0
+    print(f"tfdist-run: {end.message}", file=sys.stderr)
+    if len(processes) > 1:
+        print("tfdist-run: all ranks of this host stopped", file=sys.stderr)
+    if end.culprit is not None and (tail := tails[end.culprit.pid]):
+        print("tfdist-run: its last lines on stderr:", file=sys.stderr)
+        for line in tail:
+            print(f"  {line.decode(errors='replace')}", file=sys.stderr)
+    sys.stderr.flush()
+    return end.code
+
+
+def _kill_all(processes: Sequence[_Process]) -> None:
+    """Kills the groups, including what ranks have left behind."""
+    for process in processes:
+        process.send(signal.SIGKILL)
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while time.monotonic() < deadline:
+        if all(process.poll() is not None for process in processes):
+            return
+        time.sleep(0.01)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "real-time signal"
+
+
+def _takes_input(rank: Rank) -> bool:
+    return rank.rank == 0 and not sys.stdin.isatty()
+
+
+def _open_log(log_dir: pathlib.Path | None, rank: Rank) -> BinaryIO | None:
+    if log_dir is None:
+        return None
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return (log_dir / f"rank-{rank.rank}.log").open("wb")
+
+
+def _imitate_terminal(source: int) -> None:
+    """Same width as ours, and bytes pass through as they are written."""
+    with contextlib.suppress(OSError, termios.error):
+        size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(source, termios.TIOCSWINSZ, size)
+        settings = termios.tcgetattr(source)
+        settings[1] &= ~termios.OPOST
+        termios.tcsetattr(source, termios.TCSANOW, settings)
+
+
+def _make_child_setup() -> Callable[[], None]:
+    """Returns what a child runs between fork and exec.
+
+    Everything it needs is looked up before the fork: no import and no lock
+    there.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    launcher = os.getpid()
+
+    def setup() -> None:
+        os.setpgid(0, 0)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # It died before the line above.
+            os._exit(1)
+        # A background group may write to the terminal whatever stty says.
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        # Ignored where a script has started the launcher in the background.
+        # In a group of their own, ranks get it from the launcher only.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    return setup

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which rank holds which part of which table."""

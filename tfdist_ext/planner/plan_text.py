@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sharding plan in words and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tfdist_ext.planner import improve
+from tfdist_ext.planner.load import Load
+from tfdist_ext.tables.placement import TablePlacement
+
+if TYPE_CHECKING:
+    from tfdist_ext.planner.plan import ShardingPlan
+
+_KILO, _MEGA = 1e3, 1e6
+
+_SUMMARISED = (
+    "table",
+    "rows x dim",
+    "placement",
+    "ranks",
+    "MB",
+    "kB ids",
+    "kB results",
+    "why",
+)
+_EXPLAINED = (
+    "",
+    "placement",
+    "parts",
+    "MB",
+    "kB ids",
+    "kB results",
+    "ms mean",
+    "ms busiest",
+    "note",
+)
+
+
+def summary(plan: ShardingPlan) -> str:
+    """One line per table, then what all of them load the busiest rank with."""
+    lines = [_SUMMARISED]
+    for table in plan.problem.tables:
+        placement = plan.placements[table.name]
+        lines.append(
+            (
+                table.name,
+                f"{table.rows} x {table.dim}",
+                describe(placement),
+                _ranks(placement, plan.world_size),
+                *_figures(plan.loads[table.name]),
+                _why(plan, table.name),
+            )
+        )
+    setting = plan.problem.setting
+    total = plan.total
+    return "\n".join(
+        [
+            f"{plan.world_size} ranks, {setting.batch_size} samples each, "
+            f"{setting.wire_bytes:g} bytes per number on the wire",
+            *_aligned(lines),
+            f"per step, the busiest rank sends {_kb(total.sent)} kB and "
+            f"receives {_kb(total.received)} kB,",
+            f"reads {_mb(total.lookups)} MB of rows and takes about "
+            f"{1e3 * plan.seconds_per_step:.2f} ms; "
+            f"the fullest holds {_mb(total.memory)} MB",
+        ]
+    )
+
+
+def explain(plan: ShardingPlan, table: str) -> str:
+    """What each placement of a table costs by itself, cheapest first."""
+    options = plan.options
+    index = plan.problem.index(table)
+    numbers = plan.problem.tables[index]
+    chosen = options.shape_index(plan.placements[table])
+    order = np.argsort(options.mean_time[index], kind="stable").tolist()
+    lines = [_EXPLAINED]
+    for shape in order:
+        row_parts, column_parts, _ = options.triples[shape]
+        cells = row_parts * column_parts
+        if row_parts > numbers.rows or column_parts > numbers.dim:
+            continue
+        placement = options.first_ranks(shape)
+        load = improve.load_of_table(options, index, placement)
+        busiest = np.max(load.time(plan.problem.setting))
+        lines.append(
+            (
+                "*" if shape == chosen else "",
+                describe(placement),
+                f"{row_parts} x {column_parts}" if cells else "-",
+                *_figures(load),
+                f"{1e3 * options.mean_time[index, shape]:.3f}",
+                f"{1e3 * busiest:.3f}",
+                "" if options.allowed[index, shape] else "not asked for",
+            )
+        )
+    features = [
+        f"{f.name} ({f.hotness:g} ids per sample, Zipf {f.exponent:.3g})"
+        for f in plan.problem.features
+        if f.table == index
+    ]
+    return "\n".join(
+        [
+            f"{table}: {numbers.rows} x {numbers.dim}, looked up by "
+            f"{', '.join(features) or 'no feature'}",
+            *_aligned(lines),
+            f"* {describe(plan.placements[table])} on ranks "
+            f"{_ranks(plan.placements[table], plan.world_size)}: "
+            f"{_why(plan, table)}.",
+            "Bytes, memory and 'busiest' are of the rank with the most, as if "
+            "the table were alone.",
+        ]
+    )
+
+
+def describe(placement: TablePlacement) -> str:
+    """The kind of a placement in a few words."""
+    kind: str = placement.kind
+    if kind == "grid":
+        kind = f"grid {placement.row_parts} x {placement.column_parts}"
+    if placement.deduplicate:
+        kind += ", deduplicated"
+    if placement.hot_ids:
+        kind += f", {len(placement.hot_ids)} hot rows"
+    return kind
+
+
+def _why(plan: ShardingPlan, table: str) -> str:
+    options = plan.options
+    index = plan.problem.index(table)
+    asked = plan.problem.tables[index].placement
+    if isinstance(asked, TablePlacement):
+        return "given"
+    chosen = options.shape_index(plan.placements[table])
+    times = np.where(options.allowed[index], options.score[index], np.inf)
+    cheapest = int(times.argmin())
+    forced = "" if asked in ("auto", "sparsecore") else "asked for; "
+    if len(times[np.isfinite(times)]) == 1:
+        return forced + "no other way"
+    if times[chosen] <= times[cheapest]:
+        times[chosen] = np.inf
+        other = int(times.argmin())
+        more = times[other] / max(options.score[index, chosen], 1e-12)
+        return (
+            f"{forced}cheapest, {_shape(options.triples[other])} "
+            f"+{100 * (more - 1):.0f}%"
+        )
+    less = times[cheapest] / max(times[chosen], 1e-12)
+    sent = options.mean_bytes[index]
+    reason = "even load or memory"
+    if sent[chosen] < sent[cheapest]:
+        reason = "fewer bytes"
+    return (
+        f"{forced}{reason}, {_shape(options.triples[cheapest])} alone "
+        f"{100 * (less - 1):.0f}%"
+    )
+
+
+def _shape(triple: tuple[int, int, bool]) -> str:
+    row_parts, column_parts, deduplicate = triple
+    if not row_parts:
+        return "data_parallel"
+    return f"{row_parts} x {column_parts}{' dedup.' if deduplicate else ''}"
+
+
+def _ranks(placement: TablePlacement, world_size: int) -> str:
+    ranks = placement.ranks
+    if not ranks or len(ranks) == world_size:
+        return "all"
+    if len(ranks) <= 4:
+        return " ".join(map(str, ranks))
+    return f"{len(ranks)} of {world_size}"
+
+
+def _figures(load: Load) -> tuple[str, str, str]:
+    """Memory, ids and results of the ranks with the most."""
+    return _mb(load.memory), _kb(load.ids), _kb(load.results)
+
+
+def _mb(values: object) -> str:
+    return f"{np.max(np.asarray(values)) / _MEGA:.2f}"
+
+
+def _kb(values: object) -> str:
+    # Adding up what cancels may leave a negative zero.
+    return f"{np.max(np.asarray(values)) / _KILO + 0.0:.1f}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width; figures to the right, words to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    figures = {
+        i
+        for i, column in enumerate(zip(*lines[1:], strict=True))
+        if all(cell.replace(".", "").lstrip("-").isdigit() for cell in column)
+    }
+    return [
+        "  ".join(
+            cell.rjust(size) if i in figures else cell.ljust(size)
+            for i, (cell, size) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's ids in the input pipeline, together with those of the next batch.
+
+With both at hand a step exchanges the ids of the next batch while it computes
+this one, as TorchRec's `TrainPipelineSparseDist` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import typing
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches import slicing
+from tfdist_ext.embedding.feature import Ids
+
+Nest = Any
+
+
+class IdLists(tf.experimental.BatchableExtensionType):
+    """Some lists of ids, see `Ids`; batchable as tf.data wants it."""
+
+    values: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
+    row_splits: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
+    weights: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
+
+
+class PrefetchedIds(
+    tf.experimental.BatchableExtensionType, internals.NativeObject
+):
+    """Ids of all features of a layer, made by its `preprocess`.
+
+    Keras passes it to the layer like a tensor. It is cut by samples like a
+    RaggedTensor.
+
+    Attributes:
+        now: of this batch.
+        ahead: one `IdLists`, of the next batch of the same iterator, or none
+            where `with_next` has not been.
+        position: int64 `[2]`: a number of the iterator, and of its batch.
+        counts: number of lists of each feature.
+        which: of those in an element of the dataset.
+    """
+
+    now: IdLists
+    ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
+    position: tf.Tensor
+    counts: typing.Tuple[int, ...]  # noqa: UP006
+    which: int = 0
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """For Keras, of a batch of any numbers of ids."""
+        return tf.TensorShape([None, None])
+
+    @property
+    def dtype(self) -> tf.DType:
+        """For Keras, of ids, which are not cast."""
+        return tf.int64
+
+    def nrows(self) -> tf.Tensor:
+        """int64 scalar, samples of the batch."""
+        return tf.size(self.now.row_splits[0], tf.int64) - 1
+
+    def __getitem__(self, samples: slice) -> PrefetchedIds:
+        """Some samples in a row; the next batch is not known of them."""
+        parts = [
+            _cut(part, samples.start, samples.stop) for part in _lists(self.now)
+        ]
+        return PrefetchedIds(_id_lists(parts), (), self.position, self.counts)
+
+
+@tf.experimental.dispatch_for_api(tf.shape, {"input": PrefetchedIds})
+def _shape(
+    input: PrefetchedIds,
+    out_type: tf.DType = tf.int32,
+    name: str | None = None,
+) -> tf.Tensor:
+    # Keras 3 counts a batch by the shape of its first input.
+    return tf.cast(input.nrows(), out_type or tf.int32, name)[tf.newaxis]
+
+
+def bundle(ids: Sequence[Sequence[Ids]]) -> PrefetchedIds:
+    """What `preprocess` of a layer returns.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+    """
+    return PrefetchedIds(
+        _id_lists([part for lists in ids for part in lists]),
+        (),
+        tf.zeros([2], tf.int64),
+        tuple(map(len, ids)),
+    )
+
+
+def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
+    """Per feature, the lists whose results are summed."""
+    parts = iter(_lists(lists))
+    return [[next(parts) for _ in range(count)] for count in counts]
+
+
+def _id_lists(parts: Sequence[Ids]) -> IdLists:
+    return IdLists(
+        tuple(part.values for part in parts),
+        tuple(part.row_splits for part in parts),
+        tuple(part.weights for part in parts),
+    )
+
+
+def _lists(lists: IdLists) -> list[Ids]:
+    return [
+        Ids(*parts)
+        for parts in zip(
+            lists.values, lists.row_splits, lists.weights, strict=True
+        )
+    ]
+
+
+def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
+    row_splits = slicing.copied(ids.row_splits[start : stop + 1])
+    values, weights = (
+        slicing.rows(part, row_splits[0], row_splits[-1])
+        for part in (ids.values, ids.weights)  # empty when all are one
+    )
+    return Ids(values, row_splits - row_splits[0], weights)
+
+
+def empty(spec: Any) -> PrefetchedIds:
+    """A batch of zero samples.
+
+    Args:
+        spec: `PrefetchedIds.Spec`.
+    """
+    now = IdLists(
+        tuple(tf.zeros([0], each.dtype) for each in spec.now.values),
+        tuple(tf.zeros([1], each.dtype) for each in spec.now.row_splits),
+        tuple(tf.zeros([0], each.dtype) for each in spec.now.weights),
+    )
+    return PrefetchedIds(now, (), tf.zeros([2], tf.int64), spec.counts)
+
+
+def with_next(
+    dataset: tf.data.Dataset,
+    empties: Callable[[tf.data.Dataset], tf.data.Dataset],
+) -> tf.data.Dataset:
+    """Tells every `PrefetchedIds` of a dataset what comes after it.
+
+    Args:
+        dataset: of one rank; elements without `PrefetchedIds` are left alone.
+        empties: makes batches of zero samples shaped like a dataset's.
+
+    Returns:
+        A dataset of the same length, whose iterators read one batch ahead.
+    """
+    spec = dataset.element_spec
+    if not any(map(is_prefetched, tf.nest.flatten(spec))):
+        return dataset
+    end = empties(dataset).take(1)
+    nothing = _components(next(iter(end)))
+    # Synchronous, so that nothing is read, and asked of peers, further ahead.
+    return (
+        dataset.concatenate(end)
+        .map(_components, synchronous=True)
+        .scan((tf.constant([0, -2], tf.int64), *nothing), _delay)
+        .skip(1)
+        .map(functools.partial(_pair, spec), synchronous=True)
+    )
+
+
+def _components(*batch: Nest) -> tuple[tf.Tensor, ...]:
+    # tf.data scans tensors only.
+    return tuple(tf.nest.flatten(batch, expand_composites=True))
+
+
+def _delay(
+    state: tuple[tf.Tensor, ...], batch: tuple[tf.Tensor, ...]
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
+    """Holds a batch back until the next one is there."""
+    position, *last = state
+    # A time serves as a number that no other iterator has.
+    now = tf.bitcast(tf.timestamp(), tf.int64)
+    number = tf.where(position[0] == 0, now, position[0])
+    position = tf.stack([number, position[1] + 1])
+    return (position, *batch), (position, *last, *batch)
+
+
+def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
+    """A batch whose `PrefetchedIds` know those of the next."""
+    position, *rest = tensors
+    half = len(rest) // 2
+    components = tf.nest.flatten(spec, expand_composites=True)
+    for tensor, component in zip(rest, components, strict=False):
+        tensor.set_shape(component.shape)  # the scan has forgotten it
+    last, following = (
+        tf.nest.pack_sequence_as(spec, part, expand_composites=True)
+        for part in (rest[:half], rest[half:])
+    )
+
+    number = itertools.count()
+
+    def unite(last: Any, following: Any) -> Any:
+        if not isinstance(last, PrefetchedIds):
+            return last
+        ahead = (following.now,)
+        return PrefetchedIds(
+            last.now, ahead, position, last.counts, next(number)
+        )
+
+    return tf.nest.map_structure(unite, last, following)
+
+
+def is_prefetched(value: Any) -> bool:
+    """Whether a value, or its spec, is one of `PrefetchedIds`."""
+    return isinstance(value, PrefetchedIds | PrefetchedIds.Spec)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks of Keras that write files, run by several ranks.
+
+Models are written by `keras_files.py`. What is left: files that a callback
+writes by itself, and folders that all ranks make at once. tf_keras's
+callbacks know of ranks; those of Keras 3 do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.saving import model_shards
+from tfdist_ext.saving.write_once import is_remote
+
+keras = tf.keras
+
+_PROGRESS = "tfdist_training"
+
+
+def install() -> None:
+    """Wraps the callbacks; they act on models of our strategy only."""
+    callbacks = keras.callbacks
+    if KERAS_3:
+        backup = callbacks.BackupAndRestore
+        _wrap(backup, "_save_model", _back_up)
+        _wrap(backup, "on_train_begin", _restore)
+        _wrap(backup, "on_train_end", _remove_backup)
+        _wrap(callbacks.ModelCheckpoint, "_should_save_model", _make_folder)
+        if hasattr(callbacks, "OrbaxCheckpoint"):
+            _wrap(callbacks.OrbaxCheckpoint, "on_train_begin", _refuse_orbax)
+    _wrap(callbacks.CSVLogger, "on_train_begin", _log_once)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = model_shards.collectives_of(callback.model)
+        call = functools.partial(original, callback, *args, **kwargs)
+        if collectives is None:
+            return call()
+        return wrapper(collectives, call, callback, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _back_up(collectives: Collectives, call: Any, callback: Any) -> None:
+    """Writes weights and progress in one file, which one rename puts there.
+
+    Keras writes two, one after the other: who dies between them goes on
+    later with the new weights in an epoch that they have seen. Its second
+    file is written as well, for a process without ranks.
+    """
+    path = callback._weights_path
+    first = collectives.group.rank == 0
+    if is_remote(path):
+        # Neither h5py nor a rename there; Keras's way, with its order.
+        call() if first else callback.model.save_weights(path)
+        return
+    following = os.path.join(callback.backup_dir, "next.weights.h5")
+    progress = {
+        "epoch": callback._current_epoch,
+        "batch": callback._last_batch_seen,
+    }
+    with collectives.together(f"back up to '{callback.backup_dir}'"):
+        if first:
+            os.makedirs(callback.backup_dir, exist_ok=True)
+        callback.model.save_weights(following, overwrite=True)
+        if first:
+            _put_backup(callback, following, progress)
+        collectives.barrier("backup/written")
+
+
+def _put_backup(
+    callback: Any, following: str, progress: dict[str, Any]
+) -> None:
+    with h5py.File(following, "a") as file:
+        file.attrs[_PROGRESS] = json.dumps(progress)
+    if callback.double_checkpoint:
+        _copy(callback._weights_path, callback._prev_weights_path)
+        _copy(
+            callback._training_metadata_path,
+            callback._prev_training_metadata_path,
+        )
+    os.replace(following, callback._weights_path)
+    with open(callback._training_metadata_path, "w") as file:
+        file.write(json.dumps(progress))
+
+
+def _copy(source: str, target: str) -> None:
+    if os.path.exists(source):
+        shutil.copyfile(source, f"{target}.part")
+        os.replace(f"{target}.part", target)
+
+
+def _restore(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    """Reads the backup; that before it if any rank cannot read the last."""
+    failure = None
+    try:
+        callback._load_model()
+    except OSError as error:
+        failure = error
+    failed = tf.constant([failure is not None], tf.bool)
+    flags = collectives.all_gather(tf.cast(failed, tf.int32), "backup/status")
+    if flags.numpy().any():
+        if not tf.io.gfile.exists(callback._prev_weights_path):
+            raise failure or OSError(
+                f"The backup '{callback._weights_path}' could not be read on "
+                f"rank(s) {np.flatnonzero(flags.numpy()).tolist()}."
+            )
+        if collectives.group.rank == 0:
+            _copy(callback._prev_weights_path, callback._weights_path)
+            _copy(
+                callback._prev_training_metadata_path,
+                callback._training_metadata_path,
+            )
+        collectives.barrier("backup/previous")
+        callback._load_model()
+    if os.path.exists(callback._weights_path):
+        with h5py.File(callback._weights_path) as file:
+            progress = file.attrs.get(_PROGRESS)
+        # None if a process without ranks has written it.
+        if progress is not None:
+            callback.model._initial_epoch = json.loads(progress)["epoch"]
+
+
+def _remove_backup(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    collectives.barrier("backup/end")
+    if collectives.group.rank == 0:
+        call()
+    # The next `fit` of a slower rank must not find it.
+    collectives.barrier("backup/removed")
+
+
+def _make_folder(
+    collectives: Collectives,
+    call: Any,
+    callback: Any,
+    epoch: int,
+    batch: int | None,
+    logs: Any,
+    filepath: str,
+) -> bool:
+    # Keras looks whether the folder exists, then makes it: ranks may race.
+    wanted = bool(call())
+    folder = os.path.dirname(filepath)
+    if wanted and folder and not is_remote(filepath):
+        os.makedirs(folder, exist_ok=True)
+    return wanted
+
+
+def _refuse_orbax(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    raise ValueError(
+        "OrbaxCheckpoint would write each rank's part of the model to one "
+        f"place. Received: a strategy of {collectives.group.world_size} "
+        "ranks. Use ModelCheckpoint, or tf.train.CheckpointManager."
+    )
+
+
+def _log_once(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    """Leaves the log of all to rank 0: the rows are the same."""
+    name = callback.filename
+    if collectives.group.rank > 0:
+        callback.filename = os.devnull
+    try:
+        call()
+    finally:
+        callback.filename = name

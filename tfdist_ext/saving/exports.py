@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SavedModels of several ranks: written once, refused with tables.
+
+A rank's trace of a partitioned model exchanges ids with its peers and knows
+the shard's rows only: nothing but those ranks could run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from typing import Any
+from typing import NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.saving.write_once import write_once
+
+
+def install() -> None:
+    """Wraps what every way to write a SavedModel ends in."""
+    module = internals.saved_model_save
+    original = module.save_and_return_nodes
+
+    @functools.wraps(original)
+    def save_and_return_nodes(
+        obj: Any, export_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = list(tf.train.TrackableView(obj).descendants())
+        for trackable in found:
+            if shard_spec(trackable) is not None:
+                refuse(trackable, f"to '{export_dir}'")
+        strategies = {_strategy_of(trackable) for trackable in found}
+        for strategy in strategies:
+            collectives = getattr(strategy, "collectives", None)
+            if collectives is not None:
+                return write_once(
+                    collectives,
+                    export_dir,
+                    lambda path: original(obj, path, *args, **kwargs),
+                    make_folder=True,
+                    stays=is_first_with(export_dir, collectives),
+                )
+        return original(obj, export_dir, *args, **kwargs)
+
+    module.save_and_return_nodes = save_and_return_nodes
+    converter = tf.lite.TFLiteConverter
+    convert = converter.from_keras_model
+
+    def from_keras_model(model: Any) -> Any:
+        for variable in model.variables:
+            if shard_spec(variable) is not None:
+                refuse(variable, "for TFLite")
+        return convert(model)
+
+    converter.from_keras_model = staticmethod(from_keras_model)
+
+
+def is_first_with(path: Any, collectives: Collectives) -> bool:
+    """Whether no rank before this one was given the path.
+
+    All ranks have all of a model without tables. Some callers read what they
+    wrote, each from a path of its own (the TFLite converter).
+    """
+    if not isinstance(path, str | os.PathLike):  # of this process alone
+        return collectives.group.rank == 0
+    absolute = os.path.abspath(path).encode()
+    digest = hashlib.blake2b(absolute, digest_size=7).digest()
+    own = int.from_bytes(digest, "little")
+    digests = collectives.all_gather(
+        tf.constant([own], tf.int64), "export/path"
+    ).numpy()
+    return int(np.argmax(digests == own)) == collectives.group.rank
+
+
+def _strategy_of(trackable: Any) -> Any:
+    value = getattr(trackable, "_value", trackable)
+    if isinstance(value, internals.DistributedValues):
+        return value._distribute_strategy
+    return None
+
+
+def refuse(shard: Any, where: str) -> NoReturn:
+    """Says that a model with this shard cannot be exported, and what to do."""
+    spec = shard_spec(shard)
+    assert spec is not None
+    raise ValueError(
+        f"A model with partitioned tables cannot be exported {where} by "
+        f"{spec.world_size} ranks. Received: table '{spec.table}'. Save a "
+        "checkpoint (or .keras) and export from one process, or give plain "
+        "layers the tables that strategy.gather_table(layer) or "
+        "layer.get_embedding_tables() returns: see 'Serving' in "
+        "docs/checkpoints.md."
+    )

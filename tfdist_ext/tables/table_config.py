@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and the features that look up in them, as a user describes them.
+
+Field names, their order and what may be passed by position are those of
+keras-rs' classes of the same names, so that its examples run with the import
+changed. This module does not import TensorFlow: initializers and optimizers
+are carried as they are, and the layer says how to write them to a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+from tfdist_ext.tables import checks
+from tfdist_ext.tables.placement import MOST_HOT_ROWS
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import check_hot_ids
+
+COMBINERS = ("mean", "sum", "sqrtn")
+# The last two are the names of keras-rs: partitioned in whatever way, and an
+# ordinary variable on every rank.
+PLACEMENTS = (
+    "auto",
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "grid",
+    "sparsecore",
+    "default_device",
+)
+DTYPES = ("float32", "bfloat16")
+POLICIES = ("error", "ignore")
+# The largest sizes of a table.
+SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
+# The least mean number of ids of a sample.
+SMALLEST = 1e-9
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """A table of weights, `[vocabulary_size, embedding_dim]`.
+
+    Features that are given the same object share one table.
+
+    >>> words = TableConfig("words", 1 << 20, 64, combiner="sum")
+    >>> words.placement
+    'auto'
+
+    Attributes:
+        name: of the table, unique within a layer.
+        vocabulary_size: number of rows; ids are in `[0, vocabulary_size)`.
+        embedding_dim: number of columns.
+        initializer: a Keras initializer or its name.
+        optimizer: a Keras optimizer or its name for this table only; None
+            leaves the table to the model's.
+        combiner: "mean", "sum" or "sqrtn" of a sample's weighted rows.
+        placement: "auto" (the planner chooses), "data_parallel" (all of it on
+            every rank), "table_wise" (all of it on one rank), "row_wise",
+            "column_wise", "grid", "sparsecore" (the planner chooses, but not
+            data_parallel), "default_device" (data_parallel), or a
+            `TablePlacement`, which names the ranks too.
+        max_ids_per_partition: not used, buffers grow as needed. There so that
+            configurations of keras-rs are accepted.
+        max_unique_ids_per_partition: not used, as above.
+        hot_rows: rows that every rank holds of a partitioned table: their ids
+            do not travel, and their gradients are summed whole. A number K
+            means the ids 0 to K - 1, the most frequent ones in the
+            vocabularies of Keras's lookup layers; or give the ids, see
+            `sharding.popularity.most_frequent_ids`. Not for tables that are cut
+            into columns.
+        deduplicate: whether a batch asks for each distinct row once and pools
+            on its own rank; None leaves it to the planner.
+        dtype: of the weights, "float32" or "bfloat16".
+        out_of_range: "error" raises on every rank, "ignore" drops the id.
+
+    Raises:
+        ValueError: for a value outside of these.
+    """
+
+    name: str
+    vocabulary_size: int
+    embedding_dim: int
+    initializer: Any = "uniform"
+    optimizer: Any = None
+    combiner: Literal["mean", "sum", "sqrtn"] = "mean"
+    placement: str | TablePlacement = "auto"
+    max_ids_per_partition: int = 256
+    max_unique_ids_per_partition: int = 256
+    hot_rows: int | Sequence[int] = dataclasses.field(default=0, kw_only=True)
+    deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
+    dtype: str = dataclasses.field(default="float32", kw_only=True)
+    out_of_range: Literal["error", "ignore"] = dataclasses.field(
+        default="error", kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        checks.name("a table", self.name)
+        for field, most in SIZES.items():
+            value = checks.integer(field, getattr(self, field), 1, where, most)
+            object.__setattr__(self, field, value)
+        hot_rows = checked_hot_rows(self.hot_rows, self.vocabulary_size, where)
+        object.__setattr__(self, "hot_rows", hot_rows)
+        checks.one_of("combiner", self.combiner, COMBINERS, where)
+        checks.one_of("dtype", self.dtype, DTYPES, where)
+        checks.one_of("out_of_range", self.out_of_range, POLICIES, where)
+        self._check_placement(where)
+
+    def _check_placement(self, where: str) -> None:
+        checks.boolean("deduplicate", self.deduplicate, where)
+        if not isinstance(self.placement, TablePlacement):
+            checks.one_of("placement", self.placement, PLACEMENTS, where)
+            replicated = self.placement in ("data_parallel", "default_device")
+        else:
+            replicated = not self.placement.ranks
+            if self.deduplicate not in (None, self.placement.deduplicate):
+                raise ValueError(
+                    "Argument `deduplicate` contradicts the placement: "
+                    "received "
+                    f"deduplicate={self.deduplicate}, placement="
+                    f"{self.placement} ({where}). Leave it out."
+                )
+        if self.hot_rows and self.placement in ("column_wise", "grid"):
+            raise ValueError(
+                "Hot rows cannot be cut into columns. Received: placement="
+                f"{self.placement!r}, hot_rows={_brief(self.hot_rows)} "
+                f"({where}). Use placement='row_wise', 'table_wise' or 'auto'."
+            )
+        if isinstance(self.placement, TablePlacement):
+            self._check_hot_rows(self.placement, where)
+        if replicated and (self.deduplicate or self.hot_rows):
+            raise ValueError(
+                "A table that every rank holds whole has no ids to "
+                "deduplicate and no hot rows. Received: placement="
+                f"{self.placement!r}, deduplicate={self.deduplicate}, "
+                f"hot_rows={_brief(self.hot_rows)} ({where}). Leave them out, "
+                "or use placement='sparsecore'."
+            )
+
+    def _check_hot_rows(self, placement: TablePlacement, where: str) -> None:
+        check_hot_ids(placement.hot_ids, self.vocabulary_size, self.name)
+        given = hot_ids(self.hot_rows)
+        if given and placement.hot_ids not in ((), given):
+            raise ValueError(
+                "Argument `hot_rows` contradicts the placement: "
+                f"{len(given)} rows there, {len(placement.hot_ids)} hot_ids "
+                f"here, not the same ({where}). Leave one of them out."
+            )
+        if given and placement.ranks:
+            # Refuses column parts.
+            dataclasses.replace(placement, hot_ids=given)
+
+    def get_config(
+        self, serialize: Callable[[Any], Any] = _as_is
+    ) -> dict[str, Any]:
+        """The arguments that make this object again.
+
+        Args:
+            serialize: what is done to `initializer` and `optimizer`, for
+                example `keras.saving.serialize_keras_object`.
+
+        Returns:
+            A dictionary that JSON can hold if `serialize` sees to it.
+        """
+        config = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
+        for field in ("initializer", "optimizer"):
+            config[field] = serialize(config[field])
+        if isinstance(self.placement, TablePlacement):
+            config["placement"] = placement_to_dict(self.placement)
+        return config
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        deserialize: Callable[[Any], Any] = _as_is,
+    ) -> TableConfig:
+        """The object that `get_config` describes.
+
+        Args:
+            config: of `get_config`, or of that of keras-rs.
+            deserialize: the inverse of `serialize` there. What is left
+                serialised is read when a layer needs it.
+
+        Raises:
+            ValueError: for fields that are not known, or lacking.
+        """
+        arguments = checks.fields_of(cls, config, "config of a table")
+        for field in ("initializer", "optimizer"):
+            if field in arguments:
+                arguments[field] = deserialize(arguments[field])
+        if isinstance(arguments.get("placement"), Mapping):
+            arguments["placement"] = placement_from_dict(arguments["placement"])
+        return cls(**arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureConfig:
+    """A column of the input and the table that it looks up in.
+
+    Attributes:
+        name: of the feature, unique within a layer.
+        table: where its ids are looked up.
+        input_shape: of its ids, `(batch, ids per sample)`; None for what is
+            not known. The first dimension is the global batch.
+        output_shape: of its result, `(batch, embedding_dim)`.
+        hotness: mean ids per sample, for the planner, if `input_shape` does
+            not tell.
+        unique: mean number of distinct ids in one rank's batch, for the
+            planner, if known.
+
+    Raises:
+        ValueError: for a value outside of these.
+    """
+
+    name: str
+    table: TableConfig
+    input_shape: Sequence[int | None]
+    output_shape: Sequence[int | None]
+    hotness: float | None = dataclasses.field(default=None, kw_only=True)
+    unique: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        where = f"feature {self.name!r}"
+        checks.name("a feature", self.name)
+        if not isinstance(self.table, TableConfig):
+            raise ValueError(
+                "Argument `table` must be a TableConfig. Received: "
+                f"table={self.table!r} ({where})."
+            )
+        for field in ("input_shape", "output_shape"):
+            shape = _shape(field, getattr(self, field), where)
+            object.__setattr__(self, field, shape)
+        if len(self.output_shape) > 2:
+            raise ValueError(
+                "Argument `output_shape` must be (batch, embedding_dim): the "
+                "rows of a sample are combined into one, not kept as a "
+                f"sequence. Received: output_shape={self.output_shape} "
+                f"({where})."
+            )
+        if self.output_shape[-1] not in (None, self.table.embedding_dim):
+            raise ValueError(
+                "The last dimension of `output_shape` must be the table's "
+                f"embedding_dim, {self.table.embedding_dim}. Received: "
+                f"output_shape={self.output_shape} ({where}, table "
+                f"{self.table.name!r})."
+            )
+        for field in ("hotness", "unique"):
+            value = getattr(self, field)
+            if value is not None:
+                checks.number(field, value, where, least=SMALLEST)
+
+    def get_config(
+        self, serialize: Callable[[Any], Any] = _as_is
+    ) -> dict[str, Any]:
+        """The arguments that make this object again; see `TableConfig`."""
+        return {
+            "name": self.name,
+            "table": self.table.get_config(serialize),
+            "input_shape": self.input_shape,
+            "output_shape": self.output_shape,
+            "hotness": self.hotness,
+            "unique": self.unique,
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        deserialize: Callable[[Any], Any] = _as_is,
+    ) -> FeatureConfig:
+        """The object that `get_config` describes.
+
+        Args:
+            config: of `get_config`; `table` may be a TableConfig already, as
+                features that share a table need it.
+            deserialize: see `TableConfig.from_config`.
+
+        Raises:
+            ValueError: for fields that are not known, or lacking.
+        """
+        arguments = checks.fields_of(cls, config, "config of a feature")
+        if not isinstance(arguments["table"], TableConfig):
+            arguments["table"] = TableConfig.from_config(
+                arguments["table"], deserialize
+            )
+        return cls(**arguments)
+
+
+def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
+    """A placement as JSON can hold it."""
+    return {
+        "row_parts": placement.row_parts,
+        "column_parts": placement.column_parts,
+        "ranks": list(placement.ranks),
+        "deduplicate": placement.deduplicate,
+        "hot_ids": list(placement.hot_ids),
+    }
+
+
+def placement_from_dict(
+    config: Mapping[str, Any], where: str = "placement"
+) -> TablePlacement:
+    """The inverse of `placement_to_dict`.
+
+    Args:
+        config: of `placement_to_dict`.
+        where: what it is of, for messages.
+
+    Raises:
+        ValueError: for what describes none.
+    """
+    fields = checks.fields_of(TablePlacement, config, where)
+    for field in ("ranks", "hot_ids"):
+        if field in fields:
+            values = checks.entries(fields[field], f"{where}.{field}")
+            fields[field] = tuple(values)
+    return TablePlacement(**fields)
+
+
+def hot_ids(hot_rows: int | Sequence[int]) -> tuple[int, ...]:
+    """The ids that `TableConfig.hot_rows` means, ascending."""
+    if isinstance(hot_rows, int):
+        return tuple(range(hot_rows))
+    return tuple(sorted(hot_rows))
+
+
+def checked_hot_rows(
+    value: Any, rows: int, where: str
+) -> int | tuple[int, ...]:
+    """`value` as a number or as distinct ids; NumPy's are accepted too."""
+    if not hasattr(value, "__len__"):
+        number = checks.integer("hot_rows", value, 0, where)
+        if number > min(rows, MOST_HOT_ROWS):
+            raise ValueError(
+                f"Argument `hot_rows` must be at most {MOST_HOT_ROWS} and the "
+                f"vocabulary_size, {rows}. Received: hot_rows={number} "
+                f"({where})."
+            )
+        return number
+    ids = tuple(checks.integer("hot_rows", each, 0, where) for each in value)
+    if len(set(ids)) < len(ids) or len(ids) > MOST_HOT_ROWS:
+        raise ValueError(
+            f"Argument `hot_rows` must be a number or at most {MOST_HOT_ROWS} "
+            f"distinct ids. Received: {len(ids)} ids, {len(set(ids))} of them "
+            f"distinct ({where})."
+        )
+    check_hot_ids(hot_ids(ids), rows, where)
+    return ids
+
+
+def _brief(hot_rows: int | Sequence[int]) -> str:
+    if isinstance(hot_rows, int):
+        return str(hot_rows)
+    return f"<{len(hot_rows)} ids>"
+
+
+def _shape(field: str, value: Any, where: str) -> tuple[int | None, ...]:
+    """`value` as a tuple; tf.TensorShape and lists are accepted too."""
+    try:
+        shape = tuple(
+            None if size is None else operator.index(size) for size in value
+        )
+    except TypeError:
+        shape = ()
+    if not shape or any(size is not None and size < 0 for size in shape):
+        raise ValueError(
+            f"Argument `{field}` must be a shape with a batch dimension, such "
+            f"as (None, 10). Received: {field}={value!r} ({where})."
+        )
+    return shape
