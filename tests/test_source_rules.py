@@ -2,6 +2,7 @@
 """Rules of this source tree, as tests. A message says what to do instead."""
 
 import ast
+import graphlib
 import importlib
 import pathlib
 import re
@@ -29,6 +30,64 @@ PRIVATE_MODULES = {
     "tensorflow.python.training.saving.saveable_object",
     "tensorflow.python.types.internal",
 }
+
+# The rooms of the package from the ground up, and what each may import. A
+# room imports rooms above its own line only, so no import runs back up.
+ROOMS = {
+    "tables": set(),
+    "launcher": set(),
+    "planner": {"tables"},
+    "marks": {"tables"},
+    "tensorflow_internals": set(),
+    "ops": {"tables", "tensorflow_internals"},
+    "collectives": {"ops", "tensorflow_internals"},
+    "batches": {"collectives"},
+    "optimizers": {"collectives", "marks", "ops", "tables"},
+    "sharding": {
+        "collectives",
+        "marks",
+        "ops",
+        "optimizers",
+        "planner",
+        "tables",
+        "tensorflow_internals",
+    },
+    "checkpoints": {"collectives", "tensorflow_internals"},
+    "embedding": {"collectives", "ops", "tables", "tensorflow_internals"},
+    "prefetch": {"batches", "embedding", "tensorflow_internals"},
+    "keras_training": {"batches", "collectives", "prefetch"},
+    "saving": {
+        "collectives",
+        "marks",
+        "optimizers",
+        "sharding",
+        "tensorflow_internals",
+    },
+    "layers": {
+        "collectives",
+        "embedding",
+        "optimizers",
+        "planner",
+        "prefetch",
+        "sharding",
+        "tables",
+    },
+    "distribute": {
+        "batches",
+        "checkpoints",
+        "collectives",
+        "keras_training",
+        "launcher",
+        "ops",
+        "optimizers",
+        "prefetch",
+        "saving",
+        "sharding",
+        "tables",
+        "tensorflow_internals",
+    },
+}
+WITHOUT_TENSORFLOW = ("launcher", "planner", "tables")
 
 PUBLIC = {
     "tfdist_ext": {"HybridParallelStrategy", "layers", "optimizers"},
@@ -123,6 +182,61 @@ def test_private_tensorflow_is_listed() -> None:
         "PRIVATE_MODULES of this test lists what is used; keep it in step, "
         "and short."
     )
+
+
+def imports_between_files() -> dict[str, set[str]]:
+    """What every module of the package imports of it, by dotted names."""
+    texts = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py" and path.parent != PACKAGE.parent
+    }
+    found: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        found[module] = set()
+        for name in imported_modules(text):
+            while name and name not in texts:
+                name = name.rpartition(".")[0]
+            if name:
+                found[module].add(name)
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_imports_between_rooms_only_go_down() -> None:
+    imports = imports_between_files()
+    top = {"_build_info", "launch"}  # of the package itself
+    assert {room_of(module) for module in imports} - top == set(ROOMS)
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(each) < order.index(room) for each in below), (
+            f"{room} may not import a room above it"
+        )
+    used: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for module, others in imports.items():
+        room = room_of(module)
+        if room in top:
+            continue
+        used[room] |= {room_of(other) for other in others} - {room}
+    assert used == ROOMS, "ROOMS lists what each room imports; keep it short"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    imports = imports_between_files()
+    try:
+        list(graphlib.TopologicalSorter(imports).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"Cut this circle of imports: {error.args[1]}")
+
+
+@pytest.mark.parametrize("room", WITHOUT_TENSORFLOW)
+def test_rooms_without_tensorflow(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        for name in imported_modules(path.read_text()):
+            assert name.split(".")[0] not in ("tensorflow", "keras"), path
 
 
 def test_only_ops_know_the_shared_library() -> None:

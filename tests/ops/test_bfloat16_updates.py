@@ -10,8 +10,8 @@ import tensorflow as tf
 from tests.ops.row_rules import RULES
 from tests.ops.row_rules import make_state
 from tests.ops.row_rules import values
+from tests.reference import optimizer as reference_optimizer
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.ops import reference_optimizer
 
 SEEDS = pytest.mark.parametrize(
     "seed", [None, 7, -1, 2**62 + 3], ids=["nearest", "7", "-1", "big"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.reference import lookup as reference_lookup
 from tfdist_ext.ops import lookup_ops
-from tfdist_ext.ops import reference_lookup
 from tfdist_ext.tables.placement import FeaturePlacement
 
 ROWS = 30

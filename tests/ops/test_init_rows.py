@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.reference import init as reference
 from tfdist_ext.ops import init_ops
-from tfdist_ext.ops import reference_init as reference
 from tfdist_ext.tables import rotated_mod as placement_lib
 
 DISTRIBUTIONS = {

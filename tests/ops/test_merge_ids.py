@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.ops.csr_batches import csr_batch
+from tests.reference import ids as reference_ids
 from tfdist_ext.ops import id_ops
-from tfdist_ext.ops import reference_ids
 
 LIMIT = 50
 

@@ -14,8 +14,8 @@ from tests.ops.row_rules import run_adam
 from tests.ops.row_rules import run_row_wise
 from tests.ops.row_rules import summed
 from tests.ops.row_rules import values
+from tests.reference import optimizer as reference_optimizer
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.ops import reference_optimizer
 
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "ops", [optimizer_ops, reference_optimizer], ids=["compiled", "reference"]

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.ops.csr_batches import csr_batch
+from tests.reference import lookup as reference_lookup
 from tfdist_ext.ops import lookup_ops
-from tfdist_ext.ops import reference_lookup
 
 NONE = np.zeros(0, np.float32)
 

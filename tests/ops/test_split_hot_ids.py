@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.reference import ids as reference_ids
 from tfdist_ext.ops import id_ops
-from tfdist_ext.ops import reference_ids
 
 NONE = np.zeros(0, np.float32)
 HOT = [0, 7, 8, 31, 2**40 - 1]

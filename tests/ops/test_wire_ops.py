@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.ops import reference_wire
+from tests.reference import wire as reference_wire
 from tfdist_ext.ops import wire_ops
 
 DTYPES = [tf.bfloat16, tf.float16]

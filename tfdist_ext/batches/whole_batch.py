@@ -13,6 +13,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist_ext.batches.batch_growth import MEAN
+from tfdist_ext.batches.batch_growth import BatchGrowth
 from tfdist_ext.batches.batch_growth import Term
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
@@ -40,6 +41,15 @@ def share() -> tf.Tensor:
     return known[place]
 
 
+def growth_in(step: Step) -> BatchGrowth:
+    """What tells sums over the step's batch from means."""
+    if step.growth is None:
+        samples = tf.get_static_value(step.samples)
+        step.growth = BatchGrowth(samples and int(samples))
+    growth: BatchGrowth = step.growth
+    return growth
+
+
 def sums_in(step: Step, value: tf.Tensor) -> list[Term]:
     """The sums over samples in a value, as far as can be told.
 
@@ -47,7 +57,7 @@ def sums_in(step: Step, value: tf.Tensor) -> list[Term]:
     """
     if not tf.is_symbolic_tensor(value):
         return [Term(value)] if value.shape.rank else []
-    return step.growth_of().sums_in(value)
+    return growth_in(step).sums_in(value)
 
 
 def averageable(value: tf.Tensor) -> tf.Tensor:

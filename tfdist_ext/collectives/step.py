@@ -10,8 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.batches.batch_growth import BatchGrowth
-
 Nest = Any
 _KERAS_STEPS = ("train_step", "test_step", "predict_step")
 
@@ -31,7 +29,7 @@ class Step:
         checks: tensors that exist once all ids of the step are validated;
             no variable is written before.
         shares: of the batch that this rank has, by the graph of the tensor.
-        growth: what is known of the step's values.
+        growth: `batches.batch_growth.BatchGrowth` of the step's values.
         backward: whether a tape computes gradients now. Exchanges are then
             those that belong to exchanges of the forward pass.
     """
@@ -45,15 +43,8 @@ class Step:
     plan: list[str] = dataclasses.field(default_factory=list)
     checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
     shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
-    growth: BatchGrowth | None = None
+    growth: Any = None
     backward: bool = False
-
-    def growth_of(self) -> BatchGrowth:
-        """Tells sums over the step's batch from means."""
-        if self.growth is None:
-            samples = tf.get_static_value(self.samples)
-            self.growth = BatchGrowth(samples and int(samples))
-        return self.growth
 
 
 def count_samples(values: Nest) -> tf.Tensor:

@@ -299,7 +299,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if path is not None:
             whole_tables.write(variable, self.collectives, path)
             return None
-        return sharded_variable.gather(variable, self.collectives)
+        return whole_tables.gather(variable, self.collectives)
 
     def statistics(self) -> dict[str, Any]:
         """What the process group has sent, received and waited for."""

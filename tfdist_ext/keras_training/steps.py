@@ -126,7 +126,7 @@ def _track_sum(
     value = _scalar(values)
     if value is None or not tf.is_symbolic_tensor(value):
         return original(values, sample_weight)
-    if step.growth_of().of(value) == MEAN:
+    if whole_batch.growth_in(step).of(value) == MEAN:
         part = value * tf.cast(whole_batch.share(), value.dtype)
         values = tf.where(step.samples > 0, part, 0)
     return original(values, sample_weight)

@@ -22,7 +22,7 @@ from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.planner.plan import plan as make_plan
 from tfdist_ext.prefetch import prefetched_ids
-from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -327,7 +327,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the tables in order, each whole or as this rank's part."""
-        sharded_variable.set_weights(self, weights)
+        whole_tables.set_weights(self, weights)
 
     def _by_name(self) -> dict[str, Any]:
         if not self.built:

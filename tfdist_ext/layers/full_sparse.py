@@ -21,7 +21,7 @@ from tfdist_ext.layers import tables
 from tfdist_ext.planner import plan
 from tfdist_ext.planner import reduction
 from tfdist_ext.prefetch import prefetched_ids
-from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -328,7 +328,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         Args:
             weights: anything that can be sliced, a memory map for example.
         """
-        sharded_variable.set_weights(self, weights)
+        whole_tables.set_weights(self, weights)
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""

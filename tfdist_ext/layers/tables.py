@@ -124,7 +124,7 @@ def add_table(
         )
 
     def made() -> None:
-        sharded_variable.accept_whole(variable)
+        whole_tables.accept_whole(variable)
         if optimizer is not None:
             table_optimizers.attach(variable, optimizer)
 
@@ -147,14 +147,14 @@ def add_table(
 def to_save(variable: Any, collectives: Collectives | None) -> Any:
     """The whole table on rank 0, which writes the file; all ranks call."""
     if collectives and sharded_variable.is_shard(variable):
-        return sharded_variable.gather_to_first(variable, collectives)
+        return whole_tables.gather_to_first(variable, collectives)
     return variable
 
 
 def load(variable: Any, whole: Any) -> None:
     """Assigns this rank's part of a whole table."""
     if sharded_variable.is_shard(variable):
-        sharded_variable.assign_part(variable, whole)
+        whole_tables.assign_part(variable, whole)
     else:
         variable.assign(whole)
 
@@ -167,7 +167,7 @@ def whole(
     """See `DistributedEmbedding.get_embedding_tables`."""
     if folder is None:
         return {
-            name: tf.constant(sharded_variable.gather(variable, collectives))
+            name: tf.constant(whole_tables.gather(variable, collectives))
             for name, variable in variables.items()
         }
     paths = {name: os.path.join(folder, f"{name}.npy") for name in variables}

@@ -3,7 +3,7 @@
 
 The ids of a batch are in CSR form: sample s has `ids[row_splits[s] :
 row_splits[s + 1]]`. Weights are float32 of the same length, or empty when all
-are one. `reference_ids.py` has the same functions made of stock TensorFlow ops.
+are one. `tests/reference/ids.py` has the same functions made of stock ops.
 """
 
 from __future__ import annotations

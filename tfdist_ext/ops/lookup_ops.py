@@ -4,7 +4,7 @@
 The entries of sample s are `rows[row_splits[s] : row_splits[s + 1]]`. Weights
 are float32 of the same length, or empty when all are one. `served` is int64
 `[world_size, F]`: samples come by the rank that asks for them, then by
-feature. `reference_lookup.py` has the same functions made of stock ops.
+feature. `tests/reference/lookup.py` has the same functions made of stock ops.
 """
 
 from __future__ import annotations

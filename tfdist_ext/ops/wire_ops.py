@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers on their way between ranks: 16 bits instead of 32.
 
-`reference_wire.py` has the same functions made of stock TensorFlow ops.
+`tests/reference/wire.py` has the same functions made of stock TensorFlow ops.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from tfdist_ext.planner import plan_text
 from tfdist_ext.planner import plot
 from tfdist_ext.planner import problem as problem_lib
 from tfdist_ext.planner import reduction
+from tfdist_ext.planner.figures import Figures
 from tfdist_ext.planner.load import Load
 from tfdist_ext.planner.popularity import DEFAULT_EXPONENT
 from tfdist_ext.planner.problem import Problem
@@ -111,23 +112,19 @@ class ShardingPlan:
             dataclasses.replace(table, placement=placement)
 
     @functools.cached_property
-    def options(self) -> balance.Options:
-        """Costs of every table in every shape."""
-        return balance.Options(self.problem, list(self.placements.values()))
+    def figures(self) -> Figures:
+        """What the plan costs, table by table."""
+        return Figures(self.problem, self.placements)
 
-    @functools.cached_property
+    @property
     def loads(self) -> Mapping[str, Load]:
         """What each table loads the ranks with, by name, arrays `[W]`."""
-        return {
-            name: improve.load_of_table(self.options, index, placement)
-            for index, (name, placement) in enumerate(self.placements.items())
-        }
+        return self.figures.loads
 
-    @functools.cached_property
+    @property
     def total(self) -> Load:
         """What all tables and the exchanges load the ranks with, `[W]`."""
-        load = sum(self.loads.values(), start=Load())
-        return balance.total(load, list(self.placements.values()), self.problem)
+        return self.figures.total
 
     @property
     def bytes_per_step(self) -> float:
@@ -137,7 +134,7 @@ class ShardingPlan:
     @property
     def seconds_per_step(self) -> float:
         """Estimated time of the busiest rank's tables in a step."""
-        return float(np.max(self.total.time(self.problem.setting)))
+        return self.figures.seconds_per_step
 
     @property
     def memory(self) -> float:
@@ -146,11 +143,11 @@ class ShardingPlan:
 
     def summary(self) -> str:
         """The plan as a table of text, a line per table."""
-        return plan_text.summary(self)
+        return plan_text.summary(self.figures)
 
     def explain(self, table: str) -> str:
         """All placements the table could have, and why it has this one."""
-        return plan_text.explain(self, table)
+        return plan_text.explain(self.figures, table)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws memory, bytes sent and lookups of every rank.
@@ -164,7 +161,7 @@ class ShardingPlan:
         Raises:
             ImportError: without matplotlib.
         """
-        return plot.draw(self, path)
+        return plot.draw(self.figures, path)
 
     def replace(
         self, table: str, placement: TablePlacement | str

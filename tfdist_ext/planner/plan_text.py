@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tfdist_ext.planner import improve
+from tfdist_ext.planner.figures import Figures
 from tfdist_ext.planner.load import Load
 from tfdist_ext.tables.placement import TablePlacement
-
-if TYPE_CHECKING:
-    from tfdist_ext.planner.plan import ShardingPlan
 
 _KILO, _MEGA = 1e3, 1e6
 
@@ -40,43 +37,43 @@ _EXPLAINED = (
 )
 
 
-def summary(plan: ShardingPlan) -> str:
+def summary(figures: Figures) -> str:
     """One line per table, then what all of them load the busiest rank with."""
     lines = [_SUMMARISED]
-    for table in plan.problem.tables:
-        placement = plan.placements[table.name]
+    for table in figures.problem.tables:
+        placement = figures.placements[table.name]
         lines.append(
             (
                 table.name,
                 f"{table.rows} x {table.dim}",
                 describe(placement),
-                _ranks(placement, plan.world_size),
-                *_figures(plan.loads[table.name]),
-                _why(plan, table.name),
+                _ranks(placement, figures.world_size),
+                *_figures(figures.loads[table.name]),
+                _why(figures, table.name),
             )
         )
-    setting = plan.problem.setting
-    total = plan.total
+    setting = figures.problem.setting
+    total = figures.total
     return "\n".join(
         [
-            f"{plan.world_size} ranks, {setting.batch_size} samples each, "
+            f"{figures.world_size} ranks, {setting.batch_size} samples each, "
             f"{setting.wire_bytes:g} bytes per number on the wire",
             *_aligned(lines),
             f"per step, the busiest rank sends {_kb(total.sent)} kB and "
             f"receives {_kb(total.received)} kB,",
             f"reads {_mb(total.lookups)} MB of rows and takes about "
-            f"{1e3 * plan.seconds_per_step:.2f} ms; "
+            f"{1e3 * figures.seconds_per_step:.2f} ms; "
             f"the fullest holds {_mb(total.memory)} MB",
         ]
     )
 
 
-def explain(plan: ShardingPlan, table: str) -> str:
+def explain(figures: Figures, table: str) -> str:
     """What each placement of a table costs by itself, cheapest first."""
-    options = plan.options
-    index = plan.problem.index(table)
-    numbers = plan.problem.tables[index]
-    chosen = options.shape_index(plan.placements[table])
+    options = figures.options
+    index = figures.problem.index(table)
+    numbers = figures.problem.tables[index]
+    chosen = options.shape_index(figures.placements[table])
     order = np.argsort(options.mean_time[index], kind="stable").tolist()
     lines = [_EXPLAINED]
     for shape in order:
@@ -86,7 +83,7 @@ def explain(plan: ShardingPlan, table: str) -> str:
             continue
         placement = options.first_ranks(shape)
         load = improve.load_of_table(options, index, placement)
-        busiest = np.max(load.time(plan.problem.setting))
+        busiest = np.max(load.time(figures.problem.setting))
         lines.append(
             (
                 "*" if shape == chosen else "",
@@ -100,7 +97,7 @@ def explain(plan: ShardingPlan, table: str) -> str:
         )
     features = [
         f"{f.name} ({f.hotness:g} ids per sample, Zipf {f.exponent:.3g})"
-        for f in plan.problem.features
+        for f in figures.problem.features
         if f.table == index
     ]
     return "\n".join(
@@ -108,9 +105,9 @@ def explain(plan: ShardingPlan, table: str) -> str:
             f"{table}: {numbers.rows} x {numbers.dim}, looked up by "
             f"{', '.join(features) or 'no feature'}",
             *_aligned(lines),
-            f"* {describe(plan.placements[table])} on ranks "
-            f"{_ranks(plan.placements[table], plan.world_size)}: "
-            f"{_why(plan, table)}.",
+            f"* {describe(figures.placements[table])} on ranks "
+            f"{_ranks(figures.placements[table], figures.world_size)}: "
+            f"{_why(figures, table)}.",
             "Bytes, memory and 'busiest' are of the rank with the most, as if "
             "the table were alone.",
         ]
@@ -129,13 +126,13 @@ def describe(placement: TablePlacement) -> str:
     return kind
 
 
-def _why(plan: ShardingPlan, table: str) -> str:
-    options = plan.options
-    index = plan.problem.index(table)
-    asked = plan.problem.tables[index].placement
+def _why(figures: Figures, table: str) -> str:
+    options = figures.options
+    index = figures.problem.index(table)
+    asked = figures.problem.tables[index].placement
     if isinstance(asked, TablePlacement):
         return "given"
-    chosen = options.shape_index(plan.placements[table])
+    chosen = options.shape_index(figures.placements[table])
     times = np.where(options.allowed[index], options.score[index], np.inf)
     cheapest = int(times.argmin())
     forced = "" if asked in ("auto", "sparsecore") else "asked for; "
@@ -193,14 +190,14 @@ def _kb(values: object) -> str:
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width; figures to the right, words to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    figures = {
+    numeric = {
         i
         for i, column in enumerate(zip(*lines[1:], strict=True))
         if all(cell.replace(".", "").lstrip("-").isdigit() for cell in column)
     }
     return [
         "  ".join(
-            cell.rjust(size) if i in figures else cell.ljust(size)
+            cell.rjust(size) if i in numeric else cell.ljust(size)
             for i, (cell, size) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
 
+from tfdist_ext.planner.figures import Figures
 from tfdist_ext.planner.load import Load
-
-if TYPE_CHECKING:
-    from tfdist_ext.planner.plan import ShardingPlan
 
 # Tables that get a colour of their own; the others are drawn as one.
 _NAMED = 9
@@ -26,11 +23,11 @@ _PANELS = (
 )
 
 
-def draw(plan: ShardingPlan, path: str | os.PathLike[str] | None = None) -> Any:
+def draw(figures: Figures, path: str | os.PathLike[str] | None = None) -> Any:
     """One panel each for memory, bytes and lookups: a bar per rank.
 
     Args:
-        plan: to draw.
+        figures: of the plan.
         path: file to write, if any.
 
     Returns:
@@ -45,10 +42,12 @@ def draw(plan: ShardingPlan, path: str | os.PathLike[str] | None = None) -> Any:
     sheet = Figure(figsize=(12, 4), layout="constrained")
     panels = sheet.subplots(1, len(_PANELS))
     for panel, (title, attribute) in zip(panels, _PANELS, strict=True):
-        _draw_panel(panel, plan.world_size, _layers(plan.loads, attribute))
+        _draw_panel(
+            panel, figures.world_size, _layers(figures.loads, attribute)
+        )
         panel.set(title=title, xlabel="rank")
     panels[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    sheet.suptitle(f"Load of {plan.world_size} ranks, by table")
+    sheet.suptitle(f"Load of {figures.world_size} ranks, by table")
     if path is not None:
         sheet.savefig(path, dpi=120)
     return sheet

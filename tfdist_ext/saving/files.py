@@ -30,7 +30,7 @@ from tfdist_ext.saving import exports
 from tfdist_ext.saving import model_shards
 from tfdist_ext.saving import reading
 from tfdist_ext.saving.write_once import write_once
-from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 
 keras = tf.keras
 
@@ -114,7 +114,7 @@ def _refuse_to_ask(question: str) -> str:
 
 def _write_keras_3(save: _Save) -> None:
     whole = functools.partial(
-        sharded_variable.gather_to_first, collectives=save.collectives
+        whole_tables.gather_to_first, collectives=save.collectives
     )
     # Keras makes the folder of what it does not zip, and of no other.
     make_folder = not save.arguments.get("zipped", True)

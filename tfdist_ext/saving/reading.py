@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.saving import model_shards
-from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
 
 keras = tf.keras
 
@@ -85,7 +85,7 @@ def _read_part_of_slots() -> None:
     @functools.wraps(original)
     def load_own_variables(self: Any, store: Any) -> None:
         shards = model_shards.only_shards(list(self.variables))
-        assign = sharded_variable.assign_part
+        assign = whole_tables.assign_part
         with model_shards.methods(shards, assign=assign):
             original(self, store)
 

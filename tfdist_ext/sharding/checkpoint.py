@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.sharding import hot_rows
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -121,9 +122,7 @@ class _SavedShard:
 
     def _gather(self) -> tf.Tensor | None:
         """The whole table, which rank 0 writes; all ranks take part."""
-        from tfdist_ext.sharding import sharded_variable
-
-        whole = sharded_variable.gather(self._variable, self._collectives)
+        whole = whole_tables.gather(self._variable, self._collectives)
         return tf.constant(whole) if self._spec.rank == 0 else None
 
     def _pick(self, whole: tf.Tensor) -> tf.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.ops import reference_ids
-from tfdist_ext.ops import reference_random
+from tests.reference import ids as reference_ids
+from tests.reference import random as reference_random
 
 _TAIL = 0.022750131948179195  # P(X < -2) of a standard normal variable X
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.ops import reference_rounding as rounding
+from tests.reference import rounding as rounding
 
 
 def sum_duplicate_rows(
