@@ -31,11 +31,11 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan build \
-    library environment lint format wheel bench clean
+    library environment lint format docs wheel bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
-	@echo 'Also: build lint format test-fast test-process test-fault' \
+	@echo 'Also: build lint format docs test-fast test-process test-fault' \
 	    'test-asan wheel bench clean'
 
 demo: build
@@ -95,6 +95,10 @@ format: environment
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+# The site, in build/site. The variable silences an advertisement.
+docs: environment
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs -q build --strict
 
 wheel: $(VENV)/.installed
 	build_ops/wheel.sh $(BIN)/python $(PY)

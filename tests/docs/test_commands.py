@@ -57,7 +57,9 @@ def check_make(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    if words[0] == "-m":
+    if words[:2] == ["-m", "pytest"]:
+        assert all((blocks.ROOT / word).exists() for word in words[2:]), words
+    elif words[0] == "-m":
         parser = importlib.import_module(words[1]).make_parser()
         parser.parse_args([] if words[2:] == ["--help"] else words[2:])
     else:
@@ -130,6 +132,7 @@ def test_commands_are_found():
         "tfdist-run -n 2 examples/no_such_file.py",
         "python examples/ctr.py --no-such-option",
         "python -m benchmarks.run --no-such-option",
+        "python -m pytest tests/no_such_folder",
         "pip install .[no_such_extra]",
         "unknown program",
     ],

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site is built without a warning and shows what users may import."""
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs import blocks
+
+README = (blocks.ROOT / "README.md").read_text()
+BENCHMARKS = (blocks.ROOT / "docs" / "benchmarks.md").read_text()
+PUBLIC = ("tfdist_ext", "tfdist_ext.layers", "tfdist_ext.optimizers")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "-q", "build", "--strict"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(folder)],
+        cwd=blocks.ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_public_names_are_on_the_reference_page(site):
+    page = (site / "reference.html").read_text()
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            if f"{module.__name__}.{name}" not in PUBLIC:
+                assert f'id="{module.__name__}.{name}"' in page, name
+
+
+def test_rooms_are_on_the_page_for_contributors():
+    text = (blocks.ROOT / "docs" / "contributing.md").read_text()
+    listed = re.findall(r"^\| `(\w+)/` \|", text, re.M)
+    package = blocks.ROOT / "tfdist_ext"
+    rooms = [path.parent.name for path in package.glob("*/__init__.py")]
+    assert sorted(listed) == sorted(rooms)
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def rounded_like(written: str, exact: str) -> bool:
+    """Whether a number is another one, rounded to its own digits."""
+    places = len(written.partition(".")[2])
+    return abs(float(written) - float(exact)) <= 0.5000001 * 10**-places
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    """Those of "Why", in ms and MB: of `timelines` on 4 ranks."""
+    _, _, group = BENCHMARKS.partition("timelines, 4 ranks")
+    measured = re.findall(r"(?<= )\d+\.\d+", group.partition("\n\n")[0])
+    _, _, why = README.partition("## Why")
+    quoted = re.findall(r"([\d.]+) (?:ms|MB)\b(?!/)", why.partition("\n## ")[0])
+    quoted = [number for number in quoted if number != "150"]  # the link's
+    assert len(quoted) == 6
+    for number in quoted:
+        assert any(rounded_like(number, each) for each in measured), number
+
+
+@pytest.mark.parametrize(
+    ("written", "exact", "same"),
+    [("527", "526.60", True), ("0.506", "0.506", True), ("25", "25.94", False)],
+)
+def test_rounding(written, exact, same):
+    assert rounded_like(written, exact) == same
