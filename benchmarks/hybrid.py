@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ours: partitioned FullSparse layers under HybridParallelStrategy."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -115,11 +116,12 @@ class HybridVariant:
         self, layer: tf.keras.layers.Layer, feature: Any
     ) -> tf.Tensor:
         """Calls a sparse layer with fp32 on the wire, whatever is timed."""
-        wire_dtype, layer.wire_dtype = layer.wire_dtype, "float32"
+        wire = layer.wire
+        layer.wire = dataclasses.replace(wire, dtype="float32")
         try:
             return layer(feature)
         finally:
-            layer.wire_dtype = wire_dtype
+            layer.wire = wire
 
     def _make_layer(
         self, plan: ShardingPlan, table: workloads.Table, index: int

@@ -132,7 +132,7 @@ def test_one_weight_for_all_ids_of_a_sample():
     )
     found = layer(np.array(IDS), np.array([2.0, 3.0]))
     expected = layer(np.array(IDS)) * np.array([[2], [3]], np.float32)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="lie where"):
         layer(np.array(IDS), np.array([2.0, 3.0, 4.0]))
     with pytest.raises(ValueError, match="floats or integers of the same kind"):

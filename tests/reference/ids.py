@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.ops.id_ops import OutOfRange
+from tfdist_ext.tables.choices import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
 
 # rank, samples, bad id found, its feature, its sample, its value

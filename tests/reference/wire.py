@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.ops.wire_ops import Rounding
+from tfdist_ext.tables.choices import Rounding
 
 _WORD = 0xFFFFFFFF
 

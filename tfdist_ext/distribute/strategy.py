@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
 import numpy as np
 import tensorflow as tf
@@ -31,15 +30,15 @@ from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
-from tfdist_ext.optimizers import checks
+from tfdist_ext.optimizers import checks as optimizer_checks
 from tfdist_ext.saving import files
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
+from tfdist_ext.tables import checks
+from tfdist_ext.tables import choices
 
 Nest = Any
-
-_GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -90,14 +89,13 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster_resolver: (
             tf.distribute.cluster_resolver.ClusterResolver | None
         ) = None,
-        gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        gradient_dtype: choices.WireDtype = "float32",
         error_feedback: bool = False,
     ) -> None:
-        if gradient_dtype not in _GRADIENT_DTYPES:
-            raise ValueError(
-                f"Argument `gradient_dtype` must be one of {_GRADIENT_DTYPES}."
-                f" Received: gradient_dtype={gradient_dtype!r}."
-            )
+        where = type(self).__name__
+        checks.one_of(
+            "gradient_dtype", gradient_dtype, choices.WIRE_DTYPES, where
+        )
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
@@ -312,7 +310,7 @@ def _check_optimizer(model: Any) -> None:
     # Here because a wrapper of an optimizer (a loss scale) is not seen where
     # the optimizer updates its variables.
     optimizer = getattr(model, "optimizer", None)
-    checks.check_accumulation(optimizer)
+    optimizer_checks.check_accumulation(optimizer)
     variables = getattr(model, "trainable_variables", ())
     if optimizer and any(map(sharded_variable.is_shard, variables)):
-        checks.check_supported(optimizer)
+        optimizer_checks.check_supported(optimizer)

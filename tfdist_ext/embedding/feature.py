@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import tensorflow as tf
 
+from tfdist_ext.tables.choices import Combiner
+from tfdist_ext.tables.choices import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
-
-OutOfRange = Literal["error", "ignore"]
-Combiner = Literal["sum", "mean", "sqrtn"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,36 +12,10 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
+from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import pack_ops
 from tfdist_ext.ops import wire_ops
-
-_SCATTER = 0x1E3779B97F4A7C15
-
-
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """How results and their gradients travel.
-
-    Attributes:
-        label: names the exchanges in errors.
-        dtype: of the numbers between ranks.
-        packed: whether they are packed, without loss.
-        rounding: to the nearest number of that dtype, or "stochastic".
-    """
-
-    label: str
-    dtype: tf.DType = tf.float32
-    packed: bool = False
-    rounding: wire_ops.Rounding = "nearest"
-
-    def seeds(self, rank: int) -> list[tf.Tensor]:
-        """For the rounding of results and of gradients, new in every step."""
-        if self.rounding == "nearest":
-            return [tf.zeros([], tf.int64)] * 2
-        # Ranks that have set the same seed must not round alike.
-        drawn = tf.random.uniform([2], 0, tf.int64.max, tf.int64)
-        return tf.unstack(drawn ^ (rank * _SCATTER % 2**63))
 
 
 def output_dist(
@@ -80,7 +53,10 @@ def output_dist(
         placements = [feature.placement_with_hot_rows for feature in features]
     seed, gradient_seed = wire.seeds(collectives.group.rank)
     numbers = wire_ops.to_wire(
-        values, wire.dtype, rounding=wire.rounding, seed=seed
+        values,
+        tf.as_dtype(wire.dtype),
+        rounding=wire.rounding,
+        seed=seed,
     )
     label = f"{wire.label}/results"
     if wire.packed:

@@ -24,9 +24,9 @@ from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.input_dist import input_dist
 from tfdist_ext.embedding.input_dist import merge_local
 from tfdist_ext.embedding.lookup import lookup
-from tfdist_ext.embedding.output_dist import Wire
 from tfdist_ext.embedding.output_dist import output_dist
 from tfdist_ext.embedding.output_dist import split_local
+from tfdist_ext.embedding.wire import Wire
 
 
 @dataclasses.dataclass(frozen=True)

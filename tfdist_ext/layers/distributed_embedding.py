@@ -7,18 +7,17 @@ import os
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
 import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.pooled_lookup import pooled_lookup
+from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.layers import tables
+from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.feature_configs import FeatureConfigs
+from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.planner.plan import plan as make_plan
 from tfdist_ext.prefetch import prefetched_ids
@@ -31,17 +30,10 @@ from tfdist_ext.tables.table_config import TableConfig
 keras = tf.keras
 
 Nest = Any
-_SETTINGS = (
-    "wire_dtype",
-    "wire_rounding",
-    "wire_packing",
-    "learn_frequent_ids",
-    "prefetch_ids",
-)
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
+class DistributedEmbedding(SparseLayer):
     """Looks up all features of a model, and reduces each per sample.
 
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
@@ -75,11 +67,9 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         plan: a `ShardingPlan` that places the tables, instead of the one
             made when the layer is built; if it is for another number of
             ranks, `plan.at` of this number does.
-        wire_dtype: dtype of results and their gradients between ranks.
-        wire_rounding: "nearest" or "stochastic", see `FullSparse`.
-        wire_packing: pack those numbers without loss, see `FullSparse`.
-        learn_frequent_ids: shorter codes for frequent ids, see `FullSparse`.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
+        **kwargs: of a Keras layer; and how ids and numbers travel, see
+            `FullSparse`.
 
     Raises:
         ValueError: for arguments outside of these.
@@ -92,28 +82,15 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         table_stacking: str | Sequence[Any] | None = "auto",
         update_stats: bool = False,
         plan: ShardingPlan | None = None,
-        wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        wire_rounding: Literal["nearest", "stochastic"] = "nearest",
-        wire_packing: bool = False,
-        learn_frequent_ids: bool = False,
         prefetch_ids: bool = False,
         **kwargs: Any,
     ) -> None:
-        # Ids must not be cast, and tables have a dtype of their own.
-        kwargs.setdefault("autocast", False)
-        super().__init__(**kwargs)
+        wire = Wire.taken_from(kwargs)
+        super().__init__(wire=wire, prefetch_ids=prefetch_ids, **kwargs)
         del table_stacking, update_stats
         self._configs = FeatureConfigs.of(feature_configs)
         self._variables: list[Any] = []
-        tables.require_one_of("wire_dtype", wire_dtype, tables.WIRE_DTYPES)
-        tables.require_one_of("wire_rounding", wire_rounding, tables.ROUNDINGS)
-        self.wire_dtype = wire_dtype
-        self.wire_rounding = wire_rounding
-        self.wire_packing = wire_packing
-        self.learn_frequent_ids = learn_frequent_ids
-        self.prefetch_ids = prefetch_ids
         self.plan = self._given_plan = plan
-        self.supports_jit = False
 
     def build(self, input_shapes: Nest = None) -> None:
         """Creates this rank's part of every table."""
@@ -121,7 +98,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         if getattr(self, "_features", None) is not None:
             return
         self._collectives = collectives_lib.active()
-        rank, world_size = tables.rank_and_world_size(self._collectives)
+        rank, world_size = self._rank_and_world_size()
         placements = self._placements(world_size)
         specs = [
             ShardSpec.of(
@@ -140,22 +117,16 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             self._feature(config, specs, placements)
             for config in self._configs.features
         ]
-        tables.agree(features, self._collectives)
+        self._agree(features)
         self._variables = [
-            self._add_table(table, spec)
+            self._add(table, spec)
             for table, spec in zip(self._configs.tables, specs, strict=True)
         ]
         self._features = features
-        self._frequent = None
-        if self.learn_frequent_ids:
-            self._frequent = frequent_ids.for_features(
-                self._features, self._collectives, self.name
-            )
         self.built = True
 
-    def _add_table(self, table: TableConfig, spec: ShardSpec) -> Any:
-        variable = tables.add_table(
-            self,
+    def _add(self, table: TableConfig, spec: ShardSpec) -> Any:
+        variable = self._add_table(
             table.name,
             spec,
             keras.initializers.get(table.initializer),
@@ -192,7 +163,7 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
                 self._configs.features,
                 world_size,
                 batch_size=self._configs.batch_size(world_size),
-                wire_bytes=tf.as_dtype(self.wire_dtype).size,
+                wire_bytes=self.wire.bytes_of_number,
             )
         if self.plan.world_size != world_size:
             self.plan = self.plan.at(world_size)
@@ -220,28 +191,19 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         del training
         if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
             inputs, weights = inputs["ids"], inputs["weights"]
-        if tables.is_symbolic_build():
+        if sparse_layer.is_symbolic_build():
             return self._zeros(inputs)
-        ids, ahead = tables.prefetched(self, inputs) or (
-            self._ids(inputs, weights),
-            None,
-        )
-        outputs = pooled_lookup(
-            ids,
-            self._features,
-            self._variables,
-            self._collectives,
-            tables.wire_of(self),
-            self._frequent,
-            ahead,
-        )
+        outputs = self._look_up(inputs, weights)
         for output, feature in zip(outputs, self._features, strict=True):
             output.set_shape([None, feature.spec.dim])
         return self._configs.pack(
             [tf.cast(output, self.compute_dtype) for output in outputs]
         )
 
-    def _ids(self, inputs: Nest, weights: Nest) -> list[list[Ids]]:
+    def _tables(self) -> list[Any]:
+        return self._variables
+
+    def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
         flat = self._configs.flatten(inputs, "inputs", self.name)
         for value, config in zip(flat, self._configs.features, strict=True):
             rows = config.table.vocabulary_size
@@ -310,7 +272,21 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
         Raises:
             ValueError: before the layer is built.
         """
-        return tables.whole(self._by_name(), self._collectives, folder)
+        variables = self._by_name()
+        if folder is None:
+            return {
+                name: tf.constant(
+                    whole_tables.gather(variable, self._collectives)
+                )
+                for name, variable in variables.items()
+            }
+        if self._rank_and_world_size()[0] == 0:
+            os.makedirs(folder, exist_ok=True)
+        paths = {}
+        for name, variable in variables.items():
+            paths[name] = os.path.join(folder, f"{name}.npy")
+            whole_tables.write(variable, self._collectives, paths[name])
+        return paths
 
     def set_embedding_tables(self, values: Mapping[str, Any]) -> None:
         """Sets whole tables; each rank reads the part that it holds.
@@ -323,11 +299,17 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             ValueError: before the layer is built, for names that it has not,
                 and for other shapes.
         """
-        tables.set_whole(self.name, self._by_name(), values)
+        variables = self._by_name()
+        if set(values) - set(variables):
+            raise ValueError(
+                f"Layer '{self.name}' has the tables {sorted(variables)}. "
+                f"Received: {sorted(values)}."
+            )
+        for name, value in values.items():
+            variables[name].assign(value)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the tables in order, each whole or as this rank's part."""
-        whole_tables.set_weights(self, weights)
+    def _own_variables(self) -> dict[str, Any]:
+        return self._by_name()
 
     def _by_name(self) -> dict[str, Any]:
         if not self.built:
@@ -357,29 +339,13 @@ class DistributedEmbedding(keras.layers.Layer):  # type: ignore[name-defined]
             ]
         )
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes whole tables; all ranks call, rank 0's file stays."""
-        if not self.built:
-            return
-        for table, variable in zip(
-            self._configs.tables, self._variables, strict=True
-        ):
-            store[table.name] = tables.to_save(variable, self._collectives)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads this rank's part of every table."""
-        for table, variable in zip(
-            self._configs.tables, self._variables, strict=True
-        ):
-            tables.load(variable, store[table.name])
-
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
-        config: dict[str, Any] = super().get_config()
+        config = super().get_config()
         config.update(self._configs.get_config())
         if self._given_plan is not None:
             config["plan"] = self._given_plan.to_dict()
-        config.update({name: getattr(self, name) for name in _SETTINGS})
+        config.update(self.wire.arguments())
         return config
 
     @classmethod

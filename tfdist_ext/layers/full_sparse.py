@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
 import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.feature import OutOfRange
-from tfdist_ext.embedding.pooled_lookup import pooled_lookup
+from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.layers import tables
+from tfdist_ext.layers import sparse_layer
+from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner import plan
 from tfdist_ext.planner import reduction
-from tfdist_ext.prefetch import prefetched_ids
-from tfdist_ext.sharding import whole_tables
+from tfdist_ext.tables import checks
+from tfdist_ext.tables import choices
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -37,8 +35,6 @@ _SHARDINGS = {
     "column": "column_wise",
     "replicated": "data_parallel",
 }
-_POLICIES = ("error", "ignore")
-
 
 _NO_REGULARIZER = (
     "`kernel_regularizer` needs the whole kernel on every rank: use it with "
@@ -48,7 +44,7 @@ _NO_REGULARIZER = (
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
+class FullSparse(SparseLayer):
     """`activation(sum of the weighted kernel rows of a sample + bias)`.
 
     The dense layer on a sparse input of 2^18..2^22 columns: `outputs =
@@ -81,19 +77,11 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             rank holds some columns of all rows), "replicated" (an ordinary
             mirrored variable), a `TablePlacement`, or "auto" (see
             `tfdist_ext.planner.plan`).
-        wire_dtype: dtype of results and their gradients between ranks. The
-            sums over a sample's ids are rounded once, relative error
-            at most 2^-8 (bfloat16) or 2^-11 (float16, in its range).
-        wire_rounding: of a 16-bit wire_dtype: "nearest", or "stochastic",
-            whose errors have mean zero and do not add up over steps.
-        wire_packing: pack those numbers, without loss: about 15% fewer bytes
-            in float32, 30% in bfloat16, for about 20 ns of processor time a
-            number. Pays on links below about 1 Gbit/s.
-        learn_frequent_ids: count looked-up ids and give frequent ones
-            shorter codes: about a quarter fewer bytes of ids for twice the
-            time to code them. Pays on slow links.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
+        **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding`,
+            `wire_packing` and `learn_frequent_ids`, which say how ids and
+            numbers travel: see `tfdist_ext.embedding.wire.Wire`.
 
     Raises:
         ValueError: for arguments outside of these.
@@ -112,19 +100,15 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         binary_values: bool = False,
         sharding: Literal["auto", "row", "column", "replicated"]
         | TablePlacement = "auto",
-        wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        wire_rounding: Literal["nearest", "stochastic"] = "nearest",
-        wire_packing: bool = False,
-        learn_frequent_ids: bool = False,
         prefetch_ids: bool = False,
-        out_of_range: OutOfRange = "error",
+        out_of_range: choices.OutOfRange = "error",
         **kwargs: Any,
     ) -> None:
-        # Weights are float32 whatever the policy; values must not be cast.
-        kwargs.setdefault("autocast", False)
-        super().__init__(**kwargs)
-        self.units = _positive("units", units)
-        self.input_dim = _rows(input_dim, units)
+        wire = Wire.taken_from(kwargs)
+        super().__init__(wire=wire, prefetch_ids=prefetch_ids, **kwargs)
+        where = f"layer '{self.name}'"
+        self.units = checks.integer("units", units, 1, where)
+        self.input_dim = _rows(input_dim, units, where)
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -139,23 +123,14 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         if isinstance(sharding, dict):
             sharding = placement_from_dict(sharding)
         if not isinstance(sharding, TablePlacement):
-            tables.require_one_of("sharding", sharding, tuple(_SHARDINGS))
-        tables.require_one_of("wire_dtype", wire_dtype, tables.WIRE_DTYPES)
-        tables.require_one_of("out_of_range", out_of_range, _POLICIES)
+            checks.one_of("sharding", sharding, tuple(_SHARDINGS), where)
+        checks.one_of("out_of_range", out_of_range, choices.POLICIES, where)
         self.sharding = sharding
         # What a plan for several layers says, or the one for this layer.
         self.planned: TablePlacement | None = None
-        self._frequent: frequent_ids.FrequentIds | None = None
-        self.wire_dtype = wire_dtype
-        tables.require_one_of("wire_rounding", wire_rounding, tables.ROUNDINGS)
-        self.wire_rounding = wire_rounding
-        self.wire_packing = wire_packing
-        self.learn_frequent_ids = learn_frequent_ids
-        self.prefetch_ids = prefetch_ids
         self.out_of_range = out_of_range
         if kernel_regularizer is not None and sharding != "replicated":
             raise ValueError(_NO_REGULARIZER + f"sharding={sharding!r}.")
-        self.supports_jit = False
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self.input_dim is None:
@@ -170,9 +145,8 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             )
         self._collectives = collectives_lib.active()
         self.spec = self._make_spec(self.input_dim, input_shape)
-        tables.agree([self.feature], self._collectives)
-        self.kernel = tables.add_table(
-            self,
+        self._agree(self._features)
+        self.kernel = self._add_table(
             "kernel",
             self.spec,
             self.kernel_initializer,
@@ -186,12 +160,12 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
                 initializer=self.bias_initializer,
                 regularizer=self.bias_regularizer,
                 dtype="float32",
-                **tables.KEEP_DTYPE,
+                **sparse_layer.KEEP_DTYPE,
             )
         self.built = True
 
     def _make_spec(self, rows: int, input_shape: Any) -> ShardSpec:
-        rank, world_size = tables.rank_and_world_size(self._collectives)
+        rank, world_size = self._rank_and_world_size()
         sharding = self._placement(world_size, input_shape)
         if world_size == 1:
             sharding = TablePlacement.data_parallel()
@@ -205,6 +179,7 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             out_of_range=self.out_of_range,
             deduplicate=sharding.deduplicate,
         )
+        self._features = [self.feature]
         return spec
 
     def _placement(self, world_size: int, input_shape: Any) -> TablePlacement:
@@ -243,45 +218,21 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         Returns:
             `[batch, units]` in the layer's compute dtype.
         """
-        if tables.is_symbolic_build():
+        if sparse_layer.is_symbolic_build():
             first = tf.nest.flatten(inputs)[0]
             return tf.zeros([tf.shape(first)[0], self.units])
-        if self.learn_frequent_ids and self._frequent is None:
-            # Not when built: the layers of a SharedExchange need none.
-            self._frequent = frequent_ids.for_features(
-                [self.feature], self._collectives, self.name
-            )
-        ids, ahead = tables.prefetched(self, inputs) or (
-            [self.ids_of(inputs)],
-            None,
-        )
-        (pooled,) = pooled_lookup(
-            ids,
-            [self.feature],
-            [self.kernel],
-            self._collectives,
-            tables.wire_of(self),
-            self._frequent,
-            ahead,
-        )
+        (pooled,) = self._look_up(inputs)
         return self.finish(pooled)
 
-    def preprocess(self, inputs: Any) -> Any:
-        """Prepares inputs in the input pipeline.
+    def _tables(self) -> list[Any]:
+        return [self.kernel]
 
-        To be mapped over a dataset. With `prefetch_ids=True` every step then
-        exchanges the ids of the next batch, see
-        `DistributedEmbedding.preprocess`; otherwise nothing is changed.
+    def _ids(self, inputs: Any) -> list[list[Ids]]:
+        return [self.ids_of(inputs)]
 
-        Args:
-            inputs: see the class.
-
-        Returns:
-            What the layer takes as its input.
-        """
-        if self.prefetch_ids:
-            return prefetched_ids.bundle([self.ids_of(inputs)])
-        return inputs
+    def _own_variables(self) -> dict[str, Any]:
+        own = {"kernel": self.kernel, "bias": self.bias}
+        return {name: each for name, each in own.items() if each is not None}
 
     def ids_of(self, inputs: Any) -> list[Ids]:
         """The ids of the inputs, which are summed (for `SharedExchange`)."""
@@ -308,41 +259,15 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
             (first.shape[0], self.units), dtype=self.compute_dtype
         )
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the whole kernel; all ranks call, rank 0's file stays."""
-        if not self.built:
-            return
-        store["kernel"] = tables.to_save(self.kernel, self._collectives)
-        if self.bias is not None:
-            store["bias"] = self.bias
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads this rank's part of the kernel."""
-        tables.load(self.kernel, store["kernel"])
-        if self.bias is not None:
-            self.bias.assign(store["bias"])
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets kernel and bias; the kernel whole, or this rank's part.
-
-        Args:
-            weights: anything that can be sliced, a memory map for example.
-        """
-        whole_tables.set_weights(self, weights)
-
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
-        config: dict[str, Any] = super().get_config()
+        config = super().get_config()
+        config.update(self.wire.arguments())
         for name in (
             "units",
             "input_dim",
             "use_bias",
             "binary_values",
-            "wire_dtype",
-            "wire_rounding",
-            "wire_packing",
-            "learn_frequent_ids",
-            "prefetch_ids",
             "out_of_range",
         ):
             config[name] = getattr(self, name)
@@ -362,19 +287,11 @@ class FullSparse(keras.layers.Layer):  # type: ignore[name-defined]
         return config
 
 
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value <= 0:
-        raise ValueError(
-            f"Argument `{name}` must be a positive integer. Received: "
-            f"{name}={value!r}."
-        )
-    return value
-
-
-def _rows(input_dim: int | None, units: int) -> int | None:
+def _rows(input_dim: int | None, units: int, where: str) -> int | None:
     if input_dim is None:
         return None
-    if units > _positive("input_dim", input_dim):
+    input_dim = checks.integer("input_dim", input_dim, 1, where)
+    if units > input_dim:
         warnings.warn(
             f"FullSparse(units={units}, input_dim={input_dim}) has more "
             "columns than rows. Its arguments are in the order of a Dense "

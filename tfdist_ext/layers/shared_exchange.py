@@ -10,19 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.pooled_lookup import pooled_lookup
-from tfdist_ext.layers import tables
+from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.full_sparse import FullSparse
+from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import plan
-from tfdist_ext.prefetch import prefetched_ids
 
 keras = tf.keras
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
+class SharedExchange(SparseLayer):
     """Calls `FullSparse` layers on an input each, in one exchange.
 
     The result is that of calling each by itself. Under a strategy there is
@@ -51,27 +49,24 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         prefetch_ids: bool = False,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("autocast", False)
-        super().__init__(**kwargs)
         for layer in layers:
             if not isinstance(layer, FullSparse) or layer.input_dim is None:
                 raise ValueError(
                     "Argument `layers` must be FullSparse layers with an "
                     f"`input_dim`. Received in it: {layer!r}."
                 )
-        wires = {_wire(layer) for layer in layers}
+        wires = {layer.wire for layer in layers}
         if len(wires) != 1:
             raise ValueError(
                 "Argument `layers` must be at least one layer, all with equal "
                 "`wire_...` arguments and `learn_frequent_ids`. "
-                f"Received: {sorted(wires)}."
+                f"Received: {[each.arguments() for each in wires]}."
             )
+        super().__init__(wire=wires.pop(), prefetch_ids=prefetch_ids, **kwargs)
         self.layers = list(layers)
-        self.prefetch_ids = prefetch_ids
         for index, layer in enumerate(layers):
             # Checkpoints find attributes; Keras 3 hides lists from them.
             setattr(self, f"layer_{index}", layer)
-        self.supports_jit = False
 
     def build(self, input_shapes: Any) -> None:
         """Places the layers by one plan and builds them."""
@@ -88,15 +83,10 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
             dataclasses.replace(layer.feature, table=index)
             for index, layer in enumerate(self.layers)
         ]
-        self._frequent = None
-        if self.layers[0].learn_frequent_ids:
-            self._frequent = frequent_ids.for_features(
-                self._features, self._collectives, self.name
-            )
         self.built = True
 
     def _place(self, input_shapes: Any) -> None:
-        _, world_size = tables.rank_and_world_size(self._collectives)
+        _, world_size = self._rank_and_world_size()
         if world_size == 1 or any(layer.built for layer in self.layers):
             return
         features = [
@@ -116,28 +106,17 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         Returns:
             `[batch, units]` of each layer.
         """
-        if tables.is_symbolic_build():
+        if sparse_layer.is_symbolic_build():
             samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
             return [tf.zeros([samples, layer.units]) for layer in self.layers]
-        ids, ahead = tables.prefetched(self, inputs) or (
-            self._ids(inputs),
-            None,
-        )
-        pooled = pooled_lookup(
-            ids,
-            self._features,
-            [layer.kernel for layer in self.layers],
-            self._collectives,
-            dataclasses.replace(
-                tables.wire_of(self.layers[0]), label=self.name
-            ),
-            self._frequent,
-            ahead,
-        )
+        pooled = self._look_up(inputs)
         return [
             layer.finish(value)
             for layer, value in zip(self.layers, pooled, strict=True)
         ]
+
+    def _tables(self) -> list[Any]:
+        return [layer.kernel for layer in self.layers]
 
     def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:
         self._require_one_each(inputs)
@@ -145,19 +124,6 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
             layer.ids_of(value)
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
-
-    def preprocess(self, inputs: Sequence[Any]) -> Any:
-        """Prepares inputs in the input pipeline, see `FullSparse.preprocess`.
-
-        Args:
-            inputs: one for each layer.
-
-        Returns:
-            What the layer takes as its inputs.
-        """
-        if self.prefetch_ids:
-            return prefetched_ids.bundle(self._ids(inputs))
-        return inputs
 
     def _require_one_each(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != len(self.layers):
@@ -184,10 +150,9 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
-        config: dict[str, Any] = super().get_config()
+        config = super().get_config()
         serialize = keras.utils.serialize_keras_object
         config["layers"] = [serialize(layer) for layer in self.layers]
-        config["prefetch_ids"] = self.prefetch_ids
         return config
 
     @classmethod
@@ -196,12 +161,3 @@ class SharedExchange(keras.layers.Layer):  # type: ignore[name-defined]
         deserialize = keras.utils.deserialize_keras_object
         layers = [deserialize(layer) for layer in config["layers"]]
         return cls(**{**config, "layers": layers})
-
-
-def _wire(layer: FullSparse) -> tuple[Any, ...]:
-    return (
-        layer.wire_dtype,
-        layer.wire_rounding,
-        layer.wire_packing,
-        layer.learn_frequent_ids,
-    )

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
+from tfdist_ext.tables.choices import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
-
-OutOfRange = Literal["error", "ignore"]
 
 
 def encode_ids(

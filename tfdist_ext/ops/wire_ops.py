@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from typing import Any
-from typing import Literal
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
-
-Rounding = Literal["nearest", "stochastic"]
+from tfdist_ext.tables import checks
+from tfdist_ext.tables import choices
+from tfdist_ext.tables.choices import Rounding
 
 
 def to_wire(
@@ -88,9 +88,5 @@ def _widen(x: tf.Tensor, seed: tf.Tensor) -> Any:
 
 
 def _is_stochastic(rounding: str, dtype: tf.DType) -> bool:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            "Argument `rounding` must be 'nearest' or 'stochastic'. Received: "
-            f"rounding={rounding!r}."
-        )
+    checks.one_of("rounding", rounding, choices.ROUNDINGS, "numbers on a wire")
     return rounding == "stochastic" and dtype != tf.float32

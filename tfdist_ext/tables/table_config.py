@@ -15,14 +15,13 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
 from tfdist_ext.tables import checks
+from tfdist_ext.tables import choices
 from tfdist_ext.tables.placement import MOST_HOT_ROWS
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import check_hot_ids
 
-COMBINERS = ("mean", "sum", "sqrtn")
 # The last two are the names of keras-rs: partitioned in whatever way, and an
 # ordinary variable on every rank.
 PLACEMENTS = (
@@ -35,8 +34,6 @@ PLACEMENTS = (
     "sparsecore",
     "default_device",
 )
-DTYPES = ("float32", "bfloat16")
-POLICIES = ("error", "ignore")
 # The largest sizes of a table.
 SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
 # The least mean number of ids of a sample.
@@ -93,14 +90,14 @@ class TableConfig:
     embedding_dim: int
     initializer: Any = "uniform"
     optimizer: Any = None
-    combiner: Literal["mean", "sum", "sqrtn"] = "mean"
+    combiner: choices.Combiner = "mean"
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
     hot_rows: int | Sequence[int] = dataclasses.field(default=0, kw_only=True)
     deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
     dtype: str = dataclasses.field(default="float32", kw_only=True)
-    out_of_range: Literal["error", "ignore"] = dataclasses.field(
+    out_of_range: choices.OutOfRange = dataclasses.field(
         default="error", kw_only=True
     )
 
@@ -112,9 +109,11 @@ class TableConfig:
             object.__setattr__(self, field, value)
         hot_rows = checked_hot_rows(self.hot_rows, self.vocabulary_size, where)
         object.__setattr__(self, "hot_rows", hot_rows)
-        checks.one_of("combiner", self.combiner, COMBINERS, where)
-        checks.one_of("dtype", self.dtype, DTYPES, where)
-        checks.one_of("out_of_range", self.out_of_range, POLICIES, where)
+        checks.one_of("combiner", self.combiner, choices.COMBINERS, where)
+        checks.one_of("dtype", self.dtype, choices.TABLE_DTYPES, where)
+        checks.one_of(
+            "out_of_range", self.out_of_range, choices.POLICIES, where
+        )
         self._check_placement(where)
 
     def _check_placement(self, where: str) -> None:

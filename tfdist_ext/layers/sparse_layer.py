@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers share: tables in parts, one lookup, one way to travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding import frequent_ids
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.pooled_lookup import Ahead
+from tfdist_ext.embedding.pooled_lookup import pooled_lookup
+from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.optimizers import table_optimizers
+from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.sharding import initial_rows
+from tfdist_ext.sharding import sharded_variable
+from tfdist_ext.sharding import whole_tables
+from tfdist_ext.tables.shard_spec import ShardSpec
+
+keras = tf.keras
+
+# For `add_weight`: tf_keras would round a weight to the compute dtype of a
+# mixed policy wherever it is read.
+KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
+
+
+def _field_of_wire(field: str) -> Any:
+    return property(lambda layer: getattr(layer.wire, field))
+
+
+class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
+    """Base of layers whose weights are partitioned over the ranks.
+
+    A subclass sets `_collectives` and `_features` when it is built, and says
+    what the ids of its inputs are (`_ids`) and which variables they are
+    looked up in (`_tables`).
+
+    Args:
+        wire: how ids and numbers travel.
+        prefetch_ids: whether `preprocess` makes inputs whose ids are
+            exchanged a step ahead.
+        **kwargs: of a Keras layer.
+    """
+
+    _features: Sequence[Feature]
+
+    def __init__(
+        self, *, wire: Wire, prefetch_ids: bool = False, **kwargs: Any
+    ) -> None:
+        # Ids must not be cast, and tables have a dtype of their own.
+        kwargs.setdefault("autocast", False)
+        super().__init__(**kwargs)
+        self.wire = dataclasses.replace(wire, label=self.name)
+        self.prefetch_ids = prefetch_ids
+        self._collectives: Collectives | None = None
+        self._frequent: frequent_ids.FrequentIds | None = None
+        self.supports_jit = False
+
+    wire_dtype = _field_of_wire("dtype")
+    wire_rounding = _field_of_wire("rounding")
+    wire_packing = _field_of_wire("packed")
+    learn_frequent_ids = _field_of_wire("learn_frequent_ids")
+
+    def _ids(self, *inputs: Any) -> list[list[Ids]]:
+        """Per feature, the lists of ids whose results are summed."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _tables(self) -> list[Any]:
+        """This rank's part of each table that features look up in."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _own_variables(self) -> Mapping[str, Any]:
+        """What files hold of this layer alone, by name."""
+        return {}
+
+    def _look_up(self, *inputs: Any) -> list[tf.Tensor]:
+        """Per feature the pooled rows, float32 `[batch, dim]`.
+
+        Args:
+            *inputs: for `_ids`, or the one that `preprocess` made.
+        """
+        if self.wire.learn_frequent_ids and self._frequent is None:
+            # Not when built: the layers of a SharedExchange need none.
+            self._frequent = frequent_ids.for_features(
+                self._features, self._collectives, self.name
+            )
+        ids, ahead = self._prefetched(inputs[0]) or (self._ids(*inputs), None)
+        return pooled_lookup(
+            ids,
+            self._features,
+            self._tables(),
+            self._collectives,
+            self.wire,
+            self._frequent,
+            ahead,
+        )
+
+    def _prefetched(
+        self, inputs: Any
+    ) -> tuple[list[list[Ids]], Ahead | None] | None:
+        """Ids from the input pipeline, and those of the next batch if known.
+
+        Args:
+            inputs: of the layer; None is returned unless its `preprocess`
+                made them.
+        """
+        if not prefetched_ids.is_prefetched(inputs):
+            return None
+        ahead = None
+        if inputs.ahead and self._collectives is not None:
+            following = prefetched_ids.of_features(
+                inputs.ahead[0], inputs.counts
+            )
+            place = self._collectives.place_of(self)
+            ahead = Ahead(following, inputs.position, f"{place}/{inputs.which}")
+        return prefetched_ids.of_features(inputs.now, inputs.counts), ahead
+
+    def preprocess(self, inputs: Any) -> Any:
+        """Prepares inputs in the input pipeline.
+
+        To be mapped over a dataset. With `prefetch_ids=True` every step then
+        exchanges the ids of the next batch, see
+        `DistributedEmbedding.preprocess`; otherwise nothing is changed.
+
+        Args:
+            inputs: see the class.
+
+        Returns:
+            What the layer takes as its input.
+        """
+        if self.prefetch_ids:
+            return prefetched_ids.bundle(self._ids(inputs))
+        return inputs
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        """Those of the strategy; rank 0 of 1 without one."""
+        if self._collectives is None:
+            return 0, 1
+        return self._collectives.group.rank, self._collectives.group.world_size
+
+    def _agree(self, features: Sequence[Feature]) -> None:
+        """Compares where the ranks have the tables; all must call.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on every rank, if one has a table
+                otherwise, other hot ids or another layer.
+        """
+        if self._collectives is None:
+            return
+        with tf.init_scope():
+            self._collectives.group.check_plan(
+                [
+                    f"'{feature.name}' in {feature.spec}"
+                    + ", deduplicated" * feature.deduplicate
+                    for feature in features
+                ]
+            )
+
+    def _add_table(
+        self,
+        name: str,
+        spec: ShardSpec,
+        initializer: Any,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds the weight that holds this rank's part of a table.
+
+        Args:
+            name: of the weight.
+            spec: which part.
+            initializer: of Keras, for the whole table.
+            optimizer: for this table alone, None to leave it to the model's.
+            **kwargs: for `add_weight`.
+        """
+        with sharded_variable.creating(spec):
+            variable = self.add_weight(
+                name=name,
+                shape=spec.local_shape,
+                initializer=initial_rows.for_shard(
+                    initializer, spec, self._collectives
+                ),
+                **{"dtype": "float32", **kwargs},
+            )
+
+        def made() -> None:
+            whole_tables.accept_whole(variable)
+            if optimizer is not None:
+                table_optimizers.attach(variable, optimizer)
+
+        if getattr(variable, "_value", variable) is not None:
+            made()
+            return variable
+        # Keras 3 builds some models in a scope where no variable may be made,
+        # and makes them afterwards.
+        make = variable._deferred_initialize
+
+        def make_part() -> None:
+            with sharded_variable.creating(spec):
+                make()
+            made()
+
+        variable._deferred_initialize = make_part
+        return variable
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes tables whole; all ranks call, rank 0's file stays."""
+        if not self.built:
+            return
+        for name, variable in self._own_variables().items():
+            store[name] = variable
+            if self._collectives and sharded_variable.is_shard(variable):
+                store[name] = whole_tables.gather_to_first(
+                    variable, self._collectives
+                )
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads this rank's part of every table."""
+        for name, variable in self._own_variables().items():
+            if sharded_variable.is_shard(variable):
+                whole_tables.assign_part(variable, store[name])
+            else:
+                variable.assign(store[name])
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the weights in order, tables whole or as this rank's part.
+
+        Args:
+            weights: anything that can be sliced, a memory map for example.
+        """
+        whole_tables.set_weights(self, weights)
+
+    def get_config(self) -> dict[str, Any]:
+        """Arguments to make the layer again."""
+        config: dict[str, Any] = super().get_config()
+        config["prefetch_ids"] = self.prefetch_ids
+        return config
+
+
+def is_symbolic_build() -> bool:
+    """Whether Keras 3 builds a model, in a graph that is never run.
+
+    It does so under a strategy, with dense placeholders even for sparse
+    inputs.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return str(getattr(graph, "name", "")).startswith("scratch_graph")
