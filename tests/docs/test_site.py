@@ -2,8 +2,10 @@
 """The site is built without a warning and shows what users may import."""
 
 import importlib
+import inspect
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -78,3 +80,27 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
 )
 def test_rounding(written, exact, same):
     assert rounded_like(written, exact) == same
+
+
+def shown() -> list[str]:
+    """What the reference page shows: classes, functions, their members."""
+    found = []
+    text = (blocks.ROOT / "docs" / "reference.md").read_text()
+    for entry in re.finditer(r"^::: (\S+)\n((?: {4}.*\n)*)", text, re.M):
+        _, _, members = entry.group(2).partition("members: [")
+        names = re.findall(r"\w+", members.partition("]")[0])
+        found += [entry.group(1), *(f"{entry.group(1)}.{n}" for n in names)]
+    return found
+
+
+@pytest.mark.parametrize("name", shown())
+def test_what_is_shown_describes_its_arguments(name):
+    subject = pkgutil.resolve_name(name)
+    text = inspect.getdoc(subject)
+    assert text, "a doc-string"
+    if not callable(subject):
+        return
+    parameters = set(inspect.signature(subject).parameters) - {"args", "kwargs"}
+    if inspect.isclass(subject) or len(parameters - {"self"}) > 1:
+        for parameter in parameters - {"self"}:
+            assert re.search(rf"^    {parameter}: ", text, re.M), parameter

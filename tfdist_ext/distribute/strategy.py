@@ -173,7 +173,17 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         In Keras's loops `fn` is written as for one process: gradients and
         the scalars that it returns (loss and metrics) are averaged over the
-        ranks, weighed by their samples. See `whole_batch`.
+        ranks, weighed by their samples.
+
+        Args:
+            fn: takes this rank's part of the batch; on all ranks the same.
+            args: its positional arguments, as a dataset of this strategy
+                yields them.
+            kwargs: its keyword arguments.
+            options: as of the stock method.
+
+        Returns:
+            What `fn` returns, of this rank.
         """
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
@@ -215,6 +225,14 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Reduces a value, or every value of a nest, over the ranks.
 
         Stock refuses nests and axes of scalars, which Keras 3 asks for.
+
+        Args:
+            reduce_op: "sum" or "mean".
+            value: of this rank: a tensor, or a nest of tensors.
+            axis: of the tensors, reduced as well; None for none.
+
+        Returns:
+            The reduced values in the same nest, on every rank.
         """
 
         stock_reduce = super().reduce
@@ -236,7 +254,16 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ) -> tf.data.Dataset:
         """This rank's part of a dataset batched by the global batch size.
 
-        See `tfdist_ext.distribute.input.distribute`.
+        Args:
+            dataset: whose auto-shard policy says what a rank reads and
+                trains; every rank gives its own.
+            options: as of the stock method.
+
+        Returns:
+            A dataset of this rank's batches; some may have no samples.
+
+        Raises:
+            ValueError: where ranks read data that do not go together.
         """
         if self.collectives is None:
             if input_lib.has_optional(dataset):  # which stock cannot read
@@ -256,8 +283,16 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ) -> tf.data.Dataset:
         """The dataset that `dataset_fn` makes for this rank.
 
-        It yields per-rank batches; ranks that have fewer are padded with
-        batches of zero samples.
+        Ranks that have fewer batches than others are padded with batches of
+        zero samples.
+
+        Args:
+            dataset_fn: makes the dataset, of batches for one rank, from a
+                `tf.distribute.InputContext`.
+            options: as of the stock method.
+
+        Returns:
+            That dataset, padded.
         """
         if self.collectives is None:
             return super().distribute_datasets_from_function(
@@ -300,7 +335,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return whole_tables.gather(variable, self.collectives)
 
     def statistics(self) -> dict[str, Any]:
-        """What the process group has sent, received and waited for."""
+        """What the process group has sent, received and waited for.
+
+        Returns:
+            Totals of bytes, messages and calls, and by label of an exchange,
+            `labels`, its calls, bytes sent and seconds; empty in one process.
+        """
         if self.collectives is None:
             return {}
         return dataclasses.asdict(self.collectives.group.stats())

@@ -54,9 +54,10 @@ class DistributedEmbedding(SparseLayer):
     TensorShape([1, 8])
 
     Inputs, in the nest of `feature_configs`, int32 or int64:
-      * ids `[batch]` or `[batch, k]`;
-      * RaggedTensor of ids `[batch, None]`;
-      * SparseTensor `[batch, k]` whose values are ids.
+
+    * ids `[batch]` or `[batch, k]`;
+    * RaggedTensor of ids `[batch, None]`;
+    * SparseTensor `[batch, k]` whose values are ids.
 
     Args:
         feature_configs: nest of `FeatureConfig`. Features with the same

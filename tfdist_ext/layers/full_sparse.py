@@ -52,12 +52,13 @@ class FullSparse(SparseLayer):
     the kernel is partitioned over the ranks.
 
     Inputs, all of one batch:
-      * SparseTensor `[batch, input_dim]`; ids are the column indices, values
-        the weights;
-      * int32 or int64 ids `[batch]` or `[batch, k]`, weights one;
-      * RaggedTensor of ids `[batch, None]`, weights one, or a pair (ragged
-        ids, ragged float weights);
-      * a list of these, whose results are summed.
+
+    * SparseTensor `[batch, input_dim]`; ids are the column indices, values
+      the weights;
+    * int32 or int64 ids `[batch]` or `[batch, k]`, weights one;
+    * RaggedTensor of ids `[batch, None]`, weights one, or a pair (ragged
+      ids, ragged float weights);
+    * a list of these, whose results are summed.
 
     An id may repeat within a sample; its weights add up.
 

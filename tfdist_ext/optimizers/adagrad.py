@@ -19,6 +19,12 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
     Takes the arguments of `keras.optimizers.Adagrad`, with the same defaults,
     and gives the same result: a row without a gradient does not change in
     either.
+
+    Args:
+        *args: of `keras.optimizers.Adagrad`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Adagrad`, by name.
     """
 
     def build(self, variables: Sequence[Any]) -> None:

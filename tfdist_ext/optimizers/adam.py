@@ -26,6 +26,12 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
       own takes several, with copies.
 
     The two are equal if every step looks up every row.
+
+    Args:
+        *args: of `keras.optimizers.Adam`, by position.
+        lazy: whether a step leaves the rows alone that it has not looked up.
+        **kwargs: of `keras.optimizers.Adam`, by name, and
+            `stochastic_rounding`, see `SGD`.
     """
 
     def __init__(self, *args: Any, lazy: bool = True, **kwargs: Any) -> None:

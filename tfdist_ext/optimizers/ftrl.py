@@ -26,6 +26,12 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
     recomputes every weight in every step: its first step sets every row
     without a gradient to zero whatever the initial weights, and a changed
     learning rate moves all rows at once.
+
+    Args:
+        *args: of `keras.optimizers.Ftrl`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Ftrl`, by name.
     """
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -32,6 +32,12 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
 
     Where the columns of a table are spread over the ranks, the mean is over
     all of them and costs one exchange of a value per touched row.
+
+    Args:
+        *args: of `keras.optimizers.Adagrad`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Adagrad`, by name.
     """
 
     def build(self, variables: Sequence[Any]) -> None:

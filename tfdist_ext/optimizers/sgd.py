@@ -23,6 +23,12 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
     are lazy: a row moves, and its momentum decays, in the steps that look it
     up. Keras's own SGD lets every row of the table glide on in every step; it
     trains partitioned tables too, at the cost of a pass over the shard.
+
+    Args:
+        *args: of `keras.optimizers.SGD`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.SGD`, by name.
     """
 
     def build(self, variables: Sequence[Any]) -> None:

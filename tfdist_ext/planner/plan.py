@@ -314,6 +314,9 @@ def plan(
     Raises:
         ValueError: for arguments that contradict each other, or a
             `memory_limit` that no plan keeps; the message has the least.
+
+    Returns:
+        The plan of least cost that was found.
     """
     setting = problem_lib.Setting(
         world_size=world_size,

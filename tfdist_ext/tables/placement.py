@@ -108,7 +108,13 @@ class TablePlacement:
         deduplicate: bool = False,
         hot_ids: Iterable[int] = (),
     ) -> TablePlacement:
-        """The whole table on one rank."""
+        """The whole table on one rank.
+
+        Args:
+            rank: which one.
+            deduplicate: see the class.
+            hot_ids: see the class.
+        """
         return cls(1, 1, (rank,), deduplicate, tuple(hot_ids))
 
     @classmethod
@@ -118,7 +124,13 @@ class TablePlacement:
         deduplicate: bool = False,
         hot_ids: Iterable[int] = (),
     ) -> TablePlacement:
-        """Rows spread over all ranks."""
+        """Rows spread over all ranks.
+
+        Args:
+            world_size: number of ranks.
+            deduplicate: see the class.
+            hot_ids: see the class.
+        """
         ranks = tuple(range(world_size))
         return cls(world_size, 1, ranks, deduplicate, tuple(hot_ids))
 
@@ -126,14 +138,25 @@ class TablePlacement:
     def column_wise(
         cls, world_size: int, deduplicate: bool = False
     ) -> TablePlacement:
-        """Columns spread over all ranks."""
+        """Columns spread over all ranks.
+
+        Args:
+            world_size: number of ranks.
+            deduplicate: see the class.
+        """
         return cls.grid(1, world_size, deduplicate)
 
     @classmethod
     def grid(
         cls, row_parts: int, column_parts: int, deduplicate: bool = False
     ) -> TablePlacement:
-        """Rows and columns spread over the first ranks."""
+        """Rows and columns spread over the first ranks.
+
+        Args:
+            row_parts: number of parts of the rows.
+            column_parts: number of ranges of columns.
+            deduplicate: see the class.
+        """
         ranks = tuple(range(row_parts * column_parts))
         return cls(row_parts, column_parts, ranks, deduplicate)
 
