@@ -216,11 +216,12 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         if not self.built:
             return
         for name, variable in self._own_variables().items():
-            store[name] = variable
+            value = variable
             if self._collectives and sharded_variable.is_shard(variable):
-                store[name] = whole_tables.gather_to_first(
+                value = whole_tables.gather_to_first(
                     variable, self._collectives
                 )
+            store[name] = value  # once: a file refuses a second value
 
     def load_own_variables(self, store: Any) -> None:
         """Reads this rank's part of every table."""
