@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.docs import blocks
+from tfdist_ext.launcher import launch_options
 
 README = (blocks.ROOT / "README.md").read_text()
 BENCHMARKS = (blocks.ROOT / "docs" / "benchmarks.md").read_text()
@@ -45,6 +46,17 @@ def test_public_names_are_on_the_reference_page(site):
                 assert f'id="{module.__name__}.{name}"' in page, (
                     f"Show {module.__name__}.{name} in docs/reference.md"
                 )
+
+
+def test_options_of_the_launcher_are_on_the_reference_page(capsys):
+    with pytest.raises(SystemExit):
+        launch_options.parse(["--help"])
+    helped = capsys.readouterr().out
+    options = set(re.findall(r"^  +(?:-\w, )?(-[\w-]+)", helped, re.M))
+    text = (blocks.ROOT / "docs" / "reference.md").read_text()
+    assert len(options) > 8
+    for option in options - {"--help"}:
+        assert re.search(rf"^\|.*`{option}[ `].*\|", text, re.M), option
 
 
 def test_rooms_are_on_the_page_for_contributors():
