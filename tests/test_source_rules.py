@@ -24,6 +24,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.distribute.values",
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
+    "tensorflow.python.framework.func_graph",
     "tensorflow.python.ops.control_flow_util",
     "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.saved_model.save",
@@ -55,7 +56,7 @@ ROOMS = {
     "checkpoints": {"collectives", "tensorflow_internals"},
     "embedding": {"collectives", "ops", "tables", "tensorflow_internals"},
     "prefetch": {"batches", "embedding", "tensorflow_internals"},
-    "keras_training": {"batches", "collectives", "prefetch"},
+    "keras_training": {"batches", "collectives", "embedding", "prefetch"},
     "saving": {
         "collectives",
         "marks",

@@ -7,6 +7,7 @@ imported here, so that the list stays short and every addition is noticed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
+from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.saved_model import save
@@ -27,6 +29,7 @@ CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
 DistributedValues = values.DistributedValues
+FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
 # What `tf.is_tensor` knows, and Keras takes as an input.
 NativeObject = internal.NativeObject
@@ -100,6 +103,17 @@ def op_types(dataset: tf.data.Dataset) -> set[str]:
         for nodes in (definition.node, *(f.node_def for f in library)):
             found.update(node.op for node in nodes)
     return found
+
+
+def keep_in_list(values: list[Any], keeps: Callable[[Any], bool]) -> None:
+    """Takes items out of a list, also of one that TensorFlow tracks.
+
+    Such a list compares its items, which tensors do not allow.
+    """
+    storage = getattr(values, "_storage", values)
+    storage[:] = [value for value in storage if keeps(value)]
+    if storage is not values:
+        values._update_snapshot()  # type: ignore[attr-defined]
 
 
 def stop_spinning() -> None:

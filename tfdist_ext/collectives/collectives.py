@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import threading
@@ -84,6 +85,26 @@ class Collectives:
             self._steps.pop()
         if not tf.executing_eagerly():
             self._compare_plan(tuple(step.plan))
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Exchanges made inside are not counted: their graph never runs."""
+        step = self.step
+        assert step is not None
+        self._steps.append(
+            dataclasses.replace(
+                step,
+                labels=step.labels.copy(),
+                plan=[],
+                checks=[],
+                shares={},
+                growth=None,
+            )
+        )
+        try:
+            yield
+        finally:
+            self._steps.pop()
 
     @contextlib.contextmanager
     def together(self, what: str, all_end: bool = False) -> Iterator[None]:

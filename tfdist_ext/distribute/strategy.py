@@ -29,6 +29,7 @@ from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import settings
+from tfdist_ext.keras_training import sharing
 from tfdist_ext.keras_training import steps
 from tfdist_ext.optimizers import checks as optimizer_checks
 from tfdist_ext.saving import files
@@ -127,6 +128,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             saver.install()
             files.install()
             loops.install()
+            sharing.install()
             kernel_reads.install()
 
     def _start_with_all_ranks(

@@ -15,6 +15,7 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
 from tfdist_ext.embedding import hot_rows
+from tfdist_ext.embedding import sharing
 from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
@@ -86,6 +87,10 @@ def pooled_lookup(
         ValueError: in a function that XLA is to compile.
     """
     _refuse_xla(wire.label)
+    if frequent is None and ahead is None:
+        known = sharing.answer_of(sharing.Lookup(ids, features, tables, wire))
+        if known is not None:
+            return known
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):
         chosen = [
@@ -118,6 +123,39 @@ def pooled_lookup(
         combiners.combine(results[index], ids[index], feature)
         for index, feature in enumerate(features)
     ]
+
+
+def look_up_together(
+    lookups: Sequence[sharing.Lookup], collectives: Collectives
+) -> list[list[tf.Tensor]]:
+    """Answers several lookups in one exchange per direction.
+
+    Args:
+        lookups: whose numbers travel alike.
+        collectives: of the strategy.
+
+    Returns:
+        What `pooled_lookup` returns, for each of them.
+    """
+    tables: dict[int, Any] = {}
+    features = []
+    for each in lookups:
+        for feature in each.features:
+            table = each.tables[feature.table]
+            tables[id(table)] = table
+            index = list(tables).index(id(table))
+            features.append(dataclasses.replace(feature, table=index))
+    labels = ", ".join(each.wire.label for each in lookups)
+    found = iter(
+        pooled_lookup(
+            [lists for each in lookups for lists in each.ids],
+            features,
+            list(tables.values()),
+            collectives,
+            dataclasses.replace(lookups[0].wire, label=labels),
+        )
+    )
+    return [[next(found) for _ in each.features] for each in lookups]
 
 
 def _refuse_xla(name: str) -> None:
