@@ -56,7 +56,13 @@ ROOMS = {
     "checkpoints": {"collectives", "tensorflow_internals"},
     "embedding": {"collectives", "ops", "tables", "tensorflow_internals"},
     "prefetch": {"batches", "embedding", "tensorflow_internals"},
-    "keras_training": {"batches", "collectives", "embedding", "prefetch"},
+    "keras_training": {
+        "batches",
+        "collectives",
+        "embedding",
+        "prefetch",
+        "tensorflow_internals",
+    },
     "saving": {
         "collectives",
         "marks",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import threading
@@ -89,18 +88,8 @@ class Collectives:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Exchanges made inside are not counted: their graph never runs."""
-        step = self.step
-        assert step is not None
-        self._steps.append(
-            dataclasses.replace(
-                step,
-                labels=step.labels.copy(),
-                plan=[],
-                checks=[],
-                shares={},
-                growth=None,
-            )
-        )
+        assert self.step is not None
+        self._steps.append(self.step.rehearsed())
         try:
             yield
         finally:

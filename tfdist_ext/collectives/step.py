@@ -46,6 +46,17 @@ class Step:
     growth: Any = None
     backward: bool = False
 
+    def rehearsed(self) -> Step:
+        """The step as it is now, for what must not change it."""
+        return dataclasses.replace(
+            self,
+            labels=self.labels.copy(),
+            plan=[],
+            checks=[],
+            shares={},
+            growth=None,
+        )
+
 
 def count_samples(values: Nest) -> tf.Tensor:
     """Leading dimension of the first batched tensor in a nest.

@@ -87,10 +87,9 @@ def pooled_lookup(
         ValueError: in a function that XLA is to compile.
     """
     _refuse_xla(wire.label)
-    if frequent is None and ahead is None:
-        known = sharing.answer_of(sharing.Lookup(ids, features, tables, wire))
-        if known is not None:
-            return known
+    asked = sharing.Lookup(ids, features, tables, wire)
+    if not (frequent or ahead) and (known := sharing.answer_of(asked)):
+        return known
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):
         chosen = [
