@@ -34,10 +34,15 @@ _OPTIMIZERS = {
 class HybridVariant:
     """HybridParallelStrategy; every rank holds a shard of every table."""
 
-    def __init__(self, options: dict[str, Any], ranks: int):
+    def __init__(
+        self,
+        options: dict[str, Any],
+        ranks: int,
+        strategy: tfdist_ext.HybridParallelStrategy | None = None,
+    ):
         del ranks  # The strategy reads TF_CONFIG.
         self.options = options
-        self.strategy = tfdist_ext.HybridParallelStrategy(
+        self.strategy = strategy or tfdist_ext.HybridParallelStrategy(
             gradient_dtype=options["gradient_dtype"]
         )
 
@@ -68,13 +73,25 @@ class HybridVariant:
                 hot_rows=self._hot_rows(table) if how == "hot" else 0,
             )
             shapes = (None, table.hotness), (None, table.width)
-            features.append(FeatureConfig(config.name, config, *shapes))
+            features.append(
+                FeatureConfig(
+                    config.name, config, *shapes, unique=self._unique(table)
+                )
+            )
         return sharding_plan.plan(
             [feature.table for feature in features],
             features,
             self.strategy.num_replicas_in_sync,
             batch_size=self.options["batch"],
         )
+
+    def _unique(self, table: workloads.Table) -> float | None:
+        """Distinct ids of a batch, where the planner would assume others."""
+        if table.exponent == workloads.ZIPF_EXPONENT:
+            return None
+        generator = np.random.default_rng(self.options["seed"] + 1)
+        ids = workloads.draw_ids(generator, self.options["batch"], table)
+        return float(len(np.unique(ids)))
 
     def _hot_rows(self, table: workloads.Table) -> np.ndarray:
         """The most frequent ids of a sample that no rank trains on."""

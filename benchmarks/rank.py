@@ -22,6 +22,7 @@ _POLL_SECONDS = 0.002
 # Task of a job -> module with a function `run_rank(context) -> dict`.
 TASKS = {
     "training": "benchmarks.training",
+    "turns": "benchmarks.turns_rank",
     "parameter-server": "benchmarks.parameter_server",
     "fbgemm": "benchmarks.fbgemm",
     "collectives": "benchmarks.exchange_rates",

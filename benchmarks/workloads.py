@@ -34,14 +34,16 @@ Head = Literal["tower", "dot", "linear"]
 class Table:
     """One sparse layer: `rows` -> `width`, `hotness` ids per sample.
 
-    Ids follow Zipf's law unless `skew` is given: then the popularity of a row
-    falls as a power of its place, and `skew` is 1 for rows that are all alike.
+    Ids follow Zipf's law with `exponent` unless `skew` is given: then the
+    popularity of a row falls as a power of its place, and `skew` is 1 for rows
+    that are all alike.
     """
 
     rows: int
     width: int
     hotness: int
     skew: float | None = None
+    exponent: float = ZIPF_EXPONENT
 
     @property
     def weights(self) -> int:
@@ -108,6 +110,9 @@ WORKLOADS = {
         ),
         # A few ids per sample: where hot rows pay.
         Workload("words", (Table(2**20, 16, 5),)),
+        # `timelines` and `words` where few rows are most of what is asked for.
+        Workload("skewed", (Table(2**17, 58, 100, exponent=1.5),) * 3),
+        Workload("skewed_words", (Table(2**20, 16, 5, exponent=1.5),)),
         # One table of 16 GiB: for memory, on four ranks or more.
         Workload("huge", (Table(2**25, 128, 20),)),
         # Small enough to see the whole path work within seconds.
@@ -130,10 +135,13 @@ class Batch:
 
 
 def scattered_zipf(
-    generator: np.random.Generator, shape: tuple[int, ...], rows: int
+    generator: np.random.Generator,
+    shape: tuple[int, ...],
+    rows: int,
+    exponent: float = ZIPF_EXPONENT,
 ) -> np.ndarray:
     """Draws int64 ids in `[0, rows)`: Zipf ranks hashed over the rows."""
-    ranks = generator.zipf(ZIPF_EXPONENT, shape).astype(np.uint64)
+    ranks = generator.zipf(exponent, shape).astype(np.uint64)
     return ((ranks * SCATTER) % np.uint64(rows)).astype(np.int64)
 
 
@@ -143,7 +151,7 @@ def draw_ids(
     """Draws the int64 ids `[samples, hotness]` of one table."""
     shape = (samples, table.hotness)
     if table.skew is None:
-        return scattered_zipf(generator, shape, table.rows)
+        return scattered_zipf(generator, shape, table.rows, table.exponent)
     places = (generator.random(shape) ** table.skew * table.rows).astype(
         np.uint64
     )
