@@ -12,7 +12,6 @@ import tfdist_ext
 from benchmarks import models
 from benchmarks import workloads
 from tfdist_ext.planner import plan as sharding_plan
-from tfdist_ext.planner import popularity
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -70,7 +69,6 @@ class HybridVariant:
                 combiner="sum",
                 placement=_PLACEMENTS[placement],
                 deduplicate=True if how == "dedup" else None,
-                hot_rows=self._hot_rows(table) if how == "hot" else 0,
             )
             shapes = (None, table.hotness), (None, table.width)
             features.append(
@@ -92,12 +90,6 @@ class HybridVariant:
         generator = np.random.default_rng(self.options["seed"] + 1)
         ids = workloads.draw_ids(generator, self.options["batch"], table)
         return float(len(np.unique(ids)))
-
-    def _hot_rows(self, table: workloads.Table) -> np.ndarray:
-        """The most frequent ids of a sample that no rank trains on."""
-        generator = np.random.default_rng(self.options["seed"] + 1)
-        ids = workloads.draw_ids(generator, 2**20 // table.hotness, table)
-        return popularity.most_frequent_ids(ids, self.options["hot_rows"])
 
     def make_optimizer(self) -> tf.keras.optimizers.Optimizer:
         """Makes the optimizer with fused updates of shards."""

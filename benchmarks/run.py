@@ -38,7 +38,6 @@ VARIANTS = {
     "hybrid-table": {"variant": "hybrid", "sharding": "table"},
     "hybrid-grid": {"variant": "hybrid", "sharding": "grid"},
     "hybrid-row-dedup": {"variant": "hybrid", "sharding": "row-dedup"},
-    "hybrid-row-hot": {"variant": "hybrid", "sharding": "row-hot"},
     "hybrid-table-dedup": {"variant": "hybrid", "sharding": "table-dedup"},
     "hybrid-auto": {"variant": "hybrid", "sharding": "auto"},
 }
@@ -113,12 +112,6 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefetch-ids",
         action="store_true",
         help="ids travel a step ahead, ours with --loop fit",
-    )
-    parser.add_argument(
-        "--hot-rows",
-        type=int,
-        default=256,
-        help="of each table in variants with hot rows (256)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data (0)")
 

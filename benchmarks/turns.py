@@ -74,7 +74,9 @@ def table(
 
     `ms/step` is the median of the rounds, between the fastest and the slowest.
     """
-    lines = [f"{'ms/step':>9}{'of':>18}{'gain':>6}{'MB':>9}{'less':>6}  setting"]
+    lines = [
+        f"{'ms/step':>9}{'of':>18}{'gain':>6}{'MB':>9}{'less':>6}  setting"
+    ]
     first: tuple[float, float] | None = None
     for index, setting in enumerate(settings):
         times = [

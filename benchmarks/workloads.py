@@ -108,7 +108,7 @@ WORKLOADS = {
             tuple(Table(min(rows, 1000), 16, 1) for rows in CRITEO_ROWS),
             hidden=(64,),
         ),
-        # A few ids per sample: where hot rows pay.
+        # A few ids per sample.
         Workload("words", (Table(2**20, 16, 5),)),
         # `timelines` and `words` where few rows are most of what is asked for.
         Workload("skewed", (Table(2**17, 58, 100, exponent=1.5),) * 3),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three features, two tables, one exchange: plans, hot rows, prefetched ids.
+"""Three features, two tables, one exchange: plans, prefetched ids.
 
 python examples/many_tables.py
-tfdist-run -n 2 examples/many_tables.py --hot-rows 256 --prefetch-ids
+tfdist-run -n 2 examples/many_tables.py --prefetch-ids
 tfdist-run -n 2 examples/many_tables.py --placement row_wise --plan plan.json
 
 The first run with --plan writes the file, later ones place tables by it.
@@ -31,7 +31,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=2, help="passes over the data")
     add("--batch-size", type=int, default=500, help="over all ranks")
     add("--placement", default="auto", choices=PLACEMENTS, help="of the tables")
-    add("--hot-rows", type=int, default=0, help="movies kept on every rank")
     add("--plan", type=pathlib.Path, help="file with the plan")
     add("--prefetch-ids", action="store_true", help="send ids a step ahead")
     return parser.parse_args()
@@ -45,12 +44,7 @@ class Clicks(tf.keras.Model):
         placement = arguments.placement
         users = TableConfig("users", USERS, 16, placement=placement)
         movies = TableConfig(
-            "movies",
-            MOVIES,
-            32,
-            combiner="mean",
-            placement=placement,
-            hot_rows=arguments.hot_rows,
+            "movies", MOVIES, 32, combiner="mean", placement=placement
         )
         batch = arguments.batch_size
         features = {  # Two of them share a table.

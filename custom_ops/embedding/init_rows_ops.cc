@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "common/huge_pages.h"
 #include "common/parallel_tasks.h"
@@ -32,11 +31,6 @@ struct Block {
   int64_t local_rows = 0;
   int64_t first_column = 0;
   int64_t local_dim = 0;
-  std::vector<int64_t> more_ids;  // of the rows behind the local ones
-
-  int64_t NumRows() const {
-    return local_rows + static_cast<int64_t>(more_ids.size());
-  }
 };
 
 template <typename Context>
@@ -47,7 +41,6 @@ absl::Status ReadBlock(Context* ctx, Block* block) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("local_rows", &block->local_rows));
   TF_RETURN_IF_ERROR(ctx->GetAttr("first_column", &block->first_column));
   TF_RETURN_IF_ERROR(ctx->GetAttr("local_dim", &block->local_dim));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("more_ids", &block->more_ids));
   constexpr int64_t kMostColumns = 1 << 30;
   if (block->row_part >= block->row_parts ||
       block->row_parts > RotatedMod::kMaxWorldSize ||
@@ -64,11 +57,6 @@ absl::Status ReadBlock(Context* ctx, Block* block) {
         ", first_column=", block->first_column,
         ", local_dim=", block->local_dim);
   }
-  for (const int64_t id : block->more_ids) {
-    if (id >= 0 && id < block->rows) continue;
-    return InvalidArgument("more_ids must be at least 0 and below rows=",
-                           block->rows, ". Received: ", id);
-  }
   return absl::OkStatus();
 }
 
@@ -81,7 +69,6 @@ REGISTER_OP("Tfdist>InitRows")
     .Attr("local_rows: int >= 0")
     .Attr("first_column: int >= 0")
     .Attr("local_dim: int >= 0")
-    .Attr("more_ids: list(int) = []")
     .Attr(
         "distribution: "
         "{'constant', 'uniform', 'normal', 'truncated_normal'}")
@@ -90,18 +77,17 @@ REGISTER_OP("Tfdist>InitRows")
     .SetShapeFn([](InferenceContext* c) {
       Block block;
       TF_RETURN_IF_ERROR(ReadBlock(c, &block));
-      c->set_output(0, c->Matrix(block.NumRows(), block.local_dim));
+      c->set_output(0, c->Matrix(block.local_rows, block.local_dim));
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Makes one cell of a table's initial values, and rows of any part behind it.
+Makes one cell of a table's initial values.
 
 Element (id, column) is a function of them and of the seed alone, so that the
 table is the same for any world size and placement. Padding rows are zero.
 
 seed: scalar.
-block: [local rows + more ids, local columns].
-more_ids: whose rows follow those of the cell.
+block: [local rows, local columns].
 a: the constant; the lower bound; the mean.
 b: unused; the upper bound; the standard deviation.
 distribution: "truncated_normal" draws within two standard deviations.
@@ -129,7 +115,7 @@ class InitRowsOp : public OpKernel {
                 InvalidArgument("seed must be a scalar. Received shape: ",
                                 seed.shape().DebugString()));
     const uint64_t key = *static_cast<const int64_t*>(seed.data());
-    const int64_t num_rows = block_.NumRows();
+    const int64_t num_rows = block_.local_rows;
     const int64_t local_dim = block_.local_dim;
     Tensor* output = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(
@@ -142,9 +128,7 @@ class InitRowsOp : public OpKernel {
         (distribution_ == Distribution::kConstant ? 1 : 10) * local_dim + 10;
     ParallelUnits(pool, num_rows, cost, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        const int64_t id = row < block_.local_rows
-                               ? placement.Id(block_.row_part, row)
-                               : block_.more_ids[row - block_.local_rows];
+        const int64_t id = placement.Id(block_.row_part, row);
         float* out = data + row * local_dim;
         if (id >= block_.rows) {
           std::fill_n(out, local_dim, 0.0f);

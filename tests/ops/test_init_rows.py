@@ -140,24 +140,10 @@ def test_a_rank_that_holds_nothing_makes_nothing():
     assert block.shape == (0, 3)
 
 
-@pytest.mark.parametrize("module", [init_ops, reference])
-def test_rows_of_other_parts_may_follow(module):
-    options = {"seed": 5, "distribution": "normal", "a": 0.0, "b": 1.0}
-    table = whole_table((2, 1), 5, 3, module, **options)
-    for local_rows in (3, 0):
-        cell = {**CELL, "local_rows": local_rows}
-        block = module.init_rows(**cell, **options, more_ids=[4, 0, 1])
-        assert block.shape == (local_rows + 3, 3)
-        np.testing.assert_array_equal(block[local_rows:], table[[4, 0, 1]])
-        own = module.init_rows(**cell, **options)
-        np.testing.assert_array_equal(block[:local_rows], own)
-
-
 def test_cell_outside_of_the_table_is_refused():
     for wrong, message in (
         ({"row_part": 2}, "row_part=2"),
         ({"local_rows": 4}, "local_rows=4"),
-        ({"more_ids": [4, 5]}, "below rows=5. Received: 5"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             init_ops.init_rows(

@@ -9,8 +9,6 @@ import tensorflow as tf
 import toy_problem
 
 from tfdist_ext import optimizers
-from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 keras = tf.keras
 CASES = {
@@ -163,35 +161,3 @@ def test_two_tables_are_rounded_differently():
     slices = tf.IndexedSlices(tf.ones([9, 9]), tf.range(9), tf.constant([9, 9]))
     optimizer.apply_gradients([(slices, table) for table in tables])
     assert (as_float(tables[0]) != as_float(tables[1])).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("SGD", {}),
-        ("RowWiseAdagrad", {"weight_decay": 0.01}),
-        ("Adam", {"lazy": False}),
-    ],
-)
-def test_hot_rows_are_rounded_alike_on_all_ranks(name, arguments):
-    placement = TablePlacement.table_wise(1, hot_ids=range(4))
-    values = np.random.default_rng(0).normal(size=(ROWS + 4, DIM))
-    trained = []
-    for rank in range(2):
-        spec = ShardSpec.of("t", ROWS, DIM, placement, rank, 2)
-        table = make_table("bfloat16", values[-spec.local_shape[0] :])
-        native = table.value if toy_problem.KERAS_3 else table
-        native._tfdist_shard = spec
-        optimizer = getattr(optimizers, name)(0.1, **arguments)
-        optimizer.build([table])
-        rng = np.random.default_rng(1)
-        for _ in range(5):
-            grads = rng.normal(size=(3, DIM)).astype(np.float32)
-            rows = spec.local_rows + np.array([0, 1, 3])
-            shape = tf.constant(spec.local_shape, tf.int64)
-            slices = tf.IndexedSlices(tf.constant(grads), rows, shape)
-            optimizer.apply_gradients([(slices, table)])
-        trained.append(as_float(table)[-4:])
-    np.testing.assert_array_equal(trained[0], trained[1])
-    nearest = tf.cast(tf.cast(values[-4:], tf.bfloat16), tf.float32).numpy()
-    assert (trained[0] != nearest)[:2].mean() > 0.9

@@ -28,9 +28,7 @@ ROWS, DIM = toy_problem.SHAPES[0]
 PLACEMENTS = {
     "row": TablePlacement.row_wise(RANKS),
     "column": TablePlacement.column_wise(RANKS),
-    "hot": TablePlacement.row_wise(RANKS, hot_ids=(1, 4, 6)),
 }
-HOT = list(PLACEMENTS["hot"].hot_ids)
 
 
 @dataclasses.dataclass
@@ -67,7 +65,7 @@ def exchange(monkeypatch):
 
 def local_part(placement, rank):
     """What rank holds: every second row, or a range of columns."""
-    if placement in ("row", "hot"):
+    if placement == "row":
         return np.s_[rank::RANKS, :]
     return np.s_[:, rank * DIM // RANKS : (rank + 1) * DIM // RANKS]
 
@@ -75,8 +73,6 @@ def local_part(placement, rank):
 def make_rank_variables(placement, rank):
     variables = toy_problem.make_variables()
     part = variables[0].numpy()[local_part(placement, rank)]
-    if placement == "hot":
-        part = np.concatenate([part, variables[0].numpy()[HOT]])
     table = toy_problem.make_variable(part, "table")
     native = table.value if toy_problem.KERAS_3 else table
     native._tfdist_shard = ShardSpec.of(
@@ -89,21 +85,14 @@ def rank_gradients(placement, rank, rows, grads):
     """The shard's gradient: unique ascending local rows, summed."""
     whole = toy_problem.dense_gradients(rows, grads)[0].numpy()
     touched = np.unique(rows)
-    hot = touched[:0]
-    if placement == "hot":
-        hot = touched[np.isin(touched, HOT)]
-        touched = touched[~np.isin(touched, HOT)]
-    if placement != "column":
-        touched = touched[touched % RANKS == rank]
-    values = whole[np.concatenate([touched, hot])]
-    shape = whole[local_part(placement, rank)].shape
+    part = local_part(placement, rank)
     if placement == "column":
-        values = values[local_part(placement, rank)]
+        values = whole[touched][part]
     else:
-        hot = shape[0] + np.searchsorted(HOT, hot)
-        touched = np.concatenate([touched // RANKS, hot])
-        shape = (shape[0] + len(HOT) * (placement == "hot"), shape[1])
-    shape = tf.constant(shape, tf.int64)
+        touched = touched[touched % RANKS == rank]
+        values = whole[touched]
+        touched = touched // RANKS
+    shape = tf.constant(whole[part].shape, tf.int64)
     slices = tf.IndexedSlices(tf.constant(values), tf.constant(touched), shape)
     return [slices, *map(tf.constant, grads[1:])]
 
@@ -129,12 +118,8 @@ def train_ranks(exchange, placement, make_optimizer, steps):
         ]
         ranks = [future.result(timeout=120) for future in futures]
     table = np.zeros((ROWS, DIM), np.float32)
-    owned = table[local_part(placement, 0)].shape[0]
     for rank, values in enumerate(ranks):
-        table[local_part(placement, rank)] = values[0][:owned]
-    if placement == "hot":
-        table[HOT] = ranks[0][0][owned:]
-        np.testing.assert_array_equal(ranks[1][0][owned:], table[HOT])
+        table[local_part(placement, rank)] = values[0]
     for ours, others in zip(ranks[0][1:], ranks[1][1:], strict=True):
         np.testing.assert_array_equal(ours, others)
     return [table, *ranks[0][1:]]

@@ -35,10 +35,10 @@ def content():
     """What a plan's file holds: all kinds of fields and placements."""
     sizes = [(2**17, 58, 100), (1000, 8, 1), (20, 4, 1)]
     forced = {
-        "t1": TablePlacement(2, 1, (3, 1), True, (5,)),
+        "t1": TablePlacement(2, 1, (3, 1), True),
         "t2": "data_parallel",
     }
-    tables, features = planned.configs(sizes, hot_rows=[7, 3])
+    tables, features = planned.configs(sizes)
     plan = plan_lib.plan(tables, features, 4, forced=forced, memory_limit=1e9)
     return json.loads(json.dumps(plan.to_dict()))
 

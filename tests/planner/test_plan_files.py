@@ -105,36 +105,38 @@ def test_a_plan_is_carried_to_other_ranks():
 
 def test_placements_on_ranks_that_are_not_there_keep_their_kind():
     sizes = [(2**17, 58, 100), (2**17, 58, 1), (20, 4, 1)]
-    given = TablePlacement.row_wise(4, deduplicate=True, hot_ids=(5,))
+    given = TablePlacement.row_wise(4, deduplicate=True)
     here = TablePlacement.table_wise(1)
     plan = planned.make_plan(sizes, 4, forced={"t0": given, "t1": here})
     fewer = plan.at(2)
     assert fewer.placement_of("t0") == TablePlacement.row_wise(
-        2, deduplicate=True, hot_ids=(5,)
+        2, deduplicate=True
     )
     assert fewer.placement_of("t1") == here
     assert fewer.at(4).placement_of("t0") == given
 
 
-def test_hot_rows_go_where_the_rows_are_partitioned(tmp_path):
-    sizes = [(2**17, 58, 100), (2**17, 58, 1), (20, 4, 1), (2**17, 58, 1)]
-    tables, features = planned.configs(sizes, hot_rows=[7, 3])
-    given = TablePlacement.table_wise(1, hot_ids=(5,))
-    forced = {"t1": "row_wise", "t2": "data_parallel", "t3": given}
-    plan = plan_lib.plan(tables, features, 4, forced=forced)
-    placements = [plan.placement_of(f"t{i}") for i in range(4)]
-    assert [p.hot_ids for p in placements] == [(3, 7), (3, 7), (), (5,)]
-    assert all(p.column_parts == 1 for p in placements)
-    assert ", 2 hot rows" in plan.summary()
-    plan.save(tmp_path / "plan.json")
-    assert plan_lib.ShardingPlan.load(tmp_path / "plan.json") == plan
-    assert plan.at(2).placement_of("t3").hot_ids == (5,)
-    moved = plan.replace("t1", TablePlacement.table_wise(2))
-    assert moved.placement_of("t1").hot_ids == (3, 7)
-    with pytest.raises(ValueError, match="cannot be cut into columns"):
-        plan.replace("t1", TablePlacement.column_wise(4))
-    with pytest.raises(ValueError, match="hot rows: 2"):
-        plan.replace("t1", "column_wise")
+def test_files_from_before_hot_rows_were_removed_are_read(tmp_path):
+    plan = planned.make_plan([MEDIUM, (20, 4, 1)], 4, forced={"t1": "row_wise"})
+    content = plan.to_dict()
+    for table in content["problem"]["tables"]:
+        table["hot_rows"] = 0
+    for placement in content["placements"].values():
+        placement["hot_ids"] = []
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    assert plan_lib.ShardingPlan.load(path) == plan
+    for place, value in (
+        (content["problem"]["tables"][0], {"hot_rows": 3}),
+        (content["placements"]["t1"], {"hot_ids": [5]}),
+    ):
+        off = {name: place[name] for name in value}
+        place.update(value)
+        path.write_text(json.dumps(content))
+        message = "plan.json holds .*was removed.*docs/decisions.md"
+        with pytest.raises(ValueError, match=message):
+            plan_lib.ShardingPlan.load(path)
+        place.update(off)
 
 
 def test_the_summary_has_a_line_per_table():
@@ -174,14 +176,12 @@ def test_plans_cannot_be_changed():
 
 
 def test_a_plan_is_for_its_own_tables():
-    tables, features = planned.configs([(1000, 8, 5)], hot_rows=3)
+    tables, features = planned.configs([(1000, 8, 5)])
     plan = plan_lib.plan(tables, features, 4, forced={"t0": "row_wise"})
     pooled = not plan.placement_of("t0").deduplicate
     plan.check_fits(tables[0])
-    plan.check_fits(dataclasses.replace(tables[0], hot_rows=0))
     for other, message in (
         ({"vocabulary_size": 999}, "1000 rows and 8 columns"),
-        ({"hot_rows": (5, 6)}, "contradicts the placement"),
         (
             {"deduplicate": pooled},
             "deduplicate",

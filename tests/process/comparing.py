@@ -10,8 +10,8 @@ from launching import run_ranks
 # Results by the names of their cases, then by their own.
 Results = dict[str, dict[str, np.ndarray]]
 
-# Only ours has these: what training starts from, and copies of hot rows.
-OURS_ONLY = ("initial/", "final/hot/")
+# Only ours has these: what training starts from.
+OURS_ONLY = ("initial/",)
 
 
 @dataclasses.dataclass(frozen=True)

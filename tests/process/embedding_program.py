@@ -9,14 +9,11 @@ tables in INITIAL.npz.
 Every rank writes OUTPUT.npz with its rank inserted before the ending.
 """
 
-import dataclasses
-
 import numpy as np
 import tensorflow as tf
 from cases import run_cases
 
 import tfdist_ext
-from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -98,11 +95,7 @@ KINDS = {
     "grid": ("grid", "data_parallel", "row_wise_dedup"),
     "dedup": ("column_wise_dedup", "table_wise_dedup", "grid_dedup"),
     "auto": ("auto", "auto", "auto"),
-    "hot": ("row_wise", "table_wise", "row_wise_dedup"),
 }
-# Of "hot": of items the popular ones, of users all, so that no id travels, and
-# of words such that many batches have none.
-HOT_IDS = {"items": (1, 2, 3, 96), "users": range(31), "words": (640, 2, 900)}
 
 
 def placement_of(kind, ranks):
@@ -138,11 +131,6 @@ def embedding(kind, ranks, optimizers):
             TABLES.items(), KINDS[kind], strict=True
         )
     }
-    if kind == "hot" and ranks > 1:
-        tables = {
-            name: dataclasses.replace(table, hot_rows=HOT_IDS[name])
-            for name, table in tables.items()
-        }
     return DistributedEmbedding(
         {
             name: FeatureConfig(
@@ -151,19 +139,7 @@ def embedding(kind, ranks, optimizers):
             for name, (table, hotness) in FEATURES.items()
         },
         name="embedding",
-        learn_frequent_ids=kind == "hot",
     )
-
-
-def hot_copies(layer):
-    """This rank's copies of the hot rows."""
-    copies = {}
-    for name, ids in HOT_IDS.items():
-        variable = getattr(layer, f"table_{name}")
-        rows = np.array(variable)
-        whole = len(rows) == TABLES[name][0]
-        copies[name] = rows[sorted(ids)] if whole else rows[-len(ids) :]
-    return copies
 
 
 class StockEmbedding(keras.layers.Layer):
@@ -294,9 +270,6 @@ def hybrid(strategy, case, result):
     for table, value in initial.items():
         result[f"{case}/initial/{table}"] = value.numpy()
     train(model, result, case, layer.get_embedding_tables)
-    if kind == "hot":
-        for table, rows in hot_copies(layer).items():
-            result[f"{case}/final/hot/{table}"] = rows
 
 
 def stock(case, result, initial):
@@ -312,6 +285,4 @@ def stock(case, result, initial):
 
 
 if __name__ == "__main__":
-    # So that frequent ids are counted within an epoch.
-    frequent_ids._NOTED_LOOKUPS = 4
     run_cases(hybrid, stock)

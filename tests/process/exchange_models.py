@@ -30,7 +30,6 @@ def embedding(
     dtype="float32",
     out_of_range="error",
     optimizer=None,
-    hot_rows=0,
     **options,
 ):
     places = placements(strategy.world_size)
@@ -43,7 +42,6 @@ def embedding(
             keras.initializers.RandomNormal(0.0, 0.3, seed=3),
             placement=places[table],
             optimizer=optimizer if table == "columns" else None,
-            hot_rows=hot_rows if table == "rows" else 0,
             dtype=dtype,
             out_of_range=out_of_range,
         )

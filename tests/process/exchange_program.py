@@ -13,7 +13,6 @@ import numpy as np
 import prefetch_scenarios
 import tensorflow as tf
 from exchange_models import BATCH
-from exchange_models import DIM
 from exchange_models import HOTNESS
 from exchange_models import ROWS
 from exchange_models import STEPS
@@ -28,7 +27,6 @@ import tfdist_ext
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
 from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 
@@ -173,20 +171,6 @@ def gathered(strategy):
         np.testing.assert_allclose(losses[name], losses["row"], rtol=1e-5)
     steps = len(losses["row"])
     assert exchanges == {"row": 0, "replicated": steps, "keras": steps}
-
-
-def hot_rows_start_equal(strategy):
-    """Copies of hot rows are equal whatever seeds the ranks have."""
-    tf.random.set_seed(strategy.rank)
-    hot = TablePlacement.row_wise(strategy.world_size, hot_ids=[3, 4])
-    with strategy.scope():
-        layer = FullSparse(
-            DIM, 100, sharding=hot, kernel_initializer="random_normal"
-        )
-        layer.build([None, None])
-    copies = np.array(layer.kernel)[-2:]
-    assert np.abs(copies).min() > 0
-    assert same_on_all_ranks(strategy, copies)
 
 
 def bad_ids(strategy):

@@ -16,7 +16,6 @@ import tfdist_ext
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.optimizers import Adagrad
-from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 
@@ -162,15 +161,6 @@ def plan_mismatch(strategy, folder):
     name = "ads" if strategy.rank == 0 else "users"
     message = refused_plan(strategy, 4, sharding="row", name=name)
     assert "'ads'" in message and "'users'" in message, message
-
-
-def hot_ids_mismatch(strategy, folder):
-    """Ranks that have counted other hot ids are told so, too."""
-    counted = [1, 2] if strategy.rank == 0 else [1, 3]
-    hot = TablePlacement.row_wise(strategy.world_size, hot_ids=counted)
-    message = refused_plan(strategy, 1, sharding=hot, name="words")
-    assert "table 'words'" in message, message
-    assert "2 hot ids of hash" in message, message
 
 
 def refused_plan(strategy, *arguments, **options):

@@ -41,9 +41,6 @@ def prefetch(strategy):
     _, expected = fit("on_time")
     model, losses = fit("ahead", prefetch_ids=True)
     np.testing.assert_array_equal(losses, expected)
-    others = {"learn_frequent_ids": True, "hot_rows": (1, 2, 3, 9)}
-    _, found = fit("others", prefetch_ids=True, **others)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
     steps = exchanges_of(strategy, "on_time/ids")
     assert exchanges_of(strategy, "ahead/next/ids") == steps
     # On time only where an iterator starts, or goes on after another.

@@ -29,9 +29,7 @@ def memory_map(strategy, folder, name):
 def embedding(strategy, initializer="zeros", dtype="float32"):
     ranks = strategy.world_size
     placements = {
-        "rows": TablePlacement(
-            ranks, 1, tuple(range(ranks)), hot_ids=(50, 1, 2)
-        ),
+        "rows": TablePlacement.row_wise(ranks),
         "columns": TablePlacement.column_wise(ranks),
         "one": TablePlacement.table_wise(ranks - 1),
         "copied": TablePlacement.data_parallel(),

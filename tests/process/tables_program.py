@@ -24,7 +24,6 @@ import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.marks import shard_spec
 from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
@@ -53,26 +52,24 @@ def placements(ranks, moved):
     if moved:
         columns = TablePlacement(1, ranks, backwards)
         return {
-            "whole": TablePlacement.row_wise(ranks, hot_ids=range(20, 41)),
+            "whole": TablePlacement.row_wise(ranks),
             "grid": TablePlacement(ranks // half, half, backwards),
             "rows": columns,
-            "columns": TablePlacement.table_wise(last, True, hot_ids=(28, 0)),
-            "copied": TablePlacement(
-                half, 1, backwards[:half], hot_ids=(3, 30, 5)
-            ),
+            "columns": TablePlacement.table_wise(last, True),
+            "copied": TablePlacement(half, 1, backwards[:half]),
             "tiny": columns,
             "tiny_whole": TablePlacement.data_parallel(),
             "rounded": TablePlacement(1, half, backwards[:half]),
         }
     return {
-        "whole": TablePlacement.table_wise(last, hot_ids=range(5)),
+        "whole": TablePlacement.table_wise(last),
         "grid": TablePlacement.grid(half, ranks // half),
-        "rows": TablePlacement(ranks, 1, backwards, hot_ids=(50, 1, 66)),
+        "rows": TablePlacement(ranks, 1, backwards),
         "columns": TablePlacement.column_wise(ranks, deduplicate=True),
         "copied": TablePlacement.data_parallel(),
-        "tiny": TablePlacement.row_wise(ranks, hot_ids=(1,)),
+        "tiny": TablePlacement.row_wise(ranks),
         "tiny_whole": TablePlacement.table_wise(min(1, last)),
-        "rounded": TablePlacement.row_wise(ranks, hot_ids=range(10)),
+        "rounded": TablePlacement.row_wise(ranks),
     }
 
 
@@ -147,19 +144,6 @@ def check(strategy, model, noted):
     assert set(found) == {key[2:] for key in noted if key[:2] == "a/"}
     for name, value in found.items():
         np.testing.assert_array_equal(value, noted[f"a/{name}"], name)
-    own = getattr(model.optimizer, "table_optimizers", ())
-    for owner in (model, model.optimizer, *own):
-        for variable in owner.variables:
-            check_hot_rows(strategy, variable)
-
-
-def check_hot_rows(strategy, variable):
-    """This rank's copies are those of the whole table, or slot."""
-    spec = shard_spec(variable)
-    if spec is not None and spec.hot_ids:
-        whole = strategy.gather_table(variable)
-        copies = np.array(variable)[spec.local_rows :]
-        np.testing.assert_array_equal(whole[list(spec.hot_ids)], copies)
 
 
 def save(strategy, folder, optimizer):

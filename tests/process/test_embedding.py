@@ -12,14 +12,14 @@ CASES = [
     "grid/adagrad",
     "dedup/sgd/weighted",
     "auto/sgd",
-    "hot/adagrad/weighted",
+    "whole/adagrad/weighted",
 ]
 # Compared with one process of ours, whose rules are tested against NumPy.
 OUR_RULES = [
     "whole/row_wise_adagrad",
     "grid/row_wise_adagrad",
     "grid/own",
-    "hot/mixed",
+    "dedup/mixed",
 ]
 # More ranks change exchanges, not updates.
 AT_FOUR_RANKS = [
@@ -27,17 +27,17 @@ AT_FOUR_RANKS = [
     "grid/own",
     "dedup/sgd/weighted",
     "auto/sgd",
-    "hot/mixed",
+    "dedup/mixed",
 ]
 # Rules depend on the Keras, placements do not.
 WITH_TF_KERAS = [
     "whole/sgd",
     "dedup/sgd/weighted",
     "auto/sgd",
-    "hot/adagrad/weighted",
+    "whole/adagrad/weighted",
     "whole/row_wise_adagrad",
     "grid/own",
-    "hot/mixed",
+    "dedup/mixed",
 ]
 PROGRAM = "embedding_program.py"
 

@@ -12,7 +12,6 @@ SCENARIOS = (
     "prefetch",
     "prefetch_distinct",
     "gathered",
-    "hot_rows_start_equal",
     "bad_ids",
     "bfloat16",
 )

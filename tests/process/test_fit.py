@@ -38,7 +38,6 @@ SCENARIOS = [
     "in_a_dataset",
     "while_tracing",
     "in_predict_and_evaluate",
-    "hot_ids_mismatch",  # last: it ends the group
 ]
 
 # Layers, sums and threads that know nothing of the Keras around them.
@@ -49,7 +48,6 @@ WITHOUT_TF_KERAS = [
     "accumulation",
     "optimizer_made_outside",  # tf_keras trains with it
     "bad_id_and_error_feedback",
-    "hot_ids_mismatch",
 ]
 WITH_TF_KERAS = [
     "legacy_optimizers",

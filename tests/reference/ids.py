@@ -232,36 +232,6 @@ def merge_ids(
     return splits, id_[good], weight[good]
 
 
-def split_hot_ids(
-    ids: Sequence[tf.Tensor],
-    row_splits: Sequence[tf.Tensor],
-    weights: Sequence[tf.Tensor],
-    *,
-    hot_ids: Sequence[int],
-    first_row: int,
-) -> tuple[tf.Tensor, ...]:
-    """See `id_ops.split_hot_ids`."""
-    sample, id_, weight = _flatten(ids, row_splits, weights)
-    same = id_[:, None] == tf.constant(list(hot_ids), tf.int64)
-    hot = tf.reduce_any(same, 1)
-    batch = tf.range(tf.size(row_splits[0], tf.int64))
-    splits = tf.searchsorted(sample[~hot], batch, out_type=tf.int64)
-    present, _, counts = tf.unique_with_counts(sample[hot], tf.int64)
-    if all(tf.size(w) == 0 for w in weights):
-        weight = hot_weight = tf.zeros([0])
-    else:
-        weight, hot_weight = weight[~hot], weight[hot]
-    return (
-        tf.cast(id_[~hot], tf.convert_to_tensor(ids[0]).dtype),
-        splits,
-        weight,
-        tf.cast(present, tf.int32),
-        tf.concat([[0], tf.cumsum(counts)], 0),
-        first_row + tf.argmax(same[hot], 1),
-        hot_weight,
-    )
-
-
 def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """See `id_ops.unique_ids`."""
     unique, positions = tf.unique(tf.sort(ids), tf.int64)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +25,6 @@ def init_rows(
     distribution: str,
     a: float = 0.0,
     b: float = 0.0,
-    more_ids: Sequence[int] = (),
 ) -> tf.Tensor:
     """See `init_ops.init_rows`."""
     ids = tf.range(rows, dtype=tf.int64)
@@ -48,6 +46,4 @@ def init_rows(
         table, reference_ids.owner_of(ids, row_parts) == row_part
     )
     mine = tf.cast(mine, tf.float32)[:local_rows]
-    mine = tf.pad(mine, [[0, local_rows - mine.shape[0]], [0, 0]])
-    more = tf.gather(table, tf.constant(list(more_ids), tf.int64))
-    return tf.concat([mine, tf.cast(more, tf.float32)], 0)
+    return tf.pad(mine, [[0, local_rows - mine.shape[0]], [0, 0]])

@@ -2,6 +2,7 @@
 """What a rank holds of a table, for every placement."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -23,8 +24,6 @@ PLACEMENTS = [
     TablePlacement(2, 2, (3, 0, 1, 2)),
     TablePlacement(1, 3, (3, 1, 0)),
     TablePlacement(2, 1, (2, 1)),
-    TablePlacement.row_wise(4, hot_ids=[0]),
-    TablePlacement.table_wise(1, hot_ids=(0,)),
 ]
 
 
@@ -45,8 +44,6 @@ KINDS = (
     "grid",
     "column_wise",
     "row_wise",
-    "row_wise",
-    "table_wise",
 )
 
 
@@ -68,8 +65,7 @@ def test_every_weight_lies_on_one_rank(placement, rows):
         ids = rows_of.ids_of_part(spec.cell[0], spec.row_parts, rows)
         assert len(ids) <= spec.local_rows == -(-rows // spec.row_parts)
         first, end = spec.columns
-        hot = len(placement.hot_ids)
-        assert spec.local_shape == (spec.local_rows + hot, end - first)
+        assert spec.local_shape == (spec.local_rows, end - first)
         held[ids, first:end] += 1
     assert (held == 1).all()
 
@@ -148,8 +144,7 @@ def test_ranks_that_are_not_there_are_refused():
         ({"column_parts": True}, "`column_parts`.*True"),
         ({"deduplicate": 1}, "`deduplicate` must be True or False"),
         ({"deduplicate": None}, "`deduplicate` must be True or False"),
-        ({"ranks": (0,), "hot_ids": (float("inf"),)}, "`hot_ids`.*inf"),
-        ({"ranks": (0,), "hot_ids": (-1,)}, "`hot_ids`.*hot_ids=-1"),
+        ({"hot_ids": (3,)}, r"`hot_ids` was removed.*hot_ids=\(3,\)"),
     ],
 )
 def test_placements_are_made_of_integers(arguments, message):
@@ -159,30 +154,20 @@ def test_placements_are_made_of_integers(arguments, message):
     assert TablePlacement(np.int64(2), 1, ranks).ranks == (0, 1)
 
 
-def test_every_rank_holds_the_hot_rows():
-    by_rank = specs(TablePlacement.table_wise(2, hot_ids=(9, 0, 4)))
-    assert {spec.hot_ids for spec in by_rank} == {(0, 4, 9)}
-    assert [s.local_shape[0] for s in by_rank] == [3, 3, ROWS + 3, 3]
-    assert [s.local_rows for s in by_rank] == [0, 0, ROWS, 0]
+def test_hot_ids_are_refused_with_what_to_do():
+    message = "`hot_ids` was removed.*since November 2026.*Leave `hot_ids` out"
+    for make in (TablePlacement.row_wise, TablePlacement.table_wise):
+        assert make(2, hot_ids=()) == make(2)
+        with pytest.raises(ValueError, match=message):
+            make(2, hot_ids=[4, 1])
 
 
-@pytest.mark.parametrize(
-    ("parts", "ranks", "hot_ids", "message"),
-    [
-        ((1, 2), (0, 1), (3,), "column_parts=2"),
-        ((1, 1), (), (3,), "1 hot_ids, row_parts=1"),
-        ((2, 1), (0, 1), (3, 5, 3), "Received: 3, 2 of them distinct"),
-        ((2, 1), (0, 1), range(65537), "at most 65536"),
-    ],
-)
-def test_hot_rows_that_cannot_be_are_refused(parts, ranks, hot_ids, message):
-    with pytest.raises(ValueError, match=message):
-        TablePlacement(*parts, ranks, hot_ids=hot_ids)
-
-
-def test_hot_ids_are_ids_of_the_table():
-    with pytest.raises(ValueError, match=f"'t' has ids 0 to {ROWS - 1}"):
-        specs(TablePlacement.row_wise(4, hot_ids=(ROWS,)))
+def test_specs_of_older_exports_are_read():
+    spec = specs(TablePlacement.row_wise(4))[1]
+    fields = json.loads(spec_to_json(spec))
+    assert spec_from_json(json.dumps({**fields, "hot_ids": []})) == spec
+    with pytest.raises(ValueError, match=r"`hot_ids` was removed.*table 't'"):
+        spec_from_json(json.dumps({**fields, "hot_ids": [3]}))
 
 
 def test_specs_survive_as_text():

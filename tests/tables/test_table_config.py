@@ -12,7 +12,6 @@ from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
 GRID = TablePlacement(2, 2, (3, 1, 0, 2), deduplicate=True)
-HOT = TablePlacement.row_wise(4, hot_ids=(9, 2))
 TABLE = TableConfig("words", 1000, 16)
 
 
@@ -27,7 +26,7 @@ def test_arguments_of_keras_rs_may_be_passed_by_position():
 
 
 def test_own_arguments_are_given_by_name():
-    own = {"hot_rows", "deduplicate", "dtype", "out_of_range"}
+    own = {"deduplicate", "dtype", "out_of_range"}
     fields = dataclasses.fields(TableConfig)
     assert {field.name for field in fields if field.kw_only} == own
 
@@ -39,7 +38,8 @@ def test_own_arguments_are_given_by_name():
         ({"vocabulary_size": 0}, r"at least 1 and .*vocabulary_size=0"),
         ({"vocabulary_size": 10.0}, "vocabulary_size=10.0"),
         ({"embedding_dim": True}, "embedding_dim=True"),
-        ({"hot_rows": -1}, r"hot_rows=-1 \(table 'words'\)"),
+        ({"hot_rows": 5}, r"removed.*hot_rows=5 \(table 'words'\).*Leave"),
+        ({"hot_rows": np.array([3, 1])}, "`hot_rows` was removed"),
         ({"combiner": "max"}, "combiner='max'"),
         ({"placement": "diagonal"}, "placement='diagonal'"),
         ({"placement": 3}, "placement=3"),
@@ -47,19 +47,7 @@ def test_own_arguments_are_given_by_name():
         ({"out_of_range": "clip"}, "out_of_range='clip'"),
         ({"deduplicate": "yes"}, "deduplicate='yes'"),
         ({"placement": GRID, "deduplicate": False}, "contradicts"),
-        ({"placement": "data_parallel", "deduplicate": True}, "Leave them out"),
-        ({"placement": "default_device", "hot_rows": 5}, "hot_rows=5"),
-        ({"placement": TablePlacement(), "hot_rows": 5}, "Leave them out"),
-        ({"hot_rows": 1001}, "at most 65536 and the vocabulary_size, 1000"),
-        ({"hot_rows": [3, 1, 3]}, "3 ids, 2 of them distinct"),
-        ({"hot_rows": [3, 1000]}, "ids 0 to 999. Received: hot ids from 3 to"),
-        ({"hot_rows": [-1]}, "hot_rows=-1"),
-        ({"hot_rows": 1.5}, "hot_rows=1.5"),
-        ({"hot_rows": 5, "placement": "column_wise"}, "cut into columns"),
-        ({"hot_rows": [7, 2], "placement": "grid"}, "hot_rows=<2 ids>"),
-        ({"hot_rows": 5, "placement": GRID}, "2, column_parts=2"),
-        ({"hot_rows": 5, "placement": HOT}, "contradicts the placement"),
-        ({"vocabulary_size": 9, "placement": HOT}, "ids 0 to 8"),
+        ({"placement": "data_parallel", "deduplicate": True}, "Leave it out"),
     ],
 )
 def test_wrong_tables_are_refused(arguments, message):
@@ -105,22 +93,27 @@ def test_configs_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("placement", "hot_rows"),
-    [("auto", 7), ("row_wise", np.array([9, 2])), (GRID, 0), (HOT, (2, 9))],
+    "placement", ["auto", "row_wise", GRID, TablePlacement.row_wise(4)]
 )
-def test_a_feature_survives_its_config_in_json(placement, hot_rows):
-    table = TableConfig(
-        "words",
-        1000,
-        16,
-        "zeros",
-        "sgd",
-        placement=placement,
-        hot_rows=hot_rows,
-    )
+def test_a_feature_survives_its_config_in_json(placement):
+    table = TableConfig("words", 1000, 16, "zeros", "sgd", placement=placement)
     feature = FeatureConfig("query", table, (None, None), (None, 16), hotness=3)
     config = json.loads(json.dumps(feature.get_config()))
     assert FeatureConfig.from_config(config) == feature
+
+
+def test_configs_from_before_hot_rows_were_removed_are_read():
+    table = TableConfig("words", 1000, 16, placement=GRID)
+    config = table.get_config()
+    assert "hot_rows" not in config and "hot_ids" not in config["placement"]
+    config["placement"]["hot_ids"] = []
+    for off in (0, []):
+        assert TableConfig.from_config({**config, "hot_rows": off}) == table
+    with pytest.raises(ValueError, match="`hot_rows` was removed"):
+        TableConfig.from_config({**config, "hot_rows": [7]})
+    config["placement"]["hot_ids"] = [7]
+    with pytest.raises(ValueError, match="`hot_ids` was removed"):
+        TableConfig.from_config(config)
 
 
 def test_the_caller_writes_initializer_and_optimizer():

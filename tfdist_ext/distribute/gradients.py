@@ -13,7 +13,6 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.ops.lookup_ops import has_distinct_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 # Below this size a table's whole gradient travels faster than its rows, with
 # those of all other small tables.
@@ -34,7 +33,7 @@ def reduce_values(
         collectives: of the strategy.
         values: tensors, IndexedSlices or Python numbers. Those of shards
             have a marked `dense_shape`: they are sums over all ranks already
-            and do not travel, but for hot rows.
+            and do not travel.
         label: names the exchange in errors.
         weighted: take means, every rank weighed by its samples in the step.
         wire_dtype: in which float32 travels. Parts and sums are rounded to
@@ -49,7 +48,6 @@ def reduce_values(
     round_to = {tf.float32: wire_dtype}
     dense: dict[int, tf.Tensor] = {}
     small: dict[int, tf.Tensor] = {}
-    hot: dict[int, tf.Tensor] = {}
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
@@ -59,9 +57,6 @@ def reduce_values(
                 *reversed(sum_duplicate_rows(value.indices, value.values)),
                 value.dense_shape,
             )
-            spec = value.dense_shape._tfdist_shard
-            if spec.hot_ids:
-                result[i], hot[i] = _split_hot_rows(result[i], spec)
         elif has_distinct_rows(value) and _is_small(value):
             small[i] = _as_table(value)
         else:
@@ -75,10 +70,6 @@ def reduce_values(
     )
     for i, total in totals.items():
         result[i] = _as_slices(total, values[i]) if i in small else total
-    # Not weighted: as those of other rows, they are scaled by the lookup.
-    sums = collectives.all_reduce(list(hot.values()), f"{label}/hot rows")
-    for i, total in zip(hot, sums, strict=True):
-        result[i] = _join_hot_rows(result[i], total)
     return result
 
 
@@ -125,46 +116,6 @@ def _sum_dense(
         for i, total in zip(chosen, sums, strict=True):
             result[i] = tf.cast(total, dense[i].dtype)
     return result
-
-
-def _split_hot_rows(
-    slices: tf.IndexedSlices, spec: ShardSpec
-) -> tuple[tf.IndexedSlices, tf.Tensor]:
-    """The gradient of a shard without its hot rows, and that of all of these.
-
-    Args:
-        slices: rows ascend.
-        spec: of the shard.
-
-    Returns:
-        The slices of the rows that this rank owns, and float `[hot, dim + 1]`
-        with a last column that is not 0 for the rows of the slices: a lazy
-        rule leaves alone what no rank has looked up.
-    """
-    rows, values = slices.indices, slices.values
-    end = tf.searchsorted(rows, tf.constant([spec.local_rows], rows.dtype))[0]
-    touched = tf.pad(values[end:], [[0, 0], [0, 1]], constant_values=1)
-    dense = tf.scatter_nd(
-        rows[end:, tf.newaxis] - spec.local_rows,
-        touched,
-        tf.constant([len(spec.hot_ids), spec.dim + 1], rows.dtype),
-    )
-    dense.set_shape([len(spec.hot_ids), spec.dim + 1])
-    owned = tf.IndexedSlices(values[:end], rows[:end], slices.dense_shape)
-    return owned, dense
-
-
-def _join_hot_rows(
-    slices: tf.IndexedSlices, total: tf.Tensor
-) -> tf.IndexedSlices:
-    """The gradient of a shard with that of its hot rows, summed."""
-    spec = slices.dense_shape._tfdist_shard
-    touched = tf.where(total[:, -1] > 0)[:, 0]
-    return tf.IndexedSlices(
-        tf.concat([slices.values, tf.gather(total[:, :-1], touched)], 0),
-        tf.concat([slices.indices, spec.local_rows + touched], 0),
-        slices.dense_shape,
-    )
 
 
 def _is_small(slices: tf.IndexedSlices) -> bool:

@@ -60,15 +60,3 @@ class Feature:
             self.spec.column_parts,
             self.spec.ranks,
         )
-
-    @property
-    def placement_with_hot_rows(self) -> FeaturePlacement:
-        """The same with the hot rows as a part of rank `world_size`."""
-        placement = self.placement
-        if not self.spec.hot_ids:
-            return placement
-        return dataclasses.replace(
-            placement,
-            row_parts=placement.row_parts + 1,
-            ranks=(*placement.ranks, self.spec.world_size),
-        )

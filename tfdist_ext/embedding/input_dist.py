@@ -27,7 +27,7 @@ class OwnedIds:
         rows: int64 `[n]`, rows of the local shards.
         weights: float32 `[n]`, or `[0]` when all weights are one.
         served: int64 `[world_size, features]`, samples of each rank and
-            feature; with hot rows one row more, of this rank's own.
+            feature.
     """
 
     row_splits: tf.Tensor
@@ -44,8 +44,7 @@ class Route:
         samples: int64 `[features]`, samples of this rank's batch.
         sample_ids: int32 `[m]`, this rank's samples that have ids at an
             owner, grouped by owner and feature.
-        sample_splits: int64 `[world_size, features]`, how many of them; a row
-            more with hot rows.
+        sample_splits: int64 `[world_size, features]`, how many of them.
         gradient_scale: float32 scalar, what this rank's gradients count.
     """
 

@@ -25,8 +25,7 @@ def lookup(
 
     Returns:
         float32 `[v]`, the sums one after the other in the order of `ids`, and
-        int64 `[world_size]`, how many of the numbers each rank asked for;
-        with hot rows, one rank more.
+        int64 `[world_size]`, how many of the numbers each rank asked for.
     """
     used = sorted({feature.table for feature in features})
     return lookup_ops.lookup(

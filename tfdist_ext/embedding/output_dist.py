@@ -33,9 +33,8 @@ def output_dist(
 
     Args:
         values: float32 `[v]`, from `lookup`.
-        send_splits: int64 `[world_size]`, from `lookup`; one more if a
-            feature has hot rows, whose values stay on this rank.
-        route: from `input_dist`, with hot rows from `ask_here`.
+        send_splits: int64 `[world_size]`, from `lookup`.
+        route: from `input_dist`.
         features: what the results are of.
         collectives: of the strategy.
         wire: how the numbers travel.
@@ -43,14 +42,6 @@ def output_dist(
     Returns:
         Per feature float32 `[b, dim]`; zeros for samples without ids.
     """
-    world_size = collectives.group.world_size
-    placements = [feature.placement for feature in features]
-    stay: list[tf.Tensor] = []
-    if any(feature.spec.hot_ids for feature in features):
-        sizes = [tf.reduce_sum(send_splits[:-1]), send_splits[-1]]
-        values, *stay = tf.split(values, tf.stack(sizes), num=2)
-        send_splits = send_splits[:-1]
-        placements = [feature.placement_with_hot_rows for feature in features]
     seed, gradient_seed = wire.seeds(collectives.group.rank)
     numbers = wire_ops.to_wire(
         values,
@@ -67,13 +58,13 @@ def output_dist(
         parts, rounding=wire.rounding, seed=gradient_seed
     )
     return lookup_ops.combine(
-        tf.concat([parts, *stay], 0) if stay else parts,
+        parts,
         route.sample_ids,
         route.sample_splits,
         route.samples,
         route.gradient_scale,
-        placements=placements,
-        world_size=world_size + len(stay),
+        placements=[feature.placement for feature in features],
+        world_size=collectives.group.world_size,
     )
 
 

@@ -14,7 +14,6 @@ from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
-from tfdist_ext.embedding import hot_rows
 from tfdist_ext.embedding import sharing
 from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
@@ -222,7 +221,7 @@ class _Exchange:
         label: str,
         weight: tf.Tensor | None = None,
     ) -> Asked:
-        lists, poolings, hot = self._travelling(ids)
+        lists, poolings = self._travelling(ids)
         frequent: list[tf.Tensor] = []
         if self.frequent is not None:
             by_table = self.frequent.of_tables()
@@ -235,34 +234,20 @@ class _Exchange:
             # or on none: they must count alike after a bad id.
             with tf.control_dependencies([owned.served]):
                 self.frequent.note(lists, self.features)
-        if hot:
-            owned, route = hot_rows.ask_here(owned, route, hot, self.features)
         return Asked(owned, route, poolings)
 
     def _travelling(
         self, ids: Sequence[Sequence[Ids]]
-    ) -> tuple[
-        list[Sequence[Ids]],
-        list[distinct_rows.Pooling],
-        dict[int, hot_rows.HotIds],
-    ]:
-        """What leaves of the lists: distinct ids, and none of hot rows."""
+    ) -> tuple[list[Sequence[Ids]], list[distinct_rows.Pooling]]:
+        """What leaves of the lists: of deduplicated features, distinct ids."""
         lists = list(ids)
         poolings = []
-        hot: dict[int, hot_rows.HotIds] = {}
         for index, feature in enumerate(self.features):
             if feature.deduplicate:
                 travel, pooling = distinct_rows.ask_once(lists[index], feature)
-                if feature.spec.hot_ids:
-                    travel, hot[index], pooling = hot_rows.split_distinct(
-                        travel, pooling, feature
-                    )
                 lists[index] = [travel]
                 poolings.append(pooling)
-            elif feature.spec.hot_ids:
-                travel, hot[index] = hot_rows.split(lists[index], feature)
-                lists[index] = [travel]
-        return lists, poolings, hot
+        return lists, poolings
 
     def _check(self, asked: Asked) -> None:
         step = self.collectives.step

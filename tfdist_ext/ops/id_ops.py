@@ -174,42 +174,6 @@ def merge_ids(
     return merged_splits, rows, merged_weights
 
 
-def split_hot_ids(
-    ids: Sequence[tf.Tensor],
-    row_splits: Sequence[tf.Tensor],
-    weights: Sequence[tf.Tensor],
-    *,
-    hot_ids: Sequence[int],
-    first_row: int,
-) -> tuple[tf.Tensor, ...]:
-    """Merges lists of ids and tells those of hot rows from the others.
-
-        ids [[4, 7, 4], [2]], hot_ids [4, 9], first_row 100
-            ->  cold ids [[7], [2]], hot rows [[100, 100]] of samples [0]
-
-    Args:
-        ids: lists of int32 or int64 `[n_i]`, all of one dtype.
-        row_splits: int64 `[b + 1]` for every list.
-        weights: float32 `[n_i]` or `[0]` for every list.
-        hot_ids: distinct ids, at most 65536.
-        first_row: the row of the first of them.
-
-    Returns:
-        The cold ids, bad ones among them: `ids` `[n]`, `row_splits` int64
-        `[b + 1]`, `weights` float32 `[n]` or `[0]`; then `samples` int32
-        `[m]`, those that have hot ids, ascending, and of these `row_splits`
-        int64 `[m + 1]`, `rows` int64 `[h]` and `weights` float32 `[h]` or
-        `[0]`.
-
-    Raises:
-        tf.errors.InvalidArgumentError: malformed inputs.
-    """
-    outputs = library().tfdist_split_hot_ids(
-        ids, row_splits, weights, hot_ids=list(hot_ids), first_row=first_row
-    )
-    return tuple(outputs)
-
-
 def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Finds the distinct ids of a batch.
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
@@ -22,7 +20,6 @@ def init_rows(
     distribution: str,
     a: float = 0.0,
     b: float = 0.0,
-    more_ids: Sequence[int] = (),
 ) -> tf.Tensor:
     """One cell of a table's initial values.
 
@@ -39,10 +36,9 @@ def init_rows(
             (the same, within two standard deviations).
         a: first parameter.
         b: second parameter.
-        more_ids: ids of any part whose rows are made behind the cell.
 
     Returns:
-        float32 `[local_rows + more, local_dim]`; padding rows are zero.
+        float32 `[local_rows, local_dim]`; padding rows are zero.
     """
     if distribution == "zeros":
         distribution, a = "constant", 0.0
@@ -57,5 +53,4 @@ def init_rows(
         distribution=distribution,
         a=a,
         b=b,
-        more_ids=list(more_ids),
     )

@@ -27,21 +27,12 @@ import tensorflow as tf
 
 from tfdist_ext.ops.library import library
 
-# Random bits are a hash of seed * this + row, see bfloat16_rows.h.
-_SEED_FACTOR = 0x9E3779B97F4A7C15
-
 
 def _scalar(value: Any) -> tf.Tensor:
     # Python numbers straight to float64, so that 1 - 0.999 stays exact.
     if isinstance(value, (int, float)):
         return tf.constant(value, tf.float64)
     return tf.cast(value, tf.float64)
-
-
-def shifted_seed(seed: int, first_row: int) -> int:
-    """The seed that rounds row `first_row + i` as `seed` rounds row i."""
-    shifted = seed - first_row * pow(_SEED_FACTOR, -1, 2**64)
-    return (shifted + 2**63) % 2**64 - 2**63
 
 
 def _seeds(rounding_seed: Any) -> list[tf.Tensor]:

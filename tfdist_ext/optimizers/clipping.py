@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -83,13 +82,10 @@ def _map(fn: Any, grad: Any) -> Any:
     return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
 
 
-def _square_norm(grad: Any, spec: ShardSpec | None) -> tf.Tensor:
-    """Of this rank's part; every rank has a part in the hot rows."""
-    squares = tf.square(tf.cast(getattr(grad, "values", grad), tf.float32))
-    if spec is None or not spec.hot_ids:
-        return tf.reduce_sum(squares)
-    share = tf.where(grad.indices < spec.local_rows, 1.0, 1 / spec.world_size)
-    return tf.reduce_sum(squares * share[:, tf.newaxis])
+def _square_norm(grad: Any) -> tf.Tensor:
+    """Sums the squares of this rank's part."""
+    values = tf.cast(getattr(grad, "values", grad), tf.float32)
+    return tf.reduce_sum(tf.square(values))
 
 
 def _square_norms(
@@ -97,10 +93,7 @@ def _square_norms(
 ) -> list[tf.Tensor]:
     """Sums of squares of whole gradients, bitwise equal on all ranks."""
     specs = [shard_spec(variable) for variable in variables]
-    local = [
-        _square_norm(grad, spec)
-        for grad, spec in zip(grads, specs, strict=True)
-    ]
+    local = [_square_norm(grad) for grad in grads]
     if not any(spec is not None and spec.partitioned for spec in specs):
         return local
     # Imported here: the strategy's modules import the optimizers.

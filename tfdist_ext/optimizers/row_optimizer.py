@@ -155,10 +155,7 @@ class RowOptimizer(KerasDifferences):
             return None
         spec = shard_spec(variable)
         salt = (self._index_of(variable) << 48) + use
-        if spec is not None and spec.hot_ids:
-            # Hot rows must be rounded alike on all ranks, wherever they lie.
-            salt = optimizer_ops.shifted_seed(salt, spec.local_rows)
-        elif spec is not None:
+        if spec is not None:
             salt += spec.rank << 32
         return 2 * tf.cast(self.iterations, tf.int64) + salt
 

@@ -12,7 +12,6 @@ from tfdist_ext.planner import cost
 from tfdist_ext.planner.problem import Problem
 from tfdist_ext.planner.problem import TableNumbers
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import check_hot_ids
 
 Bools = npt.NDArray[np.bool_]
 Triple = tuple[int, int, bool]
@@ -66,8 +65,7 @@ def allowed(problem: Problem, triples: list[Triple]) -> Bools:
                 f"Table {table.name!r} of {table.rows} rows and {table.dim} "
                 f"columns cannot be placed over {problem.setting.world_size} "
                 f"ranks. Received: placement={table.placement!r}, "
-                f"deduplicate={table.deduplicate}, hot rows: "
-                f"{len(table.hot_ids)}. Use placement='auto'."
+                f"deduplicate={table.deduplicate}. Use placement='auto'."
             )
     return result
 
@@ -90,13 +88,6 @@ def check_placement(
             f"Table {table.name!r} has {table.dim} columns. Received: a "
             f"placement of {placement.column_parts} column parts. Use fewer."
         )
-    check_hot_ids(placement.hot_ids, table.rows, table.name)
-    if table.hot_rows and placement.column_parts > 1:
-        raise ValueError(
-            f"Table {table.name!r} has hot rows, which cannot be cut into "
-            f"columns. Received: a placement of {placement.column_parts} "
-            "column parts. Use one, or leave `hot_rows` out."
-        )
 
 
 def _allowed(
@@ -110,9 +101,6 @@ def _allowed(
     rows, columns, deduplicate = triples[:, 0], triples[:, 1], triples[:, 2]
     replicated = rows == 0
     fits = (rows <= table.rows) & (columns <= table.dim)
-    if table.hot_rows:
-        # They are not cut into columns.
-        fits &= (columns <= 1) & (asked not in ("column_wise", "grid"))
     if asked in ("data_parallel", "default_device"):
         return replicated
     fits &= ~replicated | (asked == "auto" and world_size > 1)

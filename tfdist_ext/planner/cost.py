@@ -4,8 +4,7 @@
 W ranks, b samples per rank, f bytes of a number on the wire. A table of N
 rows and d columns in R x C cells has N/R rows per row part; a cell has w of
 the columns. A feature has z ids per sample, z' of them distinct; the b z ids
-of a rank's batch ask for u distinct rows (`popularity.py`). Hot rows count in
-none of these.
+of a rank's batch ask for u distinct rows (`popularity.py`).
 
 Per row part and source rank, S results are asked for with n ids in I bytes:
 
@@ -23,9 +22,7 @@ A rank sends, in the order ids, gradients, results, and receives:
                    (W-1) (I + S w f) for every cell of its own
 
 A data_parallel table sends and receives the lesser of all its gradient, 8 N d
-(W-1)/W (float32 there and back), and the touched rows, (W-1) u (4 d + 8). H hot
-rows send all of theirs, each with a flag whether it was touched: 8 H (d + 1)
-(W-1)/W.
+(W-1)/W (float32 there and back), and the touched rows, (W-1) u (4 d + 8).
 
 Memory is weights and slots. Time on a rank is
 
@@ -165,10 +162,10 @@ def compute(problem: Problem, shapes: Shapes) -> Costs:
             _dense_bytes(world_size, tables.rows * tables.dim),
             _touched_bytes(world_size, by_table(touched), tables.dim),
         ),
-        _dense_bytes(world_size, tables.hot_rows * (tables.dim + 1)),
+        0.0,
     )
     row_bytes = tables.dim * tables.state_bytes + tables.row_slots
-    held = np.where(replicated, tables.rows, tables.hot_rows)
+    held = np.where(replicated, tables.rows, 0.0)
     part_rows = np.ceil(tables.rows / np.maximum(shapes.row_parts, 1))
     partitioned = np.where(replicated, 0.0, part_rows)
     return Costs(
@@ -208,7 +205,6 @@ class _Tables:
         tables = problem.tables
         self.rows = column([t.rows for t in tables])
         self.dim = column([t.dim for t in tables])
-        self.hot_rows = column([len(t.hot_ids) for t in tables])
         self.weight_bytes = column([t.weight_bytes for t in tables])
         self.state_bytes = self.weight_bytes + column(
             [_DENSE_BYTES * t.slots_per_weight for t in tables]
@@ -231,19 +227,15 @@ class _Features:
         self.state_bytes = tables.state_bytes[index]
         hotness = np.array([f.hotness for f in problem.features], np.float64)
         exponents = np.array([f.exponent for f in problem.features], np.float64)
-        popularity = Popularity(
-            self.rows[:, 0], exponents, tables.hot_rows[index][:, 0]
-        )
+        popularity = Popularity(self.rows[:, 0], exponents)
         batch = hotness * setting.batch_size
         self.draws = batch[:, None]
-        self.cold = self.draws * popularity.cold_share()[:, None]
         # A mean below one id is that share of samples with one id.
         some = np.maximum(hotness, 1.0)
         share = (hotness / some)[:, None]
         self.in_sample = share * popularity.distinct(some)[:, None]
         self.repeats = share * popularity.repeated(some)[:, None]
         self.in_batch = popularity.distinct(batch)[:, None]
-        self.hot_in_batch = popularity.distinct_hot(batch)[:, None]
         world = popularity.distinct(batch * setting.world_size)
         self.in_all_batches = world[:, None]
         self.one_hot = (hotness == 1.0)[:, None]
@@ -285,7 +277,7 @@ def _per_feature(
         ),
         **seconds,
     }
-    return sums, np.where(replicated, f.in_batch + f.hot_in_batch, 0.0)
+    return sums, np.where(replicated, f.in_batch, 0.0)
 
 
 def _seconds(
@@ -306,10 +298,10 @@ def _seconds(
     per_cell += setting.world_size * _SECONDS_PER_SECTION
     per_column = 2 * hosted * f.weight_bytes + 2 * updated * f.state_bytes
     local = 2 * f.draws * (f.weight_bytes * f.dim + _CACHE_LINE) / read
-    pooling = 2 * f.cold * _DENSE_BYTES * f.dim / read
+    pooling = 2 * f.draws * _DENSE_BYTES * f.dim / read
     coding = np.where(
-        dedup, f.cold * _SECONDS_PER_SORTED_ID + pooling, 0.0
-    ) + np.where(dedup, 0.0, f.cold * _SECONDS_PER_ID)
+        dedup, f.draws * _SECONDS_PER_SORTED_ID + pooling, 0.0
+    ) + np.where(dedup, 0.0, f.draws * _SECONDS_PER_ID)
     combining = 2 * _DENSE_BYTES * asked * f.dim / read
     exchanged = coding + combining + shapes.cells * _SECONDS_PER_SECTION
     return {

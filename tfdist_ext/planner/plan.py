@@ -185,10 +185,6 @@ class ShardingPlan:
             for t in self.problem.tables
         ]
         kept[index] = dataclasses.replace(kept[index], placement=placement)
-        if isinstance(placement, TablePlacement) and placement.hot_ids:
-            kept[index] = dataclasses.replace(
-                kept[index], hot_rows=placement.hot_ids
-            )
         solved = _solve(dataclasses.replace(self.problem, tables=tuple(kept)))
         tables = list(self.problem.tables)
         tables[index] = kept[index]
@@ -349,10 +345,7 @@ def _within(
     if max(asked.ranks, default=0) < world_size:
         return table
     return dataclasses.replace(
-        table,
-        placement=asked.kind,
-        deduplicate=asked.deduplicate,
-        hot_rows=asked.hot_ids or table.hot_rows,
+        table, placement=asked.kind, deduplicate=asked.deduplicate
     )
 
 
@@ -361,19 +354,7 @@ def _solve(problem: Problem) -> ShardingPlan:
         return ShardingPlan(problem, {})
     options = balance.Options(problem)
     solution = improve.best(options)
-    placements = {
-        table.name: _with_hot_rows(placement, table)
-        for table, placement in zip(
-            problem.tables, solution.placements, strict=True
-        )
-    }
-    return ShardingPlan(problem, placements)
-
-
-def _with_hot_rows(
-    placement: TablePlacement, table: problem_lib.TableNumbers
-) -> TablePlacement:
-    """Those of the table, if it is not on every rank anyway."""
-    if not placement.ranks:
-        return placement
-    return dataclasses.replace(placement, hot_ids=table.hot_ids)
+    names = [table.name for table in problem.tables]
+    return ShardingPlan(
+        problem, dict(zip(names, solution.placements, strict=True))
+    )

@@ -121,8 +121,6 @@ def describe(placement: TablePlacement) -> str:
         kind = f"grid {placement.row_parts} x {placement.column_parts}"
     if placement.deduplicate:
         kind += ", deduplicated"
-    if placement.hot_ids:
-        kind += f", {len(placement.hot_ids)} hot rows"
     return kind
 
 

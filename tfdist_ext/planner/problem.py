@@ -14,11 +14,10 @@ from tfdist_ext.planner import popularity as popularity_lib
 from tfdist_ext.tables import checks
 from tfdist_ext.tables.placement import MOST_RANKS
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.removed import without_removed
 from tfdist_ext.tables.table_config import PLACEMENTS
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import SMALLEST
-from tfdist_ext.tables.table_config import checked_hot_rows
-from tfdist_ext.tables.table_config import hot_ids
 from tfdist_ext.tables.table_config import placement_from_dict
 from tfdist_ext.tables.table_config import placement_to_dict
 
@@ -73,7 +72,6 @@ class TableNumbers:
         weight_bytes: of one weight.
         slots_per_weight: numbers the optimizer keeps per weight.
         slots_per_row: numbers the optimizer keeps per row (of a cell).
-        hot_rows: rows kept on every rank, see `TableConfig`.
         placement: what was asked for.
         deduplicate: what was asked for.
     """
@@ -84,7 +82,6 @@ class TableNumbers:
     weight_bytes: int
     slots_per_weight: float
     slots_per_row: float
-    hot_rows: int | tuple[int, ...]
     placement: str | TablePlacement
     deduplicate: bool | None
 
@@ -96,15 +93,8 @@ class TableNumbers:
         checks.integer("weight_bytes", self.weight_bytes, 1, where, 8)
         checks.number("slots_per_weight", self.slots_per_weight, where)
         checks.number("slots_per_row", self.slots_per_row, where)
-        hot_rows = checked_hot_rows(self.hot_rows, self.rows, where)
-        object.__setattr__(self, "hot_rows", hot_rows)
         check_kind(self.name, self.placement)
         checks.boolean("deduplicate", self.deduplicate, where)
-
-    @property
-    def hot_ids(self) -> tuple[int, ...]:
-        """The ids of the rows kept on every rank, ascending."""
-        return hot_ids(self.hot_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +173,7 @@ class Problem:
         entries = checks.entries(fields["tables"], "problem.tables")
         for i, entry in enumerate(entries):
             where = f"problem.tables[{i}]"
+            entry = without_removed(entry, "hot_rows", where)
             numbers = checks.fields_of(TableNumbers, entry, where)
             if isinstance(numbers["placement"], Mapping):
                 numbers["placement"] = placement_from_dict(

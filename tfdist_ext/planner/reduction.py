@@ -123,9 +123,6 @@ def _table(
     placement = forced.get(table.name, table.placement)
     check_kind(table.name, placement)
     per_weight, per_row = _slots_of(table.optimizer, slots)
-    hot_rows: Any = table.hot_rows
-    if isinstance(placement, TablePlacement) and placement.hot_ids:
-        hot_rows = placement.hot_ids
     return TableNumbers(
         name=table.name,
         rows=table.vocabulary_size,
@@ -133,7 +130,6 @@ def _table(
         weight_bytes=4 if table.dtype == "float32" else 2,
         slots_per_weight=per_weight,
         slots_per_row=per_row,
-        hot_rows=hot_rows,
         placement=placement,
         deduplicate=table.deduplicate,
     )

@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.sharding import hot_rows
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -134,15 +133,13 @@ class _SavedShard:
             )
         if whole.shape.rank == 2:
             whole = whole[:, slice(*spec.columns)]
-        hot = tf.gather(whole, tf.constant(spec.hot_ids, tf.int64))
-        return self._part(tf.gather(whole, ids), hot)
+        return self._padded(tf.gather(whole, ids))
 
-    def _part(self, rows: tf.Tensor, hot: tf.Tensor) -> tf.Tensor:
-        """The variable's value: its own rows, padding, the hot rows."""
+    def _padded(self, rows: tf.Tensor) -> tf.Tensor:
+        """The variable's value: its rows, then padding."""
         missing = self._spec.local_rows - tf.shape(rows)[0]
         padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
-        rows = tf.pad(rows, padding)
-        return tf.concat([rows, hot], 0) if self._spec.hot_ids else rows
+        return tf.pad(rows, padding)
 
     def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
         """A part's ids among a rank's contiguous rows, ascending."""
@@ -155,7 +152,7 @@ class _SavedShard:
         width = self._widths()[spec.rank]
         sizes = np.diff(self._local_rows()) * width
         flat, received = self._collectives.all_to_all(
-            tf.reshape(hot_rows.owned_rows(self._variable, spec), [-1]),
+            tf.reshape(self._variable.read_value(), [-1]),
             tf.constant(sizes, tf.int64),
             f"{spec.table}/save",
         )
@@ -177,15 +174,7 @@ class _SavedShard:
         """This rank's shard, from the contiguous rows that ranks have read."""
         spec = self._spec
         block = rows.numpy()
-        first, end = self._rows_of(spec.rank)
-        hot = block[:0]
-        if spec.hot_ids:
-            # Blocks ascend by rank, and so do the hot ids.
-            here = spec.hot_ids[hot_rows.ids_between(spec, first, end)]
-            hot = self._collectives.all_gather(
-                tf.constant(block[np.array(here, np.int64) - first]),
-                f"{spec.table}/restore hot rows",
-            )
+        first, _ = self._rows_of(spec.rank)
         pieces = []
         for part in map(spec.at, range(spec.world_size)):
             piece = block[:0]
@@ -200,4 +189,4 @@ class _SavedShard:
             f"{spec.table}/restore",
         )
         shape = (-1, spec.local_dim)[: block.ndim]
-        return self._part(tf.reshape(flat, shape), hot)
+        return self._padded(tf.reshape(flat, shape))

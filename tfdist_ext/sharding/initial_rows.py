@@ -36,8 +36,8 @@ def for_shard(
             or a whole table of which the part is read), uniform, normal,
             truncated normal or of the variance scaling family.
         spec: the table and which part of it to make.
-        collectives: of the strategy; all ranks take the seed of rank 0, so
-            that copies of hot rows are equal. None in one process.
+        collectives: of the strategy; all ranks take the seed of rank 0.
+            None in one process.
 
     Returns:
         A Keras initializer for the local shape. Values depend on the seed,
@@ -80,7 +80,6 @@ def for_shard(
             distribution=distribution,
             a=first,
             b=second,
-            more_ids=spec.hot_ids,
         )
         return tf.cast(block, dtype or tf.float32)
 

@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.sharding import hot_rows
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -41,7 +40,7 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
     inner = getattr(variable, "_value", variable)
     if spec is None or collectives is None:
         return np.asarray(tf.convert_to_tensor(inner))
-    local = hot_rows.owned_rows(inner, spec)
+    local = inner.read_value()
     flat = collectives.all_gather(
         tf.reshape(local, [-1]), f"gather/{spec.table}"
     )
@@ -60,7 +59,7 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     """
     spec = shard_spec(variable)
     assert spec is not None
-    local = hot_rows.owned_rows(variable._value, spec)
+    local = variable._value.read_value()
     flat = tf.reshape(local, [-1])
     splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
     flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
@@ -144,20 +143,15 @@ def read_part(
         whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
             h5py dataset or a memory map for example; read in blocks.
         spec: which part.
-        shape: of the part, with the hot rows behind it.
+        shape: of the part.
         dtype: of NumPy, of the part.
     """
     part = np.zeros(shape, dtype)
-    if 0 in shape:
+    if 0 in shape or spec.cell is None:
         return part
     columns: Any = (slice(*spec.columns),)[: len(shape) - 1]
-    hot_part, hot_ids = part[spec.local_rows :], np.array(spec.hot_ids, int)
     for start in range(0, spec.rows, _ROWS):
         block = np.asarray(whole[(slice(start, start + _ROWS), *columns)])
-        hot = hot_rows.ids_between(spec, start, start + len(block))
-        hot_part[hot] = block[hot_ids[hot] - start]
-        if spec.cell is None:
-            continue
         ids = np.arange(start, start + len(block))
         mine = rotated_mod.part_of(ids, spec.row_parts) == spec.cell[0]
         part[rotated_mod.local_row(ids[mine], spec.row_parts)] = block[mine]
@@ -220,7 +214,7 @@ def _blocks_of_ranks(
         for first in range(0, rows.shape[0], _ROWS):
             yield first, rows[first : first + _ROWS].numpy()
         return
-    owned = hot_rows.owned_rows(inner, spec)
+    owned = inner.read_value()
     step = max(1, _ROWS // spec.row_parts)
     # Local rows of all parts, one behind the other, are rows of the table.
     for start in range(0, -(-spec.rows // spec.row_parts), step):

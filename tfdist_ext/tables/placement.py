@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from typing import Any
 from typing import Literal
 
 from tfdist_ext.tables import checks
+from tfdist_ext.tables.removed import refuse_removed
 
 PlacementKind = Literal[
     "data_parallel", "table_wise", "row_wise", "column_wise", "grid"
 ]
 
-# The ops keep the index of a hot row in 16 bits.
-MOST_HOT_ROWS = 1 << 16
 # The planner's time and memory grow with the ranks.
 MOST_RANKS = 1 << 14
 
@@ -34,24 +33,21 @@ class TablePlacement:
         ranks: distinct ranks, one per cell; empty for data_parallel.
         deduplicate: a batch asks for each distinct row once and pools on its
             own rank, instead of pooled sums from the owners.
-        hot_ids: ids whose rows every rank holds besides; given in any order,
-            kept ascending. Their rows must not be cut into columns.
 
     Raises:
-        ValueError: if ranks do not match the parts, or repeat, or for hot
-            ids that cannot be.
+        ValueError: if ranks do not match the parts, or repeat, or for
+            `hot_ids`, which were removed.
     """
 
     row_parts: int = 1
     column_parts: int = 1
     ranks: tuple[int, ...] = ()
     deduplicate: bool = False
-    hot_ids: tuple[int, ...] = ()
+    hot_ids: dataclasses.InitVar[Any] = ()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, hot_ids: Any) -> None:
+        refuse_removed("hot_ids", hot_ids, "a placement")
         self._check_types()
-        if self.hot_ids:
-            self._check_hot_ids()
         parts = (self.row_parts, self.column_parts)
         if not self.ranks and parts == (1, 1):
             return
@@ -77,24 +73,6 @@ class TablePlacement:
             for rank in self.ranks
         ]
         object.__setattr__(self, "ranks", tuple(ranks))
-        ids = [checks.integer("hot_ids", i, 0, where) for i in self.hot_ids]
-        object.__setattr__(self, "hot_ids", tuple(sorted(ids)))
-
-    def _check_hot_ids(self) -> None:
-        if not self.ranks or self.column_parts > 1:
-            raise ValueError(
-                "Hot rows need a table whose rows are partitioned and not cut "
-                f"into columns. Received: {len(self.hot_ids)} hot_ids, "
-                f"row_parts={self.row_parts}, column_parts="
-                f"{self.column_parts}, ranks={self.ranks}. Place it row_wise "
-                "or table_wise, or leave the hot rows out."
-            )
-        distinct = len(set(self.hot_ids))
-        if distinct < len(self.hot_ids) or distinct > MOST_HOT_ROWS:
-            raise ValueError(
-                f"Hot ids must be distinct and at most {MOST_HOT_ROWS}. "
-                f"Received: {len(self.hot_ids)}, {distinct} of them distinct."
-            )
 
     @classmethod
     def data_parallel(cls) -> TablePlacement:
@@ -106,33 +84,33 @@ class TablePlacement:
         cls,
         rank: int = 0,
         deduplicate: bool = False,
-        hot_ids: Iterable[int] = (),
+        hot_ids: Any = (),
     ) -> TablePlacement:
         """The whole table on one rank.
 
         Args:
             rank: which one.
             deduplicate: see the class.
-            hot_ids: see the class.
+            hot_ids: removed, refused unless empty.
         """
-        return cls(1, 1, (rank,), deduplicate, tuple(hot_ids))
+        return cls(1, 1, (rank,), deduplicate, hot_ids)
 
     @classmethod
     def row_wise(
         cls,
         world_size: int,
         deduplicate: bool = False,
-        hot_ids: Iterable[int] = (),
+        hot_ids: Any = (),
     ) -> TablePlacement:
         """Rows spread over all ranks.
 
         Args:
             world_size: number of ranks.
             deduplicate: see the class.
-            hot_ids: see the class.
+            hot_ids: removed, refused unless empty.
         """
         ranks = tuple(range(world_size))
-        return cls(world_size, 1, ranks, deduplicate, tuple(hot_ids))
+        return cls(world_size, 1, ranks, deduplicate, hot_ids)
 
     @classmethod
     def column_wise(

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.removed import refuse_removed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,6 @@ class ShardSpec:
         column_parts: see `TablePlacement`.
         ranks: see `TablePlacement`. A rank that is not among them owns
             nothing, a block of 0 rows.
-        hot_ids: see `TablePlacement`. Their rows lie behind the rank's own,
-            in this order. Of a hot row that the rank owns as well, the copy
-            there is the one that is trained.
 
     Raises:
         ValueError: on a table that cannot be cut this way.
@@ -40,10 +37,8 @@ class ShardSpec:
     row_parts: int
     column_parts: int
     ranks: tuple[int, ...]
-    hot_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_hot_ids(self.hot_ids, self.rows, self.table)
         if self.dim < self.column_parts:
             raise ValueError(
                 f"Table '{self.table}' has {self.dim} columns, fewer than "
@@ -79,22 +74,15 @@ class ShardSpec:
             placement.row_parts,
             placement.column_parts,
             placement.ranks,
-            placement.hot_ids,
         )
 
     def __str__(self) -> str:
         """The whole table, equal on all ranks that place it alike."""
-        text = (
+        return (
             f"table '{self.table}' [{self.rows}, {self.dim}] in "
             f"{self.row_parts} x {self.column_parts} parts on ranks "
             f"{list(self.ranks)}"
         )
-        if self.hot_ids:
-            digest = hashlib.blake2b(repr(self.hot_ids).encode(), digest_size=4)
-            text += (
-                f", {len(self.hot_ids)} hot ids of hash {digest.hexdigest()}"
-            )
-        return text
 
     @property
     def partitioned(self) -> bool:
@@ -130,8 +118,8 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Shape of the local part: the rows it owns, then the hot ones."""
-        return self.local_rows + len(self.hot_ids), self.local_dim
+        """Shape of the local part."""
+        return self.local_rows, self.local_dim
 
     def at(self, rank: int) -> ShardSpec:
         """What another rank holds."""
@@ -146,19 +134,6 @@ class ShardSpec:
         return self.ranks[first : first + self.column_parts]
 
 
-def check_hot_ids(hot_ids: tuple[int, ...], rows: int, table: str) -> None:
-    """Refuses ascending ids that a table does not have.
-
-    Raises:
-        ValueError: then.
-    """
-    if hot_ids and not 0 <= hot_ids[0] <= hot_ids[-1] < rows:
-        raise ValueError(
-            f"Table '{table}' has ids 0 to {rows - 1}. Received: hot ids from "
-            f"{hot_ids[0]} to {hot_ids[-1]}."
-        )
-
-
 def spec_to_json(spec: ShardSpec | None) -> str:
     """A spec as text, for an attribute of an op; "" for None."""
     return "" if spec is None else json.dumps(dataclasses.asdict(spec))
@@ -169,6 +144,9 @@ def spec_from_json(text: str | bytes) -> ShardSpec | None:
     if not text:
         return None
     fields = json.loads(text)
+    # Exports from before they were removed say that there are none.
+    where = f"table '{fields['table']}'"
+    refuse_removed("hot_ids", fields.pop("hot_ids", ()), where)
     # JSON has no tuples.
     fields.update(
         {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}

@@ -18,9 +18,9 @@ from typing import Any
 
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
-from tfdist_ext.tables.placement import MOST_HOT_ROWS
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import check_hot_ids
+from tfdist_ext.tables.removed import refuse_removed
+from tfdist_ext.tables.removed import without_removed
 
 # The last two are the names of keras-rs: partitioned in whatever way, and an
 # ordinary variable on every rank.
@@ -70,19 +70,14 @@ class TableConfig:
         max_ids_per_partition: not used, buffers grow as needed. There so that
             configurations of keras-rs are accepted.
         max_unique_ids_per_partition: not used, as above.
-        hot_rows: rows that every rank holds of a partitioned table: their ids
-            do not travel, and their gradients are summed whole. A number K
-            means the ids 0 to K - 1, the most frequent ones in the
-            vocabularies of Keras's lookup layers; or give the ids, see
-            `sharding.popularity.most_frequent_ids`. Not for tables that are cut
-            into columns.
         deduplicate: whether a batch asks for each distinct row once and pools
             on its own rank; None leaves it to the planner.
         dtype: of the weights, "float32" or "bfloat16".
         out_of_range: "error" raises on every rank, "ignore" drops the id.
 
     Raises:
-        ValueError: for a value outside of these.
+        ValueError: for a value outside of these, or `hot_rows`, which were
+            removed.
     """
 
     name: str
@@ -94,21 +89,22 @@ class TableConfig:
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
-    hot_rows: int | Sequence[int] = dataclasses.field(default=0, kw_only=True)
+    hot_rows: dataclasses.InitVar[Any] = dataclasses.field(
+        default=0, kw_only=True
+    )
     deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
     dtype: str = dataclasses.field(default="float32", kw_only=True)
     out_of_range: choices.OutOfRange = dataclasses.field(
         default="error", kw_only=True
     )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, hot_rows: Any) -> None:
         where = f"table {self.name!r}"
         checks.name("a table", self.name)
+        refuse_removed("hot_rows", hot_rows, where)
         for field, most in SIZES.items():
             value = checks.integer(field, getattr(self, field), 1, where, most)
             object.__setattr__(self, field, value)
-        hot_rows = checked_hot_rows(self.hot_rows, self.vocabulary_size, where)
-        object.__setattr__(self, "hot_rows", hot_rows)
         checks.one_of("combiner", self.combiner, choices.COMBINERS, where)
         checks.one_of("dtype", self.dtype, choices.TABLE_DTYPES, where)
         checks.one_of(
@@ -130,35 +126,13 @@ class TableConfig:
                     f"deduplicate={self.deduplicate}, placement="
                     f"{self.placement} ({where}). Leave it out."
                 )
-        if self.hot_rows and self.placement in ("column_wise", "grid"):
-            raise ValueError(
-                "Hot rows cannot be cut into columns. Received: placement="
-                f"{self.placement!r}, hot_rows={_brief(self.hot_rows)} "
-                f"({where}). Use placement='row_wise', 'table_wise' or 'auto'."
-            )
-        if isinstance(self.placement, TablePlacement):
-            self._check_hot_rows(self.placement, where)
-        if replicated and (self.deduplicate or self.hot_rows):
+        if replicated and self.deduplicate:
             raise ValueError(
                 "A table that every rank holds whole has no ids to "
-                "deduplicate and no hot rows. Received: placement="
-                f"{self.placement!r}, deduplicate={self.deduplicate}, "
-                f"hot_rows={_brief(self.hot_rows)} ({where}). Leave them out, "
-                "or use placement='sparsecore'."
+                "deduplicate. Received: placement="
+                f"{self.placement!r}, deduplicate={self.deduplicate} "
+                f"({where}). Leave it out, or use placement='sparsecore'."
             )
-
-    def _check_hot_rows(self, placement: TablePlacement, where: str) -> None:
-        check_hot_ids(placement.hot_ids, self.vocabulary_size, self.name)
-        given = hot_ids(self.hot_rows)
-        if given and placement.hot_ids not in ((), given):
-            raise ValueError(
-                "Argument `hot_rows` contradicts the placement: "
-                f"{len(given)} rows there, {len(placement.hot_ids)} hot_ids "
-                f"here, not the same ({where}). Leave one of them out."
-            )
-        if given and placement.ranks:
-            # Refuses column parts.
-            dataclasses.replace(placement, hot_ids=given)
 
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is
@@ -198,7 +172,10 @@ class TableConfig:
         Raises:
             ValueError: for fields that are not known, or lacking.
         """
-        arguments = checks.fields_of(cls, config, "config of a table")
+        where = "config of a table"
+        arguments = checks.fields_of(
+            cls, without_removed(config, "hot_rows", where), where
+        )
         for field in ("initializer", "optimizer"):
             if field in arguments:
                 arguments[field] = deserialize(arguments[field])
@@ -307,7 +284,6 @@ def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
         "column_parts": placement.column_parts,
         "ranks": list(placement.ranks),
         "deduplicate": placement.deduplicate,
-        "hot_ids": list(placement.hot_ids),
     }
 
 
@@ -323,49 +299,14 @@ def placement_from_dict(
     Raises:
         ValueError: for what describes none.
     """
-    fields = checks.fields_of(TablePlacement, config, where)
-    for field in ("ranks", "hot_ids"):
-        if field in fields:
-            values = checks.entries(fields[field], f"{where}.{field}")
-            fields[field] = tuple(values)
-    return TablePlacement(**fields)
-
-
-def hot_ids(hot_rows: int | Sequence[int]) -> tuple[int, ...]:
-    """The ids that `TableConfig.hot_rows` means, ascending."""
-    if isinstance(hot_rows, int):
-        return tuple(range(hot_rows))
-    return tuple(sorted(hot_rows))
-
-
-def checked_hot_rows(
-    value: Any, rows: int, where: str
-) -> int | tuple[int, ...]:
-    """`value` as a number or as distinct ids; NumPy's are accepted too."""
-    if not hasattr(value, "__len__"):
-        number = checks.integer("hot_rows", value, 0, where)
-        if number > min(rows, MOST_HOT_ROWS):
-            raise ValueError(
-                f"Argument `hot_rows` must be at most {MOST_HOT_ROWS} and the "
-                f"vocabulary_size, {rows}. Received: hot_rows={number} "
-                f"({where})."
-            )
-        return number
-    ids = tuple(checks.integer("hot_rows", each, 0, where) for each in value)
-    if len(set(ids)) < len(ids) or len(ids) > MOST_HOT_ROWS:
-        raise ValueError(
-            f"Argument `hot_rows` must be a number or at most {MOST_HOT_ROWS} "
-            f"distinct ids. Received: {len(ids)} ids, {len(set(ids))} of them "
-            f"distinct ({where})."
+    fields = checks.fields_of(
+        TablePlacement, without_removed(config, "hot_ids", where), where
+    )
+    if "ranks" in fields:
+        fields["ranks"] = tuple(
+            checks.entries(fields["ranks"], f"{where}.ranks")
         )
-    check_hot_ids(hot_ids(ids), rows, where)
-    return ids
-
-
-def _brief(hot_rows: int | Sequence[int]) -> str:
-    if isinstance(hot_rows, int):
-        return str(hot_rows)
-    return f"<{len(hot_rows)} ids>"
+    return TablePlacement(**fields)
 
 
 def _shape(field: str, value: Any, where: str) -> tuple[int | None, ...]:
