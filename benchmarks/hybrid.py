@@ -141,7 +141,6 @@ class HybridVariant:
             sharding=plan.placement_of(f"table{index}"),
             wire_dtype=self.options["wire_dtype"],
             wire_packing=self.options["wire_packing"],
-            learn_frequent_ids=self.options["learn_frequent_ids"],
             kernel_initializer=models.row_initializer(index),
             use_bias=False,
             binary_values=True,

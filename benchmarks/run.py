@@ -104,11 +104,6 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         "--wire-packing", action="store_true", help="pack them, without loss"
     )
     parser.add_argument(
-        "--learn-frequent-ids",
-        action="store_true",
-        help="shorter codes for frequent ids on our wire",
-    )
-    parser.add_argument(
         "--prefetch-ids",
         action="store_true",
         help="ids travel a step ahead, ours with --loop fit",
@@ -127,7 +122,6 @@ def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
     # The reference takes memory of its own, which would count as the rank's.
     text = "steps compared with the reference, 0 where memory is measured"
     number("--check-steps", int, 2, text)
-    # Ids are counted in the first lookups, for shorter codes later.
     number("--warm-up", int, 25, "steps before the timed ones")
     number("--steps", int, 200, "timed steps at most")
     number("--seconds", float, 15.0, "time for the timed steps")

@@ -43,7 +43,7 @@ ROOMS = {
     "ops": {"tables", "tensorflow_internals"},
     "collectives": {"ops", "tensorflow_internals"},
     "batches": {"collectives"},
-    "optimizers": {"collectives", "marks", "ops", "tables"},
+    "optimizers": {"collectives", "marks", "ops"},
     "sharding": {
         "collectives",
         "marks",

@@ -88,14 +88,6 @@ class BitReader {
     return quotient << k | (word & ((uint64_t{1} << k) - 1));
   }
 
-  // The next `count` (0..kPeekBits) bits, or 0 with ok() false.
-  uint64_t Get(int count) {
-    const uint64_t word = Peek();
-    position_ += count;
-    if (position_ > end_) return Fail();
-    return word & ((uint64_t{1} << count) - 1);
-  }
-
   bool ok() const { return ok_; }
 
   // Bytes touched so far, the last one counted whole.

@@ -6,7 +6,6 @@
 #include "common/parallel_tasks.h"
 #include "feature_grid.h"
 #include "header_bytes.h"
-#include "hot_ids.h"
 #include "id_section.h"
 #include "message_header.h"
 #include "tensorflow/core/framework/op.h"
@@ -29,13 +28,11 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("Tfdist>DecodeIds")
     .Input("payload: uint8")
     .Input("splits: int64")
-    .Input("hot_ids: H * int64")
     .Output("row_splits: int64")
     .Output("rows: int64")
     .Output("weights: float")
     .Output("served: int64")
     .Output("samples: float")
-    .Attr("H: int >= 0")
     .Attr("rank: int >= 0")
     .Attr("world_size: int >= 1")
     .Attr("features: list(string)")
@@ -64,7 +61,6 @@ ranks, then features.
 
 payload: the messages, in order of the ranks they came from.
 splits: [world_size], bytes from every rank.
-hot_ids: as in EncodeIds.
 row_splits: [S + 1], offsets of the samples.
 rows: [n], rows of this rank's part of the feature's table.
 weights: [n], or [0] when all weights are 1.
@@ -96,17 +92,7 @@ class DecodeIdsOp : public OpKernel {
     std::vector<Part> parts;
     OP_REQUIRES_OK(ctx, ReadMessages(ctx, &headers, &parts));
     OP_REQUIRES_OK(ctx, WriteRanks(ctx, headers, parts));
-    HotCache<HotRows>::Entries hot;
-    OP_REQUIRES_OK(
-        ctx,
-        hot_cache_.Get(
-            ctx, grids_.features.size(),
-            [this](const int64_t* ids, int64_t count, size_t f, HotRows* rows) {
-              return rows->Build(ids, count, grids_.features[f],
-                                 grids_.part_of_rank[f][grids_.rank]);
-            },
-            &hot));
-    OP_REQUIRES_OK(ctx, WriteEntries(ctx, hot, &parts));
+    OP_REQUIRES_OK(ctx, WriteEntries(ctx, &parts));
   }
 
  private:
@@ -221,7 +207,6 @@ class DecodeIdsOp : public OpKernel {
   // One section is one task: its samples and entries go to its own part of the
   // outputs.
   absl::Status WriteEntries(OpKernelContext* ctx,
-                            const HotCache<HotRows>::Entries& hot,
                             std::vector<Part>* parts) const {
     int64_t samples = 0;
     int64_t entries = 0;
@@ -256,8 +241,7 @@ class DecodeIdsOp : public OpKernel {
             Part& part = (*parts)[i];
             if (part.reader.entries() == 0) continue;
             part.error = part.reader.ReadEntries(
-                grids_.features[part.feature].RowLimit(),
-                hot[part.feature].get(), part.first_entry,
+                grids_.features[part.feature].RowLimit(), part.first_entry,
                 splits_out + part.first_sample, rows_out + part.first_entry,
                 weighted ? weights_out + part.first_entry : nullptr);
           }
@@ -269,7 +253,6 @@ class DecodeIdsOp : public OpKernel {
   }
 
   FeatureGrids grids_;
-  HotCache<HotRows> hot_cache_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>DecodeIds").Device(tensorflow::DEVICE_CPU),

@@ -6,7 +6,6 @@
 #include "common/parallel_tasks.h"
 #include "entry_builder.h"
 #include "feature_grid.h"
-#include "hot_ids.h"
 #include "id_lists.h"
 #include "message_builder.h"
 #include "message_header.h"
@@ -30,13 +29,11 @@ REGISTER_OP("Tfdist>EncodeIds")
     .Input("row_splits: L * int64")
     .Input("weights: L * float")
     .Input("samples: float")
-    .Input("hot_ids: H * int64")
     .Output("payload: uint8")
     .Output("send_splits: int64")
     .Output("sample_ids: int32")
     .Output("sample_splits: int64")
     .Attr("L: int >= 1")
-    .Attr("H: int >= 0")
     .Attr("Tids: {int32, int64}")
     .Attr("rank: int >= 0")
     .Attr("world_size: int >= 1")
@@ -73,8 +70,6 @@ row_splits: L offset vectors, each [b_i + 1]; list i's ids of sample s are
   ids[i][row_splits[i][s] : row_splits[i][s + 1]].
 weights: L vectors, each [n_i], or [0] when all weights are 1.
 samples: scalar, this rank's weight in the batch mean; travels along.
-hot_ids: none, or for every feature a vector of its most popular ids, the most
-  popular first, the same on all ranks; they take fewer bytes. May be empty.
 payload: the messages, in order of the ranks they go to.
 send_splits: [world_size], bytes for every rank.
 sample_ids: for every rank and feature, in order, the samples whose ids the
@@ -131,9 +126,7 @@ class EncodeIdsOp : public OpKernel {
                 InvalidArgument("samples must be a scalar. Received shape: ",
                                 samples->shape().DebugString()));
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    HotCache<HotIndex>::Entries hot;
-    OP_REQUIRES_OK(ctx, FindHotIds(ctx, &hot));
-    std::vector<FeatureEntries> entries = BuildEntries(lists, hot, pool);
+    std::vector<FeatureEntries> entries = BuildEntries(lists, pool);
     OP_REQUIRES_OK(ctx, CheckPromises(entries));
     MessageHeader header;
     header.rank = grids_.rank;
@@ -167,21 +160,6 @@ class EncodeIdsOp : public OpKernel {
     first_list_.push_back(lists);
   }
 
-  // Sorted distinct rows are few bytes anyway, and their order is wanted.
-  absl::Status FindHotIds(OpKernelContext* ctx,
-                          HotCache<HotIndex>::Entries* hot) {
-    TF_RETURN_IF_ERROR(hot_cache_.Get(
-        ctx, rules_.size(),
-        [this](const int64_t* ids, int64_t count, size_t f, HotIndex* index) {
-          return index->Build(ids, count, grids_.features[f]);
-        },
-        hot));
-    for (size_t f = 0; f < rules_.size(); ++f) {
-      if (rules_[f].one_each) (*hot)[f] = nullptr;
-    }
-    return absl::OkStatus();
-  }
-
   static int64_t Ranges(const IdLists<Tids>& lists, int64_t most,
                         int64_t threads) {
     return std::max(
@@ -192,19 +170,16 @@ class EncodeIdsOp : public OpKernel {
   // A task is a range of samples of one feature.
   std::vector<FeatureEntries> BuildEntries(
       const std::vector<IdLists<Tids>>& lists,
-      const HotCache<HotIndex>::Entries& hot,
       tensorflow::thread::ThreadPool* pool) const {
     std::vector<FeatureEntries> entries(lists.size());
     std::vector<std::pair<size_t, size_t>> tasks;
     int64_t ids = 0;
     for (size_t f = 0; f < lists.size(); ++f) {
-      const EntryBuilder builder(grids_.features[f], rules_[f], hot[f].get());
+      const EntryBuilder builder(grids_.features[f], rules_[f]);
       const int64_t ranges =
           Ranges(lists[f], builder.MaxSamples(), pool->NumThreads());
-      entries[f].hot = hot[f].get();
       for (int64_t i = 0; i < ranges; ++i) {
-        entries[f].ranges.emplace_back(grids_.features[f], rules_[f],
-                                       hot[f].get());
+        entries[f].ranges.emplace_back(grids_.features[f], rules_[f]);
         tasks.emplace_back(f, i);
       }
       ids += lists[f].ids;
@@ -257,7 +232,6 @@ class EncodeIdsOp : public OpKernel {
 
   FeatureGrids grids_;
   std::vector<FeatureRules> rules_;
-  HotCache<HotIndex> hot_cache_;
   std::vector<int> first_list_;  // of every feature, then the end
 };
 

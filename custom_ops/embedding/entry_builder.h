@@ -9,7 +9,6 @@
 
 #include "feature_grid.h"
 #include "group_sort.h"
-#include "hot_ids.h"
 #include "id_lists.h"
 #include "id_section.h"
 #include "placement.h"
@@ -29,21 +28,13 @@ struct FeatureRules {
 // An id becomes one 64-bit key, part | sample | local row from the top, so a
 // sort of the keys does the bucketing, the ordering and brings duplicates
 // together. Ids that ascend within their samples already are only bucketed.
-// With hot ids, rows are positions on the line of hot_ids.h.
 class EntryBuilder {
  public:
-  // `hot` may be nullptr.
-  EntryBuilder(const FeatureGrid& grid, const FeatureRules& rules,
-               const HotIndex* hot)
-      : grid_(grid), rules_(rules), hot_(hot) {
-    int64_t positions = grid.RowLimit();
-    if (hot_) {
-      positions +=
-          *std::max_element(hot_->parts().begin(), hot_->parts().end());
-    }
-    row_bits_ = BitWidth(positions - 1);
-    part_bits_ = BitWidth(grid.row_parts - 1);
-  }
+  EntryBuilder(const FeatureGrid& grid, const FeatureRules& rules)
+      : grid_(grid),
+        rules_(rules),
+        row_bits_(BitWidth(grid.RowLimit() - 1)),
+        part_bits_(BitWidth(grid.row_parts - 1)) {}
 
   // Samples that one builder can take, by the width of its keys.
   int64_t MaxSamples() const {
@@ -65,13 +56,8 @@ class EntryBuilder {
       sort_.spare_values = sort_.values + ids;
     }
     if (rules_.one_each) CheckOneEach(lists, begin, end);
-    if (grid_.row_parts > 1) {
-      hot_ ? MakeKeys<true, true>(lists, begin, end)
-           : MakeKeys<true, false>(lists, begin, end);
-    } else {
-      hot_ ? MakeKeys<false, true>(lists, begin, end)
-           : MakeKeys<false, false>(lists, begin, end);
-    }
+    grid_.row_parts > 1 ? MakeKeys<true>(lists, begin, end)
+                        : MakeKeys<false>(lists, begin, end);
     if (bad_id_.found) return;
     SortKeys(end - begin);
     lists.weighted ? CombineWeights() : CombineCounts();
@@ -132,7 +118,7 @@ class EntryBuilder {
     }
   }
 
-  template <bool kSplitRows, bool kHot, typename Tids>
+  template <bool kSplitRows, typename Tids>
   void MakeKeys(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
     const RotatedMod placement(grid_.row_parts);
     const uint64_t limit = grid_.vocabulary_size;
@@ -153,9 +139,8 @@ class EntryBuilder {
             bad_id_.id = static_cast<int64_t>(id);
             return;
           }
-          uint64_t row = kSplitRows ? placement.LocalRow(id) : id;
+          const uint64_t row = kSplitRows ? placement.LocalRow(id) : id;
           const uint64_t part = kSplitRows ? placement.Owner(id, row) : 0;
-          if (kHot) row = hot_->Find(id, row + hot_->parts()[part]);
           // Rows that do not descend over all parts do not in any.
           descents += row < previous;
           previous = row;
@@ -241,10 +226,9 @@ class EntryBuilder {
 
   const FeatureGrid& grid_;
   const FeatureRules rules_;
-  const HotIndex* const hot_;
-  int row_bits_ = 0;
+  const int row_bits_;
+  const int part_bits_;
   int sample_bits_ = 0;
-  int part_bits_ = 0;
   int64_t first_sample_ = 0;
   int64_t count_ = 0;
   bool sorted_ = false;

@@ -56,13 +56,7 @@ void MessageBuilder::CodeSection(Section* section) const {
   for (const EntryBuilder& range : entries.ranges) {
     count += range.Begin(section->part + 1) - range.Begin(section->part);
   }
-  HotLine line;
-  if (entries.hot) {
-    line.hot = entries.hot->parts()[section->part];
-    line.rows = grids_.features[section->feature].RowLimit();
-    line.hash = entries.hot->hash();
-  }
-  section->writer.Reserve(count, entries.one_each, line);
+  section->writer.Reserve(count, entries.one_each);
   section->sample_ids.resize(count);
   int32_t* next = section->sample_ids.data();
   for (const EntryBuilder& range : entries.ranges) {

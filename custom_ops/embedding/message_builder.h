@@ -7,7 +7,6 @@
 
 #include "entry_builder.h"
 #include "feature_grid.h"
-#include "hot_ids.h"
 #include "id_section.h"
 #include "message_header.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -18,7 +17,6 @@ namespace tfdist {
 // The entries of one feature: those of consecutive ranges of its samples.
 struct FeatureEntries {
   std::vector<EntryBuilder> ranges;
-  const HotIndex* hot = nullptr;
   bool one_each = false;
   bool weighted = false;
 };

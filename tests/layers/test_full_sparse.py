@@ -271,3 +271,14 @@ def test_symbolic_inputs_of_every_kind_train():
     dataset = tf.data.Dataset.from_tensors((batch, tf.ones([4, 1])))
     losses = model.fit(dataset.repeat(20), epochs=3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
+
+
+def test_learnt_ids_are_refused_and_old_configs_are_read():
+    layer = FullSparse(3, 9, name="old")
+    config = {**layer.get_config(), "learn_frequent_ids": False}
+    assert FullSparse.from_config(config).get_config() == layer.get_config()
+    message = "`learn_frequent_ids` was removed.*layer 'old'.*wire_packing"
+    with pytest.raises(ValueError, match=message):
+        FullSparse(3, 9, name="old", learn_frequent_ids=True)
+    with pytest.raises((ValueError, TypeError), match=message):  # of Keras
+        FullSparse.from_config({**config, "learn_frequent_ids": True})

@@ -75,7 +75,7 @@ def parallel_map(strategy, folder):
             "t", ROWS, DIM, combiner="sum", placement="row_wise"
         )
         feature = FeatureConfig("f", config, (None, HOTNESS), (None, DIM))
-        layer = DistributedEmbedding(feature, learn_frequent_ids=True)
+        layer = DistributedEmbedding(feature)
         layer.build()
     table = layer.get_embedding_tables()["t"].numpy()
     found = dataset.map(

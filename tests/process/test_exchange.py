@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One exchange for all tables: shared, packed, with learnt codes, bad ids."""
+"""One exchange for all tables: shared, packed, bad ids."""
 
 import pytest
 from launching import run_ranks
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.process
 SCENARIOS = (
     "shared",
     "built_by_fit",
-    "frequent",
+    "packed",
     "prefetch",
     "prefetch_distinct",
     "gathered",
@@ -18,7 +18,7 @@ SCENARIOS = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scenarios"), [(2, SCENARIOS), (4, ("frequent",))], ids=["2", "4"]
+    ("ranks", "scenarios"), [(2, SCENARIOS), (4, ("packed",))], ids=["2", "4"]
 )
 def test_scenarios(ranks, scenarios):
     run_ranks("exchange_program.py", ranks, *scenarios)

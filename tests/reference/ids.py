@@ -32,10 +32,8 @@ def encode_ids(
     list_features: Sequence[int],
     out_of_range: Sequence[str],
     one_each: Sequence[bool],
-    hot_ids: Sequence[tf.Tensor] = (),
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `id_ops.encode_ids`; hot ids make no difference."""
-    del hot_ids
+    """See `id_ops.encode_ids`."""
     header = [int(rank), _bits(samples), 0, 0, 0, 0]
     features = []
     for f, placement in enumerate(placements):
@@ -159,10 +157,8 @@ def decode_ids(
     placements: Sequence[FeaturePlacement],
     rank: int,
     world_size: int,
-    hot_ids: Sequence[tf.Tensor] = (),
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `id_ops.decode_ids`; rows of a sample always ascend here."""
-    del hot_ids
     none = tf.zeros([0], tf.int64)
     counts, rows, weights, served, samples = [none], [none], [none], [], []
     for message in tf.split(payload, splits, num=world_size):

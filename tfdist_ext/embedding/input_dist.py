@@ -126,7 +126,6 @@ def input_dist(
     features: Sequence[Feature],
     collectives: Collectives,
     label: str,
-    frequent: Sequence[tf.Tensor] = (),
     weight: tf.Tensor | None = None,
 ) -> tuple[OwnedIds, Route]:
     """Sends the batch's ids to the owners of their rows, in one exchange.
@@ -136,8 +135,6 @@ def input_dist(
         features: what they are looked up in, and where that is.
         collectives: of the strategy.
         label: names the exchange in errors.
-        frequent: per feature int64 `[k]`, its most frequent ids, the same on
-            all ranks, or nothing; they get shorter codes.
         weight: float32 scalar, for how much this rank counts; None for the
             step's samples.
 
@@ -154,7 +151,6 @@ def input_dist(
         "placements": [feature.placement for feature in features],
         "rank": group.rank,
         "world_size": group.world_size,
-        "hot_ids": frequent,
     }
     samples = tf.stack(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]

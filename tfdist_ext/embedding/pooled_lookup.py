@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
@@ -18,7 +17,6 @@ from tfdist_ext.embedding import sharing
 from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.frequent_ids import FrequentIds
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.input_dist import input_dist
@@ -65,7 +63,6 @@ def pooled_lookup(
     tables: Sequence[Any],
     collectives: Collectives | None,
     wire: Wire,
-    frequent: FrequentIds | None = None,
     ahead: Ahead | None = None,
 ) -> list[tf.Tensor]:
     """Looks up all features; those of partitioned tables in one exchange.
@@ -76,7 +73,6 @@ def pooled_lookup(
         tables: variables, this rank's part of each table.
         collectives: of the strategy, None in one process.
         wire: how numbers travel.
-        frequent: of the tables, None to code all ids alike.
         ahead: the next batch, None to exchange ids when they are needed.
 
     Returns:
@@ -87,7 +83,7 @@ def pooled_lookup(
     """
     _refuse_xla(wire.label)
     asked = sharing.Lookup(ids, features, tables, wire)
-    if not (frequent or ahead) and (known := sharing.answer_of(asked)):
+    if not ahead and (known := sharing.answer_of(asked)):
         return known
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):
@@ -104,11 +100,7 @@ def pooled_lookup(
             if ahead is not None:
                 following = [ahead.ids[i] for i in chosen]
                 ahead = dataclasses.replace(ahead, ids=following)
-            if calls.dataset_functions():
-                # The ranks' datasets are not ahead of their steps alike, so
-                # they may have learnt other ids.
-                frequent = None
-            exchange = _Exchange(arguments[1], collectives, wire, frequent)
+            exchange = _Exchange(arguments[1], collectives, wire)
             with collectives.one_call(f"{wire.label}/ids") as end:
                 found = exchange.look_up(arguments[0], tables, ahead)
                 end(found)
@@ -174,7 +166,6 @@ class _Exchange:
     features: list[Feature]
     collectives: Collectives
     wire: Wire
-    frequent: FrequentIds | None
 
     def look_up(
         self,
@@ -222,18 +213,9 @@ class _Exchange:
         weight: tf.Tensor | None = None,
     ) -> Asked:
         lists, poolings = self._travelling(ids)
-        frequent: list[tf.Tensor] = []
-        if self.frequent is not None:
-            by_table = self.frequent.of_tables()
-            frequent = [by_table[feature.table] for feature in self.features]
         owned, route = input_dist(
-            lists, self.features, self.collectives, label, frequent, weight
+            lists, self.features, self.collectives, label, weight
         )
-        if self.frequent is not None:
-            # Not before the exchange has ended well, as it does on all ranks
-            # or on none: they must count alike after a bad id.
-            with tf.control_dependencies([owned.served]):
-                self.frequent.note(lists, self.features)
         return Asked(owned, route, poolings)
 
     def _travelling(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ids and numbers travel between ranks, as one value."""
+"""How results travel between ranks, as one value."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
+from tfdist_ext.tables.removed import refuse_removed
 
 _SCATTER = 0x1E3779B97F4A7C15
 
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How the ids of a layer travel, and the results and their gradients.
+    """How the results of a layer travel, and their gradients.
 
     The layers take each of these as the argument that is named with it.
 
@@ -33,9 +34,6 @@ class Wire:
         packed: `wire_packing`, pack those numbers, without loss: about 15%
             fewer bytes in float32, 30% in bfloat16, for about 20 ns of
             processor time a number. Pays on links below about 1 Gbit/s.
-        learn_frequent_ids: `learn_frequent_ids`, count looked-up ids and give
-            frequent ones shorter codes: about a quarter fewer bytes of ids
-            for twice the time to code them. Pays on slow links.
 
     Raises:
         ValueError: for a value outside of these.
@@ -45,7 +43,6 @@ class Wire:
     dtype: choices.WireDtype = "float32"
     rounding: choices.Rounding = "nearest"
     packed: bool = False
-    learn_frequent_ids: bool = False
 
     def __post_init__(self) -> None:
         dtype = getattr(self.dtype, "name", self.dtype)  # of a tf.DType
@@ -57,12 +54,15 @@ class Wire:
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Wire:
         """Takes what it is made of out of a layer's keyword arguments."""
+        label = arguments.get("name") or ""
+        removed = arguments.pop("learn_frequent_ids", False)
+        refuse_removed("learn_frequent_ids", removed, f"layer '{label}'")
         given = {
             field: arguments.pop(name)
             for name, field in _FIELDS.items()
             if name in arguments
         }
-        return cls(arguments.get("name") or "", **given)
+        return cls(label, **given)
 
     def arguments(self) -> dict[str, Any]:
         """A layer's arguments that make this value."""
@@ -87,5 +87,4 @@ _FIELDS = {
     "wire_dtype": "dtype",
     "wire_rounding": "rounding",
     "wire_packing": "packed",
-    "learn_frequent_ids": "learn_frequent_ids",
 }

@@ -80,9 +80,9 @@ class FullSparse(SparseLayer):
             `tfdist_ext.planner.plan`).
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
-        **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding`,
-            `wire_packing` and `learn_frequent_ids`, which say how ids and
-            numbers travel: see `tfdist_ext.embedding.wire.Wire`.
+        **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
+            `wire_packing`, which say how results travel: see
+            `tfdist_ext.embedding.wire.Wire`.
 
     Raises:
         ValueError: for arguments outside of these.

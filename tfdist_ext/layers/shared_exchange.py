@@ -36,7 +36,7 @@ class SharedExchange(SparseLayer):
 
     Args:
         layers: `FullSparse` layers with `input_dim` and one way to travel
-            (equal `wire_...` arguments and `learn_frequent_ids`).
+            (equal `wire_...` arguments).
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
 
     Raises:
@@ -57,10 +57,10 @@ class SharedExchange(SparseLayer):
                 )
         wires = {layer.wire for layer in layers}
         if len(wires) != 1:
+            received = [each.arguments() for each in wires]
             raise ValueError(
                 "Argument `layers` must be at least one layer, all with equal "
-                "`wire_...` arguments and `learn_frequent_ids`. "
-                f"Received: {[each.arguments() for each in wires]}."
+                f"`wire_...` arguments. Received: {received}."
             )
         super().__init__(wire=wires.pop(), prefetch_ids=prefetch_ids, **kwargs)
         self.layers = list(layers)

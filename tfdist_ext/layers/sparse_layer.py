@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.embedding import frequent_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import Ahead
@@ -63,13 +62,11 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         self.wire = dataclasses.replace(wire, label=self.name)
         self.prefetch_ids = prefetch_ids
         self._collectives: Collectives | None = None
-        self._frequent: frequent_ids.FrequentIds | None = None
         self.supports_jit = False
 
     wire_dtype = _field_of_wire("dtype")
     wire_rounding = _field_of_wire("rounding")
     wire_packing = _field_of_wire("packed")
-    learn_frequent_ids = _field_of_wire("learn_frequent_ids")
 
     def _ids(self, *inputs: Any) -> list[list[Ids]]:
         """Per feature, the lists of ids whose results are summed."""
@@ -89,11 +86,6 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         Args:
             *inputs: for `_ids`, or the one that `preprocess` made.
         """
-        if self.wire.learn_frequent_ids and self._frequent is None:
-            # Not when built: the layers of a SharedExchange need none.
-            self._frequent = frequent_ids.for_features(
-                self._features, self._collectives, self.name
-            )
         ids, ahead = self._prefetched(inputs[0]) or (self._ids(*inputs), None)
         return pooled_lookup(
             ids,
@@ -101,7 +93,6 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             self._tables(),
             self._collectives,
             self.wire,
-            self._frequent,
             ahead,
         )
 
@@ -153,7 +144,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
 
         Raises:
             tf.errors.InvalidArgumentError: on every rank, if one has a table
-                otherwise, other hot ids or another layer.
+                otherwise, or another layer.
         """
         if self._collectives is None:
             return

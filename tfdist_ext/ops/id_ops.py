@@ -30,7 +30,6 @@ def encode_ids(
     list_features: Sequence[int],
     out_of_range: Sequence[str],
     one_each: Sequence[bool],
-    hot_ids: Sequence[tf.Tensor] = (),
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Codes the ids of all features for the ranks that own their rows.
 
@@ -54,10 +53,6 @@ def encode_ids(
             rank) or "ignore" (bad ids are dropped).
         one_each: for every feature, whether each sample has one id and these
             ascend strictly, as those of `unique_ids`: they take fewer bytes.
-        hot_ids: nothing, or for every feature its most popular ids, the most
-            popular first, distinct int64 `[k]`, k up to 65536, best 1/16 of
-            all: they take fewer bytes. The same on all ranks and in
-            `decode_ids`; not used by one_each features.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
@@ -67,11 +62,13 @@ def encode_ids(
 
     Raises:
         tf.errors.InvalidArgumentError: malformed row_splits or lengths, ids
-            that break the promise of one_each, bad or repeated hot_ids.
+            that break the promise of one_each.
     """
-    inputs = (ids, row_splits, weights, samples, list(hot_ids))
     outputs = library().tfdist_encode_ids(
-        *inputs,
+        ids,
+        row_splits,
+        weights,
+        samples,
         list_features=list(list_features),
         out_of_range=list(out_of_range),
         one_each=list(one_each),
@@ -87,7 +84,6 @@ def decode_ids(
     placements: Sequence[FeaturePlacement],
     rank: int,
     world_size: int,
-    hot_ids: Sequence[tf.Tensor] = (),
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Decodes what `encode_ids` of all ranks sent to this one.
 
@@ -97,27 +93,23 @@ def decode_ids(
         placements: of every feature, as given to `encode_ids`.
         rank: of this process.
         world_size: number of ranks.
-        hot_ids: as given to `encode_ids`.
 
     Returns:
         `row_splits` int64 `[S + 1]`, the samples in order of source rank, then
-        feature; `rows` int64 `[n]`, distinct local rows of every sample, the
-        hot ones in order of their popularity, then the others ascending;
-        `weights` float32 `[n]` or
-        `[0]`; `served` int64 `[world_size, F]`, the samples from every rank of
-        every feature, 0 where this rank holds no part of its table; `samples`
-        float32 `[world_size]`, what every rank gave to `encode_ids`.
+        feature; `rows` int64 `[n]`, distinct local rows of every sample,
+        ascending; `weights` float32 `[n]` or `[0]`; `served` int64
+        `[world_size, F]`, the samples from every rank of every feature, 0
+        where this rank holds no part of its table; `samples` float32
+        `[world_size]`, what every rank gave to `encode_ids`.
 
     Raises:
         tf.errors.InvalidArgumentError: on every rank alike, if a rank met an
             id out of range.
-        tf.errors.DataLossError: malformed bytes, or a sender with other
-            hot_ids.
+        tf.errors.DataLossError: malformed bytes.
     """
     row_splits, rows, weights, served, samples = library().tfdist_decode_ids(
         payload,
         splits,
-        list(hot_ids),
         **_attributes(placements, rank, world_size),
     )
     return row_splits, rows, weights, served, samples

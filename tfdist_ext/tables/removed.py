@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist_ext.tables import checks
 
-# Option -> since when, and what to do now.
+# Option -> since when, why, and what to do now.
 _REMOVED = {
     option: (
         "Rows of a partitioned table are no longer kept on every rank, since "
@@ -17,6 +17,12 @@ _REMOVED = {
         f"`{option}` out and let placement='auto' choose."
     )
     for option in ("hot_rows", "hot_ids")
+} | {
+    "learn_frequent_ids": (
+        "Shorter codes for frequent ids are no longer learnt, since November "
+        "2026: they gained too little time and bytes (docs/decisions.md). "
+        "Leave it out; wire_dtype='bfloat16' and wire_packing=True save more."
+    )
 }
 
 
