@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions in the report's header; tiers; what runs beside what."""
+"""Versions in the report's header; tiers; ranks; what runs beside what."""
 
 import importlib.metadata
 import os
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from tests.ranks import pool as pool_lib
+from tests.ranks.programs import Programs
+from tests.ranks.servers import Servers
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -24,11 +30,46 @@ def pytest_report_header() -> list[str]:
     return [f"versions: {versions}", f"shared library: {library}"]
 
 
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """What ranks are forked from."""
+    servers = Servers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def pools(servers: Servers) -> Iterator[pool_lib.Pools]:
+    """Ranks that wait for scenarios."""
+    pools = pool_lib.Pools(servers)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_scenario(
+    pools: pool_lib.Pools, tmp_path: pathlib.Path
+) -> pool_lib.RunScenario:
+    """Runs a scenario on some ranks, in the test's folder."""
+
+    def run(scenario: str, *arguments: Any, **how: Any) -> list[Any]:
+        return pools.run(scenario, tmp_path, *arguments, **how)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(servers: Servers) -> Programs:
+    """Runs a program on ranks of its own."""
+    return Programs(servers)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tiers by folder; keeps a file's tests on one worker.
+    """Marks the tiers by folder; keeps on one worker what shares ranks.
 
-    Files that start ranks come first: they take longest, and the many short
+    That are the tests of one number of ranks and one Keras, or else of one
+    file. Those with ranks come first: they take longest, and the many short
     ones then fill what is left of either worker.
     """
     for item in items:
@@ -36,10 +77,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier in ("process", "fault"):
             if tier in path.parts:
                 item.add_marker(tier)
-        item.add_marker(pytest.mark.xdist_group(str(path)))
-    items.sort(key=_is_fast)
+        item.add_marker(pytest.mark.xdist_group(_group(item, path)))
+    items.sort(key=_place)
 
 
-def _is_fast(item: pytest.Item) -> bool:
+def _group(item: pytest.Item, path: pathlib.Path) -> str:
+    arguments = _arguments(item)
+    if {"ranks", "keras"} <= set(arguments):
+        return "{ranks} ranks, Keras {keras}".format(**arguments)
+    return str(path)
+
+
+def _arguments(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _place(item: pytest.Item) -> tuple[bool, int, int]:
+    """Where an item comes: those that share ranks after each other."""
     folders = item.path.relative_to(TESTS).parts
-    return not {"process", "fault"} & set(folders)
+    arguments = _arguments(item)
+    fast = not {"process", "fault"} & set(folders)
+    if fast or not {"ranks", "keras"} <= set(arguments):
+        return fast, 9, 0
+    return fast, arguments["ranks"], -arguments["keras"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks take over of rank 0's generators, one rank after the other.
 
-Ranks in processes of their own: `generators` in tests/process/fit_program.py.
+Ranks in processes of their own: `generators` in tests/process/fit_scenarios.py.
 """
 
 import random

@@ -1,42 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the documents' Python blocks; on any number of ranks.
+"""A scenario: the Python blocks of a document, on any number of ranks.
 
-Usage: run_blocks.py FOLDER DOCUMENT...
-
-The blocks of a document run in FOLDER, in order, and share their names. What
-each printed goes to FOLDER/printed.<rank>.json, by its place. A process has one
-strategy: the first that is made serves all documents.
+The blocks run in the test's folder, in order, and share their names. A process
+has one strategy: blocks that make one get that of the pool.
 """
 
 import contextlib
-import functools
 import io
-import json
 import os
 import pathlib
 import re
 import sys
 import types
+from unittest import mock
 
 import tfdist_ext
 from tests.docs import blocks
 from tests.docs import given
 
 
-def main() -> None:
-    folder, *documents = sys.argv[1:]
+def run(
+    strategy: tfdist_ext.HybridParallelStrategy,
+    folder: pathlib.Path,
+    document: str,
+) -> dict[str, str]:
+    """Runs the blocks of a document; what each of them printed, by its place.
+
+    Args:
+        strategy: what is made whenever a strategy is.
+        folder: where they run.
+        document: its path in the repository.
+    """
+    before = pathlib.Path.cwd()
     os.chdir(folder)
-    only = functools.cache(tfdist_ext.HybridParallelStrategy)
-    tfdist_ext.HybridParallelStrategy = lambda: only()
-    printed = {}
-    for document in documents:
-        printed.update(run(document))
-    path = pathlib.Path(folder, f"printed.{only().rank}.json")
-    path.write_text(json.dumps(printed))
+    try:
+        with mock.patch.object(
+            tfdist_ext, "HybridParallelStrategy", lambda: strategy
+        ):
+            return run_document(document)
+    finally:
+        os.chdir(before)
 
 
-def run(document: str) -> dict[str, str]:
-    """Runs the blocks of a document; what each of them printed.
+def run_document(document: str) -> dict[str, str]:
+    """Runs the blocks of a document here.
 
     Args:
         document: its path in the repository.
@@ -72,7 +79,3 @@ def execute(
     source = "\n" * (block.line - 1) + "".join(lines)
     path = str(blocks.ROOT / block.document)
     exec(compile(source, path, "exec"), names)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the examples' tests."""
 
-import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from tests.ranks.programs import Programs
+
 REPOSITORY = pathlib.Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-# What the launcher and the examples set for themselves.
-_OWN = ("TF_CONFIG", "TF_USE_LEGACY_KERAS")
+# They ask for it before they import TensorFlow, which a server has done.
+WITH_TF_KERAS = ("movielens.py",)
+RunExample = Callable[..., str]
 
 
 @pytest.fixture
@@ -31,30 +32,19 @@ def real_data() -> Callable[[str], pathlib.Path]:
 
 
 @pytest.fixture
-def run_example(tmp_path: pathlib.Path) -> Callable[..., str]:
+def run_example(run_ranks: Programs, tmp_path: pathlib.Path) -> RunExample:
     """Runs an example at a number of ranks and returns what it printed."""
 
     def run(script: str, *arguments: object, ranks: int = 1) -> str:
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "tfdist_ext.launch", "-n", str(ranks)]
-        command += [str(EXAMPLES / script), *map(str, arguments)]
-        paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **{k: v for k, v in os.environ.items() if k not in _OWN},
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "TMPDIR": str(tmp_path),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
+        done = run_ranks(
+            EXAMPLES / script,
+            ranks,
+            *arguments,
+            keras=2 if script in WITH_TF_KERAS else 3,
             timeout=600,
-            env=environment,
-            cwd=tmp_path,
+            folder=tmp_path,
+            TMPDIR=str(tmp_path),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run

@@ -2,8 +2,11 @@
 """The examples from end to end, at one and at several ranks."""
 
 import importlib.util
+import os
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +18,8 @@ needs_recommenders = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow_recommenders") is None,
     reason="tensorflow_recommenders is not installed",
 )
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+LEGACY = "TF_USE_LEGACY_KERAS"
 Run = Callable[..., str]
 Find = Callable[[str], pathlib.Path]
 
@@ -96,6 +101,19 @@ def test_ctr_without_files(run_example: Run, tmp_path: pathlib.Path) -> None:
         assert chart.stat().st_size > 0
         chart.unlink()
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+
+
+@needs_recommenders
+def test_movielens_asks_for_tf_keras() -> None:
+    """Before it imports TensorFlow, in whatever environment it starts."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "movielens.py"), "--help"],
+        env={k: v for k, v in os.environ.items() if k != LEGACY},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctr_refuses_an_unknown_field(run_example: Run) -> None:

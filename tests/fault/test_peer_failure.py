@@ -2,6 +2,7 @@
 """Every survivor of a failure says which rank failed, where and in what."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -13,22 +14,29 @@ import time
 import pytest
 
 from benchmarks import network
+from tests.ranks.servers import ENTER
 
 pytestmark = pytest.mark.fault
 
-HERE = pathlib.Path(__file__).parent
+PROGRAM = pathlib.Path(__file__).with_name("collective_rank.py")
 START_LIMIT = 120
 DETECTION_LIMIT = 10
 
 
+@pytest.fixture
+def running_ranks(servers, tmp_path):
+    """Ranks in the middle of a scenario, as a list of processes."""
+    return functools.partial(_running_ranks, servers, tmp_path)
+
+
 @contextlib.contextmanager
-def running_ranks(scenario, world_size, timeout, folder, net=None):
-    """Ranks in the middle of `scenario`, as a list of processes."""
+def _running_ranks(servers, folder, scenario, world_size, timeout, net=None):
+    # A fork would be in its server's network.
+    program = [sys.executable, *([] if net else [ENTER])]
     net = net or network.loopback(world_size)
     env = {
-        **os.environ,
+        **servers.environment(keras=3, ranks=1),
         "TF_CPP_MIN_LOG_LEVEL": "1",  # shows warnings
-        "PYTHONPATH": str(HERE.parent.parent),
     }
     ranks = []
     try:
@@ -36,12 +44,12 @@ def running_ranks(scenario, world_size, timeout, folder, net=None):
             with open(folder / f"output.{rank}", "w") as output:
                 arguments = [scenario, rank, world_size, timeout, folder]
                 arguments += net.hosts
-                program = [*net.prefixes[rank], sys.executable]
-                program.append(HERE / "collective_rank.py")
+                command = [*net.prefixes[rank], *program, PROGRAM, *arguments]
+                own = {"TFDIST_TEST_PID": str(folder / f"pid.{rank}")}
                 ranks.append(
                     subprocess.Popen(
-                        [*map(str, [*program, *arguments])],
-                        env=env,
+                        [*map(str, command)],
+                        env={**env, **own},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
@@ -54,6 +62,11 @@ def running_ranks(scenario, world_size, timeout, folder, net=None):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
+
+
+def send(folder, rank, number):
+    """Sends a signal to a rank itself, not to what stands for it."""
+    os.kill(int((folder / f"pid.{rank}").read_text()), number)
 
 
 def wait_for_files(folder, stem, ranks, limit):
@@ -86,10 +99,10 @@ def assert_blames(result, rank, label, host="127.0.0.1"):
 @pytest.mark.parametrize(
     ("scenario", "world_size", "victim"), [("small", 2, 0), ("large", 4, 2)]
 )
-def test_kill(scenario, world_size, victim, tmp_path):
-    with running_ranks(scenario, world_size, 60, tmp_path) as ranks:
+def test_kill(running_ranks, scenario, world_size, victim, tmp_path):
+    with running_ranks(scenario, world_size, 60) as ranks:
         killed = time.time()
-        ranks[victim].send_signal(signal.SIGKILL)
+        send(tmp_path, victim, signal.SIGKILL)
         survivors = [rank for rank in range(world_size) if rank != victim]
         for result in results(tmp_path, survivors, DETECTION_LIMIT + 5):
             assert_blames(result, victim, "'layer ")
@@ -102,11 +115,11 @@ def test_kill(scenario, world_size, victim, tmp_path):
 @pytest.mark.parametrize(
     ("scenario", "world_size", "victim"), [("large", 2, 1), ("small", 4, 0)]
 )
-def test_stop(scenario, world_size, victim, tmp_path):
+def test_stop(running_ranks, scenario, world_size, victim, tmp_path):
     timeout = 3
-    with running_ranks(scenario, world_size, timeout, tmp_path) as ranks:
+    with running_ranks(scenario, world_size, timeout) as ranks:
         stopped = time.time()
-        ranks[victim].send_signal(signal.SIGSTOP)
+        send(tmp_path, victim, signal.SIGSTOP)
         survivors = [rank for rank in range(world_size) if rank != victim]
         limit = timeout + DETECTION_LIMIT
         for result in results(tmp_path, survivors, limit + 5):
@@ -116,7 +129,7 @@ def test_stop(scenario, world_size, victim, tmp_path):
             assert timeout - 1 < result["time"] - stopped < limit
         for rank in survivors:
             assert ranks[rank].wait(timeout=20) == 0
-        ranks[victim].send_signal(signal.SIGCONT)  # finds the notice
+        send(tmp_path, victim, signal.SIGCONT)  # finds the notice
         (result,) = results(tmp_path, [victim], DETECTION_LIMIT)
         assert result["class"] == "UnavailableError"
 
@@ -128,11 +141,11 @@ NO_NAMESPACES = network.reason_unavailable()
 @pytest.mark.parametrize(
     ("scenario", "world_size", "victim"), [("small", 2, 1), ("large", 4, 2)]
 )
-def test_link_down(scenario, world_size, victim, tmp_path):
+def test_link_down(running_ranks, scenario, world_size, victim, tmp_path):
     timeout = 3
     with (
         network.namespaces(world_size, None) as net,
-        running_ranks(scenario, world_size, timeout, tmp_path, net),
+        running_ranks(scenario, world_size, timeout, net),
     ):
         down = time.time()
         namespace = net.prefixes[victim][3]
@@ -148,10 +161,10 @@ def test_link_down(scenario, world_size, victim, tmp_path):
         assert cut_off["time"] - down < limit
 
 
-def test_kill_reaches_those_who_wait_for_survivors(tmp_path):
-    with running_ranks("chain", 4, 60, tmp_path) as ranks:
+def test_kill_reaches_those_who_wait_for_survivors(running_ranks, tmp_path):
+    with running_ranks("chain", 4, 60):
         killed = time.time()
-        ranks[3].send_signal(signal.SIGKILL)
+        send(tmp_path, 3, signal.SIGKILL)
         first, second, third = results(tmp_path, range(3), DETECTION_LIMIT + 5)
         for result in (first, second):
             assert_blames(result, 3, "'of the waiting'")
@@ -167,9 +180,9 @@ def warnings_of(folder, rank):
 
 
 # Three ranks, here and below: whatever happens has two witnesses.
-def test_absent_rank_is_told_from_a_silent_one(tmp_path):
+def test_absent_rank_is_told_from_a_silent_one(running_ranks, tmp_path):
     timeout = 2
-    with running_ranks("absent", 3, timeout, tmp_path):
+    with running_ranks("absent", 3, timeout):
         limit = 5 * timeout + DETECTION_LIMIT
         for result in results(tmp_path, range(2), limit):
             assert_blames(result, 2, "'layer dense/bucket'")
@@ -181,9 +194,9 @@ def test_absent_rank_is_told_from_a_silent_one(tmp_path):
             assert "rank 2 (" in said[0]
 
 
-def test_slow_rank_is_waited_for(tmp_path):
+def test_slow_rank_is_waited_for(running_ranks, tmp_path):
     timeout = 2
-    with running_ranks("slow", 3, timeout, tmp_path):
+    with running_ranks("slow", 3, timeout):
         limit = 2.5 * timeout + DETECTION_LIMIT
         for result in results(tmp_path, range(3), limit):
             assert result["class"] == "OutOfRangeError"
@@ -191,8 +204,10 @@ def test_slow_rank_is_waited_for(tmp_path):
         assert warnings_of(tmp_path, 0)
 
 
-def test_ranks_that_wait_for_each_other_fail_after_one_timeout(tmp_path):
-    with running_ranks("apart", 3, 2, tmp_path):
+def test_ranks_that_wait_for_each_other_fail_after_one_timeout(
+    running_ranks, tmp_path
+):
+    with running_ranks("apart", 3, 2):
         limit = 2 + DETECTION_LIMIT
         for result in results(tmp_path, range(3), limit):
             assert result["class"] == "UnavailableError"
@@ -202,15 +217,15 @@ def test_ranks_that_wait_for_each_other_fail_after_one_timeout(tmp_path):
         assert not warnings_of(tmp_path, 0)
 
 
-def test_rank_that_ends_early(tmp_path):
-    with running_ranks("leaving", 3, 60, tmp_path):
+def test_rank_that_ends_early(running_ranks, tmp_path):
+    with running_ranks("leaving", 3, 60):
         for result in results(tmp_path, range(2), DETECTION_LIMIT):
             assert_blames(result, 2, "'layer dense/bucket'")
             assert "left" in result["message"]
 
 
-def test_different_ops_under_one_tag(tmp_path):
-    with running_ranks("disagreeing", 3, 60, tmp_path):
+def test_different_ops_under_one_tag(running_ranks, tmp_path):
+    with running_ranks("disagreeing", 3, 60):
         for result in results(tmp_path, range(3), DETECTION_LIMIT):
             assert result["class"] == "InvalidArgumentError"
             assert "all_reduce 'layer dense/bucket'" in result["message"]

@@ -12,19 +12,21 @@ import time
 
 import pytest
 
+from tests.ranks.servers import ENTER
 from tfdist_ext.launcher import ports
 
 pytestmark = pytest.mark.fault
 
-HERE = pathlib.Path(__file__).parent
+PROGRAM = pathlib.Path(__file__).with_name("training_rank.py")
 START_LIMIT = 150
 DETECTION_LIMIT = 10
 GROUP_TIMEOUT = 3
 
 
 @contextlib.contextmanager
-def training(world_size, folder):
+def training(servers, world_size, folder):
     """Ranks that train, as a list of processes."""
+    common = servers.environment(3, world_size)
     with ports.reserve(world_size, "127.0.0.1") as reserved:
         workers = [f"127.0.0.1:{port}" for port in reserved]
         ranks = []
@@ -32,13 +34,12 @@ def training(world_size, folder):
             task = {"type": "worker", "index": rank}
             config = {"cluster": {"worker": workers}, "task": task}
             env = {
-                **os.environ,
+                **common,
                 "TF_CONFIG": json.dumps(config),
                 "TF_GRPC_REUSE_PORT": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                "PYTHONPATH": str(HERE.parent.parent),
+                "TFDIST_TEST_PID": str(folder / f"pid.{rank}"),
             }
-            program = [HERE / "training_rank.py", folder, GROUP_TIMEOUT]
+            program = [ENTER, PROGRAM, folder, GROUP_TIMEOUT]
             with open(folder / f"output.{rank}", "w") as output:
                 ranks.append(
                     subprocess.Popen(
@@ -74,10 +75,10 @@ def wait_for(folder, stem, ranks, limit):
     [(signal.SIGKILL, 0), (signal.SIGSTOP, GROUP_TIMEOUT)],
     ids=["kill", "stop"],
 )
-def test_survivors_name_the_rank_and_end(tmp_path, victim, end, wait):
-    with training(3, tmp_path) as (ranks, workers):
+def test_survivors_name_the_rank_and_end(servers, tmp_path, victim, end, wait):
+    with training(servers, 3, tmp_path) as (ranks, workers):
         start = time.time()
-        ranks[victim].send_signal(end)
+        os.kill(int((tmp_path / f"pid.{victim}").read_text()), end)
         survivors = [rank for rank in range(3) if rank != victim]
         paths = wait_for(
             tmp_path, "result", survivors, wait + DETECTION_LIMIT + 5

@@ -6,6 +6,7 @@ checks its own results, and writes `done.R` with its statistics at the end.
 """
 
 import json
+import os
 import pathlib
 import sys
 import time
@@ -44,8 +45,9 @@ def check_step(group, step_function, step):
 
 
 def main():
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    folder = pathlib.Path(sys.argv[3])
+    config = json.loads(os.environ["TF_CONFIG"])
+    rank, world_size = config["task"]["index"], len(config["cluster"]["worker"])
+    folder = pathlib.Path(sys.argv[1])
     group = ProcessGroup(
         rank,
         world_size,

@@ -1,107 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several ranks trained, compared with one process."""
+"""What several ranks train, compared with one process."""
 
-import dataclasses
-import pathlib
+import functools
 
 import numpy as np
-from launching import run_ranks
-
-# Results by the names of their cases, then by their own.
-Results = dict[str, dict[str, np.ndarray]]
 
 # Only ours has these: what training starts from.
 OURS_ONLY = ("initial/",)
 
 
-@dataclasses.dataclass(frozen=True)
 class OneProcess:
-    """What a program trains in one process, to compare several ranks with.
+    """What one process trains, to compare several ranks with.
 
-    Attributes:
-        program: file name, of a program with the command line of `cases.py`.
-        keras: 3 or 2 (tf_keras).
-        folder: where results are written.
-        ours: results of all cases.
-        stock: results of stock ops, of some cases.
+    Args:
+        pools: ranks, and processes that are none.
     """
 
-    program: str
-    keras: int
-    folder: pathlib.Path
-    ours: Results
-    stock: Results
+    def __init__(self, pools):
+        self._pools = pools
 
-    @classmethod
-    def train(cls, program, keras, folder, cases, own_rules=()):
-        """Runs the program with ours, then with stock ops from equal tables.
+    @functools.cache  # noqa: B019 (as long as the tests)
+    def ours(self, module, case, keras):
+        """What our strategy and layers train in one process, by name.
 
         Args:
-            program: see the class.
-            keras: see the class.
-            folder: see the class.
-            cases: for both.
-            own_rules: more cases, whose rules stock ops do not have.
+            module: with functions `hybrid` and `stock`.
+            case: for both.
+            keras: 3 or 2 (tf_keras).
         """
-        output, everything = folder / "single.npz", [*cases, *own_rules]
-        run_ranks(program, 1, output, *everything, keras=keras)
-        initial = output.with_suffix(".0.npz")
-        twin = folder / "stock.npz"
-        run_ranks(program, 1, twin, *cases, "--stock", initial, keras=keras)
-        ours = load(output, 0, everything)
-        stock = load(twin, 0, cases)
-        for case in cases:
-            missing = set(ours[case]) - set(stock[case])
-            assert all(name.startswith(OURS_ONLY) for name in missing), missing
-            for name, value in stock[case].items():
-                error = largest_error(ours[case][name], value)
-                assert error <= 1e-5, (case, name, error)
-        return cls(program, keras, folder, ours, stock)
+        scenario = f"{module}.hybrid"
+        return self._pools.run(scenario, case, ranks=1, keras=keras)[0]
 
-    def check(self, ranks, cases):
+    @functools.cache  # noqa: B019
+    def stock(self, module, case, keras):
+        """What stock ops train without a strategy, from equal tables.
+
+        Args:
+            module: see `ours`.
+            case: see `ours`.
+            keras: see `ours`.
+        """
+        ours = self.ours(module, case, keras)
+        (stock,) = self._pools.run(
+            f"{module}.stock", case, ours, ranks=1, keras=keras, strategy=False
+        )
+        missing = set(ours) - set(stock)
+        assert all(name.startswith(OURS_ONLY) for name in missing), missing
+        for name, value in stock.items():
+            error = largest_error(ours[name], value)
+            assert error <= 1e-5, (name, error)
+        return stock
+
+    def check(self, module, case, ranks, keras, own_rule=False):
         """Trains on some ranks: they agree bit for bit, and with one to 1e-5.
 
         Args:
+            module: see `ours`.
+            case: see `ours`.
             ranks: how many.
-            cases: some of those of `ours`.
+            keras: see `ours`.
+            own_rule: whether stock ops do not have the case's rule.
         """
-        output = self.folder / f"ranks{ranks}.npz"
-        run_ranks(self.program, ranks, output, *cases, keras=self.keras)
-        first, *others = (load(output, rank, cases) for rank in range(ranks))
-        for case in cases:
-            single = self.ours[case]
-            assert set(first[case]) == set(single), case
-            expected = {**single, **self.stock.get(case, {})}
-            for name, value in first[case].items():
-                if name.startswith("initial/"):
-                    np.testing.assert_array_equal(value, single[name], name)
-                error = largest_error(value, expected[name])
-                assert error <= 1e-5, (case, name, error)
+        single = self.ours(module, case, keras)
+        stock = {} if own_rule else self.stock(module, case, keras)
+        first, *others = self._pools.run(
+            f"{module}.hybrid", case, ranks=ranks, keras=keras
+        )
+        assert set(first) == set(single)
+        for name, value in first.items():
+            if name.startswith("initial/"):
+                np.testing.assert_array_equal(value, single[name], name)
+            error = largest_error(value, {**single, **stock}[name])
+            assert error <= 1e-5, (name, error)
         for other in others:
-            for case in cases:
-                assert set(other[case]) == set(first[case]), case
-                for name, value in other[case].items():
-                    np.testing.assert_array_equal(
-                        value, first[case][name], f"{case}/{name}"
-                    )
-
-
-def load(output, rank, cases):
-    """What a rank has written; something of every case, and of no other.
-
-    Args:
-        output: the path that the ranks were given.
-        rank: whose results.
-        cases: that it was given.
-    """
-    results = {case: {} for case in cases}
-    with np.load(output.with_suffix(f".{rank}.npz")) as file:
-        for name, value in file.items():
-            # "row/sgd/regularized" is a case, and so is "row/sgd".
-            case = max((c for c in cases if name.startswith(f"{c}/")), key=len)
-            results[case][name.removeprefix(f"{case}/")] = value
-    assert all(results.values()), [c for c in cases if not results[c]]
-    return results
+            assert set(other) == set(first)
+            for name, value in other.items():
+                np.testing.assert_array_equal(value, first[name], name)
 
 
 def largest_error(actual, expected):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of fit_program.py: what `compile` and callbacks are given."""
+"""What `compile` and callbacks are given."""
 
 import warnings
 

@@ -14,8 +14,8 @@ import sys
 
 import numpy as np
 import tensorflow as tf
-from checkpoint_program import data
-from checkpoint_program import make_model
+from checkpoint_scenarios import data
+from checkpoint_scenarios import make_model
 
 import tfdist_ext
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of fit_program.py: what is refused, and how."""
+"""What is refused, and how."""
 
 import contextlib
 import warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of fit_program.py: optimizers' options, against one process."""
+"""Optimizers' options, against one process."""
 
 import numpy as np
 import tensorflow as tf

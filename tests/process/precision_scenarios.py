@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of fit_program.py: numbers in fewer bits."""
+"""Numbers in fewer bits."""
 
 import numpy as np
 import tensorflow as tf

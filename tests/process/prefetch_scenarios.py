@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of exchange_program.py: ids that travel a step ahead."""
+"""Ids that travel a step ahead."""
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,7 @@ from tfdist_ext.tables.placement import TablePlacement
 keras = tf.keras
 
 
-def prefetch(strategy):
+def prefetch(strategy, folder):
     """Ids travel a step ahead; results and exchanges stay the same."""
     uneven = data(7).unbatch().batch(BATCH + 13)  # the last batch is smaller
 
@@ -73,7 +73,7 @@ def prefetch(strategy):
                 )
 
 
-def prefetch_distinct(strategy):
+def prefetch_distinct(strategy, folder):
     """A rank with few distinct ids counts for its samples all the same."""
     ids = np.random.default_rng(1).zipf(1.2, [5 * BATCH, HOTNESS]) % 2000
     ids[np.arange(len(ids)) % BATCH < BATCH // strategy.world_size] = 7

@@ -1,67 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """State survives in one checkpoint, whatever the ranks and placements."""
 
+import pathlib
+
 import numpy as np
 import pytest
+import scenarios
 import tensorflow as tf
-from launching import run_ranks
 
 pytestmark = pytest.mark.process
 
-
+HERE = pathlib.Path(__file__).parent
 TABLE = [53, 6]
-PROGRAM = "checkpoint_program.py"
-# Starts of ranks, in order: what is saved by one is restored by others.
-STARTS = {
+# What is saved: number of ranks, name, placement, format.
+SAVED = {
     3: [
-        (
-            2,
-            "save:two:row:checkpoint",
-            "save:two_weights:column:weights",
-            "save:two_keras:row:keras",
-        ),
-        (
-            4,
-            "restore:two:column:checkpoint",
-            "save:four_columns:column:checkpoint",
-            "save:four_rows:row:checkpoint",
-        ),
-        (1, "save:one:row:checkpoint", "restore:two_weights:row:weights"),
-        (
-            2,
-            "restore:four_columns:row:checkpoint",
-            "restore:one:row:checkpoint",
-            "restore:two_keras:row:keras",
-        ),
+        (2, "two", "row", "checkpoint"),
+        (2, "two_weights", "column", "weights"),
+        (2, "two_keras", "row", "keras"),
+        (4, "four_columns", "column", "checkpoint"),
+        (4, "four_rows", "row", "checkpoint"),
+        (1, "one", "row", "checkpoint"),
     ],
     2: [
-        (
-            2,
-            "save:two:row:checkpoint",
-            "save:two_weights:column:weights",
-            "restore:two_weights:row:weights",
-        ),
-        (1, "restore:two:row:checkpoint"),
+        (2, "two", "row", "checkpoint"),
+        (2, "two_weights", "column", "weights"),
     ],
 }
+# The same of what is restored, with the Keras in front.
+RESTORED = [
+    (3, 4, "two", "column", "checkpoint"),
+    (3, 1, "two_weights", "row", "weights"),
+    (3, 2, "four_columns", "row", "checkpoint"),
+    (3, 2, "one", "row", "checkpoint"),
+    (3, 2, "two_keras", "row", "keras"),
+    (2, 2, "two_weights", "row", "weights"),
+    (2, 1, "two", "row", "checkpoint"),
+]
 
 
 @pytest.fixture(scope="module", params=[3, 2], ids=["keras3", "tf_keras"])
-def saved(request, tmp_path_factory):
-    """A folder of what was saved here and restored there."""
-    folder = tmp_path_factory.mktemp(f"keras{request.param}")
-    for ranks, *actions in STARTS[request.param]:
-        run_ranks(PROGRAM, ranks, folder, *actions, keras=request.param)
-    return folder
+def saved(request, pools, tmp_path_factory):
+    """The Keras, and a folder of what was saved with it."""
+    keras = request.param
+    folder = tmp_path_factory.mktemp(f"keras{keras}")
+    for ranks, name, *how in SAVED[keras]:
+        scenario = "checkpoint_scenarios.save"
+        pools.run(scenario, folder / name, *how, ranks=ranks, keras=keras)
+    return keras, folder
+
+
+@pytest.mark.parametrize(
+    ("saved", "count", "name", "placement", "form"),
+    RESTORED,
+    ids=["-".join(map(str, case)) for case in RESTORED],
+    indirect=["saved"],
+)
+def test_saved_here_restored_there(saved, pools, count, name, placement, form):
+    keras, folder = saved
+    scenario, path = "checkpoint_scenarios.restore", folder / name
+    pools.run(scenario, path, placement, form, ranks=count, keras=keras)
 
 
 def test_no_temporary_files_are_left(saved):
-    assert not list(saved.glob("*_ranks"))
+    assert not list(saved[1].glob("*_ranks"))
 
 
 def test_plain_tensorflow_reads_one_table(saved):
-    checkpoints = sorted(saved.glob("*.index"))
-    for path in checkpoints:
+    for path in saved[1].glob("*.index"):
         noted = np.load(path.with_suffix(".npz"))
         expected = [v for k, v in noted.items() if k.startswith("a/")]
         reader = tf.train.load_checkpoint(str(path.with_suffix("")))
@@ -75,9 +81,9 @@ def test_plain_tensorflow_reads_one_table(saved):
 
 @pytest.mark.parametrize("point", ["part", "index"])
 def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(
-    tmp_path, point
+    run_ranks, tmp_path, point
 ):
-    run_ranks("crash_while_saving.py", 2, tmp_path, point)
+    run_ranks(HERE / "crash_while_saving.py", 2, tmp_path, point)
     latest = tf.train.latest_checkpoint(str(tmp_path / "checkpoints"))
     assert latest.endswith("ckpt-1")
     reader = tf.train.load_checkpoint(latest)
@@ -90,26 +96,13 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(
     assert any(np.array_equal(table, kernel) for table in tables)
 
 
-SAVING = [
-    "documented",
-    "sums",
-    "path_of_rank_0",
-    "options",
-    "one_path",
-    "manager",
-    "refusals",
-    "iterators",
-    "write_fails",
-    "read_fails",
-]
+EVERY = scenarios.of("saving_scenarios", "saving_failures_scenarios")
+KERAS_3 = scenarios.without(EVERY, {"metrics", "callbacks"})
 
 
 @pytest.mark.parametrize(
-    ("keras", "scenarios"),
-    [(3, SAVING), (2, [*SAVING, "metrics", "callbacks"])],
-    ids=["keras3", "tf_keras"],
+    ("ranks", "keras", "scenario"),
+    [(2, 3, s) for s in KERAS_3] + [(2, 2, s) for s in EVERY],
 )
-def test_ways_to_save(tmp_path, keras, scenarios):
-    run_ranks("saving_program.py", 2, tmp_path, *scenarios, keras=keras)
-    for name in scenarios:
-        assert all((tmp_path / f"{name}.{rank}").exists() for rank in (0, 1))
+def test_ways_to_save(run_scenario, ranks, keras, scenario):
+    run_scenario(scenario, ranks=ranks, keras=keras)

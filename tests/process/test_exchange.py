@@ -2,23 +2,17 @@
 """One exchange for all tables: shared, packed, bad ids."""
 
 import pytest
-from launching import run_ranks
+import scenarios
 
 pytestmark = pytest.mark.process
-SCENARIOS = (
-    "shared",
-    "built_by_fit",
-    "packed",
-    "prefetch",
-    "prefetch_distinct",
-    "gathered",
-    "bad_ids",
-    "bfloat16",
-)
+
+SCENARIOS = scenarios.of("exchange_scenarios", "prefetch_scenarios")
+AT_FOUR_RANKS = scenarios.only(SCENARIOS, {"packed"})
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scenarios"), [(2, SCENARIOS), (4, ("packed",))], ids=["2", "4"]
+    ("ranks", "keras", "scenario"),
+    [(2, 3, s) for s in SCENARIOS] + [(4, 3, s) for s in AT_FOUR_RANKS],
 )
-def test_scenarios(ranks, scenarios):
-    run_ranks("exchange_program.py", ranks, *scenarios)
+def test_scenario(run_scenario, ranks, keras, scenario):
+    run_scenario(scenario, ranks=ranks, keras=keras)

@@ -2,32 +2,19 @@
 """Every way of Keras to save and to load, at two ranks, under both Kerases."""
 
 import pytest
-from launching import run_ranks
+import scenarios
 
 pytestmark = pytest.mark.process
 
-KERAS_3 = [
-    "whole_models",
-    "weights_only",
-    "overwriting",
-    "refusals",
-    "without_tables",
-    "failures",
-    "callbacks",
-    "backups",
-]
-TF_KERAS = ["refusals", "files_of_one_process", "without_tables"]
+KERAS_3 = scenarios.of(
+    "files_scenarios", "file_callbacks_scenarios", "file_failures_scenarios"
+)
+TF_KERAS = scenarios.of("tf_keras_files_scenarios")
 
 
 @pytest.mark.parametrize(
-    ("keras", "program", "scenarios"),
-    [
-        (3, "files_program.py", KERAS_3),
-        (2, "tf_keras_files_program.py", TF_KERAS),
-    ],
-    ids=["keras", "tf_keras"],
+    ("ranks", "keras", "scenario"),
+    [(2, 3, s) for s in KERAS_3] + [(2, 2, s) for s in TF_KERAS],
 )
-def test_scenarios(tmp_path, keras, program, scenarios):
-    run_ranks(program, 2, tmp_path, *scenarios, keras=keras)
-    for name in scenarios:
-        assert all((tmp_path / f"{name}.{rank}").exists() for rank in range(2))
+def test_scenario(run_scenario, ranks, keras, scenario):
+    run_scenario(scenario, ranks=ranks, keras=keras)

@@ -3,28 +3,24 @@
 
 import numpy as np
 import pytest
-from launching import run_ranks
 
 pytestmark = pytest.mark.process
 
 
-def test_dlrm_and_two_towers_train(tmp_path):
-    losses = {}
-    for ranks in (1, 2):
-        output = tmp_path / f"ranks{ranks}.npz"
-        run_ranks("recommenders_program.py", ranks, output, keras=2)
-        losses[ranks] = np.load(output.with_suffix(".0.npz"))
-    second = np.load(tmp_path / "ranks2.1.npz")
-    for name in losses[2].files:
-        np.testing.assert_array_equal(second[name], losses[2][name], name)
-    for result in losses.values():
-        for name in result.files:
-            assert result[name][-1] < 0.9 * result[name][0], name
+def test_dlrm_and_two_towers_train(run_scenario):
+    scenario = "recommenders_scenarios.train"
+    one = run_scenario(scenario, ranks=1, keras=2)[0]
+    first, second = run_scenario(scenario, ranks=2, keras=2)
+    for name, values in first.items():
+        np.testing.assert_array_equal(second[name], values, name)
+    for result in (one, first):
+        for name, values in result.items():
+            assert values[-1] < 0.9 * values[0], name
     # Negatives of the towers are those of a rank's own batch: not comparable.
     for name in ("dlrm/loss", "default_loss/loss", "all_negatives/loss"):
         np.testing.assert_allclose(
-            losses[2][name], losses[1][name], rtol=1e-4, err_msg=name
+            first[name], one[name], rtol=1e-4, err_msg=name
         )
     np.testing.assert_allclose(
-        losses[2]["rating/rmse"], losses[1]["rating/rmse"], rtol=1e-5
+        first["rating/rmse"], one["rating/rmse"], rtol=1e-5
     )

@@ -2,7 +2,6 @@
 """Any number of ranks trains what one process of stock ops trains."""
 
 import pytest
-from comparing import OneProcess
 
 pytestmark = pytest.mark.process
 
@@ -49,27 +48,16 @@ WITH_TF_KERAS = [
     "column/adam",
     "row/row_wise_adagrad",
 ]
-PROGRAM = "train_program.py"
+MODULE = "train_cases"
 
 
-@pytest.fixture(scope="module", params=[3, 2], ids=["keras3", "tf_keras"])
-def reference(request, tmp_path_factory):
-    """What one process trains, of stock ops and of ours."""
-    keras = request.param
-    folder = tmp_path_factory.mktemp(f"keras{keras}")
-    cases, rules = CASES, OUR_RULES
-    if keras == 2:
-        cases, rules = (
-            [case for case in listed if case in WITH_TF_KERAS]
-            for listed in (cases, rules)
-        )
-    return OneProcess.train(PROGRAM, keras, folder, cases, rules)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_equals_stock_ops_in_one_process(reference, ranks):
-    if (reference.keras, ranks) == (2, 4):
-        pytest.skip("tf_keras at 4 ranks tells nothing that 2 ranks do not")
-    reference.check(
-        ranks, list(reference.ours) if ranks == 2 else AT_FOUR_RANKS
-    )
+@pytest.mark.parametrize(
+    ("ranks", "keras", "case"),
+    [(2, 3, case) for case in [*CASES, *OUR_RULES]]
+    + [(4, 3, case) for case in AT_FOUR_RANKS]
+    + [(2, 2, case) for case in WITH_TF_KERAS],
+)
+def test_training_equals_stock_ops_in_one_process(
+    one_process, ranks, keras, case
+):
+    one_process.check(MODULE, case, ranks, keras, case in OUR_RULES)

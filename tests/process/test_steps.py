@@ -2,14 +2,36 @@
 """A `train_step` of one process trains and logs the same on several ranks."""
 
 import pytest
-from launching import run_ranks
+import step_models
 
 pytestmark = pytest.mark.process
 
+# With fixed batch sizes too, where a sum is not told by an open dimension.
+FIXED = ("Default", "OwnTracker", "GlobalBatch", "SumAndMean", "Vector")
+EAGER = ("LossObject", "SumObject", "ByHand", "Vector")
+CASES = [
+    *((name, {}) for name in step_models.MODELS),
+    *((name, {"drop": True}) for name in FIXED),
+    *((name, {"run_eagerly": True}) for name in EAGER),
+]
+KERAS_3_ONLY = ("Function",)  # stock: merge_call in a new graph
+TF_KERAS = [
+    *(case for case in CASES if case[0] not in KERAS_3_ONLY),
+    ("Default", {"loss": step_models.branching}),  # Keras 3 converts nothing
+]
+
 
 @pytest.mark.parametrize(
-    ("ranks", "keras"), [(3, 3), (2, 2)], ids=["3", "2-tf_keras"]
+    ("ranks", "keras", "model", "options"),
+    [
+        pytest.param(
+            *(ranks, keras, name, options),
+            id="-".join([str(ranks), str(keras), name, *options]),
+        )
+        for ranks, keras, cases in ((3, 3, CASES), (2, 2, TF_KERAS))
+        for name, options in cases
+    ],
 )
-def test_steps_equal_one_process(tmp_path, ranks, keras):
-    run_ranks("steps_program.py", ranks, tmp_path, keras=keras)
-    assert all((tmp_path / f"done.{rank}").exists() for rank in range(ranks))
+def test_step_equals_one_process(run_scenario, ranks, keras, model, options):
+    scenario = "step_scenarios.as_one_process"
+    run_scenario(scenario, model, options, ranks=ranks, keras=keras)

@@ -4,27 +4,43 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import run_ranks
 
 pytestmark = pytest.mark.process
-PROGRAM = "tables_program.py"
 OPTIMIZERS = ("row_wise", "own")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with checkpoints of 4 ranks.
+def run(pools):
+    """Runs a function of `tables_scenarios`."""
 
-    These ranks restore them too, with other placements ("moved"), and save a
-    model of tiny tables alone ("tiny"): there only rank 0 has what to write.
-    """
-    folder = tmp_path_factory.mktemp("tables")
-    run_ranks(PROGRAM, 4, folder, "save", "moved", "tiny")
+    def run(ranks, name, *arguments):
+        pools.run(f"tables_scenarios.{name}", *arguments, ranks=ranks)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def optimizer(request):
+    """Whose slots are saved."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(optimizer, run, tmp_path_factory):
+    """A folder with a checkpoint of 4 ranks."""
+    folder = tmp_path_factory.mktemp(optimizer)
+    run(4, "save", folder, optimizer)
     assert not list(folder.glob("*_ranks")), "temporary files are left"
     return folder
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.fixture(scope="module")
+def files(saved, optimizer, run):
+    """A folder with Keras files, written by 2 ranks."""
+    run(2, "write_files", saved, optimizer)
+    return saved
+
+
 def test_plain_tensorflow_reads_whole_tables_and_slots(saved, optimizer):
     noted = np.load(saved / f"{optimizer}.npz")
     reader = tf.train.load_checkpoint(str(saved / optimizer))
@@ -45,7 +61,20 @@ def test_plain_tensorflow_reads_whole_tables_and_slots(saved, optimizer):
         assert any(np.array_equal(value, other) for other in found), name
 
 
-def test_two_ranks_and_one_restore_what_four_saved(saved):
-    files = ("write_files", "read_files")
-    run_ranks(PROGRAM, 2, saved, "restore", "moved", *files)
-    run_ranks(PROGRAM, 1, saved, "restore", "read_files")
+def test_tiny_tables_are_saved_where_rank_0_has_all(run, tmp_path, optimizer):
+    run(4, "tiny", tmp_path, optimizer)
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_tables_move_to_other_ranks(run, saved, optimizer, count):
+    run(count, "moved", saved, optimizer)
+
+
+@pytest.mark.parametrize("count", [2, 1])
+def test_fewer_ranks_train_on(run, saved, optimizer, count):
+    run(count, "restore", saved, optimizer)
+
+
+@pytest.mark.parametrize("count", [2, 1])
+def test_keras_files_are_read(run, files, optimizer, count):
+    run(count, "read_files", files, optimizer)

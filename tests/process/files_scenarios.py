@@ -1,20 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way of Keras 3 to save and to load; run on two or more ranks.
+"""Every way of Keras 3 to save and to load, on two or more ranks."""
 
-Usage: files_program.py FOLDER SCENARIO...
-
-A scenario is a function of this file, of file_failures.py or of
-file_callbacks.py. It has a folder of its own and checks for itself, on every
-rank.
-"""
-
-import contextlib
 import io
-import pathlib
-import sys
 
-import file_callbacks
-import file_failures
 import keras
 import numpy as np
 import tensorflow as tf
@@ -135,21 +123,3 @@ def without_tables(strategy, folder):
             loaded = keras.models.load_model(folder / name, compile=False)
             assert_equal(weights(strategy, loaded), expected)
     assert not list(folder.rglob(".writing-*"))
-
-
-def main():
-    folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
-    modules = (sys.modules[__name__], file_failures, file_callbacks)
-    for name in sys.argv[2:]:
-        own = folder / name
-        with contextlib.suppress(FileExistsError):
-            own.mkdir()
-        (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
-        scenario(strategy, own)
-        print(f"{name} done", flush=True)
-        (folder / f"{name}.{strategy.rank}").touch()
-
-
-if __name__ == "__main__":
-    main()

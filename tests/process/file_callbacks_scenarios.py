@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras 3: callbacks that write files; scenarios of files_program.py."""
+"""Keras 3: callbacks that write files."""
 
 import keras
 import numpy as np

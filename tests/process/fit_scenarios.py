@@ -1,23 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do with `fit`; run on two or more ranks.
+"""What users do with `fit`, on two or more ranks."""
 
-Usage: fit_program.py FOLDER SCENARIO...
-
-A scenario is a function of this file, of one_rank_fails.py, or of a
-*_scenarios.py imported here. It checks for itself, on every rank.
-"""
-
-import pathlib
 import random
 import resource
-import sys
 
-import compile_scenarios
-import failure_scenarios
 import numpy as np
-import one_rank_fails
-import optimizer_scenarios
-import precision_scenarios
 import tensorflow as tf
 from fit_models import BATCH
 from fit_models import ROWS
@@ -93,7 +80,7 @@ def backup(strategy, folder):
 
 
 def memory(strategy, folder):
-    """A rank needs its shard and its slot, not the table; must run first."""
+    """A rank needs its shard and its slot, not the table; on new ranks."""
     rows, units = 2**21, 64
     shard = rows * units * 4 / strategy.world_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -117,7 +104,7 @@ def memory(strategy, folder):
 
 
 def generators(strategy, folder):
-    """Unseeded, Python's and NumPy's shuffle alike; before others draw."""
+    """Unseeded, Python's and NumPy's shuffle alike; on new ranks."""
     shuffled = list(range(50))
     random.shuffle(shuffled)
     drawn = [*np.random.permutation(50), *shuffled, np.random.normal()]
@@ -270,30 +257,7 @@ def idle_threads_sleep(strategy, folder):
     assert [job.num_tasks for job in jobs] == [strategy.world_size]
 
 
-def main():
-    folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(
-        timeout=30, gradient_dtype="bfloat16", error_feedback=True
-    )
+def options_arrive(strategy, folder):
+    """What the strategy is given is what it does."""
     assert strategy.collectives.gradient_dtype == tf.bfloat16
     assert strategy.extended.error_feedback is not None
-    # Scenarios of their own try them; others compare more closely.
-    strategy.collectives.gradient_dtype = tf.float32
-    strategy.extended.error_feedback = None
-    modules = (
-        sys.modules[__name__],
-        compile_scenarios,
-        precision_scenarios,
-        optimizer_scenarios,
-        failure_scenarios,
-        one_rank_fails,
-    )
-    for name in sys.argv[2:]:
-        (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
-        scenario(strategy, folder)
-        print(f"{name} done", flush=True)
-        (folder / f"{name}.{strategy.rank}").touch()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and restores trained models; run on any number of ranks.
+"""Saves and restores trained models, on any number of ranks.
 
-Usage: checkpoint_program.py FOLDER ACTION...
-
-An action is "save:NAME:PLACEMENT:FORMAT" or "restore:...". `save` trains,
-saves FOLDER/NAME, notes tables and slots, trains on and notes them again in
-FOLDER/NAME.npz. `restore` builds the model anew with its own placement,
+`save` trains, saves a path, notes tables and slots, trains on and notes them
+again in PATH.npz. `restore` builds the model anew with its own placement,
 restores, and must find the same, before and after training on.
 """
-
-import pathlib
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -110,17 +104,3 @@ def read(strategy, path, placement, form):
         with strategy.scope():
             model = keras.models.load_model(path + ".keras")
     return model
-
-
-def main():
-    folder, *actions = sys.argv[1:]
-    strategy = tfdist_ext.HybridParallelStrategy()
-    for action in actions:
-        kind, name, placement, form = action.split(":")
-        do = {"save": save, "restore": restore}[kind]
-        do(strategy, pathlib.Path(folder, name), placement, form)
-        strategy.reduce("SUM", tf.constant(1.0), axis=None)  # all are done
-
-
-if __name__ == "__main__":
-    main()

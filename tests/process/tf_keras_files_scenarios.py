@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way of tf_keras to save and to load; run on two or more ranks.
+"""Every way of tf_keras to save and to load, on two or more ranks.
 
-Usage: tf_keras_files_program.py FOLDER SCENARIO...
-
-Its TensorFlow format is tried by checkpoint_program.py. Each scenario has a
-folder of its own and checks for itself, on every rank.
+Its TensorFlow format is tried by checkpoint_scenarios.py.
 """
 
 import contextlib
-import pathlib
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -25,8 +20,6 @@ from files_models import weights
 from fit_models import data
 from fit_models import make_model
 from tf_keras.models import save_model
-
-import tfdist_ext
 
 keras = tf.keras
 
@@ -140,19 +133,3 @@ def without_tables(strategy, folder):
         if name == "m.weights.h5":
             assert float(loaded.seen.result()) == total
     assert not list(folder.rglob(".writing-*"))
-
-
-def main():
-    folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
-    for name in sys.argv[2:]:
-        own = folder / name
-        with contextlib.suppress(FileExistsError):
-            own.mkdir()
-        globals()[name](strategy, own)
-        print(f"{name} done", flush=True)
-        (folder / f"{name}.{strategy.rank}").touch()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains small models on fixed data; run on any number of ranks.
-
-Usage: train_program.py OUTPUT.npz CASE... [--stock INITIAL.npz]
+"""Trains small models on fixed data, on any number of ranks.
 
 A case is "placement/optimizer", with "/regularized" if it has regularizers.
-With --stock the same model is built from stock TensorFlow ops in one process,
-starting from the tables in INITIAL.npz.
-Every rank writes OUTPUT.npz with its rank inserted before the ending.
+`stock` builds the same model from stock TensorFlow ops, in one process.
 """
 
 import numpy as np
 import tensorflow as tf
-from cases import run_cases
 
 import tfdist_ext
 from tfdist_ext.layers import FullSparse
@@ -135,24 +130,24 @@ def regularizers(case):
     return found
 
 
-def train(model, result, case):
-    """Fits one epoch and notes everything that must agree."""
-    history = model.fit(dataset(), epochs=1, verbose=0)
+def train(model):
+    """Fits one epoch and returns everything that must agree."""
+    history = model.fit(dataset(), epochs=1, verbose=0).history
     metrics = model.evaluate(dataset(), verbose=0, return_dict=True)
-    result[f"{case}/loss"] = history.history["loss"]
-    result[f"{case}/mae"] = history.history["mae"]
-    result[f"{case}/val_loss"] = metrics["loss"]
-    result[f"{case}/val_mae"] = metrics["mae"]
-    result[f"{case}/predict"] = model.predict(
-        dataset().map(lambda x, y: x), verbose=0
-    )
+    inputs = dataset().map(lambda x, y: x)
+    result = {
+        **{name: np.array(values) for name, values in history.items()},
+        **{f"val_{name}": np.array(v) for name, v in metrics.items()},
+        "predict": model.predict(inputs, verbose=0),
+    }
     # Not by their names, which tell how many models came before.
     for place, layer in enumerate(model.layers[-2:]):
         for index, weight in enumerate(layer.weights):
-            result[f"{case}/dense/{place}/{index}"] = np.array(weight)
+            result[f"dense/{place}/{index}"] = np.array(weight)
+    return result
 
 
-def hybrid(strategy, case, result):
+def hybrid(strategy, case):
     """Our strategy and layers."""
     placement, name = case.split("/")[:2]
     with strategy.scope():
@@ -169,34 +164,28 @@ def hybrid(strategy, case, result):
             )
         )
         model.compile(optimizer(name), "mse", metrics=["mae"])
-    for layer in ("by_id", "by_value"):
-        result[f"{case}/initial/{layer}"] = strategy.gather_table(
-            model.get_layer(layer)
-        )
-    train(model, result, case)
-    for layer in ("by_id", "by_value"):
-        result[f"{case}/final/{layer}"] = strategy.gather_table(
-            model.get_layer(layer)
-        )
+
+    def tables(when):
+        return {
+            f"{when}/{layer}": strategy.gather_table(model.get_layer(layer))
+            for layer in ("by_id", "by_value")
+        }
+
+    return {**tables("initial"), **train(model), **tables("final")}
 
 
-def stock(case, result, initial):
+def stock(strategy, case, initial):
     """The same from stock ops, one process, stock optimizer."""
+    assert strategy is None
     model = build(
         lambda layer: StockSparse(
-            initial[f"{case}/initial/{layer}"],
-            regularizers(case),
-            name=layer,
+            initial[f"initial/{layer}"], regularizers(case), name=layer
         )
     )
     name = case.split("/")[1].removeprefix("keras_")
     model.compile(optimizer(f"keras_{name}"), "mse", metrics=["mae"])
-    train(model, result, case)
+    result = train(model)
     for layer in ("by_id", "by_value"):
-        result[f"{case}/final/{layer}"] = np.array(
-            model.get_layer(layer).kernel
-        )
-
-
-if __name__ == "__main__":
-    run_cases(hybrid, stock)
+        kernel = model.get_layer(layer).kernel
+        result[f"final/{layer}"] = np.array(kernel)
+    return result

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and restores tables of every placement; run on any number of ranks.
+"""Saves and restores tables of every placement, on any number of ranks.
 
-Usage: tables_program.py FOLDER ACTION...
-
-For every optimizer, an action builds the model anew and
+For an optimizer, a function builds the model anew and
   save: trains, saves a checkpoint, notes tables and slots in
     FOLDER/<optimizer>.npz, trains on and notes the tables again;
   restore: restores the checkpoint, must find the same bit for bit and train
@@ -13,9 +11,6 @@ For every optimizer, an action builds the model anew and
   read_files: loads these files and must find the same;
   tiny: saves and restores a layer that has tables of a few rows only.
 """
-
-import pathlib
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -228,19 +223,3 @@ def tiny(strategy, folder, optimizer):
     for restored in (built, unbuilt):
         (table,) = restored.get_embedding_tables().values()
         np.testing.assert_array_equal(table, np.full([3, DIM], 0.25))
-
-
-ACTIONS = (save, restore, moved, write_files, read_files, tiny)
-
-
-def main():
-    folder, *actions = sys.argv[1:]
-    strategy = tfdist_ext.HybridParallelStrategy()
-    by_name = {action.__name__: action for action in ACTIONS}
-    for action in actions:
-        for optimizer in OPTIMIZERS:
-            by_name[action](strategy, pathlib.Path(folder), optimizer)
-
-
-if __name__ == "__main__":
-    main()

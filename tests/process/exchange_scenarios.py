@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels in one exchange, and how; run on two or more ranks.
-
-Usage: exchange_program.py SCENARIO...
-
-A scenario is a function of this file or of prefetch_scenarios.py. It checks
-for itself, on every rank.
-"""
-
-import sys
+"""What travels in one exchange, and how, on two or more ranks."""
 
 import numpy as np
-import prefetch_scenarios
 import tensorflow as tf
 from exchange_models import BATCH
 from exchange_models import HOTNESS
@@ -30,7 +21,7 @@ from tfdist_ext.sharding import sharded_variable
 keras = tf.keras
 
 
-def shared(strategy):
+def shared(strategy, folder):
     """Layers in a SharedExchange train as they do alone."""
 
     def layers():
@@ -66,7 +57,7 @@ def shared(strategy):
     assert labels["shared/ids"][0] == by_itself >= STEPS, labels
 
 
-def built_by_fit(strategy):
+def built_by_fit(strategy, folder):
     """Layers may be built by `fit`, which Keras 3 does in a graph."""
     losses = []
     for early in (True, False):
@@ -87,7 +78,7 @@ def built_by_fit(strategy):
     np.testing.assert_array_equal(*losses)
 
 
-def packed(strategy):
+def packed(strategy, folder):
     """Packed numbers change bytes, not results."""
     ways = {"plain": {}, "packed": {"wire_packing": True}}
     losses = {}
@@ -108,7 +99,7 @@ def packed(strategy):
     assert sent["packed"][1] < sent["plain"][1], sent
 
 
-def gathered(strategy):
+def gathered(strategy, folder):
     """Rows travel of the gradient of a large table that all ranks hold."""
     rows, units = 20_000, 8  # 640 kB: that of a small one travels whole
     initializer = keras.initializers.RandomNormal(0.0, 0.3, seed=4)
@@ -156,7 +147,7 @@ def gathered(strategy):
     assert exchanges == {"row": 0, "replicated": steps, "keras": steps}
 
 
-def bad_ids(strategy):
+def bad_ids(strategy, folder):
     """A deduplicated feature's bad id fails on every rank, or is dropped."""
     for bad in (ROWS["distinct"] + 5, -7):
         (ids, labels), *_ = data(1)
@@ -189,7 +180,7 @@ def bad_ids(strategy):
         )
 
 
-def bfloat16(strategy):
+def bfloat16(strategy, folder):
     """Tables in half the memory train about the same."""
     results = {}
     for dtype in ("float32", "bfloat16"):
@@ -202,14 +193,3 @@ def bfloat16(strategy):
         results["bfloat16"], results["float32"], rtol=2e-2
     )
     assert (results["bfloat16"] != results["float32"]).any()
-
-
-def main():
-    strategy = tfdist_ext.HybridParallelStrategy()
-    scenarios = {**vars(prefetch_scenarios), **globals()}
-    for name in sys.argv[1:]:
-        scenarios[name](strategy)
-
-
-if __name__ == "__main__":
-    main()

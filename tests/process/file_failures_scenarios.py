@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras 3: what is refused or fails; scenarios of files_program.py."""
+"""Keras 3: what is refused or fails."""
 
 import contextlib
 

@@ -1,18 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fit`, `evaluate` and `predict` read; run on one or more ranks.
-
-Usage: input_program.py FOLDER SCENARIO...
-
-A scenario is a function of this file. It checks for itself, on every rank.
-"""
-
-import pathlib
-import sys
+"""What `fit`, `evaluate` and `predict` read, on one or more ranks."""
 
 import numpy as np
 import tensorflow as tf
-
-import tfdist_ext
 
 keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
@@ -248,16 +238,3 @@ def no_data(strategy, folder):
         fails(lambda: model.fit(iter([]), verbose=0), "`fit` got no batch")
     one = tf.data.Dataset.from_tensors((x, y))
     assert model.predict(one, verbose=0).shape == (0, 1)
-
-
-def main():
-    folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
-    for name in sys.argv[2:]:
-        globals()[name](strategy, folder)
-        print(f"{name} done", flush=True)
-        (folder / f"{name}.{strategy.rank}").touch()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains models of tensorflow-recommenders; run on any number of ranks.
-
-Usage: recommenders_program.py OUTPUT.npz
-"""
-
-import sys
+"""Trains models of tensorflow-recommenders, on any number of ranks."""
 
 import numpy as np
 import tensorflow as tf
@@ -173,8 +168,8 @@ def check_candidates(model):
     np.testing.assert_allclose(index._candidates, model.movie(table), 1e-5)
 
 
-def main():
-    strategy = tfdist_ext.HybridParallelStrategy()
+def train(strategy, folder):
+    """Losses and metrics of all models, by name."""
     result = {}
     models = {
         "dlrm": dlrm,
@@ -191,9 +186,4 @@ def main():
         result[f"{name}/loss"] = history["loss"]
     check_candidates(model)
     result["rating/rmse"] = rmse(strategy)
-    path = sys.argv[1].replace(".npz", f".{strategy.rank}.npz")
-    np.savez(path, **result)
-
-
-if __name__ == "__main__":
-    main()
+    return result

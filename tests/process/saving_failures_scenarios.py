@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of saving_program.py: one rank cannot write or read."""
+"""One rank cannot write or read."""
 
 import pathlib
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of fit_program.py: what fails on one rank ends on all, at once."""
+"""What fails on one rank ends on all, at once."""
 
 import time
 

@@ -1,25 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to save and restore checkpoints; run on two ranks.
-
-Usage: saving_program.py FOLDER SCENARIO...
-
-A scenario is a function of this file or of saving_failures.py. It checks for
-itself, on every rank.
-"""
-
-import pathlib
-import sys
+"""The ways to save and restore checkpoints, on two ranks."""
 
 import numpy as np
-import saving_failures
 import tensorflow as tf
 from saving_models import Model
 from saving_models import filled
 from saving_models import state
 from saving_models import tables_in
 from saving_models import unlike
-
-import tfdist_ext
 
 keras = tf.keras
 
@@ -262,20 +250,3 @@ def iterators(strategy, folder):
         saver.read(path).assert_consumed()
         found = [next(iterator).numpy().tolist() for _ in range(5)]
         assert found == expected, (found, expected)
-
-
-def main():
-    folder = pathlib.Path(sys.argv[1])
-    strategy = tfdist_ext.HybridParallelStrategy(timeout=30)
-    modules = (sys.modules[__name__], saving_failures)
-    for name in sys.argv[2:]:
-        (scenario,) = (vars(m)[name] for m in modules if name in vars(m))
-        place = folder / name
-        place.mkdir(exist_ok=True)
-        scenario(strategy, place)
-        print(f"{name} done", flush=True)
-        (folder / f"{name}.{strategy.rank}").touch()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model with DistributedEmbedding; run on any number of ranks.
+"""Trains a model with DistributedEmbedding, on any number of ranks.
 
-Usage: embedding_program.py OUTPUT.npz CASE... [--stock INITIAL.npz]
-
-A case is "kinds/optimizer" or "kinds/optimizer/weighted". With --stock the
-same model is built from stock TensorFlow ops in one process, starting from the
-tables in INITIAL.npz.
-Every rank writes OUTPUT.npz with its rank inserted before the ending.
+A case is "kinds/optimizer" or "kinds/optimizer/weighted". `stock` builds the
+same model from stock TensorFlow ops, in one process.
 """
 
 import numpy as np
 import tensorflow as tf
-from cases import run_cases
 
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
@@ -249,15 +244,14 @@ def optimizers(name):
     return kind(0.05), {}
 
 
-def train(model, result, case, tables):
-    """Fits one epoch and notes everything that must agree."""
-    history = model.fit(dataset(), epochs=1, verbose=0)
-    result[f"{case}/loss"] = history.history["loss"]
-    for name, table in tables().items():
-        result[f"{case}/final/{name}"] = np.array(table)
+def train(model, tables):
+    """Fits one epoch and returns everything that must agree."""
+    history = model.fit(dataset(), epochs=1, verbose=0).history
+    final = {f"final/{name}": np.array(t) for name, t in tables().items()}
+    return {"loss": np.array(history["loss"]), **final}
 
 
-def hybrid(strategy, case, result):
+def hybrid(strategy, case):
     """Our strategy and layer."""
     kind, name, *rest = case.split("/")
     with strategy.scope():
@@ -266,23 +260,17 @@ def hybrid(strategy, case, result):
         model = Model(layer, bool(rest))
         model.compile(optimizer, "mse")
         layer.build()
-    initial = layer.get_embedding_tables()
-    for table, value in initial.items():
-        result[f"{case}/initial/{table}"] = value.numpy()
-    train(model, result, case, layer.get_embedding_tables)
+    tables = layer.get_embedding_tables()
+    result = {f"initial/{name}": t.numpy() for name, t in tables.items()}
+    return result | train(model, layer.get_embedding_tables)
 
 
-def stock(case, result, initial):
+def stock(strategy, case, initial):
     """The same from stock ops, one process, a stock optimizer."""
+    assert strategy is None
     _, name, *rest = case.split("/")
-    layer = StockEmbedding(
-        {table: initial[f"{case}/initial/{table}"] for table in TABLES}
-    )
+    layer = StockEmbedding({t: initial[f"initial/{t}"] for t in TABLES})
     model = Model(layer, bool(rest))
     kind = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam"}[name]
     model.compile(getattr(keras.optimizers, kind)(0.05), "mse")
-    train(model, result, case, lambda: layer.tables)
-
-
-if __name__ == "__main__":
-    run_cases(hybrid, stock)
+    return train(model, lambda: layer.tables)
