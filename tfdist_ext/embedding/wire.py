@@ -33,7 +33,7 @@ class Wire:
             steps.
         packed: `wire_packing`, pack those numbers, without loss: about 15%
             fewer bytes in float32, 30% in bfloat16, for about 20 ns of
-            processor time a number. Pays on links below about 1 Gbit/s.
+            processor time a number. Pays on links of about 100 Mbit/s.
 
     Raises:
         ValueError: for a value outside of these.

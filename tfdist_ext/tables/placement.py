@@ -28,15 +28,15 @@ class TablePlacement:
     is on every rank.
 
     Attributes:
-        row_parts: number of parts of the rows (rotated mod, `placement.py`).
+        row_parts: number of parts of the rows (rotated mod, `rotated_mod.py`).
         column_parts: number of contiguous ranges of columns.
         ranks: distinct ranks, one per cell; empty for data_parallel.
         deduplicate: a batch asks for each distinct row once and pools on its
             own rank, instead of pooled sums from the owners.
+        hot_ids: removed, refused unless there are none.
 
     Raises:
-        ValueError: if ranks do not match the parts, or repeat, or for
-            `hot_ids`, which were removed.
+        ValueError: if ranks do not match the parts, or repeat.
     """
 
     row_parts: int = 1

@@ -74,10 +74,10 @@ class TableConfig:
             on its own rank; None leaves it to the planner.
         dtype: of the weights, "float32" or "bfloat16".
         out_of_range: "error" raises on every rank, "ignore" drops the id.
+        hot_rows: removed, refused unless there are none.
 
     Raises:
-        ValueError: for a value outside of these, or `hot_rows`, which were
-            removed.
+        ValueError: for a value outside of these.
     """
 
     name: str
