@@ -39,10 +39,11 @@ ROOMS = {
     "launcher": set(),
     "planner": {"tables"},
     "marks": {"tables"},
+    "wrapping": {"marks"},
     "tensorflow_internals": set(),
-    "ops": {"tables", "tensorflow_internals"},
+    "ops": {"marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "tensorflow_internals"},
-    "batches": {"collectives"},
+    "batches": {"collectives", "marks"},
     "optimizers": {"collectives", "marks", "ops"},
     "sharding": {
         "collectives",
@@ -52,16 +53,24 @@ ROOMS = {
         "planner",
         "tables",
         "tensorflow_internals",
+        "wrapping",
     },
-    "checkpoints": {"collectives", "tensorflow_internals"},
+    "checkpoints": {
+        "collectives",
+        "marks",
+        "tensorflow_internals",
+        "wrapping",
+    },
     "embedding": {"collectives", "ops", "tables", "tensorflow_internals"},
     "prefetch": {"batches", "embedding", "tensorflow_internals"},
     "keras_training": {
         "batches",
         "collectives",
         "embedding",
+        "marks",
         "prefetch",
         "tensorflow_internals",
+        "wrapping",
     },
     "saving": {
         "collectives",
@@ -69,6 +78,7 @@ ROOMS = {
         "optimizers",
         "sharding",
         "tensorflow_internals",
+        "wrapping",
     },
     "layers": {
         "collectives",
@@ -85,6 +95,7 @@ ROOMS = {
         "collectives",
         "keras_training",
         "launcher",
+        "marks",
         "ops",
         "optimizers",
         "prefetch",
@@ -253,6 +264,19 @@ def test_only_ops_know_the_shared_library() -> None:
         if path.parts[0] == "tfdist_ext" and "load_op_library" in text
     }
     assert users <= {"tfdist_ext/ops/library.py"}
+
+
+def test_only_marks_spells_attributes_set_on_other_objects() -> None:
+    spelled = re.compile(r"\b_tfdist_(?!ops\b)\w+")
+    wrong = [
+        f"{path}: {match.group()}"
+        for path, text in texts(sources()).items()
+        if path.suffix == ".py"
+        and path != pathlib.Path("tfdist_ext/marks.py")
+        and path != pathlib.Path("tests/test_source_rules.py")
+        for match in spelled.finditer(text)
+    ]
+    assert not wrong, "Add an accessor to tfdist_ext/marks.py and use it"
 
 
 def test_every_source_names_its_licence_first() -> None:

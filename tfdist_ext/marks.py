@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes that this package sets on objects of TensorFlow and Keras."""
+"""The attributes that this package sets on objects of TensorFlow and Keras.
+
+Nobody else spells their names. Without TensorFlow, since plans and checks of
+optimizers ask too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tfdist_ext.tables.shard_spec import ShardSpec
+
+
+def set_shard_spec(variable: Any, spec: ShardSpec) -> None:
+    """Says which part of a table TensorFlow's variable holds."""
+    variable._tfdist_shard = spec
 
 
 def shard_spec(variable: Any) -> ShardSpec | None:
@@ -19,3 +28,103 @@ def shard_spec(variable: Any) -> ShardSpec | None:
             break
         variable = getattr(variable, "_value", None)
     return getattr(variable, "_tfdist_shard", None)
+
+
+def set_gradient_spec(dense_shape: Any, spec: ShardSpec) -> None:
+    """Says of which shard a gradient in IndexedSlices is.
+
+    On its `dense_shape`: a tape sums the gradients of several lookups into
+    new slices, but keeps the first `dense_shape`.
+    """
+    dense_shape._tfdist_shard = spec
+
+
+def gradient_spec(slices: Any) -> ShardSpec | None:
+    """The shard that IndexedSlices are the gradient of, None for no shard."""
+    shape = getattr(slices, "dense_shape", None)
+    return getattr(shape, "_tfdist_shard", None)
+
+
+def set_distinct(dense_shape: Any) -> None:
+    """Says that rows which occur several times in a gradient are to be summed.
+
+    On its `dense_shape`, as that of `set_gradient_spec`.
+    """
+    dense_shape._tfdist_distinct = True
+
+
+def is_distinct(slices: Any) -> bool:
+    """Whether `set_distinct` was said of a gradient."""
+    return hasattr(slices.dense_shape, "_tfdist_distinct")
+
+
+def set_collectives(variable: Any, collectives: Any) -> None:
+    """Says which ranks a checkpoint gets the parts of a shard from."""
+    variable._tfdist_collectives = collectives
+
+
+def collectives_of_shard(variable: Any) -> Any:
+    """What `set_collectives` said, None of what is no shard."""
+    return getattr(variable, "_tfdist_collectives", None)
+
+
+def set_own_optimizer(variable: Any, optimizer: Any) -> None:
+    """Says that an optimizer of its own updates a table."""
+    variable._tfdist_optimizer = optimizer
+
+
+def own_optimizer(variable: Any) -> Any:
+    """The optimizer of a table that has one for itself, else None."""
+    native = getattr(variable, "_value", variable)
+    return getattr(native, "_tfdist_optimizer", None)
+
+
+def works_over_ranks(optimizer: type[Any]) -> type[Any]:
+    """Says that the options of an optimizer's class mean whole tables."""
+    optimizer._tfdist_row_updates = True
+    return optimizer
+
+
+def does_work_over_ranks(optimizer: Any) -> bool:
+    """Whether `works_over_ranks` was said of the class of an optimizer."""
+    return getattr(optimizer, "_tfdist_row_updates", False)
+
+
+def set_growth(value: Any, growth: int) -> None:
+    """Says how a tensor grows with the samples, see `batch_growth`."""
+    value._tfdist_growth = growth
+
+
+def growth(value: Any) -> int | None:
+    """What `set_growth` said of a tensor, None if nothing."""
+    return getattr(value, "_tfdist_growth", None)
+
+
+def set_reduced(value: Any) -> None:
+    """Says that a tensor is the same on all ranks: a mean over them."""
+    value._tfdist_reduced = True
+
+
+def is_reduced(value: Any) -> bool:
+    """Whether `set_reduced` was said of a tensor."""
+    return hasattr(value, "_tfdist_reduced")
+
+
+def set_distributed(dataset: Any) -> None:
+    """Says that a dataset gives this rank's batches, and is not cut again."""
+    dataset._tfdist_distributed = True
+
+
+def is_distributed(dataset: Any) -> bool:
+    """Whether `set_distributed` was said of a dataset."""
+    return getattr(dataset, "_tfdist_distributed", False)
+
+
+def set_wrappers(function: Any, wrappers: tuple[str, ...]) -> None:
+    """Says what this package has put around a function, see `wrapping`."""
+    function._tfdist_wrappers = wrappers
+
+
+def wrappers(function: Any) -> tuple[str, ...]:
+    """What `set_wrappers` said of a function, nothing of others."""
+    return getattr(function, "_tfdist_wrappers", ())

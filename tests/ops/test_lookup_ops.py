@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests.ops.csr_batches import csr_batch
 from tests.reference import lookup as reference_lookup
+from tfdist_ext import marks
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -149,11 +150,11 @@ def test_gradient_of_ascending_rows():
 def test_gradient_through_the_tape(dtype, marked, calls, graph):
     tables = [table_of(6, dtype=dtype), table_of(2)]
     if marked:
-        tables[0]._tfdist_shard = SPEC
+        marks.set_shard_spec(tables[0], SPEC)
     batches = [
         layer_batch([0, 1, 0], 2, 9, 5, True, seed) for seed in range(calls)
     ]
-    marks = []
+    specs = []
 
     def gradient(module):
         with tf.GradientTape() as tape:
@@ -163,14 +164,12 @@ def test_gradient_through_the_tape(dtype, marked, calls, graph):
             ]
             loss = tf.add_n([tf.reduce_sum(x**2) for x in outputs])
         results = tape.gradient(loss, tables)
-        marks.append(
-            [getattr(r.dense_shape, "_tfdist_shard", None) for r in results]
-        )
+        specs.append([marks.gradient_spec(each) for each in results])
         return results
 
     wrapped = tf.function(gradient) if graph else gradient
     ours = wrapped(lookup_ops)
-    assert marks == [[SPEC if marked else None, None]]
+    assert specs == [[SPEC if marked else None, None]]
     twins = gradient(reference_lookup)
     for i, (mine, twin) in enumerate(zip(ours, twins, strict=True)):
         np.testing.assert_array_equal(mine.dense_shape, tables[i].shape)

@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 import toy_problem
 
+from tfdist_ext import marks
 from tfdist_ext import optimizers
 from tfdist_ext.optimizers import checks
 from tfdist_ext.tables.placement import TablePlacement
@@ -75,9 +76,8 @@ def make_rank_variables(placement, rank):
     part = variables[0].numpy()[local_part(placement, rank)]
     table = toy_problem.make_variable(part, "table")
     native = table.value if toy_problem.KERAS_3 else table
-    native._tfdist_shard = ShardSpec.of(
-        "t", ROWS, DIM, PLACEMENTS[placement], rank, RANKS
-    )
+    spec = ShardSpec.of("t", ROWS, DIM, PLACEMENTS[placement], rank, RANKS)
+    marks.set_shard_spec(native, spec)
     return [table, *variables[1:]]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from tfdist_ext import marks
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
@@ -39,7 +40,7 @@ def filled(strategy, model, seed=0):
     rng = np.random.default_rng(seed)
     for variable in _variables(model):
         inner = getattr(variable, "_value", variable)
-        spec = getattr(inner, "_tfdist_shard", None)
+        spec = marks.shard_spec(inner)
         if spec is None:
             inner.assign(rng.normal(size=inner.shape))
             continue

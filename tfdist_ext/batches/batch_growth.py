@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
+
 MEAN, SUM = 0, 1  # the power of the batch size a value grows with
 _MIXED = "mixed"  # a sum over samples plus something else
 _Growth = int | str | None  # None: cannot be told
@@ -91,9 +93,9 @@ class BatchGrowth:
 
     def of(self, value: tf.Tensor) -> _Growth:
         """Growth of a value with the samples of the batch."""
-        marked = getattr(value, "_tfdist_growth", None)
+        marked = marks.growth(value)
         if marked is not None:
-            return int(marked)
+            return marked
         pending = [value.op]
         while pending:
             op = pending[-1]
@@ -111,7 +113,7 @@ class BatchGrowth:
         return self._growth[_key(value.op)]
 
     def _of_op(self, op: tf.Operation) -> _Growth:
-        marked = [getattr(o, "_tfdist_growth", None) for o in op.outputs]
+        marked = [marks.growth(output) for output in op.outputs]
         if any(growth is not None for growth in marked):
             return marked[0]
         inputs = [self._growth[_key(each.op)] for each in op.inputs]

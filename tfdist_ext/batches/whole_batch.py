@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.batches.batch_growth import MEAN
 from tfdist_ext.batches.batch_growth import BatchGrowth
 from tfdist_ext.batches.batch_growth import Term
@@ -83,5 +84,5 @@ def total_of(value: tf.Tensor) -> tf.Tensor:
     """A sum over this rank's samples, to be averaged over the ranks."""
     value = tf.math.divide_no_nan(value, tf.cast(share(), value.dtype))
     if tf.is_symbolic_tensor(value):
-        value._tfdist_growth = MEAN
+        marks.set_growth(value, MEAN)
     return value

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
 
@@ -31,7 +32,7 @@ def collectives_of(objects: Iterable[Any]) -> Collectives | None:
             strategy = found._distribute_strategy
             collectives = getattr(strategy, "collectives", None)
         else:
-            collectives = getattr(found, "_tfdist_collectives", None)
+            collectives = marks.collectives_of_shard(found)
         if isinstance(collectives, Collectives):
             return collectives
     return None
@@ -42,7 +43,7 @@ def is_shard(trackable: Any) -> bool:
     found = variable_of(trackable)
     if isinstance(found, internals.DistributedValues):
         return False
-    return hasattr(found, "_tfdist_collectives")
+    return marks.collectives_of_shard(found) is not None
 
 
 def is_sum(trackable: Any) -> bool:

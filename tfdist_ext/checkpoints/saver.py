@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections as collections_lib
 import contextlib
 import copy
-import functools
 import json
 import os
 import threading
@@ -30,6 +29,7 @@ from tfdist_ext.checkpoints import reading
 from tfdist_ext.checkpoints import writing
 from tfdist_ext.checkpoints.saved_objects import collectives_of
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.wrapping import wrap
 
 
 class _Acting(threading.local):
@@ -51,30 +51,17 @@ def _of(collectives: Collectives | None) -> Iterator[None]:
 
 def install() -> None:
     """Wraps the classes that save and restore, once per process."""
-    if hasattr(internals.MultiDeviceSaver.save, "_tfdist_original"):
-        return
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save"):
-            _wrap(owner, name, _together("save"))
+            wrap(owner, name, _together("save"))
         for name in ("read", "restore"):
             if hasattr(owner, name):
-                _wrap(owner, name, _together("restore"))
-    _wrap(tf.train.CheckpointManager, "save", _save_managed)
-    _wrap(tf.compat.v1.train.Saver, "save", _refuse_by_name)
-    _wrap(tf.compat.v1.train.Saver, "restore", _refuse_by_name)
-    _wrap(internals.MultiDeviceSaver, "save", _save_parts)
-    _wrap(internals.MultiDeviceSaver, "restore", _restore_parts)
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    wrapped._tfdist_original = original  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+                wrap(owner, name, _together("restore"))
+    wrap(tf.train.CheckpointManager, "save", _save_managed)
+    wrap(tf.compat.v1.train.Saver, "save", _refuse_by_name)
+    wrap(tf.compat.v1.train.Saver, "restore", _refuse_by_name)
+    wrap(internals.MultiDeviceSaver, "save", _save_parts)
+    wrap(internals.MultiDeviceSaver, "restore", _restore_parts)
 
 
 def _together(verb: str) -> Callable[..., Any]:

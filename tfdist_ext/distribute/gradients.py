@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.ops.lookup_ops import has_distinct_rows
@@ -51,7 +52,7 @@ def reduce_values(
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
-        elif hasattr(value.dense_shape, "_tfdist_shard"):
+        elif (spec := marks.gradient_spec(value)) is not None:
             # A layer that was called twice has given some rows twice.
             result[i] = tf.IndexedSlices(
                 *reversed(sum_duplicate_rows(value.indices, value.values)),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.checkpoints import saver
@@ -217,7 +218,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             [part / self.world_size for part in parts], "logs", weighted=True
         )
         for i, mean in zip(scalars, means, strict=True):
-            mean._tfdist_reduced = True
+            marks.set_reduced(mean)
             flat[i] = mean
         return tf.nest.pack_sequence_as(outputs, flat)
 
@@ -242,9 +243,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         def reduce_one(leaf: Any) -> Any:
             # Not `getattr` on distributed values: they reduce themselves.
             local = extended_lib.local_value(leaf)
-            if isinstance(local, tf.Tensor) and hasattr(
-                local, "_tfdist_reduced"
-            ):
+            if isinstance(local, tf.Tensor) and marks.is_reduced(local):
                 return local
             scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
             return stock_reduce(reduce_op, leaf, None if scalar else axis)
@@ -271,11 +270,11 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if input_lib.has_optional(dataset):  # which stock cannot read
                 return dataset
             return super().experimental_distribute_dataset(dataset, options)
-        if getattr(dataset, "_tfdist_distributed", False):
+        if marks.is_distributed(dataset):
             return dataset
         self.collectives.turns.check_input(dataset)
         local = input_lib.distribute(dataset, self.collectives, self._input())
-        local._tfdist_distributed = True
+        marks.set_distributed(local)
         return local
 
     def distribute_datasets_from_function(
@@ -303,7 +302,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         dataset = dataset_fn(self.extended._make_input_context())
         self.collectives.turns.check_input(dataset)
         local = input_lib.own_batches(dataset, self.collectives, self._input())
-        local._tfdist_distributed = True
+        marks.set_distributed(local)
         return local
 
     def _input(self) -> str:

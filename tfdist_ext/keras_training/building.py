@@ -8,12 +8,12 @@ given by then is lost: with its prefetching, up to all but two batches.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
@@ -21,20 +21,19 @@ Nest = Any
 
 def install() -> None:
     """Wraps Keras 3's build; it acts on models of our strategy only."""
-    original = getattr(keras.Model, "_maybe_symbolic_build", None)
-    if original is None or hasattr(original, "_tfdist_original"):
-        return
+    if hasattr(keras.Model, "_maybe_symbolic_build"):
+        wrap(keras.Model, "_maybe_symbolic_build", _build)
 
-    @functools.wraps(original)
-    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        strategy = self.distribute_strategy
-        if iterator is None or not hasattr(strategy, "collectives"):
-            original(self, iterator=iterator, data_batch=data_batch)
-        else:
-            _build_unread(original, self, iterator)
 
-    build._tfdist_original = original  # type: ignore[attr-defined]
-    keras.Model._maybe_symbolic_build = build
+def _build(
+    original: Any, model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    if iterator is None or not hasattr(
+        model.distribute_strategy, "collectives"
+    ):
+        original(model, iterator=iterator, data_batch=data_batch)
+    else:
+        _build_unread(original, model, iterator)
 
 
 def _build_unread(original: Any, model: Any, iterator: Any) -> None:

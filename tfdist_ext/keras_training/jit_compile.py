@@ -7,39 +7,34 @@ tf_keras of nothing, and neither of them of a strategy.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
 import tensorflow as tf
+
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
 def install() -> None:
     """Wraps `compile`; acts on models of our strategy only."""
-    original = keras.Model.compile
-    if hasattr(original, "_tfdist_original"):
-        return
-
-    @functools.wraps(original)
-    def compile_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.jit_compile and _is_beyond_xla(self):
-            warnings.warn(
-                "XLA cannot compile what several ranks exchange, nor the "
-                "lookups of tfdist_ext.layers. Proceeding with "
-                "`jit_compile=False`.",
-                stacklevel=2,
-            )
-            self.jit_compile = False
-        return result
-
-    compile_model._tfdist_original = original  # type: ignore[attr-defined]
     # Where it is defined: loading a model takes another method of `Model`
     # for a user's own, and does not compile.
     (owner, *_) = (c for c in keras.Model.__mro__ if "compile" in vars(c))
-    owner.compile = compile_model
+    wrap(owner, "compile", _compile)
+
+
+def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(model, *args, **kwargs)
+    if model.jit_compile and _is_beyond_xla(model):
+        warnings.warn(
+            "XLA cannot compile what several ranks exchange, nor the lookups "
+            "of tfdist_ext.layers. Proceeding with `jit_compile=False`.",
+            stacklevel=3,
+        )
+        model.jit_compile = False
+    return result
 
 
 def _is_beyond_xla(model: Any) -> bool:

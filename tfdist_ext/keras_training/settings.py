@@ -8,7 +8,6 @@ wrongly without a word, or hang. So the ranks compare, once per call of
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -42,36 +43,28 @@ _Policy = tf.data.experimental.AutoShardPolicy
 def install() -> None:
     """Wraps Keras's loops; acts on models of our strategy only."""
     for name in ("fit", "evaluate", "predict"):
-        _wrap(name, getattr(keras.Model, name))
+        wrap(keras.Model, name, _compared)
 
 
-def _wrap(name: str, original: Any) -> None:
-    if hasattr(original, "_tfdist_compared"):
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        collectives = getattr(self.distribute_strategy, "collectives", None)
-        if collectives is not None and not kwargs.get(_WITHIN_FIT):
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            settings = settings_of(self, bound.arguments)
-            compare(collectives, {"method": name, **settings})
-        try:
-            return original(self, *args, **kwargs)
-        except (UnboundLocalError, StopIteration) as error:
-            # How Keras 3's `predict`, and tf_keras with a generator, end
-            # where there is no batch at all.
-            ours = hasattr(self.distribute_strategy, "collectives")
-            if not ours or (str(error) and "batch_outputs" not in str(error)):
-                raise
-            raise ValueError(
-                f"`{name}` got no batch: its data is empty."
-            ) from error
-
-    wrapped._tfdist_compared = True  # type: ignore[attr-defined]
-    setattr(keras.Model, name, wrapped)
+def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    name, strategy = original.__name__, model.distribute_strategy
+    collectives = getattr(strategy, "collectives", None)
+    if collectives is not None and not kwargs.get(_WITHIN_FIT):
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        settings = settings_of(model, bound.arguments)
+        compare(collectives, {"method": name, **settings})
+    try:
+        return original(model, *args, **kwargs)
+    except (UnboundLocalError, StopIteration) as error:
+        # How Keras 3's `predict`, and tf_keras with a generator, end where
+        # there is no batch at all.
+        ours = hasattr(strategy, "collectives")
+        if not ours or (str(error) and "batch_outputs" not in str(error)):
+            raise
+        raise ValueError(
+            f"`{name}` got no batch: its data is empty."
+        ) from error
 
 
 def compare(collectives: Collectives, settings: Mapping[str, str]) -> None:
@@ -144,7 +137,7 @@ def _describe_data(value: Any) -> str:
 
 def _describe_dataset(dataset: tf.data.Dataset) -> str:
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    own = getattr(dataset, "_tfdist_distributed", False)
+    own = marks.is_distributed(dataset)
     if own or policy in (_Policy.FILE, _Policy.OFF):
         return "a dataset of the rank's own"
     return str(dataset.element_spec)

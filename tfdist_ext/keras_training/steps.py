@@ -15,9 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.batch_growth import MEAN
 from tfdist_ext.collectives.step import Step
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
@@ -25,8 +27,6 @@ Nest = Any
 
 def install() -> None:
     """Wraps losses, trackers and tapes; twice is once."""
-    if hasattr(keras.losses.Loss.__call__, "_tfdist_original"):
-        return
     _allow_means()
     _wrap(keras.losses.Loss, "__call__", _loss)
     _wrap(keras.metrics.Mean, "update_state", _track_mean)
@@ -35,10 +35,7 @@ def install() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         step = whole_batch.keras_step()
         if step is None:
             return original(self, *args, **kwargs)
@@ -46,9 +43,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
             step, functools.partial(original, self), self, *args, **kwargs
         )
 
-    _keep_autograph(wrapped)
-    wrapped._tfdist_original = original  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    _keep_autograph(wrap(owner, name, call))
 
 
 def _allow_means() -> None:
@@ -58,22 +53,19 @@ def _allow_means() -> None:
     """
     if hasattr(keras, "ops"):
         return
-    original = keras.losses.Loss.__call__
 
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
-        own = vars(self).get("_allow_sum_over_batch_size", False)
+    def call(original: Any, loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
+        own = vars(loss).get("_allow_sum_over_batch_size", False)
         strategy = tf.distribute.get_strategy()
         single = getattr(strategy, "collectives", strategy) is None
         averaged = single or whole_batch.keras_step() is not None
-        self._allow_sum_over_batch_size = own or averaged
+        loss._allow_sum_over_batch_size = own or averaged
         try:
-            return original(self, *args, **kwargs)
+            return original(loss, *args, **kwargs)
         finally:
-            self._allow_sum_over_batch_size = own
+            loss._allow_sum_over_batch_size = own
 
-    _keep_autograph(call)
-    keras.losses.Loss.__call__ = call
+    _keep_autograph(wrap(keras.losses.Loss, "__call__", call))
 
 
 def _keep_autograph(wrapper: Any) -> None:
@@ -93,7 +85,7 @@ def _loss(
     if loss.reduction == "sum":
         return whole_batch.total_of(value)
     if tf.is_symbolic_tensor(value):
-        value._tfdist_growth = MEAN
+        marks.set_growth(value, MEAN)
     return value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.ops.library import library
 from tfdist_ext.tables.placement import FeaturePlacement
@@ -40,8 +41,8 @@ def lookup(
     its samples for feature 1, d that of rank 1's sample for feature 1.
 
     The tables are read in place. The gradient of each is a `tf.IndexedSlices`
-    of unique, ascending rows with float32 values; a mark `_tfdist_shard` is
-    passed on to its `dense_shape`.
+    of unique, ascending rows with float32 values; what it is the gradient
+    of is marked on its `dense_shape`.
 
     Args:
         tables: float32 or bfloat16 `[rows, d]`, TensorFlow's or Keras's
@@ -74,8 +75,7 @@ def lookup(
         feature_tables=list(feature_tables),
         table_shapes=[variable.shape for variable in variables],
         shards=[
-            spec_to_json(getattr(variable, "_tfdist_shard", None))
-            for variable in variables
+            spec_to_json(marks.shard_spec(variable)) for variable in variables
         ],
     )
     return values, send_splits
@@ -111,11 +111,10 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
     ):
         dense_shape = tf.constant(shape, tf.int64)
-        if shard:
-            # On the tensor, not on the slices: the tape sums the gradients of
-            # several lookups into new slices, but keeps the first dense_shape.
-            dense_shape._tfdist_shard = spec_from_json(shard)
-        dense_shape._tfdist_distinct = True
+        spec = spec_from_json(shard)
+        if spec is not None:
+            marks.set_gradient_spec(dense_shape, spec)
+        marks.set_distinct(dense_shape)
         slices.append(tf.IndexedSlices(values, unique, dense_shape))
     return [*slices, None, None, None, None]
 
@@ -123,7 +122,7 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
 def mark_distinct_rows(slices: tf.IndexedSlices) -> None:
     """Says that rows which occur several times are to be summed."""
     if slices.dense_shape is not None:
-        slices.dense_shape._tfdist_distinct = True
+        marks.set_distinct(slices.dense_shape)
 
 
 def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
@@ -134,7 +133,7 @@ def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
     """
     if not hasattr(tf.keras, "ops"):
         return True
-    return hasattr(slices.dense_shape, "_tfdist_distinct")
+    return marks.is_distinct(slices)
 
 
 def lookup_grad(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdist_ext import marks
+
 # Optimizers that mix the values of a whole variable (norms, means of rows and
 # columns), which one rank does not hold, or that skip steps by what one rank
 # sees.
@@ -41,7 +43,7 @@ def check_supported(optimizer: Any) -> None:
         "it would keep a dense gradient of the whole table. Use a larger "
         f"batch, or {_WHOLE}.",
     )
-    if getattr(optimizer, "_tfdist_row_updates", False):
+    if marks.does_work_over_ranks(optimizer):
         return
     if any(_LEGACY in base.__module__ for base in type(optimizer).__mro__):
         raise ValueError(
@@ -105,8 +107,8 @@ def check_table_optimizer(optimizer: Any, variable: Any) -> None:
         ValueError: if the table has an optimizer for itself and `optimizer`
             is not of this package.
     """
-    has_own = getattr(variable, "_tfdist_optimizer", None) is not None
-    if has_own and not getattr(optimizer, "_tfdist_row_updates", False):
+    has_own = marks.own_optimizer(variable) is not None
+    if has_own and not marks.does_work_over_ranks(optimizer):
         raise ValueError(
             f"Table '{variable.name}' has an optimizer for itself, which "
             f"{type(optimizer).__name__} would ignore. Give the model an "

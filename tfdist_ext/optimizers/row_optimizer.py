@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
+from tfdist_ext.marks import own_optimizer
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.checks import check_supported
@@ -18,6 +20,7 @@ from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
 
 
+@marks.works_over_ranks
 class RowOptimizer(KerasDifferences):
     """Mix-in in front of a Keras optimizer.
 
@@ -36,9 +39,6 @@ class RowOptimizer(KerasDifferences):
 
     A subclass defines `_update_rows`.
     """
-
-    # Tells the strategy that options work over all ranks.
-    _tfdist_row_updates = True
 
     # Optimizers of single tables, see `table_optimizers.py`.
     table_optimizers: Sequence[Any] = ()
@@ -188,12 +188,6 @@ class RowOptimizer(KerasDifferences):
 
         for variable in variables:
             strategy.extended.update(self._native(variable), decay, group=False)
-
-
-def own_optimizer(variable: Any) -> Any:
-    """The optimizer of a table that has one for itself, else None."""
-    native = getattr(variable, "_value", variable)
-    return getattr(native, "_tfdist_optimizer", None)
 
 
 def _as_slices(gradient: Any) -> tf.IndexedSlices:

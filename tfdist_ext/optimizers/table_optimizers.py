@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.optimizers.adagrad import Adagrad
 from tfdist_ext.optimizers.adam import Adam
 from tfdist_ext.optimizers.ftrl import Ftrl
@@ -88,4 +89,4 @@ def attach(variable: Any, optimizer: Any) -> None:
     if strategy is not None:
         components += strategy.experimental_local_results(native)
     for component in components:
-        component._tfdist_optimizer = optimizer
+        marks.set_own_optimizer(component, optimizer)

@@ -23,6 +23,7 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.saving import model_shards
 from tfdist_ext.saving.write_once import is_remote
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -44,17 +45,14 @@ def install() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(callback: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = model_shards.collectives_of(callback.model)
         call = functools.partial(original, callback, *args, **kwargs)
         if collectives is None:
             return call()
         return wrapper(collectives, call, callback, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    wrap(owner, name, around)
 
 
 def _back_up(collectives: Collectives, call: Any, callback: Any) -> None:

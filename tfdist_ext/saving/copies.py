@@ -7,7 +7,6 @@ tables or none, and the optimizer's slots of its part. So they are refused.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import tensorflow as tf
@@ -15,27 +14,22 @@ import tensorflow as tf
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.saving import model_shards
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
 def install() -> None:
     """Wraps what Python calls to copy models, layers and optimizers."""
-    _wrap(keras.layers.Layer, "__reduce_ex__")
-    _wrap(keras.optimizers.Optimizer, "__reduce_ex__")
+    wrap(keras.layers.Layer, "__reduce_ex__", _copy)
+    wrap(keras.optimizers.Optimizer, "__reduce_ex__", _copy)
     if not KERAS_3:
-        _wrap(keras.Model, "__deepcopy__")
+        wrap(keras.Model, "__deepcopy__", _copy)
 
 
-def _wrap(owner: Any, name: str) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, argument: Any) -> Any:
-        _refuse_shards(self)
-        return original(self, argument)
-
-    setattr(owner, name, wrapped)
+def _copy(original: Any, copied: Any, argument: Any) -> Any:
+    _refuse_shards(copied)
+    return original(copied, argument)
 
 
 def _refuse_shards(copied: Any) -> None:

@@ -7,7 +7,6 @@ the shard's rows only: nothing but those ranks could run it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from typing import Any
@@ -20,35 +19,13 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.saving.write_once import write_once
+from tfdist_ext.wrapping import wrap
 
 
 def install() -> None:
     """Wraps what every way to write a SavedModel ends in."""
     module = internals.saved_model_save
-    original = module.save_and_return_nodes
-
-    @functools.wraps(original)
-    def save_and_return_nodes(
-        obj: Any, export_dir: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = list(tf.train.TrackableView(obj).descendants())
-        for trackable in found:
-            if shard_spec(trackable) is not None:
-                refuse(trackable, f"to '{export_dir}'")
-        strategies = {_strategy_of(trackable) for trackable in found}
-        for strategy in strategies:
-            collectives = getattr(strategy, "collectives", None)
-            if collectives is not None:
-                return write_once(
-                    collectives,
-                    export_dir,
-                    lambda path: original(obj, path, *args, **kwargs),
-                    make_folder=True,
-                    stays=is_first_with(export_dir, collectives),
-                )
-        return original(obj, export_dir, *args, **kwargs)
-
-    module.save_and_return_nodes = save_and_return_nodes
+    wrap(module, "save_and_return_nodes", _save)
     converter = tf.lite.TFLiteConverter
     convert = converter.from_keras_model
 
@@ -59,6 +36,27 @@ def install() -> None:
         return convert(model)
 
     converter.from_keras_model = staticmethod(from_keras_model)
+
+
+def _save(
+    original: Any, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    found = list(tf.train.TrackableView(obj).descendants())
+    for trackable in found:
+        if shard_spec(trackable) is not None:
+            refuse(trackable, f"to '{export_dir}'")
+    strategies = {_strategy_of(trackable) for trackable in found}
+    for strategy in strategies:
+        collectives = getattr(strategy, "collectives", None)
+        if collectives is not None:
+            return write_once(
+                collectives,
+                export_dir,
+                lambda path: original(obj, path, *args, **kwargs),
+                make_folder=True,
+                stays=is_first_with(export_dir, collectives),
+            )
+    return original(obj, export_dir, *args, **kwargs)
 
 
 def is_first_with(path: Any, collectives: Collectives) -> bool:

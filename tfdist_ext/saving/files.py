@@ -31,6 +31,7 @@ from tfdist_ext.saving import model_shards
 from tfdist_ext.saving import reading
 from tfdist_ext.saving.write_once import write_once
 from tfdist_ext.sharding import whole_tables
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -82,12 +83,10 @@ def install() -> None:
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
     """Wraps a function whose first arguments are a model and a path."""
-    original = getattr(owner, name)
-    signature = inspect.signature(original)
+    signature = inspect.signature(getattr(owner, name))
     _, path_argument, *_ = signature.parameters
 
-    @functools.wraps(original)
-    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = model_shards.collectives_of(model)
         if collectives is None:
             return original(model, *args, **kwargs)
@@ -101,7 +100,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
         given = dict(bound.arguments)
         return wrapper(_Save(collectives, model, filepath, given, write))
 
-    setattr(owner, name, wrapped)
+    wrap(owner, name, around)
 
 
 def _refuse_to_ask(question: str) -> str:

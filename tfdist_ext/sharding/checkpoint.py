@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import rotated_mod
@@ -35,7 +36,7 @@ def attach(
     shard = _SavedShard(variable, spec, collectives)
     variable._serialize_to_tensors = shard.serialize
     variable._restore_from_tensors = shard.restore
-    variable._tfdist_collectives = collectives
+    marks.set_collectives(variable, collectives)
 
 
 class _SavedShard:

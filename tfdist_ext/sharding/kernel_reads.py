@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.wrapping import wrap
 
 # What conversions, operators and slices, and gathers call.
 _READS = ("value", "sparse_read", "gather_nd")
@@ -46,22 +47,16 @@ def allowed() -> Iterator[None]:
 def install() -> None:
     """Lets Keras read kernels in what it does outside of updates."""
     keras = tf.keras
-    _allow(keras.callbacks.TensorBoard, "_log_weights")
-    _allow(keras.optimizers.Optimizer, "_update_model_variables_moving_average")
+    for owner, method in (
+        (keras.callbacks.TensorBoard, "_log_weights"),
+        (keras.optimizers.Optimizer, "_update_model_variables_moving_average"),
+    ):
+        wrap(owner, method, _reading)
 
 
-def _allow(owner: Any, method: str) -> None:
-    original = getattr(owner, method)
-    if hasattr(original, "_tfdist_original"):
-        return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with allowed():
-            return original(*args, **kwargs)
-
-    wrapped._tfdist_original = original  # type: ignore[attr-defined]
-    setattr(owner, method, wrapped)
+def _reading(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with allowed():
+        return original(*args, **kwargs)
 
 
 def refuse(variable: tf.Variable, spec: ShardSpec) -> None:

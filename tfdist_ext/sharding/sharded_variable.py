@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers import checks
 from tfdist_ext.sharding import checkpoint
@@ -67,7 +68,7 @@ def mark(
         variable.shape.rank == 1 or variable.shape == spec.local_shape
     )
     if matches:
-        variable._tfdist_shard = spec
+        marks.set_shard_spec(variable, spec)
         checkpoint.attach(variable, spec, collectives)
         if _pending.spec is not None:  # slots are in nobody's hands
             kernel_reads.refuse(variable, spec)
@@ -98,10 +99,9 @@ def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
 def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
     if not args or not isinstance(args[0], tf.Tensor | tf.IndexedSlices):
         return
-    shape = getattr(args[0], "dense_shape", None)
     spec = shard_spec(variable)
     assert spec is not None
-    if not hasattr(shape, "_tfdist_shard"):
+    if marks.gradient_spec(args[0]) is None:
         raise ValueError(
             f"Table '{spec.table}' is partitioned and got a "
             "gradient that does not come from its layer's lookup alone "
