@@ -6,31 +6,16 @@ import graphlib
 import importlib
 import pathlib
 import re
-import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "tfdist_ext"
-PRIVATE = pathlib.Path("tfdist_ext/tensorflow_internals.py")
-
-# What is used of TensorFlow's private modules. Every new release may break
-# these, so the list should shrink, and a new entry needs a reason in PRIVATE.
-PRIVATE_MODULES = {
-    "tensorflow.python.checkpoint.functional_saver",
-    "tensorflow.python.data.experimental.ops.distribute",
-    "tensorflow.python.distribute.collective_all_reduce_strategy",
-    "tensorflow.python.distribute.distribute_lib",
-    "tensorflow.python.distribute.values",
-    "tensorflow.python.eager.context",
-    "tensorflow.python.eager.record",
-    "tensorflow.python.framework.func_graph",
-    "tensorflow.python.ops.control_flow_util",
-    "tensorflow.python.ops.resource_variable_ops",
-    "tensorflow.python.saved_model.save",
-    "tensorflow.python.training.saving.saveable_object",
-    "tensorflow.python.types.internal",
-}
+from tests.source_files import COMMENT
+from tests.source_files import PACKAGE
+from tests.source_files import ROOT
+from tests.source_files import imported_modules
+from tests.source_files import sources
+from tests.source_files import texts
+from tests.source_files import tracked
 
 # The rooms of the package from the ground up, and what each may import. A
 # room imports rooms above its own line only, so no import runs back up.
@@ -38,15 +23,17 @@ ROOMS = {
     "tables": set(),
     "launcher": set(),
     "planner": {"tables"},
-    "marks": {"tables"},
+    "keras_internals": set(),
+    "marks": {"keras_internals", "tables"},
     "wrapping": {"marks"},
     "tensorflow_internals": set(),
-    "ops": {"marks", "tables", "tensorflow_internals"},
+    "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "tensorflow_internals"},
     "batches": {"collectives", "marks"},
-    "optimizers": {"collectives", "marks", "ops"},
+    "optimizers": {"collectives", "keras_internals", "marks", "ops"},
     "sharding": {
         "collectives",
+        "keras_internals",
         "marks",
         "ops",
         "optimizers",
@@ -57,6 +44,7 @@ ROOMS = {
     },
     "checkpoints": {
         "collectives",
+        "keras_internals",
         "marks",
         "tensorflow_internals",
         "wrapping",
@@ -67,6 +55,7 @@ ROOMS = {
         "batches",
         "collectives",
         "embedding",
+        "keras_internals",
         "marks",
         "prefetch",
         "tensorflow_internals",
@@ -74,8 +63,8 @@ ROOMS = {
     },
     "saving": {
         "collectives",
+        "keras_internals",
         "marks",
-        "optimizers",
         "sharding",
         "tensorflow_internals",
         "wrapping",
@@ -83,6 +72,7 @@ ROOMS = {
     "layers": {
         "collectives",
         "embedding",
+        "keras_internals",
         "optimizers",
         "planner",
         "prefetch",
@@ -126,7 +116,6 @@ PUBLIC = {
 }
 
 SPDX = "SPDX-License-Identifier: Apache-2.0"
-COMMENT = {".py": "#", ".sh": "#", ".cc": "//", ".h": "//", ".cu": "//"}
 MACHINE = re.compile(
     r"(?<![\w.])/(?:home|root|work|Users)/\w|/tmp/\w+/|"
     r"--(?:extra-)?index-url|https?://\S+/simple\b"
@@ -134,72 +123,6 @@ MACHINE = re.compile(
 UNFINISHED = re.compile(
     r"\b(?:TODO|FIXME|XXX|HACK)\b|NotImplementedError\(\)|not implemented yet"
 )
-
-
-def tracked() -> list[pathlib.Path]:
-    """Files of the repository, relative to it, in a copy without git too."""
-    try:
-        listed = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs a git checkout")
-    return [p for p in map(pathlib.Path, listed) if (ROOT / p).is_file()]
-
-
-def sources() -> list[pathlib.Path]:
-    return [path for path in tracked() if path.suffix in COMMENT]
-
-
-def texts(paths: list[pathlib.Path]) -> dict[pathlib.Path, str]:
-    return {path: (ROOT / path).read_text() for path in paths}
-
-
-def imported_modules(text: str) -> set[str]:
-    """Names of all modules that a Python source imports, with their members."""
-    names = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def private_modules(text: str) -> set[str]:
-    return {
-        name
-        for name in imported_modules(text)
-        if name.startswith("tensorflow.python")
-    }
-
-
-def test_private_tensorflow_is_used_in_one_file() -> None:
-    package = [
-        p for p in tracked() if p.parts[0] == "tfdist_ext" and p.suffix == ".py"
-    ]
-    users = {
-        str(path)
-        for path, text in texts(package).items()
-        if "tensorflow.python" in text
-    }
-    assert users <= {str(PRIVATE)}, (
-        f"Only {PRIVATE} may import tensorflow.python: use a public API, or "
-        "add what you need there."
-    )
-
-
-def test_private_tensorflow_is_listed() -> None:
-    used = private_modules((ROOT / PRIVATE).read_text())
-    assert used == PRIVATE_MODULES, (
-        "PRIVATE_MODULES of this test lists what is used; keep it in step, "
-        "and short."
-    )
 
 
 def imports_between_files() -> dict[str, set[str]]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attributes that this package sets on objects of TensorFlow and Keras.
 
-Nobody else spells their names. Without TensorFlow, since plans and checks of
-optimizers ask too.
+Nobody else spells their names.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.tables.shard_spec import ShardSpec
 
 
@@ -26,7 +26,8 @@ def shard_spec(variable: Any) -> ShardSpec | None:
             return None
         if "_tfdist_shard" in getattr(variable, "__dict__", ()):
             break
-        variable = getattr(variable, "_value", None)
+        inner = value_of(variable)
+        variable = None if inner is variable else inner
     return getattr(variable, "_tfdist_shard", None)
 
 
@@ -75,8 +76,7 @@ def set_own_optimizer(variable: Any, optimizer: Any) -> None:
 
 def own_optimizer(variable: Any) -> Any:
     """The optimizer of a table that has one for itself, else None."""
-    native = getattr(variable, "_value", variable)
-    return getattr(native, "_tfdist_optimizer", None)
+    return getattr(value_of(variable), "_tfdist_optimizer", None)
 
 
 def works_over_ranks(optimizer: type[Any]) -> type[Any]:

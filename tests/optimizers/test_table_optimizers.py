@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext import optimizers
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.optimizers.keras_versions import KERAS_3
 
 keras = tf.keras
 

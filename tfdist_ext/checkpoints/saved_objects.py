@@ -16,13 +16,14 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_internals import value_of
 
 
 def variable_of(trackable: Any) -> Any:
     """TensorFlow's variable of one of Keras's; anything else as it is."""
     if isinstance(trackable, internals.DistributedValues):
         return trackable
-    return getattr(trackable, "_value", trackable)
+    return value_of(trackable)
 
 
 def collectives_of(objects: Iterable[Any]) -> Collectives | None:

@@ -52,7 +52,7 @@ def reduce_values(
     for i, value in enumerate(values):
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
-        elif (spec := marks.gradient_spec(value)) is not None:
+        elif marks.gradient_spec(value) is not None:
             # A layer that was called twice has given some rows twice.
             result[i] = tf.IndexedSlices(
                 *reversed(sum_duplicate_rows(value.indices, value.values)),

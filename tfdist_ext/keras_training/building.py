@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.wrapping import wrap
 
@@ -21,8 +22,8 @@ Nest = Any
 
 def install() -> None:
     """Wraps Keras 3's build; it acts on models of our strategy only."""
-    if hasattr(keras.Model, "_maybe_symbolic_build"):
-        wrap(keras.Model, "_maybe_symbolic_build", _build)
+    if keras_internals.KERAS_3:
+        wrap(keras.Model, keras_internals.BUILD_BY_SHAPES, _build)
 
 
 def _build(
@@ -48,7 +49,7 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
             collectives.barrier("model built")
         return None
     except Exception as error:
-        no_other_way = hasattr(iterator.data_adapter, "_first_batches")
+        no_other_way = keras_internals.first_batches(iterator) is not None
         # Its build has failed half-way, and is not begun a second time.
         no_other_way |= unbuilt and _has_built_optimizer(model)
         if no_other_way:
@@ -71,10 +72,9 @@ def _shapes_of(iterator: Any) -> Nest | None:
     Args:
         iterator: Keras's `TFEpochIterator`.
     """
-    element = iterator._distributed_dataset.element_spec
+    element = keras_internals.dataset_of(iterator).element_spec
     flat = [_dense(spec) for spec in tf.nest.flatten(element)]
-    # Keras has read two batches of a generator, and gives them again.
-    first = getattr(iterator.data_adapter, "_first_batches", None)
+    first = keras_internals.first_batches(iterator)
     if first:
         values = [v for v in keras.tree.flatten(first[0]) if v is not None]
         known = iter(values)

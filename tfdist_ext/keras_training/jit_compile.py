@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -43,5 +44,5 @@ def _is_beyond_xla(model: Any) -> bool:
         return False
     return strategy.collectives is not None or not all(
         getattr(layer, "supports_jit", True)
-        for layer in model._flatten_layers()
+        for layer in keras_internals.layers_of(model)
     )

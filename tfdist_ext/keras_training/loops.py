@@ -9,13 +9,13 @@ with that reason and the program may go on.
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.wrapping import wrap
@@ -32,14 +32,10 @@ def install() -> None:
         wrap(keras.Model, name, _together)
     optimizer = keras.optimizers.Optimizer
     wrap(optimizer, "build", _when_all_build)
-    if hasattr(keras, "ops"):
+    if keras_internals.KERAS_3:
         scaled = keras.optimizers.LossScaleOptimizer
         wrap(scaled, "check_finite", _finite_everywhere)
-        wrap(
-            optimizer,
-            "_update_model_variables_moving_average",
-            _average_of_rows,
-        )
+        wrap(optimizer, keras_internals.UPDATE_AVERAGES, _average_of_rows)
 
 
 def _together(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +73,7 @@ def _when_all_build(
     failed before, they would be missing for ever.
     """
     collectives = collectives_lib.active()
-    built = getattr(optimizer, "built", getattr(optimizer, "_built", False))
-    if collectives is not None and not built:
+    if collectives is not None and not keras_internals.is_built(optimizer):
         with tf.init_scope():
             collectives.barrier("optimizer/build")
     return original(optimizer, *args, **kwargs)
@@ -105,18 +100,14 @@ def _average_of_rows(
     """
     if not optimizer.use_ema or collectives_lib.active() is None:
         return original(optimizer, variables)
-    pairs = zip(
-        variables, optimizer._model_variables_moving_average, strict=True
-    )
+    averages = keras_internals.averages_of(optimizer)
+    pairs = zip(variables, averages, strict=True)
     kept = [pair for pair in pairs if 0 not in pair[0].shape]
-    state = types.SimpleNamespace(
-        use_ema=True,
-        ema_momentum=optimizer.ema_momentum,
-        iterations=optimizer.iterations,
-        _model_variables_moving_average=[mean for _, mean in kept],
+    state = keras_internals.averages_state(
+        optimizer, [average for _, average in kept]
     )
     # Their values: a part of a table is refused where it stands for all.
-    read = [getattr(v, "_value", v).read_value() for v, _ in kept]
+    read = [keras_internals.value_of(v).read_value() for v, _ in kept]
     return original(state, read)
 
 

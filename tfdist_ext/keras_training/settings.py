@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.wrapping import wrap
@@ -36,7 +37,6 @@ _OWN = (
     "use_multiprocessing",
     "kwargs",
 )
-_WITHIN_FIT = "_use_cached_eval_dataset"
 _Policy = tf.data.experimental.AutoShardPolicy
 
 
@@ -49,7 +49,7 @@ def install() -> None:
 def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     name, strategy = original.__name__, model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
-    if collectives is not None and not kwargs.get(_WITHIN_FIT):
+    if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
         settings = settings_of(model, bound.arguments)
@@ -107,8 +107,10 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
         model: whose method is called.
         arguments: of the method, by names.
     """
-    config = getattr(getattr(model, "_compile_config", None), "config", {})
-    compiled = {**config, "optimizer": getattr(model, "optimizer", None)}
+    compiled = {
+        **keras_internals.compile_config(model),
+        "optimizer": getattr(model, "optimizer", None),
+    }
     found: dict[str, str] = {}
     for name, value in {**arguments, **compiled}.items():
         if name in _DATA:

@@ -8,55 +8,49 @@ model's call is traced twice for it, see `embedding.sharing`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding import sharing
 from tfdist_ext.embedding.pooled_lookup import look_up_together
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
 def install() -> None:
     """Wraps the call of models; it acts in steps of our strategy only."""
-    original = keras.Model.__call__
-    if not hasattr(original, "_tfdist_original"):
-        keras.Model.__call__ = _shared(original)
+    wrapped = wrap(keras.Model, "__call__", _shared)
+    wrapped.autograph_info__ = {}  # see `steps`
 
 
-def _shared(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(original, self, *args, **kwargs)
-        collectives = collectives_lib.active()
-        if (
-            collectives is None
-            or collectives.step is None
-            or tf.executing_eagerly()
-            or sharing.is_under_way()
-            or sum(1 for _ in _sparse_layers(self)) < 2
-        ):
-            return call()
-        return sharing.shared(
-            call,
-            collectives,
-            functools.partial(look_up_together, collectives=collectives),
-            functools.partial(_forget, self),
-        )
-
-    wrapped.autograph_info__ = {}  # type: ignore[attr-defined]  # see `steps`
-    wrapped._tfdist_original = original  # type: ignore[attr-defined]
-    return wrapped
+def _shared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    call = functools.partial(original, model, *args, **kwargs)
+    collectives = collectives_lib.active()
+    if (
+        collectives is None
+        or collectives.step is None
+        or tf.executing_eagerly()
+        or sharing.is_under_way()
+        or sum(1 for _ in _sparse_layers(model)) < 2
+    ):
+        return call()
+    return sharing.shared(
+        call,
+        collectives,
+        functools.partial(look_up_together, collectives=collectives),
+        functools.partial(_forget, model),
+    )
 
 
 def _sparse_layers(layer: Any) -> Iterator[Any]:
     """Layers within one that look up in tables, each with its own call."""
-    for inner in layer._flatten_layers(recursive=False, include_self=False):
+    for inner in keras_internals.inner_layers(layer):
         if getattr(inner, "looks_up_tables", False):
             yield inner
         else:
@@ -69,7 +63,7 @@ def _forget(model: Any, graph: tf.Graph) -> None:
     def is_of_graph(value: Any) -> bool:
         return tf.is_symbolic_tensor(value) and value.graph is graph
 
-    for layer in model._flatten_layers():
+    for layer in keras_internals.layers_of(model):
         for value in vars(layer).values():
             if isinstance(value, list) and any(map(is_of_graph, value)):
                 internals.keep_in_list(value, lambda v: not is_of_graph(v))

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.batch_growth import MEAN
@@ -51,19 +52,15 @@ def _allow_means() -> None:
 
     Stock allows that to the losses in `compile` only, whatever the ranks.
     """
-    if hasattr(keras, "ops"):
+    if keras_internals.KERAS_3:
         return
 
     def call(original: Any, loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
-        own = vars(loss).get("_allow_sum_over_batch_size", False)
         strategy = tf.distribute.get_strategy()
         single = getattr(strategy, "collectives", strategy) is None
         averaged = single or whole_batch.keras_step() is not None
-        loss._allow_sum_over_batch_size = own or averaged
-        try:
+        with keras_internals.means_allowed(loss, averaged):
             return original(loss, *args, **kwargs)
-        finally:
-            loss._allow_sum_over_batch_size = own
 
     _keep_autograph(wrap(keras.losses.Loss, "__call__", call))
 
@@ -176,6 +173,6 @@ def _averageable(
 
 def _is_variable(source: Any) -> bool:
     kinds: tuple[Any, ...] = (tf.Variable,)
-    if hasattr(keras, "ops"):
+    if keras_internals.KERAS_3:
         kinds = (tf.Variable, keras.Variable)
     return isinstance(source, kinds)

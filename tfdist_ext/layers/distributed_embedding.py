@@ -14,8 +14,8 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
@@ -192,7 +192,7 @@ class DistributedEmbedding(SparseLayer):
         del training
         if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
             inputs, weights = inputs["ids"], inputs["weights"]
-        if sparse_layer.is_symbolic_build():
+        if is_symbolic_build():
             return self._zeros(inputs)
         outputs = self._look_up(inputs, weights)
         for output, feature in zip(outputs, self._features, strict=True):

@@ -13,6 +13,8 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.sparse_layer import SparseLayer
@@ -219,7 +221,7 @@ class FullSparse(SparseLayer):
         Returns:
             `[batch, units]` in the layer's compute dtype.
         """
-        if sparse_layer.is_symbolic_build():
+        if is_symbolic_build():
             first = tf.nest.flatten(inputs)[0]
             return tf.zeros([tf.shape(first)[0], self.units])
         (pooled,) = self._look_up(inputs)
@@ -244,8 +246,7 @@ class FullSparse(SparseLayer):
         """Bias and activation (for `SharedExchange`)."""
         if self.bias is not None:
             # The variable itself: Keras 3 would round it in mixed precision.
-            bias = getattr(self.bias, "_value", self.bias)
-            pooled = pooled + tf.convert_to_tensor(bias)
+            pooled = pooled + tf.convert_to_tensor(value_of(self.bias))
         pooled.set_shape([None, self.units])
         return self.activation(tf.cast(pooled, self.compute_dtype))
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.layers import sparse_layer
+from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import plan
@@ -106,7 +106,7 @@ class SharedExchange(SparseLayer):
         Returns:
             `[batch, units]` of each layer.
         """
-        if sparse_layer.is_symbolic_build():
+        if is_symbolic_build():
             samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
             return [tf.zeros([samples, layer.units]) for layer in self.layers]
         pooled = self._look_up(inputs)

@@ -10,14 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.pooled_lookup import Ahead
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.optimizers import table_optimizers
-from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.sharding import sharded_variable
@@ -189,19 +190,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             if optimizer is not None:
                 table_optimizers.attach(variable, optimizer)
 
-        if getattr(variable, "_value", variable) is not None:
-            made()
-            return variable
-        # Keras 3 builds some models in a scope where no variable may be made,
-        # and makes them afterwards.
-        make = variable._deferred_initialize
-
-        def make_part() -> None:
-            with sharded_variable.creating(spec):
-                make()
-            made()
-
-        variable._deferred_initialize = make_part
+        keras_internals.when_made(
+            variable, lambda: sharded_variable.creating(spec), made
+        )
         return variable
 
     def save_own_variables(self, store: Any) -> None:
@@ -237,13 +228,3 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         config: dict[str, Any] = super().get_config()
         config["prefetch_ids"] = self.prefetch_ids
         return config
-
-
-def is_symbolic_build() -> bool:
-    """Whether Keras 3 builds a model, in a graph that is never run.
-
-    It does so under a strategy, with dense placeholders even for sparse
-    inputs.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    return str(getattr(graph, "name", "")).startswith("scratch_graph")

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops.library import library
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.shard_spec import spec_from_json
@@ -62,7 +64,7 @@ def lookup(
     Raises:
         tf.errors.InvalidArgumentError: bad rows, malformed inputs.
     """
-    variables = [_component(getattr(t, "_value", t)) for t in tables]
+    variables = [_component(value_of(t)) for t in tables]
     for variable in variables:
         # The handle alone does not tell; reading all would copy the table.
         internals.variable_accessed(variable)
@@ -131,7 +133,7 @@ def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
     With this package's lookups and optimizers, and all of tf_keras. Those of
     Keras 3 take what a layer gives, and square each occurrence of a row.
     """
-    if not hasattr(tf.keras, "ops"):
+    if not KERAS_3:
         return True
     return marks.is_distinct(slices)
 

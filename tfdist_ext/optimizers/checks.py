@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer options are right on a part of a table.
-
-No imports of TensorFlow or Keras: plans and strategies may ask.
-"""
+"""Which optimizer options are right on a part of a table."""
 
 from __future__ import annotations
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.ops.lookup_ops import mark_distinct_rows
 from tfdist_ext.optimizers.clipping import clip_gradients
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
-
-# tf.keras of tf_keras has no __version__; `ops` came with Keras 3.
-KERAS_3 = hasattr(tf.keras, "ops")
 
 # Stands for the Keras optimizer that follows in the order of the bases.
 _Optimizer: Any = object

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 
 

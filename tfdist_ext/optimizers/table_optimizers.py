@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.optimizers.adagrad import Adagrad
 from tfdist_ext.optimizers.adam import Adam
 from tfdist_ext.optimizers.ftrl import Ftrl
@@ -83,7 +84,7 @@ def attach(variable: Any, optimizer: Any) -> None:
         variable: the table, of TensorFlow or Keras.
         optimizer: from `as_row_optimizer`.
     """
-    native = getattr(variable, "_value", variable)
+    native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)
     components = [native]
     if strategy is not None:

@@ -19,8 +19,10 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import Backup
 from tfdist_ext.saving import model_shards
 from tfdist_ext.saving.write_once import is_remote
 from tfdist_ext.wrapping import wrap
@@ -35,10 +37,11 @@ def install() -> None:
     callbacks = keras.callbacks
     if KERAS_3:
         backup = callbacks.BackupAndRestore
-        _wrap(backup, "_save_model", _back_up)
+        _wrap(backup, keras_internals.WRITE_BACKUP, _back_up)
         _wrap(backup, "on_train_begin", _restore)
         _wrap(backup, "on_train_end", _remove_backup)
-        _wrap(callbacks.ModelCheckpoint, "_should_save_model", _make_folder)
+        checkpoint = callbacks.ModelCheckpoint
+        _wrap(checkpoint, keras_internals.SHOULD_WRITE_MODEL, _make_folder)
         if hasattr(callbacks, "OrbaxCheckpoint"):
             _wrap(callbacks.OrbaxCheckpoint, "on_train_begin", _refuse_orbax)
     _wrap(callbacks.CSVLogger, "on_train_begin", _log_once)
@@ -62,40 +65,32 @@ def _back_up(collectives: Collectives, call: Any, callback: Any) -> None:
     later with the new weights in an epoch that they have seen. Its second
     file is written as well, for a process without ranks.
     """
-    path = callback._weights_path
+    backup = Backup.of(callback)
     first = collectives.group.rank == 0
-    if is_remote(path):
+    if is_remote(backup.weights):
         # Neither h5py nor a rename there; Keras's way, with its order.
-        call() if first else callback.model.save_weights(path)
+        call() if first else callback.model.save_weights(backup.weights)
         return
     following = os.path.join(callback.backup_dir, "next.weights.h5")
-    progress = {
-        "epoch": callback._current_epoch,
-        "batch": callback._last_batch_seen,
-    }
     with collectives.together(f"back up to '{callback.backup_dir}'"):
         if first:
             os.makedirs(callback.backup_dir, exist_ok=True)
         callback.model.save_weights(following, overwrite=True)
         if first:
-            _put_backup(callback, following, progress)
+            _put_backup(backup, following, callback.double_checkpoint)
         collectives.barrier("backup/written")
 
 
-def _put_backup(
-    callback: Any, following: str, progress: dict[str, Any]
-) -> None:
+def _put_backup(backup: Backup, following: str, keep_before: bool) -> None:
+    progress = json.dumps(backup.training)
     with h5py.File(following, "a") as file:
-        file.attrs[_PROGRESS] = json.dumps(progress)
-    if callback.double_checkpoint:
-        _copy(callback._weights_path, callback._prev_weights_path)
-        _copy(
-            callback._training_metadata_path,
-            callback._prev_training_metadata_path,
-        )
-    os.replace(following, callback._weights_path)
-    with open(callback._training_metadata_path, "w") as file:
-        file.write(json.dumps(progress))
+        file.attrs[_PROGRESS] = progress
+    if keep_before:
+        _copy(backup.weights, backup.weights_before)
+        _copy(backup.progress, backup.progress_before)
+    os.replace(following, backup.weights)
+    with open(backup.progress, "w") as file:
+        file.write(progress)
 
 
 def _copy(source: str, target: str) -> None:
@@ -109,32 +104,31 @@ def _restore(
 ) -> None:
     """Reads the backup; that before it if any rank cannot read the last."""
     failure = None
+    backup = Backup.of(callback)
     try:
-        callback._load_model()
+        keras_internals.read_backup(callback)
     except OSError as error:
         failure = error
     failed = tf.constant([failure is not None], tf.bool)
     flags = collectives.all_gather(tf.cast(failed, tf.int32), "backup/status")
     if flags.numpy().any():
-        if not tf.io.gfile.exists(callback._prev_weights_path):
+        if not tf.io.gfile.exists(backup.weights_before):
             raise failure or OSError(
-                f"The backup '{callback._weights_path}' could not be read on "
+                f"The backup '{backup.weights}' could not be read on "
                 f"rank(s) {np.flatnonzero(flags.numpy()).tolist()}."
             )
         if collectives.group.rank == 0:
-            _copy(callback._prev_weights_path, callback._weights_path)
-            _copy(
-                callback._prev_training_metadata_path,
-                callback._training_metadata_path,
-            )
+            _copy(backup.weights_before, backup.weights)
+            _copy(backup.progress_before, backup.progress)
         collectives.barrier("backup/previous")
-        callback._load_model()
-    if os.path.exists(callback._weights_path):
-        with h5py.File(callback._weights_path) as file:
+        keras_internals.read_backup(callback)
+    if os.path.exists(backup.weights):
+        with h5py.File(backup.weights) as file:
             progress = file.attrs.get(_PROGRESS)
         # None if a process without ranks has written it.
         if progress is not None:
-            callback.model._initial_epoch = json.loads(progress)["epoch"]
+            epoch = json.loads(progress)["epoch"]
+            keras_internals.set_initial_epoch(callback.model, epoch)
 
 
 def _remove_backup(

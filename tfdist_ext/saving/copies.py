@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.saving import model_shards
 from tfdist_ext.wrapping import wrap
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.saving.write_once import write_once
 from tfdist_ext.wrapping import wrap
@@ -77,7 +78,7 @@ def is_first_with(path: Any, collectives: Collectives) -> bool:
 
 
 def _strategy_of(trackable: Any) -> Any:
-    value = getattr(trackable, "_value", trackable)
+    value = value_of(trackable)
     if isinstance(value, internals.DistributedValues):
         return value._distribute_strategy
     return None

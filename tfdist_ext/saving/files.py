@@ -23,7 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import SavingModules
 from tfdist_ext.saving import callbacks
 from tfdist_ext.saving import copies
 from tfdist_ext.saving import exports
@@ -57,24 +58,22 @@ class _Save:
 
 def install() -> None:
     """Wraps Keras's functions; they act on models of our strategy only."""
-    saving = inspect.unwrap(keras.models.save_model).__globals__
-    asking = vars(saving["io_utils"])
+    saving = SavingModules()
+    asking = vars(saving.asking)
     if "input" in asking:
         return
     asking["input"] = _refuse_to_ask
-    files = saving["saving_lib"]
+    files, folders = saving.files, saving.folders
     if KERAS_3:
         _wrap(files, "save_model", _write_keras_3)
         _wrap(files, "save_weights_only", _write_keras_3)
-        legacy = saving["legacy_h5_format"]
-        _wrap(legacy, "save_model_to_hdf5", _write_hdf5)
+        _wrap(saving.hdf5, "save_model_to_hdf5", _write_hdf5)
         _wrap(keras.Model, "export", _export)
     else:
-        legacy = saving["legacy_sm_saving_lib"]
         _wrap(files, "save_model", _write_tf_keras)
         _wrap(files, "save_weights_only", _write_tf_keras_weights)
-        _wrap(legacy, "save_model", _write_tf_keras)
-        _wrap(legacy, "save_weights", _write_tf_keras_weights)
+        _wrap(folders, "save_model", _write_tf_keras)
+        _wrap(folders, "save_weights", _write_tf_keras_weights)
     reading.install(saving)
     copies.install()
     exports.install()

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.optimizers.keras_versions import KERAS_3
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import SavingModules
 from tfdist_ext.saving import model_shards
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.wrapping import wrap
@@ -20,23 +21,17 @@ from tfdist_ext.wrapping import wrap
 keras = tf.keras
 
 
-def install(saving: dict[str, Any]) -> None:
-    """Wraps Keras's readers; they act on models of our strategy only.
-
-    Args:
-        saving: the module that `keras.models.load_model` is in.
-    """
+def install(saving: SavingModules) -> None:
+    """Wraps Keras's readers; they act on models of our strategy only."""
+    hdf5 = saving.hdf5
     if KERAS_3:
-        hdf5 = saving["legacy_h5_format"]
         wrap(hdf5, "load_model_from_hdf5", _read_together)
     else:
-        legacy = saving["legacy_sm_saving_lib"]
-        hdf5 = legacy.hdf5_format
-        wrap(legacy, "load_model", _read_together)
-        wrap(legacy, "load_weights", _read_together)
+        wrap(saving.folders, "load_model", _read_together)
+        wrap(saving.folders, "load_weights", _read_together)
         wrap(keras.layers.Layer, "load_own_variables", _read_arrays)
-    wrap(saving["saving_lib"], "load_model", _read_together)
-    wrap(saving["saving_lib"], "load_weights_only", _read_together)
+    wrap(saving.files, "load_model", _read_together)
+    wrap(saving.files, "load_weights_only", _read_together)
     wrap(hdf5, "load_weights_from_hdf5_group", _refuse_tables)
     wrap(hdf5, "load_weights_from_hdf5_group_by_name", _refuse_tables)
     optimizer = keras.optimizers.Optimizer

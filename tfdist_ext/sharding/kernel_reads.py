@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.wrapping import wrap
@@ -48,8 +49,8 @@ def install() -> None:
     """Lets Keras read kernels in what it does outside of updates."""
     keras = tf.keras
     for owner, method in (
-        (keras.callbacks.TensorBoard, "_log_weights"),
-        (keras.optimizers.Optimizer, "_update_model_variables_moving_average"),
+        (keras.callbacks.TensorBoard, keras_internals.LOG_WEIGHTS),
+        (keras.optimizers.Optimizer, keras_internals.UPDATE_AVERAGES),
     ):
         wrap(owner, method, _reading)
 

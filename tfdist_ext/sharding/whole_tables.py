@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -37,7 +38,7 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
         `[rows, dim]`, or `[rows]` for a slot with one value per row.
     """
     spec = shard_spec(variable)
-    inner = getattr(variable, "_value", variable)
+    inner = value_of(variable)
     if spec is None or collectives is None:
         return np.asarray(tf.convert_to_tensor(inner))
     local = inner.read_value()
@@ -59,7 +60,7 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     """
     spec = shard_spec(variable)
     assert spec is not None
-    local = variable._value.read_value()
+    local = value_of(variable).read_value()
     flat = tf.reshape(local, [-1])
     splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
     flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
@@ -81,7 +82,7 @@ def assign_part(variable: Any, whole: Any) -> None:
     """
     spec = shard_spec(variable)
     assert spec is not None
-    inner = getattr(variable, "_value", variable)
+    inner = value_of(variable)
     expected = (spec.rows, spec.dim)[: inner.shape.rank]
     if tuple(whole.shape) != expected:
         raise ValueError(
@@ -179,7 +180,7 @@ def _write(
     variable: Any, collectives: Collectives | None, path: str | os.PathLike[str]
 ) -> None:
     spec = shard_spec(variable)
-    inner = getattr(variable, "_value", variable)
+    inner = value_of(variable)
     shape = tuple(inner.shape)
     if spec is not None:
         shape = (spec.rows, spec.dim)[: len(shape)]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private TensorFlow and private Keras are used in a file each, and listed."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from tests.source_files import PACKAGE
+from tests.source_files import ROOT
+from tests.source_files import imported_modules
+from tests.source_files import texts
+from tests.source_files import tracked
+
+# Names that `marks` sets are ours.
+PRIVATE_NAME = re.compile("_(?!tfdist_)[a-z]")
+PRIVATE = pathlib.Path("tfdist_ext/tensorflow_internals.py")
+
+# What is used of TensorFlow's private modules. Every new release may break
+# these, so the list should shrink, and a new entry needs a reason in PRIVATE.
+PRIVATE_MODULES = {
+    "tensorflow.python.checkpoint.functional_saver",
+    "tensorflow.python.data.experimental.ops.distribute",
+    "tensorflow.python.distribute.collective_all_reduce_strategy",
+    "tensorflow.python.distribute.distribute_lib",
+    "tensorflow.python.distribute.values",
+    "tensorflow.python.eager.context",
+    "tensorflow.python.eager.record",
+    "tensorflow.python.framework.func_graph",
+    "tensorflow.python.ops.control_flow_util",
+    "tensorflow.python.ops.resource_variable_ops",
+    "tensorflow.python.saved_model.save",
+    "tensorflow.python.training.saving.saveable_object",
+    "tensorflow.python.types.internal",
+}
+
+# What is used of Keras's private names, in one file as well. (`_built` too,
+# which our optimizers set themselves.)
+PRIVATE_KERAS = {
+    "_allow_sum_over_batch_size",
+    "_compile_config",
+    "_current_epoch",
+    "_deferred_initialize",
+    "_distributed_dataset",
+    "_first_batches",
+    "_flatten_layers",
+    "_initial_epoch",
+    "_last_batch_seen",
+    "_load_model",
+    "_log_weights",
+    "_maybe_symbolic_build",
+    "_model_variables_moving_average",
+    "_prev_training_metadata_path",
+    "_prev_weights_path",
+    "_save_model",
+    "_should_save_model",
+    "_training_metadata_path",
+    "_update_model_variables_moving_average",
+    "_use_cached_eval_dataset",
+    "_value",
+    "_weights_path",
+}
+# Private names of others that cannot be fenced, by room.
+PRIVATE_ELSEWHERE = {
+    "launcher": {"_exit"},  # of os
+    # Whether a variable is one that is read by an exchange.
+    "marks": {"_get_cross_replica"},
+    # What subclasses of Keras's optimizers find in themselves.
+    "optimizers": {
+        "_compute_current_learning_rate",
+        "_distribution_strategy",
+        "_get_current_learning_rate",
+        "_get_variable_index",
+        "_index_dict",
+        "_model_variables_moving_average",
+        "_momentums",
+        "_shared_name",
+        "_use_weight_decay",
+        "_var_key",
+        "_velocities",
+        "_velocity_hats",
+    },
+    # TensorFlow's way for a variable to save itself by its own rules.
+    "sharding": {"_restore_from_tensors", "_serialize_to_tensors"},
+    # TensorFlow's savers and managers of checkpoints, which are wrapped.
+    "checkpoints": {
+        "_distribute_strategy",
+        "_distributed_variable",
+        "_get_shards_by_task",
+        "_graph_view",
+        "_keys_to_restore_fn",
+        "_last_preserved_timestamp",
+        "_maybe_delete",
+        "_mirrored_variable",
+        "_num_unique_tasks",
+        "_record_state",
+        "_restore_fn_to_keys",
+        "_restore_from_tensors",
+        "_saver",
+        "_shardable_tensors_by_task",
+        "_sweep",
+        "_sync_on_read_variable",
+        "_tensor",
+        "_tensor_save_spec",
+        "_trackable",
+        "_var_list",
+    },
+    "saving": {"_distribute_strategy"},
+    # What a subclass of TensorFlow's strategy finds in itself.
+    "distribute": {
+        "_container_strategy",
+        "_id_in_cluster",
+        "_make_input_context",
+        "_num_workers",
+    },
+}
+# Private methods of Keras that our subclasses of its optimizers override.
+OVERRIDDEN = {
+    "_all_reduce_sum_gradients",
+    "_apply_weight_decay",
+    "_clip_gradients",
+    "_deduplicate_sparse_grad",
+    "_internal_apply_gradients",
+    "_overwrite_model_variables_with_average_value",
+}
+
+
+def private_modules(text: str) -> set[str]:
+    return {
+        name
+        for name in imported_modules(text)
+        if name.startswith("tensorflow.python")
+    }
+
+
+def test_private_tensorflow_is_used_in_one_file() -> None:
+    package = [
+        p for p in tracked() if p.parts[0] == "tfdist_ext" and p.suffix == ".py"
+    ]
+    users = {
+        str(path)
+        for path, text in texts(package).items()
+        if "tensorflow.python" in text
+    }
+    assert users <= {str(PRIVATE)}, (
+        f"Only {PRIVATE} may import tensorflow.python: use a public API, or "
+        "add what you need there."
+    )
+
+
+def test_private_tensorflow_is_listed() -> None:
+    used = private_modules((ROOT / PRIVATE).read_text())
+    assert used == PRIVATE_MODULES, (
+        "PRIVATE_MODULES of this test lists what is used; keep it in step, "
+        "and short."
+    )
+
+
+def foreign_private_names() -> dict[str, set[str]]:
+    """By room, the private names used that the package does not define."""
+    trees = {
+        path.relative_to(PACKAGE): ast.parse(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+    }
+    own: set[str] = set()
+    for tree in trees.values():
+        own |= set(map(defined_name, ast.walk(tree)))
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        names = set(map(used_name, ast.walk(tree)))
+        private = {name for name in names if PRIVATE_NAME.match(name)} - own
+        found.setdefault(path.with_suffix("").parts[0], set()).update(private)
+    return found
+
+
+def defined_name(node: ast.AST) -> str:
+    """What a statement defines: a function, a class, an attribute of self."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    of_self = isinstance(node, ast.Attribute) and (
+        isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    )
+    return node.attr if of_self else ""
+
+
+def used_name(node: ast.AST) -> str:
+    """An attribute, a string that may be the name of one, or an argument."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.keyword):
+        return node.arg or ""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value if node.value.isidentifier() else ""
+    return ""
+
+
+def test_private_keras_is_listed_and_in_one_file() -> None:
+    found = foreign_private_names()
+    del found["tensorflow_internals"]
+    used = {room: names for room, names in found.items() if names}
+    assert used.pop("keras_internals") == PRIVATE_KERAS
+    assert used == PRIVATE_ELSEWHERE, (
+        "Add a function to keras_internals.py for what is private in Keras, "
+        "or the name to the list, with a reason"
+    )
+
+
+def test_overridden_private_methods_of_keras_are_listed() -> None:
+    theirs: set[str] = set()
+    for name in ("keras", "tf_keras"):
+        keras = pytest.importorskip(name)
+        kinds = [keras.layers.Layer, *vars(keras.optimizers).values()]
+        for kind in kinds:
+            theirs |= set(dir(kind) if isinstance(kind, type) else ())
+    ours = {
+        node.name
+        for room in ("optimizers", "layers")
+        for path in (PACKAGE / room).glob("*.py")
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    overridden = set(filter(PRIVATE_NAME.match, ours & theirs))
+    assert overridden == OVERRIDDEN

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is used of Keras that its public API does not tell, of either Keras.
+
+Everything else in the package uses the public API. A test lists the private
+names that are used here, so that the list stays short and every addition is
+noticed. The optimizers' `keras_versions.py` is the exception: it overrides
+methods, which has to happen in the classes themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+keras = tf.keras
+
+# tf.keras of tf_keras has no __version__; `ops` came with Keras 3.
+KERAS_3 = hasattr(keras, "ops")
+
+# Methods that this package wraps.
+BUILD_BY_SHAPES = "_maybe_symbolic_build"  # Model, Keras 3
+UPDATE_AVERAGES = "_update_model_variables_moving_average"  # Optimizer
+LOG_WEIGHTS = "_log_weights"  # TensorBoard
+WRITE_BACKUP = "_save_model"  # BackupAndRestore, Keras 3
+SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
+
+# An argument of `evaluate` that tells it is called by `fit`.
+WITHIN_FIT = "_use_cached_eval_dataset"
+
+
+def value_of(variable: Any) -> Any:
+    """TensorFlow's variable of one of Keras 3; any other object as it is.
+
+    None for a variable that Keras 3 has not made yet. Keras's own `value`
+    would be rounded in mixed precision.
+    """
+    return getattr(variable, "_value", variable)
+
+
+def when_made(
+    variable: Any,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]],
+    then: Callable[[], None],
+) -> None:
+    """Calls `then` once a variable is made, which is now or later.
+
+    Keras 3 builds some models in a scope where no variable may be made, and
+    makes them afterwards.
+
+    Args:
+        variable: from `add_weight`.
+        scope: in which it is to be made, if that is later.
+        then: what is to be done next.
+    """
+    if value_of(variable) is not None:
+        return then()
+    make = variable._deferred_initialize
+
+    def make_in_scope() -> None:
+        with scope():
+            make()
+        then()
+
+    variable._deferred_initialize = make_in_scope
+    return None
+
+
+def is_symbolic_build() -> bool:
+    """Whether Keras 3 builds a model, in a graph that is never run.
+
+    It does so under a strategy, with dense placeholders even for sparse
+    inputs.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return str(getattr(graph, "name", "")).startswith("scratch_graph")
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The model and all layers in it, at any depth."""
+    return list(model._flatten_layers())
+
+
+def inner_layers(layer: Any) -> list[Any]:
+    """The layers right within one."""
+    return list(layer._flatten_layers(recursive=False, include_self=False))
+
+
+def is_built(optimizer: Any) -> bool:
+    """Whether an optimizer has its slots, or is about to make them."""
+    built = getattr(optimizer, "_built", False)
+    return bool(getattr(optimizer, "built", built))
+
+
+def compile_config(model: Any) -> dict[str, Any]:
+    """What a model of Keras was compiled with, by argument."""
+    config = getattr(model, "_compile_config", None)
+    return getattr(config, "config", {})
+
+
+def dataset_of(iterator: Any) -> tf.data.Dataset:
+    """What Keras 3's `TFEpochIterator` reads, on this rank."""
+    return iterator._distributed_dataset
+
+
+def first_batches(iterator: Any) -> list[Any] | None:
+    """The batches of a generator that Keras 3 has read, None of other data.
+
+    It has read two of them to look at them, and gives them again.
+    """
+    return getattr(iterator.data_adapter, "_first_batches", None)
+
+
+@contextlib.contextmanager
+def means_allowed(loss: Any, allowed: bool) -> Iterator[None]:
+    """Lets a loss of tf_keras be a mean over the batch under a strategy."""
+    own = vars(loss).get("_allow_sum_over_batch_size", False)
+    loss._allow_sum_over_batch_size = own or allowed
+    try:
+        yield
+    finally:
+        loss._allow_sum_over_batch_size = own
+
+
+def averages_of(optimizer: Any) -> Sequence[Any]:
+    """The moving averages of an optimizer, one for each of its variables."""
+    return optimizer._model_variables_moving_average
+
+
+def averages_state(optimizer: Any, averages: Sequence[Any]) -> Any:
+    """What `UPDATE_AVERAGES` takes for an optimizer with other averages."""
+    return types.SimpleNamespace(
+        use_ema=True,
+        ema_momentum=optimizer.ema_momentum,
+        iterations=optimizer.iterations,
+        _model_variables_moving_average=averages,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Backup:
+    """What Keras 3's `BackupAndRestore` has of its files.
+
+    Attributes:
+        weights: path of the weights.
+        progress: path of what `training` says.
+        weights_before: path of the weights before those.
+        progress_before: path of the progress before that.
+        training: the epoch and the batch, as Keras writes them.
+    """
+
+    weights: str
+    progress: str
+    weights_before: str
+    progress_before: str
+    training: dict[str, Any]
+
+    @classmethod
+    def of(cls, callback: Any) -> Backup:
+        """That of a callback, as it stands now."""
+        training = {
+            "epoch": callback._current_epoch,
+            "batch": callback._last_batch_seen,
+        }
+        return cls(
+            callback._weights_path,
+            callback._training_metadata_path,
+            callback._prev_weights_path,
+            callback._prev_training_metadata_path,
+            training,
+        )
+
+
+def read_backup(callback: Any) -> None:
+    """Reads weights and progress back into the model."""
+    callback._load_model()
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Says from which epoch `fit` is to go on."""
+    model._initial_epoch = epoch
+
+
+class SavingModules:
+    """The modules that Keras's public ways to save and load end in.
+
+    Attributes:
+        asking: that of `input`, with which Keras asks whether to overwrite.
+        files: that of .keras and .weights.h5 files.
+        hdf5: that of the legacy format in one file.
+        folders: that of tf_keras's legacy formats; None in Keras 3.
+    """
+
+    def __init__(self) -> None:
+        modules = inspect.unwrap(keras.models.save_model).__globals__
+        self.asking = modules["io_utils"]
+        self.files = modules["saving_lib"]
+        self.folders = None
+        if KERAS_3:
+            self.hdf5 = modules["legacy_h5_format"]
+        else:
+            self.folders = modules["legacy_sm_saving_lib"]
+            self.hdf5 = self.folders.hdf5_format
