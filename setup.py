@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))  # PEP 517 front ends leave the root out.
 
 from build_ops import library  # noqa: E402
 from build_ops import toolchain  # noqa: E402
+from tfdist_ext.version import VERSION  # noqa: E402
 
-VERSION = "0.1.0"
 LIBRARY = "tfdist_ext.ops._tfdist_ops"
 
 

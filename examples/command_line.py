@@ -3,7 +3,7 @@
 
 import argparse
 
-SHARDINGS = ("auto", "row", "column", "replicated")
+SHARDINGS = ("auto", "row_wise", "column_wise", "data_parallel")
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 
 

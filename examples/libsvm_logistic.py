@@ -26,7 +26,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--batch-size", type=int, default=256, help="over all ranks")
     add("--learning-rate", type=float, default=0.1, help="of Adagrad")
-    add("--sharding", default="row", choices=SHARDINGS, help="of the weights")
+    add(
+        "--sharding",
+        default="row_wise",
+        choices=SHARDINGS,
+        help="of the weights",
+    )
     add("--seed", type=int, default=0, help="of the order of the samples")
     arguments = parser.parse_args()
     if bool(arguments.train) != bool(arguments.test):

@@ -19,7 +19,6 @@ import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.planner.plan import ShardingPlan
 
 USERS, MOVIES, SAMPLES = 300_000, 90_000, 50_000
 PLACEMENTS = ("auto", "table_wise", "row_wise", "column_wise", "grid")
@@ -54,7 +53,7 @@ class Clicks(tf.keras.Model):
         }
         plan = None
         if arguments.plan and arguments.plan.exists():
-            plan = ShardingPlan.load(arguments.plan)
+            plan = tfdist_ext.ShardingPlan.load(arguments.plan)
         self.embedding = DistributedEmbedding(
             features, plan=plan, prefetch_ids=arguments.prefetch_ids
         )

@@ -32,7 +32,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--dim", type=int, default=32, help="columns of the tables")
     add("--learning-rate", type=float, default=0.005, help="of Adam")
     add("--penalty", type=float, default=0.1, help="on squares of used rows")
-    add("--sharding", default="row", choices=SHARDINGS, help="of the tables")
+    add(
+        "--sharding",
+        default="row_wise",
+        choices=SHARDINGS,
+        help="of the tables",
+    )
     add("--seed", type=int, default=0, help="of split, order and weights")
     return parser.parse_args()
 

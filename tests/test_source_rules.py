@@ -6,6 +6,8 @@ import graphlib
 import importlib
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -98,7 +100,17 @@ ROOMS = {
 WITHOUT_TENSORFLOW = ("launcher", "planner", "tables")
 
 PUBLIC = {
-    "tfdist_ext": {"HybridParallelStrategy", "layers", "optimizers"},
+    "tfdist_ext": {
+        "FeatureConfig",
+        "HybridParallelStrategy",
+        "ShardingPlan",
+        "TableConfig",
+        "TablePlacement",
+        "__version__",
+        "layers",
+        "optimizers",
+        "plan",
+    },
     "tfdist_ext.layers": {
         "DistributedEmbedding",
         "FeatureConfig",
@@ -149,7 +161,7 @@ def room_of(module: str) -> str:
 
 def test_imports_between_rooms_only_go_down() -> None:
     imports = imports_between_files()
-    top = {"_build_info", "launch"}  # of the package itself
+    top = {"_build_info", "launch", "version"}  # of the package itself
     assert {room_of(module) for module in imports} - top == set(ROOMS)
     order = list(ROOMS)
     for room, below in ROOMS.items():
@@ -299,6 +311,17 @@ def is_re_export(node: ast.stmt) -> bool:
         "__getattr__",
         "__dir__",
     )
+
+
+def test_plans_are_made_without_tensorflow() -> None:
+    names = PUBLIC["tfdist_ext"]
+    loading = {"HybridParallelStrategy", "layers", "optimizers"}
+    program = (
+        "import sys, tfdist_ext\n"
+        f"for name in {sorted(names - loading)}: getattr(tfdist_ext, name)\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

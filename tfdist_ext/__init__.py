@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model-parallel sparse layers for TensorFlow, trained with Keras `fit`.
 
-Names are imported at their first use: the launcher does not load TensorFlow.
+Names are imported at their first use: the launcher does not load TensorFlow,
+nor do plans.
 """
 
 import importlib
@@ -12,14 +13,40 @@ if TYPE_CHECKING:
     from tfdist_ext import layers
     from tfdist_ext import optimizers
     from tfdist_ext.distribute.strategy import HybridParallelStrategy
+    from tfdist_ext.planner.plan import ShardingPlan
+    from tfdist_ext.planner.plan import plan
+    from tfdist_ext.tables.placement import TablePlacement
+    from tfdist_ext.tables.table_config import FeatureConfig
+    from tfdist_ext.tables.table_config import TableConfig
+    from tfdist_ext.version import VERSION as __version__
 
-__all__ = ["HybridParallelStrategy", "layers", "optimizers"]
+__all__ = [
+    "FeatureConfig",
+    "HybridParallelStrategy",
+    "ShardingPlan",
+    "TableConfig",
+    "TablePlacement",
+    "__version__",
+    "layers",
+    "optimizers",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HybridParallelStrategy":
-        strategy = importlib.import_module("tfdist_ext.distribute.strategy")
-        return strategy.HybridParallelStrategy
+    places = {
+        "FeatureConfig": "tables.table_config",
+        "HybridParallelStrategy": "distribute.strategy",
+        "ShardingPlan": "planner.plan",
+        "TableConfig": "tables.table_config",
+        "TablePlacement": "tables.placement",
+        "plan": "planner.plan",
+    }
+    if name == "__version__":
+        return importlib.import_module("tfdist_ext.version").VERSION
+    if name in places:
+        module = importlib.import_module(f"tfdist_ext.{places[name]}")
+        return getattr(module, name)
     if name in __all__:
         return importlib.import_module(f"tfdist_ext.{name}")
     raise AttributeError(f"module 'tfdist_ext' has no attribute '{name}'")

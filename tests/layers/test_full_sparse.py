@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.layers import TableConfig
 
 keras = tf.keras
 ROWS, UNITS = 50, 6
@@ -185,7 +186,7 @@ def test_out_of_range_ids_can_be_ignored():
         ({"wire_dtype": "int8"}, "wire_dtype"),
         ({"out_of_range": "clip"}, "out_of_range"),
         ({"input_dim": 0}, "input_dim"),
-        ({"kernel_regularizer": "l2"}, "replicated"),
+        ({"kernel_regularizer": "l2"}, "data_parallel"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -229,6 +230,21 @@ def test_mixed_precision_keeps_a_float32_table():
     outputs = made(tf.ragged.constant(IDS, dtype=tf.int64))
     assert outputs.dtype == tf.bfloat16
     assert made.kernel.dtype == "float32" or made.kernel.dtype == tf.float32
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("row", "row_wise"),
+        ("column", "column_wise"),
+        ("table", "table_wise"),
+        ("replicated", "data_parallel"),
+    ],
+)
+def test_placements_have_two_names(short, full):
+    assert layer(sharding=short).get_config()["sharding"] == full
+    assert layer(sharding=full).get_config()["sharding"] == full
+    assert TableConfig("t", 9, 4, placement=short).placement == full
 
 
 def test_config_round_trip():

@@ -39,7 +39,7 @@ class DistributedEmbedding(SparseLayer):
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
     arguments; what differs is in docs/keras_rs.md. Under a
     `HybridParallelStrategy` tables are partitioned over the ranks as a plan
-    says (`tfdist_ext.planner.plan`), and all of them travel in one exchange
+    says (`tfdist_ext.plan`), and all of them travel in one exchange
     per direction and step.
 
     >>> movies = TableConfig("movies", 1000, 8, combiner="mean")

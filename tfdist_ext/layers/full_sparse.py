@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from typing import Literal
 
 import tensorflow as tf
 
@@ -31,17 +30,10 @@ from tfdist_ext.tables.table_config import placement_to_dict
 
 keras = tf.keras
 
-_SHARDINGS = {
-    "auto": "auto",
-    "row": "row_wise",
-    "column": "column_wise",
-    "replicated": "data_parallel",
-}
-
 _NO_REGULARIZER = (
     "`kernel_regularizer` needs the whole kernel on every rank: use it with "
-    "sharding='replicated', or regularise with the optimizer's weight_decay. "
-    "Received: "
+    "sharding='data_parallel', or regularise with the optimizer's "
+    "weight_decay. Received: "
 )
 
 
@@ -72,14 +64,16 @@ class FullSparse(SparseLayer):
         use_bias: whether to add a bias.
         kernel_initializer: see `tfdist_ext.sharding.initial_rows`.
         bias_initializer: default the constant 1 / units.
-        kernel_regularizer: only with `sharding="replicated"`.
+        kernel_regularizer: only with `sharding="data_parallel"`.
         bias_regularizer: of Keras.
         binary_values: count every value of a SparseTensor as one; values
             then never travel.
-        sharding: "row" (ids go to the owner of their row), "column" (every
-            rank holds some columns of all rows), "replicated" (an ordinary
-            mirrored variable), a `TablePlacement`, or "auto" (see
-            `tfdist_ext.planner.plan`).
+        sharding: "row_wise" (ids go to the owner of their row),
+            "column_wise" (every rank holds some columns of all rows),
+            "table_wise" (one rank holds all of it), "data_parallel" (an
+            ordinary mirrored variable), a `TablePlacement`, or "auto" (see
+            `tfdist_ext.plan`). "row", "column", "table" and "replicated" mean
+            the same.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
         **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
@@ -101,8 +95,7 @@ class FullSparse(SparseLayer):
         kernel_regularizer: Any = None,
         bias_regularizer: Any = None,
         binary_values: bool = False,
-        sharding: Literal["auto", "row", "column", "replicated"]
-        | TablePlacement = "auto",
+        sharding: choices.Placement | str | TablePlacement = "auto",
         prefetch_ids: bool = False,
         out_of_range: choices.OutOfRange = "error",
         **kwargs: Any,
@@ -126,13 +119,15 @@ class FullSparse(SparseLayer):
         if isinstance(sharding, dict):
             sharding = placement_from_dict(sharding)
         if not isinstance(sharding, TablePlacement):
-            checks.one_of("sharding", sharding, tuple(_SHARDINGS), where)
+            sharding = choices.full_placement(sharding)
+            checks.one_of("sharding", sharding, choices.PLACEMENTS, where)
         checks.one_of("out_of_range", out_of_range, choices.POLICIES, where)
         self.sharding = sharding
         # What a plan for several layers says, or the one for this layer.
         self.planned: TablePlacement | None = None
         self.out_of_range = out_of_range
-        if kernel_regularizer is not None and sharding != "replicated":
+        whole = sharding in ("data_parallel", "default_device")
+        if kernel_regularizer is not None and not whole:
             raise ValueError(_NO_REGULARIZER + f"sharding={sharding!r}.")
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,11 +193,8 @@ class FullSparse(SparseLayer):
         """The layer as a planner sees it."""
         rows = self.input_dim
         assert rows is not None
-        placement: str | TablePlacement = self.sharding
-        if isinstance(placement, str):
-            placement = _SHARDINGS[placement]
         table = TableConfig(
-            self.name, rows, self.units, combiner="sum", placement=placement
+            self.name, rows, self.units, combiner="sum", placement=self.sharding
         )
         return FeatureConfig(
             self.name,

@@ -15,7 +15,7 @@ _WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
 _LEGACY = ".optimizers.legacy."
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 _WHOLE = (
-    "sharding='replicated' (FullSparse) or placement='data_parallel' "
+    "sharding='data_parallel' (FullSparse) or placement='data_parallel' "
     "(TableConfig)"
 )
 

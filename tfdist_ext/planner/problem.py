@@ -12,10 +12,10 @@ from typing import Any
 
 from tfdist_ext.planner import popularity as popularity_lib
 from tfdist_ext.tables import checks
+from tfdist_ext.tables.choices import PLACEMENTS
 from tfdist_ext.tables.placement import MOST_RANKS
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.removed import without_removed
-from tfdist_ext.tables.table_config import PLACEMENTS
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import SMALLEST
 from tfdist_ext.tables.table_config import placement_from_dict

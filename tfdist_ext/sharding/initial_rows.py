@@ -59,7 +59,7 @@ def for_shard(
             "ranks; its initializer must be zeros, ones, constant, "
             "(truncated) normal, uniform or a variance scaling one, so that "
             "every rank can make its own rows. Received: "
-            f"{initializer!r}. For any other use sharding='replicated' "
+            f"{initializer!r}. For any other use sharding='data_parallel' "
             "(FullSparse) or placement='data_parallel' (TableConfig)."
         )
     distribution, first, second = described

@@ -108,6 +108,6 @@ def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
             f"({type(args[0]).__name__}). Something else in the model "
             "reads the kernel directly, for example a kernel_regularizer, or "
             "the layer is called in a loop (tf.map_fn). Leave that term out, "
-            "or use sharding='replicated' (FullSparse) or "
+            "or use sharding='data_parallel' (FullSparse) or "
             "placement='data_parallel' (TableConfig)."
         )

@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+from typing import Any
 from typing import Literal
 from typing import get_args
 
+Placement = Literal[
+    "auto",
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "grid",
+    "sparsecore",
+    "default_device",
+]
 Combiner = Literal["mean", "sum", "sqrtn"]
 OutOfRange = Literal["error", "ignore"]
 TableDtype = Literal["float32", "bfloat16"]
@@ -13,8 +24,24 @@ TableDtype = Literal["float32", "bfloat16"]
 WireDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
 
+# The last two of them are the names of keras-rs: partitioned in whatever way,
+# and an ordinary variable on every rank.
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 POLICIES: tuple[str, ...] = get_args(OutOfRange)
 TABLE_DTYPES: tuple[str, ...] = get_args(TableDtype)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+
+# Shorter names of placements, accepted wherever a placement is named.
+_SHORT = {
+    "column": "column_wise",
+    "replicated": "data_parallel",
+    "row": "row_wise",
+    "table": "table_wise",
+}
+
+
+def full_placement(name: Any) -> Any:
+    """The name of a placement in the field's words; all else as it is."""
+    return _SHORT.get(name, name) if isinstance(name, str) else name

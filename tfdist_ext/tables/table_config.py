@@ -22,18 +22,6 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.removed import refuse_removed
 from tfdist_ext.tables.removed import without_removed
 
-# The last two are the names of keras-rs: partitioned in whatever way, and an
-# ordinary variable on every rank.
-PLACEMENTS = (
-    "auto",
-    "data_parallel",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "grid",
-    "sparsecore",
-    "default_device",
-)
 # The largest sizes of a table.
 SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
 # The least mean number of ids of a sample.
@@ -66,7 +54,8 @@ class TableConfig:
             every rank), "table_wise" (all of it on one rank), "row_wise",
             "column_wise", "grid", "sparsecore" (the planner chooses, but not
             data_parallel), "default_device" (data_parallel), or a
-            `TablePlacement`, which names the ranks too.
+            `TablePlacement`, which names the ranks too. The short names that
+            `FullSparse` accepts mean the same here.
         max_ids_per_partition: not used, buffers grow as needed. There so that
             configurations of keras-rs are accepted.
         max_unique_ids_per_partition: not used, as above.
@@ -115,7 +104,9 @@ class TableConfig:
     def _check_placement(self, where: str) -> None:
         checks.boolean("deduplicate", self.deduplicate, where)
         if not isinstance(self.placement, TablePlacement):
-            checks.one_of("placement", self.placement, PLACEMENTS, where)
+            placement = choices.full_placement(self.placement)
+            checks.one_of("placement", placement, choices.PLACEMENTS, where)
+            object.__setattr__(self, "placement", placement)
             replicated = self.placement in ("data_parallel", "default_device")
         else:
             replicated = not self.placement.ranks
