@@ -54,37 +54,6 @@ class Route:
     gradient_scale: tf.Tensor
 
 
-def merge_local(
-    ids: Sequence[Sequence[Ids]], features: Sequence[Feature]
-) -> OwnedIds:
-    """Ids of tables that lie on this rank whole: checked, no exchange.
-
-    Args:
-        ids: per feature, the lists whose results are summed.
-        features: what they are looked up in.
-    """
-    merged = [
-        id_ops.merge_ids(
-            [part.values for part in lists],
-            [part.row_splits for part in lists],
-            [part.weights for part in lists],
-            vocabulary_size=feature.spec.rows,
-            out_of_range=feature.out_of_range,
-            layer=feature.name,
-        )
-        for lists, feature in zip(ids, features, strict=True)
-    ]
-    lists = [Ids(rows, splits, weights) for splits, rows, weights in merged]
-    served = [tf.size(each.row_splits, tf.int64) - 1 for each in lists]
-    joined = join_lists(lists)
-    return OwnedIds(
-        joined.row_splits,
-        joined.values,
-        joined.weights,
-        tf.stack(served)[tf.newaxis],
-    )
-
-
 def join_lists(lists: Sequence[Ids]) -> Ids:
     """One list of the samples of several, one list behind the other."""
     if len(lists) == 1:

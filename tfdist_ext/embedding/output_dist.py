@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.ops import lookup_ops
@@ -91,27 +90,3 @@ def _packed_all_to_all(
         return parts, grad
 
     return differentiable(numbers)
-
-
-def split_local(
-    values: tf.Tensor, ids: OwnedIds, features: Sequence[Feature]
-) -> list[tf.Tensor]:
-    """One process: the results of each feature, no exchange.
-
-    Args:
-        values: float32 `[v]`, from `lookup`.
-        ids: what was looked up.
-        features: what the results are of.
-
-    Returns:
-        Per feature float32 `[b, dim]`.
-    """
-    dims = [feature.spec.dim for feature in features]
-    if len(dims) == 1:
-        return [tf.reshape(values, [-1, dims[0]])]
-    sizes = ids.served[0] * tf.constant(dims, tf.int64)
-    parts = tf.split(values, sizes, num=len(dims))
-    return [
-        tf.reshape(part, [-1, dim])
-        for part, dim in zip(parts, dims, strict=True)
-    ]

@@ -20,10 +20,9 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.input_dist import input_dist
-from tfdist_ext.embedding.input_dist import merge_local
+from tfdist_ext.embedding.local import local_lookup
 from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import output_dist
-from tfdist_ext.embedding.output_dist import split_local
 from tfdist_ext.embedding.wire import Wire
 
 
@@ -105,9 +104,7 @@ def pooled_lookup(
                 found = exchange.look_up(arguments[0], tables, ahead)
                 end(found)
         else:
-            owned = merge_local(*arguments)
-            values, _ = lookup(tables, arguments[1], owned)
-            found = split_local(values, owned, arguments[1])
+            found = local_lookup(*arguments, tables)
         results.update(zip(chosen, found, strict=True))
     return [
         combiners.combine(results[index], ids[index], feature)
