@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_one_rank_needs_nothing():
     with ProcessGroup(0, 1) as group:
-        group.check_plan(["anything"])
+        group.check_same(["anything"])
         assert group.stats() == GroupStats()
 
 
@@ -97,7 +97,7 @@ def test_malformed_blob():
 def test_equal_plans(world_size):
     def check(group):
         for entries in ([], ["a"], [f"layer {i}" for i in range(2000)]):
-            group.check_plan(entries)
+            group.check_same(entries)
         return True
 
     assert run_on_ranks(world_size, check) == [True] * world_size
@@ -112,8 +112,8 @@ def test_different_plans_name_ranks_and_entries(world_size):
         if group.rank == 3:
             entries.pop()
         with pytest.raises(tf.errors.InvalidArgumentError) as error:
-            group.check_plan(entries)
-        group.check_plan(["agreed"])  # the group goes on
+            group.check_same(entries)
+        group.check_same(["agreed"])  # the group goes on
         return error.value.message
 
     for message in run_on_ranks(world_size, check):

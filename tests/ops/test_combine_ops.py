@@ -177,8 +177,8 @@ def test_results_are_those_of_whole_tables(world_size, most, weighted):
     for rank in range(world_size):
         parts = parts_for(world, values, rank)
         inputs = parts, *world.combine_inputs(rank)
-        ours = lookup_ops.combine(*inputs, **world.options())
-        twin = reference_lookup.combine(*inputs, **world.options())
+        ours = lookup_ops.join_parts(*inputs, **world.options())
+        twin = reference_lookup.join_parts(*inputs, **world.options())
         for f, (mine, other) in enumerate(zip(ours, twin, strict=True)):
             expected = world.expected(rank, f)
             assert mine.shape == expected.shape
@@ -237,7 +237,7 @@ def combine_gradient(world, rank, scale, upstream):
     for module in (lookup_ops, reference_lookup):
         with tf.GradientTape() as tape:
             tape.watch(parts)
-            outputs = module.combine(parts, *inputs, **world.options())
+            outputs = module.join_parts(parts, *inputs, **world.options())
         results.append(tape.gradient(outputs, parts, upstream))
     if results[1] is not None and sum(sizes):
         np.testing.assert_allclose(*results, rtol=1e-6)
@@ -250,7 +250,7 @@ def test_scale_zero_stops_nan():
     parts = parts_for(world, values_of(world), 0)
     with tf.GradientTape() as tape:
         tape.watch(parts)
-        outputs = lookup_ops.combine(parts, *inputs, **world.options())
+        outputs = lookup_ops.join_parts(parts, *inputs, **world.options())
     upstream = [tf.fill(tf.shape(x), float("nan")) for x in outputs]
     gradient = tape.gradient(outputs, parts, upstream)
     assert len(gradient) > 0
@@ -265,7 +265,7 @@ def test_one_result_may_be_unused():
     def gradient(parts):
         with tf.GradientTape() as tape:
             tape.watch(parts)
-            outputs = lookup_ops.combine(
+            outputs = lookup_ops.join_parts(
                 parts, *world.combine_inputs(0), **world.options()
             )
             assert outputs[0].shape.as_list() == [None, 3]
@@ -292,8 +292,8 @@ def test_many_samples_on_many_ranks(samples):
         "world_size": world_size,
     }
     inputs = parts, ids, splits, [samples], 1.0
-    (ours,) = lookup_ops.combine(*inputs, **options)
-    (twin,) = reference_lookup.combine(*inputs, **options)
+    (ours,) = lookup_ops.join_parts(*inputs, **options)
+    (twin,) = reference_lookup.join_parts(*inputs, **options)
     np.testing.assert_allclose(ours, twin, rtol=1e-5, atol=1e-6)
 
 
@@ -315,7 +315,7 @@ def test_many_samples_on_many_ranks(samples):
 )
 def test_malformed_inputs_are_refused(parts, ids, splits, samples):
     with pytest.raises(tf.errors.InvalidArgumentError):
-        lookup_ops.combine(
+        lookup_ops.join_parts(
             np.ones(parts, np.float32),
             np.array(ids, np.int32),
             np.array(splits),
@@ -331,7 +331,7 @@ def test_malformed_inputs_are_refused(parts, ids, splits, samples):
 )
 def test_bad_placements_are_refused(ranks, row_parts):
     with pytest.raises(tf.errors.InvalidArgumentError):
-        lookup_ops.combine(
+        lookup_ops.join_parts(
             np.ones(6, np.float32),
             np.array([0, 1], np.int32),
             np.array([[1], [1]]),
@@ -344,7 +344,7 @@ def test_bad_placements_are_refused(ranks, row_parts):
 
 def test_samples_without_a_cell_are_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="no cell"):
-        lookup_ops.combine(
+        lookup_ops.join_parts(
             np.ones(3, np.float32),
             np.array([0], np.int32),
             np.array([[0], [1]]),

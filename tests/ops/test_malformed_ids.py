@@ -42,7 +42,7 @@ def message(rng, weighted=False, rank=0, samples=20):
         rank=rank,
         list_features=range(4),
         out_of_range=["error"] * 4,
-        one_each=[False] * 3 + [True],
+        distinct=[False] * 3 + [True],
         **TABLES,
     )
     return payload.numpy()[: sizes[0]]
@@ -181,7 +181,7 @@ def encode_one(*inputs, **options):
         "world_size": 2,
         "list_features": [0],
         "out_of_range": ["error"],
-        "one_each": [False],
+        "distinct": [False],
     }
     return id_ops.encode_ids(*inputs, 1.0, **(attributes | options))
 

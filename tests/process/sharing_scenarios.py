@@ -191,7 +191,7 @@ def train(strategy, folder, kind):
     def loss(labels, predicted):
         step = strategy.collectives.step if strategy.collectives else None
         if step is not None:
-            exchanges.append([line.split("#")[0] for line in step.plan])
+            exchanges.append([line.split("#")[0] for line in step.exchanges])
         return tf.reduce_mean(tf.square(labels - predicted), -1)
 
     with strategy.scope():
@@ -229,7 +229,7 @@ def loop_of_ones_own(strategy, folder):
 
     def step(ids):
         model(ids)
-        exchanges.extend(strategy.collectives.step.plan)
+        exchanges.extend(strategy.collectives.step.exchanges)
 
     dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
     for batch in strategy.experimental_distribute_dataset(dataset):

@@ -114,7 +114,7 @@ def lookup_grad(
     return unique_rows, row_grads
 
 
-def combine(
+def join_parts(
     parts: tf.Tensor,
     sample_ids: tf.Tensor,
     sample_splits: tf.Tensor,
@@ -124,7 +124,7 @@ def combine(
     placements: Sequence[FeaturePlacement],
     world_size: int,
 ) -> list[tf.Tensor]:
-    """See `lookup_ops.combine`."""
+    """See `lookup_ops.join_parts`."""
     cells: dict[tuple[int, int], tf.Tensor] = {}
     for rank in range(world_size):
         for f, p in enumerate(placements):

@@ -48,7 +48,7 @@ class Collectives:
         self._graph_labels: weakref.WeakKeyDictionary[
             tf.Graph, collections.Counter[str]
         ] = weakref.WeakKeyDictionary()
-        self._known_plans: set[tuple[str, ...]] = set()
+        self._known_exchanges: set[tuple[str, ...]] = set()
         self._places: weakref.WeakKeyDictionary[Any, str] = (
             weakref.WeakKeyDictionary()
         )
@@ -67,7 +67,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def stepping(self, step: Step) -> Iterator[Step]:
-        """Makes `step` the current one; compares its plan when traced."""
+        """Makes `step` the current one; compares its exchanges when traced."""
         me = threading.get_ident()
         if self._steps and self._stepping_thread != me:
             raise RuntimeError(
@@ -83,7 +83,7 @@ class Collectives:
         finally:
             self._steps.pop()
         if not tf.executing_eagerly():
-            self._compare_plan(tuple(step.plan))
+            self._compare_exchanges(tuple(step.exchanges))
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -167,13 +167,13 @@ class Collectives:
                 None, None, f"rank {self.group.rank}: {reason}"
             )
 
-    def _compare_plan(self, plan: tuple[str, ...]) -> None:
-        # Ranks trace a new plan at the same step; one that only has new
-        # shapes (a last, smaller batch) is known already and costs nothing.
-        if plan and plan not in self._known_plans:
+    def _compare_exchanges(self, lines: tuple[str, ...]) -> None:
+        # Ranks trace new exchanges at the same step; those that only have new
+        # shapes (a last, smaller batch) are known already and cost nothing.
+        if lines and lines not in self._known_exchanges:
             with tf.init_scope():
-                self.group.check_plan(list(plan))
-            self._known_plans.add(plan)
+                self.group.check_same(list(lines))
+            self._known_exchanges.add(lines)
 
     def place_of(self, layer: Any) -> str:
         """A name for what is kept for a layer, of no other one."""
@@ -187,7 +187,7 @@ class Collectives:
         occurrence = self.occurrence(label)
         self._labels()[label] += 1
         if self.step is not None:
-            self.step.plan.append(f"{label}#{occurrence} {kind} {dtype.name}")
+            self.step.exchanges += [f"{label}#{occurrence} {kind} {dtype.name}"]
         digest = hashlib.blake2b(
             f"{self._role()}/{label}#{occurrence}".encode(), digest_size=4
         ).digest()

@@ -100,7 +100,7 @@ class ProcessGroup:
             self.close()
             raise
 
-    def check_plan(self, entries: Sequence[str]) -> None:
+    def check_same(self, entries: Sequence[str]) -> None:
         """Compares what the ranks are about to run; all must call this.
 
         Args:
@@ -111,7 +111,7 @@ class ProcessGroup:
                 differ from rank 0 and the first differing entry of each.
         """
         if self.world_size > 1:
-            group_ops.check_plan(self.handle, entries)
+            group_ops.check_same(self.handle, entries)
 
     def leave(self, reason: str) -> None:
         """Gives up what the ranks do together now, and tells them why.

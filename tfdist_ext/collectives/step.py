@@ -25,7 +25,7 @@ class Step:
             elsewhere gradients are summed.
         role: of the function that is the step, see `calls.role_of`.
         labels: how often each label was used, for unique tags.
-        plan: one line for every exchange of the step, in program order.
+        exchanges: one line for each of the step, in program order.
         checks: tensors that exist once all ids of the step are validated;
             no variable is written before.
         shares: of the batch that this rank has, by the graph of the tensor.
@@ -40,7 +40,7 @@ class Step:
     labels: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
-    plan: list[str] = dataclasses.field(default_factory=list)
+    exchanges: list[str] = dataclasses.field(default_factory=list)
     checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
     shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     growth: Any = None
@@ -51,7 +51,7 @@ class Step:
         return dataclasses.replace(
             self,
             labels=self.labels.copy(),
-            plan=[],
+            exchanges=[],
             checks=[],
             shares={},
             growth=None,

@@ -54,12 +54,12 @@ def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
         out_of_range=feature.out_of_range,
         layer=feature.name,
     )
-    unique, positions = id_ops.unique_ids(ids)
+    distinct, positions = id_ops.distinct_ids(ids)
     if not ignore:
-        unique -= _SHIFT
-    one_each = tf.range(tf.size(unique, tf.int64) + 1)
+        distinct -= _SHIFT
+    of_one_id = tf.range(tf.size(distinct, tf.int64) + 1)
     return (
-        Ids(unique, one_each, tf.zeros([0])),
+        Ids(distinct, of_one_id, tf.zeros([0])),
         Pooling(row_splits, positions, weights),
     )
 

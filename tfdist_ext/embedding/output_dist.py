@@ -56,7 +56,7 @@ def output_dist(
     parts = wire_ops.from_wire(
         parts, rounding=wire.rounding, seed=gradient_seed
     )
-    return lookup_ops.combine(
+    return lookup_ops.join_parts(
         parts,
         route.sample_ids,
         route.sample_splits,

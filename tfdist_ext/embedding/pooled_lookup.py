@@ -82,7 +82,8 @@ def pooled_lookup(
     """
     _refuse_xla(wire.label)
     asked = sharing.Lookup(ids, features, tables, wire)
-    if not ahead and (known := sharing.answer_of(asked)):
+    known = None if ahead else sharing.answer_of(asked)
+    if known:
         return known
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):

@@ -74,7 +74,7 @@ class SharedExchange(SparseLayer):
         if self.prefetch_ids:
             # Of what `preprocess` makes there is one shape.
             input_shapes = [input_shapes] * len(self.layers)
-        self._require_one_each(input_shapes)
+        self._require_one_for_each(input_shapes)
         self._place(input_shapes)
         for layer, shape in zip(self.layers, input_shapes, strict=True):
             if not layer.built:
@@ -119,13 +119,13 @@ class SharedExchange(SparseLayer):
         return [layer.kernel for layer in self.layers]
 
     def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:
-        self._require_one_each(inputs)
+        self._require_one_for_each(inputs)
         return [
             layer.ids_of(value)
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _require_one_each(self, inputs: Sequence[Any]) -> None:
+    def _require_one_for_each(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != len(self.layers):
             raise ValueError(
                 f"Layer '{self.name}' takes one input for each of its "

@@ -150,7 +150,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         if self._collectives is None:
             return
         with tf.init_scope():
-            self._collectives.group.check_plan(
+            self._collectives.group.check_same(
                 [
                     f"'{feature.name}' in {feature.spec}"
                     + ", deduplicated" * feature.deduplicate

@@ -98,7 +98,7 @@ def group_stats(handle: int) -> dict[str, Any]:
     return stats
 
 
-def check_plan(handle: int, entries: Sequence[str]) -> None:
+def check_same(handle: int, entries: Sequence[str]) -> None:
     """Fails on every rank unless all ranks give the same entries."""
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_check_plan(

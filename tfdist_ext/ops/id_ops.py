@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on ids: to the owners of their rows, merged, split, made unique.
+"""Ops on ids: to the owners of their rows, merged, split, made distinct.
 
 The ids of a batch are in CSR form: sample s has `ids[row_splits[s] :
 row_splits[s + 1]]`. Weights are float32 of the same length, or empty when all
@@ -29,7 +29,7 @@ def encode_ids(
     world_size: int,
     list_features: Sequence[int],
     out_of_range: Sequence[str],
-    one_each: Sequence[bool],
+    distinct: Sequence[bool],
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Codes the ids of all features for the ranks that own their rows.
 
@@ -51,8 +51,8 @@ def encode_ids(
         list_features: the feature of every list; ascending, without gaps.
         out_of_range: for every feature "error" (`decode_ids` fails on every
             rank) or "ignore" (bad ids are dropped).
-        one_each: for every feature, whether each sample has one id and these
-            ascend strictly, as those of `unique_ids`: they take fewer bytes.
+        distinct: for every feature, whether each sample has one id and these
+            ascend strictly, as those of `distinct_ids`: they take fewer bytes.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
@@ -62,7 +62,7 @@ def encode_ids(
 
     Raises:
         tf.errors.InvalidArgumentError: malformed row_splits or lengths, ids
-            that break the promise of one_each.
+            that break the promise of distinct.
     """
     outputs = library().tfdist_encode_ids(
         ids,
@@ -71,7 +71,7 @@ def encode_ids(
         samples,
         list_features=list(list_features),
         out_of_range=list(out_of_range),
-        one_each=list(one_each),
+        one_each=list(distinct),
         **_attributes(placements, rank, world_size),
     )
     return tuple(outputs)
@@ -166,7 +166,7 @@ def merge_ids(
     return merged_splits, rows, merged_weights
 
 
-def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def distinct_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Finds the distinct ids of a batch.
 
     Args:
@@ -179,5 +179,5 @@ def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Raises:
         tf.errors.InvalidArgumentError: ids are not a vector.
     """
-    unique, positions = library().tfdist_unique_ids(ids)
-    return unique, positions
+    distinct, positions = library().tfdist_unique_ids(ids)
+    return distinct, positions

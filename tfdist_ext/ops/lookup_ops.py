@@ -43,7 +43,7 @@ def lookup(
     its samples for feature 1, d that of rank 1's sample for feature 1.
 
     The tables are read in place. The gradient of each is a `tf.IndexedSlices`
-    of unique, ascending rows with float32 values; what it is the gradient
+    of distinct, ascending rows with float32 values; what it is the gradient
     of is marked on its `dense_shape`.
 
     Args:
@@ -99,7 +99,7 @@ def _component(variable: Any) -> Any:
 def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
     shapes = [tf.TensorShape(s).as_list() for s in op.get_attr("table_shapes")]
     row_splits, rows, weights, served = op.inputs[len(shapes) :]
-    unique_rows, row_grads = lookup_grad(
+    distinct_rows, row_grads = lookup_grad(
         row_splits,
         rows,
         weights,
@@ -109,15 +109,15 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         widths=[shape[1] for shape in shapes],
     )
     slices = []
-    for shape, shard, unique, values in zip(
-        shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
+    for shape, shard, touched, values in zip(
+        shapes, op.get_attr("shards"), distinct_rows, row_grads, strict=True
     ):
         dense_shape = tf.constant(shape, tf.int64)
         spec = spec_from_json(shard)
         if spec is not None:
             marks.set_gradient_spec(dense_shape, spec)
         marks.set_distinct(dense_shape)
-        slices.append(tf.IndexedSlices(values, unique, dense_shape))
+        slices.append(tf.IndexedSlices(values, touched, dense_shape))
     return [*slices, None, None, None, None]
 
 
@@ -163,7 +163,7 @@ def lookup_grad(
         For every table the distinct rows ascending, int64 `[u]`, and their
         gradients, float32 `[u, d]`; the same bits for any number of threads.
     """
-    unique_rows, row_grads = library().tfdist_lookup_grad(
+    distinct_rows, row_grads = library().tfdist_lookup_grad(
         row_splits,
         rows,
         weights,
@@ -173,10 +173,10 @@ def lookup_grad(
         feature_tables=list(feature_tables),
         widths=list(widths),
     )
-    return list(unique_rows), list(row_grads)
+    return list(distinct_rows), list(row_grads)
 
 
-def combine(
+def join_parts(
     parts: tf.Tensor,
     sample_ids: tf.Tensor,
     sample_splits: tf.Tensor,
