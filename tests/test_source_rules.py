@@ -51,7 +51,13 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
-    "embedding": {"collectives", "ops", "tables", "tensorflow_internals"},
+    "embedding": {
+        "collectives",
+        "marks",
+        "ops",
+        "tables",
+        "tensorflow_internals",
+    },
     "prefetch": {"batches", "embedding", "tensorflow_internals"},
     "keras_training": {
         "batches",

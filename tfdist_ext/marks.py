@@ -120,6 +120,15 @@ def is_distributed(dataset: Any) -> bool:
     return getattr(dataset, "_tfdist_distributed", False)
 
 
+def keep(graph: Any, other: Any) -> None:
+    """Keeps another graph for as long as a graph is there.
+
+    TensorFlow forgets the functions of a graph (the branches of a `tf.cond`)
+    with it; a copy of its ops still calls them.
+    """
+    graph._tfdist_kept = [*getattr(graph, "_tfdist_kept", ()), other]
+
+
 def set_wrappers(function: Any, wrappers: tuple[str, ...]) -> None:
     """Says what this package has put around a function, see `wrapping`."""
     function._tfdist_wrappers = wrappers

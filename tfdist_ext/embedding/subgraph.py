@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist_ext import marks
+
 # Stateful ops that may be run once more, or earlier: they change nothing.
 _HARMLESS = {
     "Assert",
@@ -91,6 +93,7 @@ class Subgraph:
             return_elements=list(wanted),
             name="shared_lookup",
         )
+        marks.keep(here, self._graph)
         return imported
 
     def _ops_for(self, tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
