@@ -44,23 +44,6 @@ __global__ void SegmentSumKernel(SegmentSum args, int64_t table_rows,
   }
 }
 
-// The same mapping; rows are distinct, so no two warps write one row.
-__global__ void SegmentApplySgdKernel(SegmentSum args, int64_t table_rows,
-                                      int64_t segments,
-                                      const int64_t* unique_rows, float* target,
-                                      int64_t target_rows,
-                                      float learning_rate) {
-  const int64_t lane = threadIdx.x % kWarp;
-  for (int64_t s = global_warp_id(); s < segments; s += warp_stride()) {
-    const int64_t row = unique_rows[s];
-    if (row < 0 || row >= target_rows) continue;
-    for (int64_t column = lane; column < args.width; column += kWarp) {
-      target[row * args.width + column] -=
-          learning_rate * SumColumn(args, table_rows, s, column);
-    }
-  }
-}
-
 // Enough blocks for one warp per segment, at most what the grid stride covers.
 int GridSize(int64_t segments) {
   constexpr int64_t kMostBlocks = 1 << 16;
@@ -77,17 +60,5 @@ int TfdistSegmentSumGpu(const tfdist::SegmentSum* args, int64_t table_rows,
   tfdist::SegmentSumKernel<<<tfdist::GridSize(segments), tfdist::kThreads, 0,
                              static_cast<cudaStream_t>(stream)>>>(
       *args, table_rows, segments);
-  return cudaGetLastError();
-}
-
-int TfdistSegmentApplySgdGpu(const tfdist::SegmentSum* args, int64_t table_rows,
-                             int64_t segments, const int64_t* unique_rows,
-                             float* target, int64_t target_rows,
-                             float learning_rate, void* stream) {
-  if (segments == 0 || args->width == 0) return cudaSuccess;
-  tfdist::SegmentApplySgdKernel<<<tfdist::GridSize(segments), tfdist::kThreads,
-                                  0, static_cast<cudaStream_t>(stream)>>>(
-      *args, table_rows, segments, unique_rows, target, target_rows,
-      learning_rate);
   return cudaGetLastError();
 }

@@ -15,15 +15,6 @@ extern "C" {
 int TfdistSegmentSumGpu(const tfdist::SegmentSum* args, int64_t table_rows,
                         int64_t segments, void* stream);
 
-// The gradient and SGD in one pass, no gradient in memory: for every segment s
-//   target[unique_rows[s]] -= learning_rate * (segment s of args)
-// `args->table` is the gradient of the samples, `args->out` is not used;
-// unique_rows are distinct and below target_rows.
-int TfdistSegmentApplySgdGpu(const tfdist::SegmentSum* args, int64_t table_rows,
-                             int64_t segments, const int64_t* unique_rows,
-                             float* target, int64_t target_rows,
-                             float learning_rate, void* stream);
-
 }  // extern "C"
 
 #endif  // TFDIST_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
