@@ -133,7 +133,6 @@ def _cxx_command(
         *tools.cxx,
         *theirs,
         f"-I{root}",
-        f"-I{root / 'custom_ops'}",
         *WARNINGS,
         *flags,
         *("-MMD", "-MP", "-MF", str(output.with_suffix(".d"))),
@@ -153,7 +152,6 @@ def _nvcc_command(
         *tools.nvcc,
         *theirs,
         f"-I{root}",
-        f"-I{root / 'custom_ops'}",
         *(
             "-std=c++17",
             "-O3",

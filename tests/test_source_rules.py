@@ -341,3 +341,27 @@ def test_public_means_listed(name: str) -> None:
         assert exported.__doc__, f"{name}.{public} needs a doc-string"
     with pytest.raises(AttributeError):
         module.no_such_name  # noqa: B018
+
+
+def test_headers_are_named_by_their_paths() -> None:
+    """One way to include our own headers, and one to guard them."""
+    sources = [
+        path
+        for kind in ("*.h", "*.cc")
+        for path in (ROOT / "custom_ops").rglob(kind)
+    ]
+    own = {path.name for path in sources}
+    for path in sources:
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        for included in re.findall(r'^#include "([^"]+)"', text, re.M):
+            folder, _, file = included.rpartition("/")
+            if file in own and not folder.startswith("tensorflow"):
+                assert (ROOT / included).exists(), (
+                    f"{name}: include {file} by its path from the root"
+                )
+        if path.suffix == ".h":
+            guard = f"TFDIST_{re.sub('[^A-Z0-9]', '_', name.upper())}_"
+            found = re.search(r"#ifndef (\w+)\n#define (\w+)\n", text)
+            assert found and set(found.groups()) == {guard}, (
+                f"{name}: the guard is {guard}"
+            )

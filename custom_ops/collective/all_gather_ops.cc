@@ -2,8 +2,8 @@
 #include <cstring>
 #include <vector>
 
-#include "collective/collective_op.h"
-#include "collective/exchange.h"
+#include "custom_ops/collective/collective_op.h"
+#include "custom_ops/collective/exchange.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -41,13 +41,13 @@ splits: how many rows each rank has.
 namespace {
 
 struct AllGatherCall {
-  OpKernelContext* context;
+  OpKernelContext* ctx;
   std::shared_ptr<Operation> operation;
   std::unique_ptr<Exchange> exchange;
   uint64_t row_bytes = 0;
 
   void Post() {
-    const Tensor& input = context->input(0);
+    const Tensor& input = ctx->input(0);
     exchange->ExpectAll();
     exchange->SendToAll(input.data(), input.TotalBytes());
   }
@@ -56,10 +56,10 @@ struct AllGatherCall {
     exchange->AwaitHeaders();
     const int world_size = operation->group->world_size();
     const int rank = operation->group->rank();
-    const Tensor& input = context->input(0);
+    const Tensor& input = ctx->input(0);
     Tensor* splits = nullptr;
-    CheckOk(context->allocate_output(1, tensorflow::TensorShape({world_size}),
-                                     &splits));
+    CheckOk(ctx->allocate_output(1, tensorflow::TensorShape({world_size}),
+                                 &splits));
     auto rows = splits->vec<int64_t>();
     int64_t total = 0;
     for (int peer = 0; peer < world_size; ++peer) {
@@ -71,7 +71,7 @@ struct AllGatherCall {
     tensorflow::TensorShape shape = input.shape();
     CheckOk(shape.SetDimWithStatus(0, total));
     Tensor* output = nullptr;
-    CheckOk(context->allocate_output(0, shape, &output));
+    CheckOk(ctx->allocate_output(0, shape, &output));
     operation->Keep(*output);
     char* place = static_cast<char*>(output->data());
     char* own_place = nullptr;
@@ -92,12 +92,12 @@ class AllGatherOp : public CollectiveOp {
  public:
   using CollectiveOp::CollectiveOp;
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<AllGatherCall>();
-    call->context = context;
-    call->operation = NewOperation(context, Kind::kAllGather);
+    call->ctx = ctx;
+    call->operation = NewOperation(ctx, Kind::kAllGather);
     if (call->operation == nullptr) return done();
-    const Tensor& input = context->input(0);
+    const Tensor& input = ctx->input(0);
     Header header;
     header.dtype = input.dtype();
     header.shape_hash = HashRowShape(input.shape());
@@ -109,7 +109,7 @@ class AllGatherOp : public CollectiveOp {
     call->operation->Keep(input);
     const int peers = call->operation->group->world_size() - 1;
     const bool small = input.TotalBytes() * peers <= kPostInline;
-    Start(context, std::move(call), small, std::move(done));
+    Start(ctx, std::move(call), small, std::move(done));
   }
 };
 

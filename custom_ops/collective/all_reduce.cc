@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/all_reduce.h"
+#include "custom_ops/collective/all_reduce.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "collective/process_group.h"
-#include "common/message.h"
+#include "custom_ops/collective/process_group.h"
+#include "custom_ops/common/message.h"
 
 namespace tfdist {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_ALL_REDUCE_H_
-#define TFDIST_COLLECTIVE_ALL_REDUCE_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_ALL_REDUCE_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_ALL_REDUCE_H_
 
 #include <cstdint>
 #include <vector>
 
-#include "collective/exchange.h"
-#include "collective/operation.h"
-#include "collective/sum_functor.h"
+#include "custom_ops/collective/exchange.h"
+#include "custom_ops/collective/operation.h"
+#include "custom_ops/collective/sum_functor.h"
 
 namespace tfdist {
 
@@ -73,4 +73,4 @@ class AllReduce {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_ALL_REDUCE_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_ALL_REDUCE_H_

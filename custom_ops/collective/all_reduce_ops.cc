@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#include "collective/all_reduce.h"
-#include "collective/collective_op.h"
+#include "custom_ops/collective/all_reduce.h"
+#include "custom_ops/collective/collective_op.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -40,7 +40,7 @@ outputs: the sums, bitwise equal on all ranks. If `weighted`,
 namespace {
 
 struct AllReduceCall {
-  OpKernelContext* context;
+  OpKernelContext* ctx;
   std::shared_ptr<Operation> operation;
   AllReduce::Options options;
   std::string error;
@@ -63,7 +63,7 @@ struct AllReduceCall {
     options.input = options.output = memory.get();
     uint8_t* place = memory.get();
     for (size_t i = 0; i < outputs.size(); ++i) {
-      const Tensor& input = context->input(static_cast<int>(i));
+      const Tensor& input = ctx->input(static_cast<int>(i));
       if (input.TotalBytes() == 0) continue;
       std::memcpy(place, input.data(), input.TotalBytes());
       place += input.TotalBytes();
@@ -82,52 +82,52 @@ struct AllReduceCall {
 
 class AllReduceOp : public CollectiveOp {
  public:
-  explicit AllReduceOp(tensorflow::OpKernelConstruction* context)
-      : CollectiveOp(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("weighted", &weighted_));
+  explicit AllReduceOp(tensorflow::OpKernelConstruction* ctx)
+      : CollectiveOp(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("weighted", &weighted_));
     tensorflow::DataType dtype;
-    OP_REQUIRES_OK(context, context->GetAttr("T", &dtype));
-    OP_REQUIRES(context, !weighted_ || !tensorflow::DataTypeIsInteger(dtype),
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype));
+    OP_REQUIRES(ctx, !weighted_ || !tensorflow::DataTypeIsInteger(dtype),
                 tensorflow::errors::InvalidArgument(
                     "a weighted all_reduce needs a floating dtype, received ",
                     tensorflow::DataTypeString(dtype)));
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<AllReduceCall>();
-    call->context = context;
-    call->operation = NewOperation(context, Kind::kAllReduce);
+    call->ctx = ctx;
+    call->operation = NewOperation(ctx, Kind::kAllReduce);
     if (call->operation == nullptr) return done();
-    OP_REQUIRES_OK_ASYNC(context, Prepare(context, *call), done);
+    OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, *call), done);
     const size_t bytes = call->options.count * call->options.element_bytes;
     const bool small =
         AllReduce::IsSmall(bytes, call->operation->group->world_size());
-    Start(context, std::move(call), small, std::move(done));
+    Start(ctx, std::move(call), small, std::move(done));
   }
 
  private:
-  absl::Status Prepare(OpKernelContext* context, AllReduceCall& call) {
-    const int count = context->num_inputs() - 1;
+  absl::Status Prepare(OpKernelContext* ctx, AllReduceCall& call) {
+    const int count = ctx->num_inputs() - 1;
     size_t bytes = 0;
     call.outputs.resize(count);
     for (int i = 0; i < count; ++i) {
-      const Tensor& input = context->input(i);
+      const Tensor& input = ctx->input(i);
       bytes += input.TotalBytes();
       call.options.count += input.NumElements();
       call.options.shape_hash = call.options.shape_hash * 31 +
                                 static_cast<uint64_t>(input.NumElements());
-      TF_RETURN_IF_ERROR(context->forward_input_or_allocate_output(
+      TF_RETURN_IF_ERROR(ctx->forward_input_or_allocate_output(
           {i}, i, input.shape(), &call.outputs[i]));
     }
     AllReduce::Options& options = call.options;
-    options.dtype = context->input(0).dtype();
-    options.element_bytes = tensorflow::DataTypeSize(context->input(0).dtype());
+    options.dtype = ctx->input(0).dtype();
+    options.element_bytes = tensorflow::DataTypeSize(ctx->input(0).dtype());
     options.weighted = weighted_;
-    if (weighted_) ReadWeight(context->input(count), call);
+    if (weighted_) ReadWeight(ctx->input(count), call);
     if (count == 1) {
-      options.input = context->input(0).data();
+      options.input = ctx->input(0).data();
       options.output = call.outputs[0]->data();
-      call.operation->Keep(context->input(0));
+      call.operation->Keep(ctx->input(0));
       call.operation->Keep(*call.outputs[0]);
     } else {
       call.Pack(bytes);

@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "collective/collective_op.h"
-#include "collective/exchange.h"
+#include "custom_ops/collective/collective_op.h"
+#include "custom_ops/collective/exchange.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -45,7 +45,7 @@ recv_splits: how many rows came from each rank.
 namespace {
 
 struct AllToAllCall {
-  OpKernelContext* context;
+  OpKernelContext* ctx;
   std::shared_ptr<Operation> operation;
   std::unique_ptr<Exchange> exchange;
   std::vector<int64_t> splits;
@@ -64,18 +64,18 @@ struct AllToAllCall {
     const int world_size = operation->group->world_size();
     const int rank = operation->group->rank();
     Tensor* recv_splits = nullptr;
-    CheckOk(context->allocate_output(1, tensorflow::TensorShape({world_size}),
-                                     &recv_splits));
+    CheckOk(ctx->allocate_output(1, tensorflow::TensorShape({world_size}),
+                                 &recv_splits));
     auto rows = recv_splits->vec<int64_t>();
     int64_t total = 0;
     for (int peer = 0; peer < world_size; ++peer) {
       rows(peer) = peer == rank ? splits[rank] : RowsFrom(peer);
       total += rows(peer);
     }
-    tensorflow::TensorShape shape = context->input(0).shape();
+    tensorflow::TensorShape shape = ctx->input(0).shape();
     CheckOk(shape.SetDimWithStatus(0, total));
     Tensor* output = nullptr;
-    CheckOk(context->allocate_output(0, shape, &output));
+    CheckOk(ctx->allocate_output(0, shape, &output));
     operation->Keep(*output);
     char* place = static_cast<char*>(output->data());
     char* own_place = nullptr;
@@ -94,7 +94,7 @@ struct AllToAllCall {
   }
 
   const char* DataFor(int peer) const {
-    const char* data = static_cast<const char*>(context->input(0).data());
+    const char* data = static_cast<const char*>(ctx->input(0).data());
     return data + row_bytes * std::accumulate(splits.begin(),
                                               splits.begin() + peer,
                                               uint64_t{0});
@@ -111,21 +111,21 @@ class AllToAllOp : public CollectiveOp {
  public:
   using CollectiveOp::CollectiveOp;
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<AllToAllCall>();
-    call->context = context;
-    call->operation = NewOperation(context, Kind::kAllToAll);
+    call->ctx = ctx;
+    call->operation = NewOperation(ctx, Kind::kAllToAll);
     if (call->operation == nullptr) return done();
-    const Tensor& input = context->input(0);
+    const Tensor& input = ctx->input(0);
     const std::string error =
-        Check(input, context->input(1), call->operation->group->world_size());
+        Check(input, ctx->input(1), call->operation->group->world_size());
     Header header;
     header.dtype = input.dtype();
     header.shape_hash = HashRowShape(input.shape());
     header.agreed = call->row_bytes = RowBytes(input);
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
     if (error.empty()) {
-      const auto splits = context->input(1).vec<int64_t>();
+      const auto splits = ctx->input(1).vec<int64_t>();
       call->splits.assign(splits.data(), splits.data() + splits.size());
     } else {
       call->exchange->SetError(error);
@@ -133,7 +133,7 @@ class AllToAllOp : public CollectiveOp {
     }
     call->operation->Keep(input);
     const bool small = input.TotalBytes() <= kPostInline;
-    Start(context, std::move(call), small, std::move(done));
+    Start(ctx, std::move(call), small, std::move(done));
   }
 
  private:

@@ -2,8 +2,8 @@
 #include <cstring>
 #include <vector>
 
-#include "collective/collective_op.h"
-#include "collective/exchange.h"
+#include "custom_ops/collective/collective_op.h"
+#include "custom_ops/collective/exchange.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -42,7 +42,7 @@ namespace {
 
 // The root sends its shape as the first bytes of the payload.
 struct BroadcastCall {
-  OpKernelContext* context;
+  OpKernelContext* ctx;
   std::shared_ptr<Operation> operation;
   std::unique_ptr<Exchange> exchange;
   int root = 0;
@@ -73,7 +73,7 @@ struct BroadcastCall {
   void Run() {
     exchange->AwaitHeaders();
     if (operation->group->rank() == root) {
-      context->set_output(0, context->input(0));
+      ctx->set_output(0, ctx->input(0));
     } else {
       bytes = exchange->header(root).bytes;
       message = operation->group->scratch().Acquire(bytes);
@@ -93,7 +93,7 @@ struct BroadcastCall {
       CheckOk(shape.AddDimWithStatus(dims[i + 1]));
     }
     Tensor* output = nullptr;
-    CheckOk(context->allocate_output(0, shape, &output));
+    CheckOk(ctx->allocate_output(0, shape, &output));
     if (output->TotalBytes() != bytes - kShapeBytes) {
       throw OperationError(absl::InternalError(Message(
                                operation->Name(), ": ", bytes - kShapeBytes,
@@ -108,24 +108,24 @@ struct BroadcastCall {
 
 class BroadcastOp : public CollectiveOp {
  public:
-  explicit BroadcastOp(tensorflow::OpKernelConstruction* context)
-      : CollectiveOp(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("root", &root_));
+  explicit BroadcastOp(tensorflow::OpKernelConstruction* ctx)
+      : CollectiveOp(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("root", &root_));
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<BroadcastCall>();
-    call->context = context;
+    call->ctx = ctx;
     call->root = static_cast<int>(root_);
-    call->operation = NewOperation(context, Kind::kBroadcast);
+    call->operation = NewOperation(ctx, Kind::kBroadcast);
     if (call->operation == nullptr) return done();
     const int world_size = call->operation->group->world_size();
-    OP_REQUIRES_ASYNC(context, root_ < world_size,
+    OP_REQUIRES_ASYNC(ctx, root_ < world_size,
                       tensorflow::errors::InvalidArgument(
                           "root must be below the world size ", world_size,
                           ", received ", root_),
                       done);
-    const Tensor& input = context->input(0);
+    const Tensor& input = ctx->input(0);
     Header header;
     header.dtype = input.dtype();
     header.root = static_cast<int32_t>(root_);
@@ -139,7 +139,7 @@ class BroadcastOp : public CollectiveOp {
       call->Pack(input);
     }
     const bool small = call->bytes * (world_size - 1) <= kPostInline;
-    Start(context, std::move(call), small, std::move(done));
+    Start(ctx, std::move(call), small, std::move(done));
   }
 
  private:
@@ -165,12 +165,12 @@ class BarrierOp : public CollectiveOp {
  public:
   using CollectiveOp::CollectiveOp;
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<BarrierCall>();
-    call->operation = NewOperation(context, Kind::kBarrier);
+    call->operation = NewOperation(ctx, Kind::kBarrier);
     if (call->operation == nullptr) return done();
     call->exchange = std::make_unique<Exchange>(*call->operation, Header());
-    Start(context, std::move(call), true, std::move(done));
+    Start(ctx, std::move(call), true, std::move(done));
   }
 };
 

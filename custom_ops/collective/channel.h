@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_CHANNEL_H_
-#define TFDIST_COLLECTIVE_CHANNEL_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_CHANNEL_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_CHANNEL_H_
 
 #include <gloo/transport/context.h>
 #include <gloo/transport/unbound_buffer.h>
@@ -50,4 +50,4 @@ struct Channel {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_CHANNEL_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_CHANNEL_H_

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_COLLECTIVE_OP_H_
-#define TFDIST_COLLECTIVE_COLLECTIVE_OP_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_COLLECTIVE_OP_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_COLLECTIVE_OP_H_
 
 #include <memory>
 #include <string>
 
-#include "collective/operation.h"
-#include "collective/process_group.h"
-#include "common/message.h"
+#include "custom_ops/collective/operation.h"
+#include "custom_ops/collective/process_group.h"
+#include "custom_ops/common/message.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
@@ -22,11 +22,11 @@ namespace tfdist {
 // object that lives until `done`, and hands post and body to the group.
 class CollectiveOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit CollectiveOp(tensorflow::OpKernelConstruction* context)
-      : AsyncOpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("group", &group_));
-    OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
-    OP_REQUIRES_OK(context, context->GetAttr("label", &label_));
+  explicit CollectiveOp(tensorflow::OpKernelConstruction* ctx)
+      : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("group", &group_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("tag", &tag_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("label", &label_));
     // Not the name of the node, which may differ between ranks.
     if (label_.empty()) label_ = Message("tag ", tag_);
   }
@@ -37,11 +37,11 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
   static constexpr size_t kPostInline = size_t{64} << 10;
 
   // Null, with the context's status set, if the group does not exist.
-  std::shared_ptr<Operation> NewOperation(tensorflow::OpKernelContext* context,
+  std::shared_ptr<Operation> NewOperation(tensorflow::OpKernelContext* ctx,
                                           Kind kind) const {
     std::shared_ptr<ProcessGroup> group = FindGroup(static_cast<int>(group_));
     if (group == nullptr) {
-      context->SetStatus(absl::FailedPreconditionError(
+      ctx->SetStatus(absl::FailedPreconditionError(
           Message(KindName(kind), " '", label_, "': no open process group ",
                   "with handle ", group_)));
       return nullptr;
@@ -51,15 +51,15 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
 
   // Runs `call->Post()` and `call->Run()`.
   template <typename Call>
-  static void Start(tensorflow::OpKernelContext* context,
+  static void Start(tensorflow::OpKernelContext* ctx,
                     std::shared_ptr<Call> call, bool post_inline,
                     DoneCallback done) {
     ProcessGroup* group = call->operation->group.get();
     group->Run(
         call->operation, post_inline, [call] { call->Post(); },
         [call] { call->Run(); },
-        [context, done = std::move(done)](const absl::Status& status) {
-          if (!status.ok()) context->SetStatus(status);
+        [ctx, done = std::move(done)](const absl::Status& status) {
+          if (!status.ok()) ctx->SetStatus(status);
           done();
         });
   }
@@ -92,4 +92,4 @@ inline uint64_t RowBytes(const tensorflow::Tensor& tensor) {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_COLLECTIVE_OP_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_COLLECTIVE_OP_H_

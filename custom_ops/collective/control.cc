@@ -4,8 +4,8 @@
 #include <cmath>
 #include <utility>
 
-#include "collective/process_group.h"
-#include "common/message.h"
+#include "custom_ops/collective/process_group.h"
+#include "custom_ops/common/message.h"
 #include "tensorflow/core/platform/logging.h"
 
 namespace tfdist {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/exchange.h"
+#include "custom_ops/collective/exchange.h"
 
 #include <cstring>
 
-#include "collective/process_group.h"
-#include "common/message.h"
+#include "custom_ops/collective/process_group.h"
+#include "custom_ops/common/message.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace tfdist {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_EXCHANGE_H_
-#define TFDIST_COLLECTIVE_EXCHANGE_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_EXCHANGE_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_EXCHANGE_H_
 
 #include <string>
 #include <vector>
 
-#include "collective/channel.h"
-#include "collective/operation.h"
-#include "collective/wire.h"
+#include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/operation.h"
+#include "custom_ops/collective/wire.h"
 
 namespace tfdist {
 
@@ -74,4 +74,4 @@ class Exchange {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_EXCHANGE_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_EXCHANGE_H_

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "collective/collective_op.h"
-#include "collective/exchange.h"
+#include "custom_ops/collective/collective_op.h"
+#include "custom_ops/collective/exchange.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -120,14 +120,14 @@ REGISTER_OP("Tfdist>CheckPlan")
 
 namespace {
 
-std::shared_ptr<ProcessGroup> GroupOf(OpKernelContext* context) {
-  const Tensor& handle = context->input(0);
+std::shared_ptr<ProcessGroup> GroupOf(OpKernelContext* ctx) {
+  const Tensor& handle = ctx->input(0);
   std::shared_ptr<ProcessGroup> group;
   if (handle.NumElements() == 1) {
     group = FindGroup(static_cast<int>(handle.flat<int64_t>()(0)));
   }
   if (group == nullptr) {
-    context->SetStatus(absl::FailedPreconditionError(
+    ctx->SetStatus(absl::FailedPreconditionError(
         Message("no open process group with handle ", handle.DebugString())));
   }
   return group;
@@ -135,28 +135,27 @@ std::shared_ptr<ProcessGroup> GroupOf(OpKernelContext* context) {
 
 class GroupOpenOp : public OpKernel {
  public:
-  explicit GroupOpenOp(OpKernelConstruction* context) : OpKernel(context) {
+  explicit GroupOpenOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     int64_t rank = 0;
     float timeout = 0;
-    OP_REQUIRES_OK(context, context->GetAttr("rank", &rank));
-    OP_REQUIRES_OK(context, context->GetAttr("timeout", &timeout));
-    OP_REQUIRES_OK(context,
-                   context->GetAttr("bind_address", &options_.bind_address));
-    OP_REQUIRES(context, std::isfinite(timeout) && timeout > 0,
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &rank));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("timeout", &timeout));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("bind_address", &options_.bind_address));
+    OP_REQUIRES(ctx, std::isfinite(timeout) && timeout > 0,
                 tensorflow::errors::InvalidArgument(
                     "timeout must be positive, received ", timeout));
     options_.rank = static_cast<int>(rank);
     options_.timeout = timeout;
   }
 
-  void Compute(OpKernelContext* context) override {
+  void Compute(OpKernelContext* ctx) override {
     GroupOptions options = options_;
-    const auto addresses = context->input(0).flat<tstring>();
+    const auto addresses = ctx->input(0).flat<tstring>();
     for (int64_t i = 0; i < addresses.size(); ++i) {
       options.addresses.emplace_back(addresses(i));
     }
     options.world_size = static_cast<int>(options.addresses.size());
-    OP_REQUIRES(context,
+    OP_REQUIRES(ctx,
                 options.world_size > 1 && options.rank < options.world_size,
                 tensorflow::errors::InvalidArgument(
                     "a group needs two ranks or more and a rank below their "
@@ -164,16 +163,14 @@ class GroupOpenOp : public OpKernel {
                     options.rank, " of ", options.world_size));
     Tensor* handle = nullptr;
     Tensor* blob = nullptr;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(0, TensorShape({}), &handle));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(1, TensorShape({}), &blob));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({}), &blob));
     try {
       auto group = std::make_shared<ProcessGroup>(options);
       blob->scalar<tstring>()() = group->AddressBlob();
       handle->scalar<int64_t>()() = RegisterGroup(std::move(group));
     } catch (const std::exception& error) {
-      context->SetStatus(absl::UnavailableError(
+      ctx->SetStatus(absl::UnavailableError(
           Message("rank ", options.rank, " cannot listen on ",
                   options.bind_address, " (the host of its address ",
                   options.addresses[options.rank], "): ", error.what())));
@@ -188,17 +185,17 @@ class GroupConnectOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(OpKernelContext* context) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+  void Compute(OpKernelContext* ctx) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
     if (group == nullptr) return;
-    const auto values = context->input(1).flat<tstring>();
+    const auto values = ctx->input(1).flat<tstring>();
     std::vector<std::string> blobs;
     for (int64_t i = 0; i < values.size(); ++i) blobs.emplace_back(values(i));
-    OP_REQUIRES(context, static_cast<int>(blobs.size()) == group->world_size(),
+    OP_REQUIRES(ctx, static_cast<int>(blobs.size()) == group->world_size(),
                 tensorflow::errors::InvalidArgument(
                     "blobs must hold one entry per rank (", group->world_size(),
                     "), received ", blobs.size()));
-    OP_REQUIRES_OK(context, group->Connect(blobs));
+    OP_REQUIRES_OK(ctx, group->Connect(blobs));
   }
 };
 
@@ -206,10 +203,10 @@ class GroupCloseOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(OpKernelContext* context) override {
-    const Tensor& handle = context->input(0);
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor& handle = ctx->input(0);
     OP_REQUIRES(
-        context, handle.NumElements() == 1,
+        ctx, handle.NumElements() == 1,
         tensorflow::errors::InvalidArgument("group must be a scalar, received ",
                                             handle.shape().DebugString()));
     std::shared_ptr<ProcessGroup> group =
@@ -222,11 +219,11 @@ class GroupLeaveOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(OpKernelContext* context) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+  void Compute(OpKernelContext* ctx) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
     if (group == nullptr) return;
-    const Tensor& reason = context->input(1);
-    OP_REQUIRES(context, reason.NumElements() == 1,
+    const Tensor& reason = ctx->input(1);
+    OP_REQUIRES(ctx, reason.NumElements() == 1,
                 tensorflow::errors::InvalidArgument(
                     "reason must be a scalar, received ",
                     reason.shape().DebugString()));
@@ -238,15 +235,13 @@ class GroupLeftOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(OpKernelContext* context) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+  void Compute(OpKernelContext* ctx) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
     if (group == nullptr) return;
     Tensor* reason = nullptr;
     Tensor* told = nullptr;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(0, TensorShape({}), &reason));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(1, TensorShape({}), &told));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &reason));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({}), &told));
     const auto [because, known] = group->LeftBecause();
     reason->scalar<tstring>()() = because;
     told->scalar<bool>()() = known;
@@ -257,16 +252,16 @@ class GroupStatsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(OpKernelContext* context) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(context);
+  void Compute(OpKernelContext* ctx) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
     if (group == nullptr) return;
     const GroupStats stats = group->Stats();
     const int64_t size = static_cast<int64_t>(stats.labels.size());
     Tensor* outputs[5];
     for (int i = 0; i < 5; ++i) {
-      OP_REQUIRES_OK(
-          context, context->allocate_output(i, TensorShape({i == 0 ? 5 : size}),
-                                            &outputs[i]));
+      OP_REQUIRES_OK(ctx,
+                     ctx->allocate_output(i, TensorShape({i == 0 ? 5 : size}),
+                                          &outputs[i]));
     }
     auto counters = outputs[0]->vec<int64_t>();
     counters(0) = stats.bytes_sent;
@@ -348,22 +343,22 @@ struct CheckPlanCall {
 
 class CheckPlanOp : public CollectiveOp {
  public:
-  explicit CheckPlanOp(OpKernelConstruction* context) : CollectiveOp(context) {
+  explicit CheckPlanOp(OpKernelConstruction* ctx) : CollectiveOp(ctx) {
     tag_ = kPlanTag;
     label_ = "plan";
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     auto call = std::make_shared<CheckPlanCall>();
-    call->operation = NewOperation(context, Kind::kCheckPlan);
+    call->operation = NewOperation(ctx, Kind::kCheckPlan);
     if (call->operation == nullptr) return done();
-    const auto entries = context->input(0).flat<tstring>();
+    const auto entries = ctx->input(0).flat<tstring>();
     for (int64_t i = 0; i < entries.size(); ++i) {
       call->plan.append(entries(i).data(), entries(i).size());
       call->plan.push_back('\0');
     }
     call->exchange = std::make_unique<Exchange>(*call->operation, Header());
-    Start(context, std::move(call), true, std::move(done));
+    Start(ctx, std::move(call), true, std::move(done));
   }
 };
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/operation.h"
+#include "custom_ops/collective/operation.h"
 
 #include <utility>
 
-#include "collective/process_group.h"
-#include "common/message.h"
+#include "custom_ops/collective/process_group.h"
+#include "custom_ops/common/message.h"
 
 namespace tfdist {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_OPERATION_H_
-#define TFDIST_COLLECTIVE_OPERATION_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
 
 #include <chrono>
 #include <exception>
@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "collective/channel.h"
-#include "collective/wire.h"
+#include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/wire.h"
 #include "tensorflow/core/framework/tensor.h"
 
 namespace tfdist {
@@ -101,4 +101,4 @@ class Operation {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_OPERATION_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_

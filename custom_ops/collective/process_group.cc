@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/process_group.h"
+#include "custom_ops/collective/process_group.h"
 
 #include <gloo/transport/address.h>
 #include <gloo/transport/tcp/device.h>
@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "common/message.h"
+#include "custom_ops/common/message.h"
 
 namespace tfdist {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_PROCESS_GROUP_H_
-#define TFDIST_COLLECTIVE_PROCESS_GROUP_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_PROCESS_GROUP_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_PROCESS_GROUP_H_
 
 #include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
@@ -18,11 +18,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "collective/channel.h"
-#include "collective/operation.h"
-#include "collective/scratch.h"
-#include "collective/wire.h"
-#include "common/waiter_threads.h"
+#include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/operation.h"
+#include "custom_ops/collective/scratch.h"
+#include "custom_ops/collective/wire.h"
+#include "custom_ops/common/waiter_threads.h"
 
 namespace tfdist {
 
@@ -223,4 +223,4 @@ std::shared_ptr<ProcessGroup> RemoveGroup(int handle);
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_PROCESS_GROUP_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_PROCESS_GROUP_H_

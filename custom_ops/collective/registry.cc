@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/process_group.h"
+#include "custom_ops/collective/process_group.h"
 
 namespace tfdist {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/scratch.h"
+#include "custom_ops/collective/scratch.h"
 
 #include <cstdlib>
 #include <new>

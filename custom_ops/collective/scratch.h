@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_SCRATCH_H_
-#define TFDIST_COLLECTIVE_SCRATCH_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_SCRATCH_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_SCRATCH_H_
 
 #include <cstdint>
 #include <map>
@@ -23,4 +23,4 @@ class ScratchPool {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_SCRATCH_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_SCRATCH_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/sum_functor.h"
+#include "custom_ops/collective/sum_functor.h"
 
 #include <algorithm>
 #include <cstdint>

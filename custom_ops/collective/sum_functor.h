@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_SUM_FUNCTOR_H_
-#define TFDIST_COLLECTIVE_SUM_FUNCTOR_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_SUM_FUNCTOR_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_SUM_FUNCTOR_H_
 
 #include <cstddef>
 
@@ -21,4 +21,4 @@ SumFunction FindSum(tensorflow::DataType dtype);
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_SUM_FUNCTOR_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_SUM_FUNCTOR_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COLLECTIVE_WIRE_H_
-#define TFDIST_COLLECTIVE_WIRE_H_
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_WIRE_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_WIRE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -116,4 +116,4 @@ inline const char* GetText(char (&field)[N]) {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVE_WIRE_H_
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_WIRE_H_

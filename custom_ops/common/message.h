@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COMMON_MESSAGE_H_
-#define TFDIST_COMMON_MESSAGE_H_
+#ifndef TFDIST_CUSTOM_OPS_COMMON_MESSAGE_H_
+#define TFDIST_CUSTOM_OPS_COMMON_MESSAGE_H_
 
 #include <sstream>
 #include <string>
@@ -17,4 +17,4 @@ std::string Message(const Args&... args) {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COMMON_MESSAGE_H_
+#endif  // TFDIST_CUSTOM_OPS_COMMON_MESSAGE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "common/parallel_tasks.h"
+#include "custom_ops/common/parallel_tasks.h"
 
 #include <algorithm>
 #include <atomic>

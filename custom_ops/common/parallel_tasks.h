@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COMMON_PARALLEL_TASKS_H_
-#define TFDIST_COMMON_PARALLEL_TASKS_H_
+#ifndef TFDIST_CUSTOM_OPS_COMMON_PARALLEL_TASKS_H_
+#define TFDIST_CUSTOM_OPS_COMMON_PARALLEL_TASKS_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -32,4 +32,4 @@ void ParallelUnits(tensorflow::thread::ThreadPool* pool, int64_t units,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COMMON_PARALLEL_TASKS_H_
+#endif  // TFDIST_CUSTOM_OPS_COMMON_PARALLEL_TASKS_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COMMON_TARGET_CLONES_H_
-#define TFDIST_COMMON_TARGET_CLONES_H_
+#ifndef TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_
+#define TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_
 
 // The wheel runs on any x86-64; the dynamic linker picks the fastest clone of a
 // function. Inlined callees are compiled for the clone's processor as well. The
@@ -15,4 +15,4 @@
 #define TFDIST_ALWAYS __attribute__((always_inline))
 #define TFDIST_INLINE inline TFDIST_ALWAYS
 
-#endif  // TFDIST_COMMON_TARGET_CLONES_H_
+#endif  // TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_

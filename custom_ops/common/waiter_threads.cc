@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "common/waiter_threads.h"
+#include "custom_ops/common/waiter_threads.h"
 
 #include <condition_variable>
 #include <deque>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_COMMON_WAITER_THREADS_H_
-#define TFDIST_COMMON_WAITER_THREADS_H_
+#ifndef TFDIST_CUSTOM_OPS_COMMON_WAITER_THREADS_H_
+#define TFDIST_CUSTOM_OPS_COMMON_WAITER_THREADS_H_
 
 #include <functional>
 #include <memory>
@@ -30,4 +30,4 @@ class WaiterThreads {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COMMON_WAITER_THREADS_H_
+#endif  // TFDIST_CUSTOM_OPS_COMMON_WAITER_THREADS_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_BIT_STREAM_H_
-#define TFDIST_EMBEDDING_BIT_STREAM_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_BIT_STREAM_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_BIT_STREAM_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -58,6 +58,22 @@ class BitWriter {
   int fill_ = 0;
 };
 
+// Bits that PeekBits() has for sure.
+constexpr int kPeekBits = 57;
+
+// The bits of [data, data + size) from `position` on, kPeekBits of them and
+// some more; zeros follow the end of the data, nothing outside of it is read.
+inline uint64_t PeekBits(const uint8_t* data, size_t size, uint64_t position) {
+  const size_t byte = position / 8;
+  uint64_t word = 0;
+  if (byte + 8 <= size) {
+    std::memcpy(&word, data + byte, 8);
+  } else if (byte < size) {
+    std::memcpy(&word, data + byte, size - byte);
+  }
+  return word >> (position % 8);
+}
+
 // Reads what BitWriter wrote. Never reads outside [data, data + size): past the
 // end, bits are zero and `ok()` turns false.
 class BitReader {
@@ -94,20 +110,9 @@ class BitReader {
   size_t bytes_read() const { return (position_ + 7) / 8; }
 
  private:
-  static constexpr int kPeekBits = 57;
   static constexpr uint64_t kPeekMask = (uint64_t{1} << kPeekBits) - 1;
 
-  // At least the next kPeekBits bits; zeros follow the end of the data.
-  uint64_t Peek() const {
-    const size_t byte = position_ / 8;
-    uint64_t word = 0;
-    if (byte + 8 <= size_) {
-      std::memcpy(&word, data_ + byte, 8);
-    } else if (byte < size_) {
-      std::memcpy(&word, data_ + byte, size_ - byte);
-    }
-    return word >> (position_ % 8);
-  }
+  uint64_t Peek() const { return PeekBits(data_, size_, position_); }
 
   uint64_t Fail() {
     ok_ = false;
@@ -179,4 +184,4 @@ void PutRiceList(const T* values, size_t count, const RiceCode& code,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_BIT_STREAM_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_BIT_STREAM_H_

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "combine_functor.h"
+#include "custom_ops/embedding/combine_functor.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "common/target_clones.h"
+#include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
 namespace {

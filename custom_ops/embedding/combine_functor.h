@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_COMBINE_FUNCTOR_H_
-#define TFDIST_EMBEDDING_COMBINE_FUNCTOR_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_FUNCTOR_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_FUNCTOR_H_
 
 #include <cstdint>
 #include <vector>
@@ -42,4 +42,4 @@ bool AscendingBelow(const int32_t* ids, int64_t count, int64_t limit);
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_COMBINE_FUNCTOR_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_FUNCTOR_H_

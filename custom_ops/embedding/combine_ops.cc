@@ -2,8 +2,8 @@
 #include <string>
 #include <vector>
 
-#include "combine_functor.h"
-#include "common/parallel_tasks.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/combine_functor.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_COUNTER_RANDOM_H_
-#define TFDIST_EMBEDDING_COUNTER_RANDOM_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_COUNTER_RANDOM_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_COUNTER_RANDOM_H_
 
 #include <array>
 #include <cmath>
@@ -63,4 +63,4 @@ inline double NormalQuantile(double probability) {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_COUNTER_RANDOM_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_COUNTER_RANDOM_H_

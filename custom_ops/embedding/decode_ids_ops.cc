@@ -3,11 +3,11 @@
 #include <string>
 #include <vector>
 
-#include "common/parallel_tasks.h"
-#include "feature_grid.h"
-#include "header_bytes.h"
-#include "id_section.h"
-#include "message_header.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/header_bytes.h"
+#include "custom_ops/embedding/id_section.h"
+#include "custom_ops/embedding/message_header.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

@@ -3,12 +3,12 @@
 #include <string>
 #include <vector>
 
-#include "common/parallel_tasks.h"
-#include "entry_builder.h"
-#include "feature_grid.h"
-#include "id_lists.h"
-#include "message_builder.h"
-#include "message_header.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/entry_builder.h"
+#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/message_builder.h"
+#include "custom_ops/embedding/message_header.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

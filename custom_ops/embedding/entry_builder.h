@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_ENTRY_BUILDER_H_
-#define TFDIST_EMBEDDING_ENTRY_BUILDER_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ENTRY_BUILDER_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ENTRY_BUILDER_H_
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 
-#include "feature_grid.h"
-#include "group_sort.h"
-#include "id_lists.h"
-#include "id_section.h"
-#include "placement.h"
-#include "radix_sort.h"
+#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/group_sort.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/id_section.h"
+#include "custom_ops/embedding/placement.h"
+#include "custom_ops/embedding/radix_sort.h"
 
 namespace tfdist {
 
@@ -243,4 +243,4 @@ class EntryBuilder {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_ENTRY_BUILDER_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ENTRY_BUILDER_H_

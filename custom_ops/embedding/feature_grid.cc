@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "feature_grid.h"
+#include "custom_ops/embedding/feature_grid.h"
 
 #include "tensorflow/core/platform/errors.h"
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_FEATURE_GRID_H_
-#define TFDIST_EMBEDDING_FEATURE_GRID_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_FEATURE_GRID_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_FEATURE_GRID_H_
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "message_header.h"
-#include "placement.h"
+#include "custom_ops/embedding/message_header.h"
+#include "custom_ops/embedding/placement.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
@@ -49,4 +49,4 @@ absl::Status BadIdError(const std::string& layer, int64_t rank,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_FEATURE_GRID_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_FEATURE_GRID_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group_sort.h"
+#include "custom_ops/embedding/group_sort.h"
 
-#include "common/target_clones.h"
+#include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
 namespace {

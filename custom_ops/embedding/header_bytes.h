@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_HEADER_BYTES_H_
-#define TFDIST_EMBEDDING_HEADER_BYTES_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_HEADER_BYTES_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_HEADER_BYTES_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#include "bit_stream.h"
+#include "custom_ops/embedding/bit_stream.h"
 
 namespace tfdist {
 
@@ -105,4 +105,4 @@ class HeaderReader {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_HEADER_BYTES_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_HEADER_BYTES_H_

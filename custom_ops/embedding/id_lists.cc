@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "id_lists.h"
+#include "custom_ops/embedding/id_lists.h"
 
 namespace tfdist {
 

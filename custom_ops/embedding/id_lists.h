@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_ID_LISTS_H_
-#define TFDIST_EMBEDDING_ID_LISTS_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ID_LISTS_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ID_LISTS_H_
 
 #include <cstdint>
 #include <limits>
@@ -94,4 +94,4 @@ absl::Status ReadIdLists(const IdInputs& inputs, int first, int end,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_ID_LISTS_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ID_LISTS_H_

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_ID_SECTION_H_
-#define TFDIST_EMBEDDING_ID_SECTION_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ID_SECTION_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ID_SECTION_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
-#include "bit_stream.h"
+#include "custom_ops/embedding/bit_stream.h"
 
 namespace tfdist {
 
@@ -125,4 +125,4 @@ class SectionReader {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_ID_SECTION_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ID_SECTION_H_

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "header_bytes.h"
-#include "id_section.h"
+#include "custom_ops/embedding/header_bytes.h"
+#include "custom_ops/embedding/id_section.h"
 
 namespace tfdist {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
-#include "header_bytes.h"
-#include "id_section.h"
+#include "custom_ops/embedding/header_bytes.h"
+#include "custom_ops/embedding/id_section.h"
 
 namespace tfdist {
 

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <string>
 
-#include "common/huge_pages.h"
-#include "common/parallel_tasks.h"
-#include "counter_random.h"
-#include "placement.h"
+#include "custom_ops/common/huge_pages.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/counter_random.h"
+#include "custom_ops/embedding/placement.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

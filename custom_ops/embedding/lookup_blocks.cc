@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lookup_blocks.h"
+#include "custom_ops/embedding/lookup_blocks.h"
 
 #include "tensorflow/core/platform/errors.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_LOOKUP_BLOCKS_H_
-#define TFDIST_EMBEDDING_LOOKUP_BLOCKS_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_BLOCKS_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_BLOCKS_H_
 
 #include <cstdint>
 #include <vector>
@@ -41,4 +41,4 @@ absl::Status ReadFeatureTables(tensorflow::OpKernelConstruction* ctx,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_LOOKUP_BLOCKS_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_BLOCKS_H_

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lookup_functor.h"
+#include "custom_ops/embedding/lookup_functor.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "common/target_clones.h"
-#include "row_vectors.h"
+#include "custom_ops/common/target_clones.h"
+#include "custom_ops/embedding/row_vectors.h"
 
 namespace tfdist {
 namespace {

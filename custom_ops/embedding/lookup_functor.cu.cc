@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_runtime.h>
 
-#include "lookup_functor_gpu.h"
+#include "custom_ops/embedding/lookup_functor_gpu.h"
 
 namespace tfdist {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_LOOKUP_FUNCTOR_H_
-#define TFDIST_EMBEDDING_LOOKUP_FUNCTOR_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_H_
 
 #include <cstdint>
 
@@ -41,4 +41,4 @@ uint64_t HighestRow(const int64_t* rows, int64_t count);
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_LOOKUP_FUNCTOR_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_H_

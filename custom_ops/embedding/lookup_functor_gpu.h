@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
-#define TFDIST_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
 
 #include <cstdint>
 
-#include "lookup_functor.h"
+#include "custom_ops/embedding/lookup_functor.h"
 
 // Launched on `stream` (a cudaStream_t), without waiting. All pointers are
 // device memory. Returns a cudaError_t, 0 for success. Entries outside of the
@@ -17,4 +17,4 @@ int TfdistSegmentSumGpu(const tfdist::SegmentSum* args, int64_t table_rows,
 
 }  // extern "C"
 
-#endif  // TFDIST_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_

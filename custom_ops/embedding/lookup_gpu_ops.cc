@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "id_lists.h"
-#include "lookup_blocks.h"
-#include "lookup_functor_gpu.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/lookup_blocks.h"
+#include "custom_ops/embedding/lookup_functor_gpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_var.h"

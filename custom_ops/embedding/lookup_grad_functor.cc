@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lookup_grad_functor.h"
+#include "custom_ops/embedding/lookup_grad_functor.h"
 
-#include "common/target_clones.h"
-#include "row_vectors.h"
+#include "custom_ops/common/target_clones.h"
+#include "custom_ops/embedding/row_vectors.h"
 
 namespace tfdist {
 namespace {

@@ -4,14 +4,14 @@
 #include <mutex>
 #include <vector>
 
-#include "common/parallel_tasks.h"
-#include "id_lists.h"
-#include "lookup_blocks.h"
-#include "lookup_functor.h"
-#include "lookup_grad_functor.h"
-#include "parallel_segments.h"
-#include "radix_sort.h"
-#include "sorted_entries.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/lookup_blocks.h"
+#include "custom_ops/embedding/lookup_functor.h"
+#include "custom_ops/embedding/lookup_grad_functor.h"
+#include "custom_ops/embedding/parallel_segments.h"
+#include "custom_ops/embedding/radix_sort.h"
+#include "custom_ops/embedding/sorted_entries.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

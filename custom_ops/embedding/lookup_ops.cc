@@ -4,10 +4,10 @@
 #include <mutex>
 #include <vector>
 
-#include "id_lists.h"
-#include "lookup_blocks.h"
-#include "lookup_functor.h"
-#include "parallel_segments.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/lookup_blocks.h"
+#include "custom_ops/embedding/lookup_functor.h"
+#include "custom_ops/embedding/parallel_segments.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"

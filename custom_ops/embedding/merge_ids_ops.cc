@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <string>
 
-#include "feature_grid.h"
-#include "id_lists.h"
+#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/id_lists.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

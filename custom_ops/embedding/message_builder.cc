@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "message_builder.h"
+#include "custom_ops/embedding/message_builder.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "common/parallel_tasks.h"
-#include "header_bytes.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/header_bytes.h"
 
 namespace tfdist {
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_MESSAGE_BUILDER_H_
-#define TFDIST_EMBEDDING_MESSAGE_BUILDER_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_BUILDER_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_BUILDER_H_
 
 #include <cstdint>
 #include <vector>
 
-#include "entry_builder.h"
-#include "feature_grid.h"
-#include "id_section.h"
-#include "message_header.h"
+#include "custom_ops/embedding/entry_builder.h"
+#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/id_section.h"
+#include "custom_ops/embedding/message_header.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/lib/core/threadpool.h"
 
@@ -67,4 +67,4 @@ class MessageBuilder {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_MESSAGE_BUILDER_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_BUILDER_H_

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_MESSAGE_HEADER_H_
-#define TFDIST_EMBEDDING_MESSAGE_HEADER_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_HEADER_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_HEADER_H_
 
 #include <cstddef>
 #include <cstdint>
 
-#include "header_bytes.h"
+#include "custom_ops/embedding/header_bytes.h"
 
 namespace tfdist {
 
@@ -70,4 +70,4 @@ struct MessageHeader {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_MESSAGE_HEADER_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_MESSAGE_HEADER_H_

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "number_codec.h"
+#include "custom_ops/embedding/number_codec.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "bit_stream.h"
+#include "custom_ops/embedding/bit_stream.h"
+#include "custom_ops/embedding/header_bytes.h"
 
 namespace tfdist {
 namespace {
@@ -13,8 +13,6 @@ namespace {
 constexpr size_t kBlock = 256;
 constexpr int kEscape = 12;
 constexpr int kMaxK = 3;
-// Bits that are at hand after one load at any bit of a byte.
-constexpr int kPeekBits = 57;
 constexpr char kTruncated[] = "it ends before its last number";
 
 template <typename Word, int kExponentBits>
@@ -106,14 +104,7 @@ const char* UnpackBlock(const uint8_t** data, const uint8_t* end, size_t count,
   const size_t size = end - bytes;
   size_t position = 0;
   for (size_t i = 0; i < count; ++i) {
-    const size_t byte = position / 8;
-    uint64_t word = 0;
-    if (byte + 8 <= size) {
-      std::memcpy(&word, bytes + byte, 8);
-    } else if (byte < size) {
-      std::memcpy(&word, bytes + byte, size - byte);
-    }
-    word >>= position % 8;
+    uint64_t word = PeekBits(bytes, size, position);
     const int zeros = __builtin_ctzll(word | uint64_t{1} << (kEscape + 1));
     if (zeros > kEscape) return "an exponent is malformed";
     const bool escaped = zeros == kEscape;
@@ -158,12 +149,7 @@ size_t MostPackedBytes(NumberFormat format, size_t count) {
 
 uint8_t* PackNumbers(NumberFormat format, const void* numbers, size_t count,
                      uint8_t* out) {
-  for (uint64_t left = count;;) {
-    const bool more = left >= 0x80;
-    *out++ = static_cast<uint8_t>((left & 0x7F) | (more ? 0x80 : 0));
-    if (!more) break;
-    left >>= 7;
-  }
+  out = PutVarint(count, out);
   if (format.bytes == 4) return PackAll<uint32_t, 8>(numbers, count, out);
   if (format.exponent_bits == 8) {
     return PackAll<uint16_t, 8>(numbers, count, out);
@@ -173,17 +159,12 @@ uint8_t* PackNumbers(NumberFormat format, const void* numbers, size_t count,
 
 const char* ReadNumberCount(const uint8_t* data, size_t size, uint64_t* count,
                             const uint8_t** blocks) {
-  *count = 0;
-  const uint8_t* end = data + size;
-  for (int shift = 0; shift < 64 && data < end; shift += 7) {
-    const uint8_t byte = *data++;
-    *count |= static_cast<uint64_t>(byte & 0x7F) << shift;
-    if (byte & 0x80) continue;
-    *blocks = data;
-    // Every number takes more than a byte.
-    return *count > size ? kTruncated : nullptr;
-  }
-  return "its header is malformed";
+  HeaderReader header(data, size);
+  *count = header.Varint();
+  if (!header.ok()) return "its header is malformed";
+  *blocks = header.next();
+  // Every number takes more than a byte.
+  return *count > size ? kTruncated : nullptr;
 }
 
 const char* UnpackNumbers(NumberFormat format, const uint8_t* blocks,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_NUMBER_CODEC_H_
-#define TFDIST_EMBEDDING_NUMBER_CODEC_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_NUMBER_CODEC_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_NUMBER_CODEC_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -44,4 +44,4 @@ const char* UnpackNumbers(NumberFormat format, const uint8_t* blocks,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_NUMBER_CODEC_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_NUMBER_CODEC_H_

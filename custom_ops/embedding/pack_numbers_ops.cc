@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "common/parallel_tasks.h"
-#include "number_codec.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/number_codec.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

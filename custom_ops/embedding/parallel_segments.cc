@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "parallel_segments.h"
+#include "custom_ops/embedding/parallel_segments.h"
 
-#include "common/parallel_tasks.h"
+#include "custom_ops/common/parallel_tasks.h"
 
 namespace tfdist {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_PARALLEL_SEGMENTS_H_
-#define TFDIST_EMBEDDING_PARALLEL_SEGMENTS_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_PARALLEL_SEGMENTS_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_PARALLEL_SEGMENTS_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
-#include "lookup_functor.h"
+#include "custom_ops/embedding/lookup_functor.h"
 #include "tensorflow/core/lib/core/threadpool.h"
 
 namespace tfdist {
@@ -41,4 +41,4 @@ void ParallelSegmentSums(
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_PARALLEL_SEGMENTS_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_PARALLEL_SEGMENTS_H_

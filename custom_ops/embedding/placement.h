@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_PLACEMENT_H_
-#define TFDIST_EMBEDDING_PLACEMENT_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_
 
 #include <cstdint>
 
@@ -64,4 +64,4 @@ class RotatedMod {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_PLACEMENT_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_

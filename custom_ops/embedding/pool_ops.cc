@@ -3,10 +3,10 @@
 #include <memory>
 #include <vector>
 
-#include "common/parallel_tasks.h"
-#include "id_lists.h"
-#include "lookup_functor.h"
-#include "parallel_segments.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/lookup_functor.h"
+#include "custom_ops/embedding/parallel_segments.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

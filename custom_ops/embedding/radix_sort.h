@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_RADIX_SORT_H_
-#define TFDIST_EMBEDDING_RADIX_SORT_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_RADIX_SORT_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_RADIX_SORT_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -66,4 +66,4 @@ inline void RadixSort(size_t count, int low_bit, int high_bit,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_RADIX_SORT_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_RADIX_SORT_H_

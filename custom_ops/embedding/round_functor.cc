@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "round_functor.h"
+#include "custom_ops/embedding/round_functor.h"
 
 #include <cstring>
 
-#include "common/target_clones.h"
+#include "custom_ops/common/mixed_bits.h"
+#include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
 namespace {
@@ -23,13 +24,9 @@ TFDIST_INLINE float FloatOf(uint32_t bits) {
   return value;
 }
 
-// Two words of key from a seed (a round of splitmix64): neighbouring seeds get
-// unrelated keys.
+// Two words of key from a seed: neighbouring seeds get unrelated keys.
 TFDIST_INLINE uint64_t KeyOf(uint64_t seed) {
-  seed += 0x9E3779B97F4A7C15;
-  seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9;
-  seed = (seed ^ seed >> 27) * 0x94D049BB133111EB;
-  return seed ^ seed >> 31;
+  return MixBits(seed + kGoldenRatio);
 }
 
 // 32 random bits: the finalizer "lowbias32" of an index, with the second word

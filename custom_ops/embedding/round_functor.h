@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_ROUND_FUNCTOR_H_
-#define TFDIST_EMBEDDING_ROUND_FUNCTOR_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ROUND_FUNCTOR_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ROUND_FUNCTOR_H_
 
 #include <cstdint>
 
@@ -22,4 +22,4 @@ void RoundToFloat16(const float* in, uint64_t seed, int64_t begin, int64_t end,
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_ROUND_FUNCTOR_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ROUND_FUNCTOR_H_

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_ROW_VECTORS_H_
-#define TFDIST_EMBEDDING_ROW_VECTORS_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ROW_VECTORS_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ROW_VECTORS_H_
 
 #include <cstdint>
 
-#include "common/target_clones.h"
-#include "lookup_functor.h"
+#include "custom_ops/common/prefetch_lines.h"
+#include "custom_ops/common/target_clones.h"
+#include "custom_ops/embedding/lookup_functor.h"
 
 namespace tfdist {
 
@@ -37,7 +38,6 @@ TFDIST_INLINE void Load(const Bfloat16* from, Floats<kLanes>* values) {
 
 constexpr int kMaxVectors = 8;          // accumulators that stay in registers
 constexpr int64_t kPrefetchAhead = 16;  // entries; hides a trip to memory
-constexpr int64_t kLineBytes = 64;
 
 // Prefetches a row, of a long one only the start: the processor's own
 // prefetcher follows it to the end, and as it can have only so many misses
@@ -46,15 +46,9 @@ template <typename T>
 TFDIST_INLINE void PrefetchRow(const T* row, int64_t width) {
   constexpr int64_t kLine = kLineBytes / sizeof(T);
   constexpr int64_t kShort = 4 * kLine;
-  if (width > kShort) {
-    __builtin_prefetch(row);
-    __builtin_prefetch(row + kLine);
-    return;
-  }
-  for (int64_t at = 0; at < width; at += kLine) __builtin_prefetch(row + at);
-  __builtin_prefetch(row + width - 1);
+  PrefetchLines<false>(row, width > kShort ? kLine + 1 : width);
 }
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_ROW_VECTORS_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ROW_VECTORS_H_

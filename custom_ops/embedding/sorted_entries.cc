@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "sorted_entries.h"
+#include "custom_ops/embedding/sorted_entries.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "radix_sort.h"
+#include "custom_ops/embedding/radix_sort.h"
 
 namespace tfdist {
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_EMBEDDING_SORTED_ENTRIES_H_
-#define TFDIST_EMBEDDING_SORTED_ENTRIES_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_SORTED_ENTRIES_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_SORTED_ENTRIES_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "lookup_blocks.h"
+#include "custom_ops/embedding/lookup_blocks.h"
 
 namespace tfdist {
 
@@ -92,4 +92,4 @@ class SortedEntries {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_EMBEDDING_SORTED_ENTRIES_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_SORTED_ENTRIES_H_

@@ -3,7 +3,7 @@
 #include <limits>
 #include <memory>
 
-#include "radix_sort.h"
+#include "custom_ops/embedding/radix_sort.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "common/parallel_tasks.h"
-#include "round_functor.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/embedding/round_functor.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "custom_ops/common/mixed_bits.h"
 #include "custom_ops/optimizer/row_lanes.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 
@@ -16,12 +17,9 @@ typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
 // Random bits of a row for one step; those of its columns derive from them.
-// The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
 TFDIST_INLINE uint32_t RowBits(uint64_t seed, int64_t row) {
-  uint64_t x = seed * 0x9E3779B97F4A7C15 + static_cast<uint64_t>(row);
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return static_cast<uint32_t>(x ^ (x >> 31));
+  return static_cast<uint32_t>(
+      MixBits(seed * kGoldenRatio + static_cast<uint64_t>(row)));
 }
 
 // 16 random bits for every column: the finalizer of MurmurHash3.

@@ -5,29 +5,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "custom_ops/common/prefetch_lines.h"
 #include "custom_ops/common/target_clones.h"
 #include "custom_ops/optimizer/bfloat16_rows.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 
 namespace tfdist {
-
-constexpr int64_t kFloatsPerCacheLine = 16;
-
-// Rows are scattered over a table larger than the caches: ask for the row a
-// few positions ahead while this one is computed.
-TFDIST_INLINE void PrefetchRow(const float* row, int64_t dim) {
-  for (int64_t j = 0; j < dim; j += kFloatsPerCacheLine) {
-    __builtin_prefetch(row + j, 1);
-  }
-  __builtin_prefetch(row + dim - 1, 1);
-}
-
-TFDIST_INLINE void PrefetchRow(const uint16_t* row, int64_t dim) {
-  for (int64_t j = 0; j < dim; j += 2 * kFloatsPerCacheLine) {
-    __builtin_prefetch(row + j, 1);
-  }
-  __builtin_prefetch(row + dim - 1, 1);
-}
 
 // Access to the rows of a table of either dtype; a rule sees floats.
 class FloatTable {
@@ -35,7 +18,7 @@ class FloatTable {
   FloatTable(const RowBuffers& buffers, int64_t dim)
       : table_(buffers.table), dim_(dim) {}
   TFDIST_INLINE void Prefetch(int64_t row) const {
-    PrefetchRow(table_ + row * dim_, dim_);
+    PrefetchLines<true>(table_ + row * dim_, dim_);
   }
   TFDIST_INLINE float* Open(int64_t row) { return table_ + row * dim_; }
   TFDIST_INLINE void Close(int64_t row) {}
@@ -53,7 +36,7 @@ class Bfloat16Table {
         dim_(dim),
         opened_(dim) {}
   TFDIST_INLINE void Prefetch(int64_t row) const {
-    PrefetchRow(table_ + row * dim_, dim_);
+    PrefetchLines<true>(table_ + row * dim_, dim_);
   }
   TFDIST_INLINE float* Open(int64_t row) {
     WidenRow(table_ + row * dim_, dim_, opened_.data());

@@ -17,7 +17,7 @@ template <typename Rule>
 TFDIST_INLINE void PrefetchSlots(const RowBuffers& buffers, int64_t row,
                                  int64_t dim) {
   for (int k = 0; k < Rule::kNumSlots; ++k) {
-    PrefetchRow(buffers.slots[k] + row * dim, dim);
+    PrefetchLines<true>(buffers.slots[k] + row * dim, dim);
   }
 }
 

@@ -18,24 +18,24 @@ namespace {
 template <typename Rule>
 class ApplyRowsOp : public tf::OpKernel {
  public:
-  explicit ApplyRowsOp(tf::OpKernelConstruction* context)
-      : OpKernel(context), inputs_(context) {}
+  explicit ApplyRowsOp(tf::OpKernelConstruction* ctx)
+      : OpKernel(ctx), inputs_(ctx) {}
 
-  void Compute(tf::OpKernelContext* context) override {
+  void Compute(tf::OpKernelContext* ctx) override {
     const tf::Tensor* rows;
     const tf::Tensor* grads;
-    OP_REQUIRES_OK(context, context->input("rows", &rows));
-    OP_REQUIRES_OK(context, context->input("grads", &grads));
+    OP_REQUIRES_OK(ctx, ctx->input("rows", &rows));
+    OP_REQUIRES_OK(ctx, ctx->input("grads", &grads));
     Rule rule;
-    OP_REQUIRES_OK(context, inputs_.Read(context, rows->NumElements(), &rule));
+    OP_REQUIRES_OK(ctx, inputs_.Read(ctx, rows->NumElements(), &rule));
     Rounding rounding;
-    OP_REQUIRES_OK(context, ReadRounding(context, &rounding));
+    OP_REQUIRES_OK(ctx, ReadRounding(ctx, &rounding));
     ShardAccess shard;
     const int num_slots = inputs_.NumSlots();
-    OP_REQUIRES_OK(context, shard.Lock(context, 1 + num_slots));
-    OP_REQUIRES_OK(context, CheckShapes(shard, *rows, *grads));
-    OP_REQUIRES_OK(context, CheckRows(shard, *rows));
-    OP_REQUIRES_OK(context, shard.PrepareToWrite(context));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1 + num_slots));
+    OP_REQUIRES_OK(ctx, CheckShapes(shard, *rows, *grads));
+    OP_REQUIRES_OK(ctx, CheckRows(shard, *rows));
+    OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     shard.UseHugePages();
 
     const RowBatch batch = {rows->flat<int64_t>().data(),
@@ -44,15 +44,15 @@ class ApplyRowsOp : public tf::OpKernel {
     const Work work = {rule, shard.Buffers(num_slots, rounding),
                        shard.tensor(0).dim_size(0)};
     if (StrictlyAscending(batch.rows, batch.size)) {
-      Update(context, work, batch);
+      Update(ctx, work, batch);
       return;
     }
-    OP_REQUIRES(context, !HasMeans(rule),
+    OP_REQUIRES(ctx, !HasMeans(rule),
                 absl::InvalidArgumentError(
                     absl::StrCat(name(),
                                  ": rows must be strictly ascending when "
                                  "mean_squares are given")));
-    UpdateGrouped(context, work, batch);
+    UpdateGrouped(ctx, work, batch);
   }
 
  private:
@@ -115,24 +115,24 @@ class ApplyRowsOp : public tf::OpKernel {
   }
 
   template <typename Function>
-  void Parallel(tf::OpKernelContext* context, int64_t rows, int64_t cost,
+  void Parallel(tf::OpKernelContext* ctx, int64_t rows, int64_t cost,
                 const Function& function) const {
-    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
-                  rows, cost, function);
+    ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers, rows,
+                  cost, function);
   }
 
-  void Update(tf::OpKernelContext* context, const Work& work,
+  void Update(tf::OpKernelContext* ctx, const Work& work,
               const RowBatch& batch) const {
     if constexpr (std::is_same<Rule, AdamRule>::value) {
       if (inputs_.all_rows) {
-        Parallel(context, work.num_rows, CostPerRow(batch.dim),
+        Parallel(ctx, work.num_rows, CostPerRow(batch.dim),
                  [&](int64_t begin, int64_t end) {
                    work.rule.ApplyToAll(batch, work.buffers, begin, end);
                  });
         return;
       }
     }
-    Parallel(context, batch.size, CostPerRow(batch.dim),
+    Parallel(ctx, batch.size, CostPerRow(batch.dim),
              [&](int64_t begin, int64_t end) {
                work.rule.Apply(batch, work.buffers, begin, end);
              });
@@ -140,20 +140,20 @@ class ApplyRowsOp : public tf::OpKernel {
 
   // Rows that repeat or are not sorted: sum the gradients of each row first,
   // so that a row is updated once with its whole gradient.
-  void UpdateGrouped(tf::OpKernelContext* context, const Work& work,
+  void UpdateGrouped(tf::OpKernelContext* ctx, const Work& work,
                      const RowBatch& batch) const {
     const RowGroups groups = GroupRows(batch.rows, batch.size);
     const auto num_groups = static_cast<int64_t>(groups.rows.size());
     tf::Tensor sums;
-    OP_REQUIRES_OK(context, context->allocate_temp(
-                                tf::DT_FLOAT, {num_groups, batch.dim}, &sums));
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_temp(tf::DT_FLOAT, {num_groups, batch.dim}, &sums));
     float* data = sums.flat<float>().data();
-    Parallel(context, num_groups, CostPerRow(batch.dim),
+    Parallel(ctx, num_groups, CostPerRow(batch.dim),
              [&](int64_t begin, int64_t end) {
                SumGroups(groups, batch.grads, batch.dim, begin, end,
                          data + begin * batch.dim);
              });
-    Update(context, work, {groups.rows.data(), data, num_groups, batch.dim});
+    Update(ctx, work, {groups.rows.data(), data, num_groups, batch.dim});
   }
 
   RuleInputs<Rule> inputs_;

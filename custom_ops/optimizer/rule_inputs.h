@@ -17,10 +17,10 @@ namespace tf = ::tensorflow;
 
 // The inputs after the variables, rows and grads: scalars of dtype float64, so
 // that 1 - beta_2 has the precision of its float32 result.
-inline absl::Status Scalar(tf::OpKernelContext* context, const char* name,
+inline absl::Status Scalar(tf::OpKernelContext* ctx, const char* name,
                            double* value) {
   const tf::Tensor* tensor;
-  TF_RETURN_IF_ERROR(context->input(name, &tensor));
+  TF_RETURN_IF_ERROR(ctx->input(name, &tensor));
   if (tensor->dims() != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         name, " must be a scalar; received ", tensor->shape().DebugString()));
@@ -29,10 +29,10 @@ inline absl::Status Scalar(tf::OpKernelContext* context, const char* name,
   return absl::OkStatus();
 }
 
-inline absl::Status Scalar(tf::OpKernelContext* context, const char* name,
+inline absl::Status Scalar(tf::OpKernelContext* ctx, const char* name,
                            float* value) {
   double wide = 0;
-  TF_RETURN_IF_ERROR(Scalar(context, name, &wide));
+  TF_RETURN_IF_ERROR(Scalar(ctx, name, &wide));
   *value = static_cast<float>(wide);
   return absl::OkStatus();
 }
@@ -46,21 +46,21 @@ template <>
 struct RuleInputs<SgdRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 0; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t, SgdRule* rule) {
-    return Scalar(context, "learning_rate", &rule->learning_rate);
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t, SgdRule* rule) {
+    return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
 };
 
 template <>
 struct RuleInputs<MomentumRule> {
-  explicit RuleInputs(tf::OpKernelConstruction* context) {
-    OP_REQUIRES_OK(context, context->GetAttr("nesterov", &nesterov));
+  explicit RuleInputs(tf::OpKernelConstruction* ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("nesterov", &nesterov));
   }
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t, MomentumRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t, MomentumRule* rule) {
     rule->nesterov = nesterov;
-    TF_RETURN_IF_ERROR(Scalar(context, "momentum", &rule->momentum));
-    return Scalar(context, "learning_rate", &rule->learning_rate);
+    TF_RETURN_IF_ERROR(Scalar(ctx, "momentum", &rule->momentum));
+    return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
   bool nesterov;
 };
@@ -69,9 +69,9 @@ template <>
 struct RuleInputs<AdagradRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t, AdagradRule* rule) {
-    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
-    return Scalar(context, "learning_rate", &rule->learning_rate);
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t, AdagradRule* rule) {
+    TF_RETURN_IF_ERROR(Scalar(ctx, "epsilon", &rule->epsilon));
+    return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
 };
 
@@ -79,12 +79,12 @@ template <>
 struct RuleInputs<RowWiseAdagradRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t num_rows,
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t num_rows,
                     RowWiseAdagradRule* rule) {
-    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
-    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &rule->learning_rate));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "epsilon", &rule->epsilon));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "learning_rate", &rule->learning_rate));
     const tf::Tensor* means;
-    TF_RETURN_IF_ERROR(context->input("mean_squares", &means));
+    TF_RETURN_IF_ERROR(ctx->input("mean_squares", &means));
     if (means->dims() != 1 ||
         (means->dim_size(0) != 0 && means->dim_size(0) != num_rows)) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -99,21 +99,21 @@ struct RuleInputs<RowWiseAdagradRule> {
 
 template <>
 struct RuleInputs<AdamRule> {
-  explicit RuleInputs(tf::OpKernelConstruction* context) {
-    OP_REQUIRES_OK(context, context->GetAttr("num_hats", &num_hats));
-    OP_REQUIRES_OK(context, context->GetAttr("all_rows", &all_rows));
+  explicit RuleInputs(tf::OpKernelConstruction* ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("num_hats", &num_hats));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("all_rows", &all_rows));
   }
   int NumSlots() const { return 2 + num_hats; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t, AdamRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t, AdamRule* rule) {
     double learning_rate = 0;
     double beta_1 = 0;
     double beta_2 = 0;
-    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &learning_rate));
-    TF_RETURN_IF_ERROR(Scalar(context, "beta_1", &beta_1));
-    TF_RETURN_IF_ERROR(Scalar(context, "beta_2", &beta_2));
-    TF_RETURN_IF_ERROR(Scalar(context, "epsilon", &rule->epsilon));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "learning_rate", &learning_rate));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "beta_1", &beta_1));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "beta_2", &beta_2));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "epsilon", &rule->epsilon));
     const tf::Tensor* step;
-    TF_RETURN_IF_ERROR(context->input("step", &step));
+    TF_RETURN_IF_ERROR(ctx->input("step", &step));
     if (step->dims() != 0 || step->scalar<int64_t>()() < 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("step must be a scalar counting from 1; received ",
@@ -136,18 +136,18 @@ template <>
 struct RuleInputs<FtrlRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 2; }
-  absl::Status Read(tf::OpKernelContext* context, int64_t, FtrlRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, int64_t, FtrlRule* rule) {
     double learning_rate = 0;
     double power = 0;
     double l2 = 0;
     double l2_shrinkage = 0;
     double beta = 0;
-    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate", &learning_rate));
-    TF_RETURN_IF_ERROR(Scalar(context, "learning_rate_power", &power));
-    TF_RETURN_IF_ERROR(Scalar(context, "l1", &rule->l1));
-    TF_RETURN_IF_ERROR(Scalar(context, "l2", &l2));
-    TF_RETURN_IF_ERROR(Scalar(context, "l2_shrinkage", &l2_shrinkage));
-    TF_RETURN_IF_ERROR(Scalar(context, "beta", &beta));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "learning_rate", &learning_rate));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "learning_rate_power", &power));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "l1", &rule->l1));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "l2", &l2));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "l2_shrinkage", &l2_shrinkage));
+    TF_RETURN_IF_ERROR(Scalar(ctx, "beta", &beta));
     rule->inverse_learning_rate = static_cast<float>(1 / learning_rate);
     rule->power = static_cast<float>(-power);
     rule->twice_l2 = static_cast<float>(2 * l2 + beta / learning_rate);

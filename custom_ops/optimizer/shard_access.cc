@@ -13,13 +13,12 @@ namespace tfdist {
 
 namespace tf = ::tensorflow;
 
-absl::Status ShardAccess::Lock(tf::OpKernelContext* context,
-                               int num_variables) {
+absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int num_variables) {
   std::vector<decltype(variables_[0]->mu())> mutexes;
   for (int index = 0; index < num_variables; ++index) {
-    const tf::ResourceHandle& handle = tf::HandleFromInput(context, index);
+    const tf::ResourceHandle& handle = tf::HandleFromInput(ctx, index);
     tf::core::RefCountPtr<tf::Var> variable;
-    TF_RETURN_IF_ERROR(tf::LookupResource(context, handle, &variable));
+    TF_RETURN_IF_ERROR(tf::LookupResource(ctx, handle, &variable));
     mutexes.push_back(variable->mu());
     names_.push_back(handle.name());
     variables_.push_back(std::move(variable));
@@ -51,7 +50,7 @@ absl::Status ShardAccess::Lock(tf::OpKernelContext* context,
   return absl::OkStatus();
 }
 
-absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* context) {
+absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx) {
   for (auto& variable : variables_) {
     tf::Tensor* values = variable->tensor();
     // In copy-on-read mode nothing may alias the buffer; otherwise one
@@ -61,7 +60,7 @@ absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* context) {
     }
     tf::Tensor copy;
     TF_RETURN_IF_ERROR(
-        context->allocate_temp(values->dtype(), values->shape(), &copy));
+        ctx->allocate_temp(values->dtype(), values->shape(), &copy));
     std::memcpy(copy.data(), values->data(), values->TotalBytes());
     *values = copy;
     variable->copy_on_read_mode.store(true);
@@ -92,9 +91,9 @@ RowBuffers ShardAccess::Buffers(int num_slots, const Rounding& rounding) const {
   return buffers;
 }
 
-absl::Status ReadRounding(tf::OpKernelContext* context, Rounding* rounding) {
+absl::Status ReadRounding(tf::OpKernelContext* ctx, Rounding* rounding) {
   tf::OpInputList seeds;
-  TF_RETURN_IF_ERROR(context->input_list("rounding_seeds", &seeds));
+  TF_RETURN_IF_ERROR(ctx->input_list("rounding_seeds", &seeds));
   *rounding = {};
   if (seeds.size() == 0) return absl::OkStatus();
   if (seeds.size() != 1 || seeds[0].dims() != 0) {

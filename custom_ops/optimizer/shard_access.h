@@ -21,12 +21,12 @@ class ShardAccess {
   // Looks up and locks inputs 0 to num_variables - 1. Each must be initialized,
   // the first, the table, with values of dtype float or bfloat16, the slots
   // with float.
-  absl::Status Lock(tensorflow::OpKernelContext* context, int num_variables);
+  absl::Status Lock(tensorflow::OpKernelContext* ctx, int num_variables);
 
   // Makes the buffers safe to write in place. Call it once every input has
   // been checked: it copies a buffer that somebody else still reads, once,
   // and makes later reads of that variable copy instead.
-  absl::Status PrepareToWrite(tensorflow::OpKernelContext* context);
+  absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx);
 
   // Exchanges the pages of the buffers for huge ones: once, at the first
   // update.
@@ -48,8 +48,7 @@ class ShardAccess {
 
 // The rounding of a bfloat16 table: at random with the seed in the input list
 // "rounding_seeds", to nearest if that is empty.
-absl::Status ReadRounding(tensorflow::OpKernelContext* context,
-                          Rounding* rounding);
+absl::Status ReadRounding(tensorflow::OpKernelContext* ctx, Rounding* rounding);
 
 }  // namespace tfdist
 

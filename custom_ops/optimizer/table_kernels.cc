@@ -21,11 +21,11 @@ class SumDuplicateRowsOp : public tf::OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(tf::OpKernelContext* context) override {
-    const tf::Tensor& rows = context->input(0);
-    const tf::Tensor& grads = context->input(1);
+  void Compute(tf::OpKernelContext* ctx) override {
+    const tf::Tensor& rows = ctx->input(0);
+    const tf::Tensor& grads = ctx->input(1);
     OP_REQUIRES(
-        context,
+        ctx,
         rows.dims() == 1 && grads.dims() == 2 &&
             grads.dim_size(0) == rows.dim_size(0),
         absl::InvalidArgumentError(absl::StrCat(
@@ -33,28 +33,26 @@ class SumDuplicateRowsOp : public tf::OpKernel {
             rows.shape().DebugString(), " and ", grads.shape().DebugString())));
     const int64_t* data = rows.flat<int64_t>().data();
     if (StrictlyAscending(data, rows.NumElements())) {
-      context->set_output(0, rows);
-      context->set_output(1, grads);
+      ctx->set_output(0, rows);
+      ctx->set_output(1, grads);
       return;
     }
-    SumGrouped(context, GroupRows(data, rows.NumElements()), grads);
+    SumGrouped(ctx, GroupRows(data, rows.NumElements()), grads);
   }
 
  private:
-  static void SumGrouped(tf::OpKernelContext* context, const RowGroups& groups,
+  static void SumGrouped(tf::OpKernelContext* ctx, const RowGroups& groups,
                          const tf::Tensor& grads) {
     const auto num_groups = static_cast<int64_t>(groups.rows.size());
     const int64_t dim = grads.dim_size(1);
     tf::Tensor* unique_rows;
     tf::Tensor* sums;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(0, {num_groups}, &unique_rows));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(1, {num_groups, dim}, &sums));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {num_groups}, &unique_rows));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {num_groups, dim}, &sums));
     std::copy(groups.rows.begin(), groups.rows.end(),
               unique_rows->flat<int64_t>().data());
     float* data = sums->flat<float>().data();
-    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
+    ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   num_groups, 50 + 2 * dim, [&](int64_t begin, int64_t end) {
                     SumGroups(groups, grads.flat<float>().data(), dim, begin,
                               end, data + begin * dim);
@@ -66,25 +64,25 @@ class ScaleTableOp : public tf::OpKernel {
  public:
   using OpKernel::OpKernel;
 
-  void Compute(tf::OpKernelContext* context) override {
-    const tf::Tensor& factor = context->input(1);
-    OP_REQUIRES(context, factor.dims() == 0,
+  void Compute(tf::OpKernelContext* ctx) override {
+    const tf::Tensor& factor = ctx->input(1);
+    OP_REQUIRES(ctx, factor.dims() == 0,
                 absl::InvalidArgumentError(
                     absl::StrCat(name(), ": factor must be a scalar; received ",
                                  factor.shape().DebugString())));
     Rounding rounding;
-    OP_REQUIRES_OK(context, ReadRounding(context, &rounding));
+    OP_REQUIRES_OK(ctx, ReadRounding(ctx, &rounding));
     ShardAccess shard;
-    OP_REQUIRES_OK(context, shard.Lock(context, 1));
-    OP_REQUIRES_OK(context, shard.PrepareToWrite(context));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     const RowBuffers buffers = shard.Buffers(0, rounding);
     const int64_t size = shard.tensor(0).NumElements();
     const int64_t rows =
         shard.tensor(0).dims() == 0 ? 1 : shard.tensor(0).dim_size(0);
     if (size == 0) return;
     const auto scale = static_cast<float>(factor.scalar<double>()());
-    ParallelUnits(context->device()->tensorflow_cpu_worker_threads()->workers,
-                  rows, size / rows, [&](int64_t begin, int64_t end) {
+    ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers, rows,
+                  size / rows, [&](int64_t begin, int64_t end) {
                     ScaleRows(buffers, size / rows, begin, end, scale);
                   });
   }
