@@ -220,6 +220,21 @@ def test_only_marks_spells_attributes_set_on_other_objects() -> None:
     assert not wrong, "Add an accessor to tfdist_ext/marks.py and use it"
 
 
+def test_doc_strings_are_no_fragments() -> None:
+    fragment = re.compile(
+        "(?:Of|For|As|At|By|On|From|To|In|With|Per|Around|And|But) "
+    )
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    wrong = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+        and fragment.match(text := ast.get_docstring(node) or "")
+    ]
+    assert not wrong, "Begin with a noun or a verb: who or what does what"
+
+
 def test_every_source_names_its_licence_first() -> None:
     wrong = []
     for path, text in texts(sources()).items():

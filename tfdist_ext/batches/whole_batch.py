@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a rank's part of a batch to what one process computes of the whole.
+"""Makes of a rank's part of a batch what one process makes of the whole.
 
 In Keras's loops a step is written as for one process, and the ranks are
 averaged: a gradient or a logged value is the mean of what the ranks have,

@@ -74,7 +74,7 @@ class Turns:
         )
 
     def role(self) -> str:
-        """Of a call outside of a step: the dataset's function it is in.
+        """The role of a call outside of a step: the function of a dataset.
 
         Functions get numbers as they are traced, in the order of the program.
         """

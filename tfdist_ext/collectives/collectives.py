@@ -151,7 +151,7 @@ class Collectives:
     def _exchanging(
         self, label: str
     ) -> contextlib.AbstractContextManager[None]:
-        """Around an exchange: by itself, it is what the ranks do together."""
+        """A context for an exchange: alone, it is done `together`."""
         if self._depth == 0 and tf.executing_eagerly():
             return self.together(label)
         return contextlib.nullcontext()

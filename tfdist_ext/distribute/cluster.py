@@ -39,12 +39,12 @@ class Cluster:
 
     @property
     def addresses(self) -> list[str]:
-        """Of all ranks, in rank order."""
+        """The addresses of all ranks, in rank order."""
         return [address for tasks in self.jobs.values() for address in tasks]
 
     @property
     def own_address(self) -> str:
-        """Of this process, "" if it trains alone."""
+        """The address of this process, "" if it trains alone."""
         return self.jobs[self.job][self.index] if self.jobs else ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around the exchange of a deduplicated feature: rows travel, not sums.
+"""What surrounds the exchange of a deduplicated feature: rows travel.
 
 Each rank asks once for every distinct row of its batch and pools by itself.
 That is less to send where samples have few ids and ids repeat between them.

@@ -200,7 +200,7 @@ class _Exchange:
     def _sent_by_samples(
         self, ids: Sequence[Sequence[Ids]], label: str
     ) -> Asked:
-        """Of a batch that need not be the step's: it brings its weight."""
+        """Sends ids of a batch that need not be the step's, with its weight."""
         samples = tf.size(ids[0][0].row_splits) - 1
         return self._sent(ids, label, tf.cast(samples, tf.float32))
 

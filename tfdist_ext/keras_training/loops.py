@@ -112,5 +112,5 @@ def _average_of_rows(
 
 
 def collectives_of(model: Any) -> Collectives | None:
-    """Of the strategy a model was made under; None with a single process."""
+    """Those of the strategy of a model; None with a single process."""
     return getattr(model.distribute_strategy, "collectives", None)

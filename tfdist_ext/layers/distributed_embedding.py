@@ -155,7 +155,7 @@ class DistributedEmbedding(SparseLayer):
         )
 
     def _placements(self, world_size: int) -> list[TablePlacement]:
-        """Of the tables; one process holds all of them whole."""
+        """Placements of the tables; one process holds all of them whole."""
         if world_size == 1:
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
         if self.plan is None:
@@ -322,7 +322,7 @@ class DistributedEmbedding(SparseLayer):
 
     @classmethod
     def has_sparsecores(cls) -> bool:
-        """Of keras-rs: whether there are TPUs with SparseCores; never."""
+        """Whether there are TPUs with SparseCores, as keras-rs asks; never."""
         return False
 
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:

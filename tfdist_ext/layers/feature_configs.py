@@ -141,7 +141,7 @@ def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
 
 
 def _serialize(value: Any) -> Any:
-    """As Keras; but what came from a config is one already."""
+    """Serializes like Keras; what came from a config is a dict already."""
     if isinstance(value, dict):
         return value
     return tf.keras.utils.serialize_keras_object(value)

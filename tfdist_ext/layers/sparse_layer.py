@@ -70,7 +70,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
     wire_packing = _field_of_wire("packed")
 
     def _ids(self, *inputs: Any) -> list[list[Ids]]:
-        """Per feature, the lists of ids whose results are summed."""
+        """Lists of ids whose results are summed, for every feature."""
         raise NotImplementedError(type(self).__name__)
 
     def _tables(self) -> list[Any]:
@@ -82,7 +82,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         return {}
 
     def _look_up(self, *inputs: Any) -> list[tf.Tensor]:
-        """Per feature the pooled rows, float32 `[batch, dim]`.
+        """Pooled rows of every feature, float32 `[batch, dim]`.
 
         Args:
             *inputs: for `_ids`, or the one that `preprocess` made.

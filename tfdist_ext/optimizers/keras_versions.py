@@ -105,7 +105,7 @@ class _Keras3Differences(_Optimizer):
     def _overwrite_model_variables_with_average_value(
         self, trainable_variables: Sequence[Any]
     ) -> None:
-        """As Keras, but for tables with an optimizer for themselves."""
+        """Overwrites all but tables with an optimizer for themselves."""
         for variable, average in zip(
             trainable_variables,
             self._model_variables_moving_average,

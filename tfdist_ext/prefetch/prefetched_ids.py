@@ -56,12 +56,12 @@ class PrefetchedIds(
 
     @property
     def shape(self) -> tf.TensorShape:
-        """For Keras, of a batch of any numbers of ids."""
+        """The shape that Keras sees: a batch of any numbers of ids."""
         return tf.TensorShape([None, None])
 
     @property
     def dtype(self) -> tf.DType:
-        """For Keras, of ids, which are not cast."""
+        """The dtype that Keras sees: of ids, which are not cast."""
         return tf.int64
 
     def nrows(self) -> tf.Tensor:
@@ -101,7 +101,7 @@ def bundle(ids: Sequence[Sequence[Ids]]) -> PrefetchedIds:
 
 
 def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
-    """Per feature, the lists whose results are summed."""
+    """Lists whose results are summed, for every feature."""
     parts = iter(_lists(lists))
     return [[next(parts) for _ in range(count)] for count in counts]
 

@@ -14,7 +14,7 @@ from tfdist_ext.sharding import sharded_variable
 
 
 def collectives_of(model: Any) -> Collectives | None:
-    """Of the strategy a model was made under; None with a single process."""
+    """Those of the strategy of a model; None with a single process."""
     strategy = getattr(model, "distribute_strategy", None)
     return getattr(strategy, "collectives", None)
 
