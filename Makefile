@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 REQUIREMENTS := requirements.txt requirements-dev.txt \
     requirements-tf$(TF_MINOR).txt
 # Two files at a time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup \
-    --no-loadscope-reorder $(PYTEST_ARGS)
+TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 PYTHON_SOURCES := tfdist_ext build_ops tests examples benchmarks setup.py
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
@@ -30,13 +30,13 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help demo test test-fast test-process test-fault test-asan build \
-    library environment lint format docs wheel bench clean
+.PHONY: help demo test test-fast test-process test-fault test-asan \
+    test-tsan coverage build library environment lint format docs wheel bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan wheel bench clean'
+	    'test-asan test-tsan coverage wheel bench clean'
 
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
@@ -78,12 +78,30 @@ $(VENV)/.installed: $(REQUIREMENTS)
 # with it so that it finds the exceptions it wraps. TensorFlow and Python keep
 # memory until the end: leaks would say nothing about the ops.
 test-asan: build
-	TFDIST_ASAN=1 $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_SANITIZER=asan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(PYTEST) tests/ops -m 'not process and not fault'
+
+# Ranks as threads of one process. TensorFlow and Python are not instrumented:
+# what they do is not looked at (ignore_noninstrumented_modules).
+test-tsan: build
+	TFDIST_SANITIZER=tsan $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_tsan.so \
+	TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 \
+	LD_PRELOAD="$(foreach lib,libtsan.so libstdc++.so.6,\
+	    $(shell $(CXX) -print-file-name=$(lib)))" \
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
+	    tests/collectives -m 'not process and not fault'
+
+# What tests run of the package's Python, in whatever process.
+coverage: build
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 lint: environment
 	$(BIN)/ruff check .

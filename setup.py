@@ -8,7 +8,8 @@ version in the wheel's metadata, and `tfdist_ext/_build_info.py`.
 Environment:
     TFDIST_CUDA: 0 never builds the CUDA sources, 1 insists on them; by default
         they are built when nvcc is found and TensorFlow is a CUDA build.
-    TFDIST_ASAN: 1 builds a second library with AddressSanitizer and UBSan.
+    TFDIST_SANITIZER: builds a second library, "asan" with AddressSanitizer and
+        UBSan, "tsan" with ThreadSanitizer.
     TFDIST_JOBS: compilations that run at once (2).
     CXX, CXXFLAGS, LDFLAGS, NVCC, NVCCFLAGS: compilers and additional flags.
 """
@@ -44,13 +45,13 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        if os.environ.get("TFDIST_ASAN", "0") == "1":
-            target = target.with_name(target.stem + "_asan.so")
-            library.build(ROOT, target, sanitize=True)
+        if sanitizer := os.environ.get("TFDIST_SANITIZER"):
+            target = target.with_name(f"{target.stem}_{sanitizer}.so")
+            library.build(ROOT, target, sanitizer)
             self._built = [target]
         else:
             info = target.parent.parent / "_build_info.py"
-            built_with = library.build(ROOT, target, sanitize=False)
+            built_with = library.build(ROOT, target)
             toolchain.write_build_info(info, built_with)
             self._built = [target, info]
 

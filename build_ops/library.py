@@ -29,25 +29,27 @@ OPTIMIZE = ["-O3", "-fno-math-errno", "-DNDEBUG"]
 # vptr checks need type information that TensorFlow's library does not export;
 # with the null checks gcc does not take an address for a constant, and absl
 # needs that (AddressSanitizer reports null pointers all the same).
-SANITIZE = [
-    "-O1",
-    "-g",
-    "-fno-omit-frame-pointer",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize=vptr,null,nonnull-attribute,returns-nonnull-attribute",
-    "-fno-sanitize-recover=undefined",
-]
+SANITIZE = {
+    "asan": [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr,null,nonnull-attribute,returns-nonnull-attribute",
+        "-fno-sanitize-recover=undefined",
+    ],
+    "tsan": ["-fsanitize=thread"],
+}
+DEBUG = ["-O1", "-g", "-fno-omit-frame-pointer"]
 
 
 def build(
-    root: pathlib.Path, target: pathlib.Path, sanitize: bool
+    root: pathlib.Path, target: pathlib.Path, sanitizer: str = ""
 ) -> dict[str, object]:
     """Builds the library.
 
     Args:
         root: the folder that holds `custom_ops/`.
         target: the file to write.
-        sanitize: build with AddressSanitizer and UBSan, without CUDA.
+        sanitizer: "asan" (AddressSanitizer and UBSan) or "tsan"
+            (ThreadSanitizer), which build without CUDA.
 
     Returns:
         The contents of `_build_info.py`.
@@ -57,16 +59,16 @@ def build(
     """
     tools = toolchain.find()
     cuda_sources = sorted((root / "custom_ops").rglob("*.cu.cc"))
-    cuda = bool(tools.nvcc and cuda_sources and not sanitize)
-    print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, sanitize)}")
+    cuda = bool(tools.nvcc and cuda_sources and not sanitizer)
+    print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, sanitizer)}")
     try:
-        flags = _build(tools, root, target, cuda, sanitize)
+        flags = _build(tools, root, target, cuda, sanitizer)
     except toolchain.BuildError as error:
         if not cuda or os.environ.get("TFDIST_CUDA") == "1":
             raise
         print(f"{error}tfdist_ext: CUDA kernels failed, building without")
         cuda = False
-        flags = _build(tools, root, target, cuda, sanitize)
+        flags = _build(tools, root, target, cuda, sanitizer)
     return {
         "TENSORFLOW_VERSION": tools.tensorflow.minor,
         "TENSORFLOW_BUILT_WITH": tools.tensorflow.version,
@@ -75,10 +77,10 @@ def build(
     }
 
 
-def _yes_or_no(tools: toolchain.Toolchain, cuda: bool, sanitize: bool) -> str:
+def _yes_or_no(tools: toolchain.Toolchain, cuda: bool, sanitizer: str) -> str:
     if cuda:
         return f"yes ({tools.cuda_reason})"
-    if sanitize:
+    if sanitizer:
         return "no (sanitizer build)"
     return f"no ({'no sources' if tools.nvcc else tools.cuda_reason})"
 
@@ -88,12 +90,13 @@ def _build(
     root: pathlib.Path,
     target: pathlib.Path,
     cuda: bool,
-    sanitize: bool,
+    sanitizer: str,
 ) -> list[str]:
     """Compiles and links; returns the flags that do not name a folder."""
-    variant = "asan" if sanitize else "cuda" if cuda else "cpu"
+    variant = sanitizer or ("cuda" if cuda else "cpu")
     folder = root / "build" / f"ops-{tools.tensorflow.version}-{variant}"
-    own = ["-std=c++17", "-fPIC", *(SANITIZE if sanitize else OPTIMIZE)]
+    kind = [*DEBUG, *SANITIZE[sanitizer]] if sanitizer else OPTIMIZE
+    own = ["-std=c++17", "-fPIC", *kind]
     if cuda:
         own += ["-DTFDIST_CUDA=1"]
         where = [f"-isystem{_cuda_home(tools) / 'include'}"]
@@ -113,7 +116,7 @@ def _build(
     if not commands:
         raise toolchain.BuildError(f"no sources under {root / 'custom_ops'}")
     _compile_all(commands)
-    _link(tools, list(commands), target, cuda, sanitize)
+    _link(tools, list(commands), target, cuda, sanitizer)
     return own
 
 
@@ -225,12 +228,12 @@ def _link(
     objects: list[pathlib.Path],
     target: pathlib.Path,
     cuda: bool,
-    sanitize: bool,
+    sanitizer: str,
 ) -> None:
     command = [
         *tools.cxx,
         "-shared",
-        *(SANITIZE if sanitize else []),
+        *SANITIZE.get(sanitizer, []),
         *map(str, objects),
         *shlex.split(os.environ.get("LDFLAGS", "")),
         *tools.link_flags,

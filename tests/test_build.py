@@ -64,12 +64,12 @@ def set_tensorflow(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     monkeypatch.setattr(toolchain, "_tensorflow_flags", lambda: flags)
 
 
-def build(tree: pathlib.Path, sanitize: bool = False) -> list[str]:
+def build(tree: pathlib.Path, sanitizer: str = "") -> list[str]:
     """Builds and returns the names of the sources that were compiled."""
     logs = [tree / "g++.log", tree / "nvcc.log"]
     for log in logs:
         log.write_text("")
-    info = library.build(tree, tree / "library.so", sanitize)
+    info = library.build(tree, tree / "library.so", sanitizer)
     assert (tree / "library.so").read_text() == "built"
     compiled = sorted(line for log in logs for line in log.read_text().split())
     return [*compiled, f"CUDA={info['CUDA']}"]
@@ -98,7 +98,7 @@ def test_cuda_follows_what_is_there(
     tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = ["one.cc", "two.cc", "CUDA=False"]
-    assert build(tree, sanitize=True) == cpu
+    assert build(tree, "asan") == cpu
     monkeypatch.setenv("TFDIST_CUDA", "0")
     assert build(tree) == cpu
     monkeypatch.setenv("TFDIST_CUDA", "1")
