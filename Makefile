@@ -85,16 +85,17 @@ test-asan: build
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(PYTEST) tests/ops -m 'not process and not fault'
 
-# Ranks as threads of one process. TensorFlow and Python are not instrumented:
-# what they do is not looked at (ignore_noninstrumented_modules).
+# Ranks as threads of one process. TensorFlow and Python are not instrumented;
+# what only they do is not looked at.
 test-tsan: build
 	TFDIST_SANITIZER=tsan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_tsan.so \
-	TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 \
+	TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 \
+	    suppressions=$(CURDIR)/build_ops/tsan_suppressions.txt" \
 	LD_PRELOAD="$(foreach lib,libtsan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
-	    tests/collectives -m 'not process and not fault'
+	    tests/ops/test_collective_errors.py tests/collectives
 
 # What tests run of the package's Python, in whatever process.
 coverage: build
