@@ -51,14 +51,16 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
+    "prefetch": {"batches", "tensorflow_internals"},
     "embedding": {
+        "batches",
         "collectives",
         "marks",
         "ops",
+        "prefetch",
         "tables",
         "tensorflow_internals",
     },
-    "prefetch": {"batches", "embedding", "tensorflow_internals"},
     "keras_training": {
         "batches",
         "collectives",
@@ -78,6 +80,7 @@ ROOMS = {
         "wrapping",
     },
     "layers": {
+        "batches",
         "collectives",
         "embedding",
         "keras_internals",

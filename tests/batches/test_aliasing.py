@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.batches import slicing
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.distribute import input
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.prefetch import prefetched_ids
 
 ROWS, WIDTH = 16, 16  # rows of 64 bytes

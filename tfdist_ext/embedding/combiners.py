@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 
 
 def combine(

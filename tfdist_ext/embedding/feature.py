@@ -5,28 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import tensorflow as tf
-
 from tfdist_ext.tables.choices import Combiner
 from tfdist_ext.tables.choices import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """Ids of a batch, one list per sample (CSR).
-
-    Attributes:
-        values: int32 or int64 `[n]`.
-        row_splits: int64 `[b + 1]`; sample s has the ids
-            `values[row_splits[s] : row_splits[s + 1]]`.
-        weights: float32 `[n]`, or `[0]` when all weights are one.
-    """
-
-    values: tf.Tensor
-    row_splits: tf.Tensor
-    weights: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)

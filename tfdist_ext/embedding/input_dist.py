@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.ops import id_ops
 
 

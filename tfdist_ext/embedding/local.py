@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import join_lists
 from tfdist_ext.embedding.lookup import lookup

@@ -10,13 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
 from tfdist_ext.embedding import sharing
-from tfdist_ext.embedding import staging
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
 from tfdist_ext.embedding.input_dist import input_dist
@@ -24,21 +23,8 @@ from tfdist_ext.embedding.local import local_lookup
 from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import output_dist
 from tfdist_ext.embedding.wire import Wire
-
-
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """The batch after this one, whose ids travel in the same step.
-
-    Attributes:
-        ids: per feature, its lists.
-        position: int64 `[2]`, see `staging.exchange_ahead`.
-        place: where they are kept, see there.
-    """
-
-    ids: Sequence[Sequence[Ids]]
-    position: tf.Tensor
-    place: str
+from tfdist_ext.prefetch import staging
+from tfdist_ext.prefetch.prefetched_ids import Ahead
 
 
 @dataclasses.dataclass(frozen=True)

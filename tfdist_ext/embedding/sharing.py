@@ -22,9 +22,9 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.subgraph import Subgraph
 from tfdist_ext.embedding.wire import Wire
 

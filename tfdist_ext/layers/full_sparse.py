@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of

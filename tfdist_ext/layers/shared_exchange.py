@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.batches.ids import Ids
 
 _IDS = (
     "int32 or int64 ids [batch] or [batch, k], a RaggedTensor of ids "

@@ -11,10 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.pooled_lookup import Ahead
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
@@ -87,7 +86,11 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         Args:
             *inputs: for `_ids`, or the one that `preprocess` made.
         """
-        ids, ahead = self._prefetched(inputs[0]) or (self._ids(*inputs), None)
+        place = None if self._collectives is None else self._place_ahead
+        ids, ahead = prefetched_ids.for_call(inputs[0], place) or (
+            self._ids(*inputs),
+            None,
+        )
         return pooled_lookup(
             ids,
             self._features,
@@ -97,25 +100,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             ahead,
         )
 
-    def _prefetched(
-        self, inputs: Any
-    ) -> tuple[list[list[Ids]], Ahead | None] | None:
-        """Ids from the input pipeline, and those of the next batch if known.
-
-        Args:
-            inputs: of the layer; None is returned unless its `preprocess`
-                made them.
-        """
-        if not prefetched_ids.is_prefetched(inputs):
-            return None
-        ahead = None
-        if inputs.ahead and self._collectives is not None:
-            following = prefetched_ids.of_features(
-                inputs.ahead[0], inputs.counts
-            )
-            place = self._collectives.place_of(self)
-            ahead = Ahead(following, inputs.position, f"{place}/{inputs.which}")
-        return prefetched_ids.of_features(inputs.now, inputs.counts), ahead
+    def _place_ahead(self) -> str:
+        assert self._collectives is not None
+        return self._collectives.place_of(self)
 
     def preprocess(self, inputs: Any) -> Any:
         """Prepares inputs in the input pipeline.

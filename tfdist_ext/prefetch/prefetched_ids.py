@@ -7,6 +7,7 @@ this one, as TorchRec's `TrainPipelineSparseDist` does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import typing
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import slicing
-from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.batches.ids import Ids
 
 Nest = Any
 
@@ -214,6 +215,40 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
         )
 
     return tf.nest.map_structure(unite, last, following)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """The batch after this one, whose ids travel in the same step.
+
+    Attributes:
+        ids: per feature, its lists.
+        position: int64 `[2]`, see `staging.exchange_ahead`.
+        place: where they are kept, see there.
+    """
+
+    ids: Sequence[Sequence[Ids]]
+    position: tf.Tensor
+    place: str
+
+
+def for_call(
+    inputs: Any, place: Callable[[], str] | None
+) -> tuple[list[list[Ids]], Ahead | None] | None:
+    """Ids from the input pipeline, and those of the next batch if known.
+
+    Args:
+        inputs: of a layer; None is returned unless its `preprocess` made them.
+        place: says where a layer keeps what it has exchanged ahead; None if
+            it exchanges nothing.
+    """
+    if not is_prefetched(inputs):
+        return None
+    ahead = None
+    if inputs.ahead and place is not None:
+        following = of_features(inputs.ahead[0], inputs.counts)
+        ahead = Ahead(following, inputs.position, f"{place()}/{inputs.which}")
+    return of_features(inputs.now, inputs.counts), ahead
 
 
 def is_prefetched(value: Any) -> bool:
