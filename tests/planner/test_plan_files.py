@@ -29,6 +29,26 @@ def test_plans_are_saved_and_loaded(tmp_path):
     assert forced.placements == plan.placements
 
 
+def test_a_plan_says_that_it_was_made_before_the_batch_was_known(tmp_path):
+    sizes = planned.random_sizes(3, 4)
+    assumed, known = (
+        planned.make_plan(sizes, 4, batch_size=size) for size in (None, 256)
+    )
+    words = "Made before the batch was known: 256 samples per rank"
+    for plan, says in ((assumed, True), (known, False)):
+        assert (words in plan.summary()) == says
+        assert (words in plan.explain("t0")) == says
+        assert plan.problem.setting.batch_known != says
+    assert assumed == known
+    assumed.save(tmp_path / "plan.json")
+    assert plan_lib.ShardingPlan.load(tmp_path / "plan.json").summary() == (
+        assumed.summary()
+    )
+    content = assumed.to_dict()
+    del content["problem"]["setting"]["batch_known"]  # an older file
+    assert plan_lib.ShardingPlan.from_dict(content) == known
+
+
 def test_an_edited_file_is_another_plan(tmp_path):
     path = tmp_path / "plan.json"
     plan = planned.make_plan([MEDIUM, MEDIUM], 4)

@@ -279,7 +279,7 @@ def plan(
     features: Sequence[FeatureConfig],
     world_size: int,
     *,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     wire_bytes: float = 4,
     link_bytes_per_second: float = 150e6,
     read_bytes_per_second: float = 8e9,
@@ -295,7 +295,8 @@ def plan(
         tables: to place.
         features: that look up in them.
         world_size: number of ranks.
-        batch_size: samples per rank and step.
+        batch_size: samples per rank and step; None if not known yet, then
+            256 are assumed and the plan says so.
         wire_bytes: of a number of a result: 4, or 2 with a 16-bit wire dtype.
         link_bytes_per_second: of a rank, each way.
         read_bytes_per_second: of a rank, reading rows of a table at random.
@@ -316,7 +317,7 @@ def plan(
     """
     setting = problem_lib.Setting(
         world_size=world_size,
-        batch_size=batch_size,
+        **problem_lib.batch(batch_size),
         wire_bytes=wire_bytes,
         link_bytes_per_second=link_bytes_per_second,
         read_bytes_per_second=read_bytes_per_second,

@@ -10,6 +10,7 @@ import numpy as np
 from tfdist_ext.planner import improve
 from tfdist_ext.planner.figures import Figures
 from tfdist_ext.planner.load import Load
+from tfdist_ext.planner.problem import Setting
 from tfdist_ext.tables.placement import TablePlacement
 
 _KILO, _MEGA = 1e3, 1e6
@@ -64,6 +65,7 @@ def summary(figures: Figures) -> str:
             f"reads {_mb(total.lookups)} MB of rows and takes about "
             f"{1e3 * figures.seconds_per_step:.2f} ms; "
             f"the fullest holds {_mb(total.memory)} MB",
+            *_assumptions(setting),
         ]
     )
 
@@ -74,6 +76,7 @@ def explain(figures: Figures, table: str) -> str:
     index = figures.problem.index(table)
     numbers = figures.problem.tables[index]
     chosen = options.shape_index(figures.placements[table])
+    setting = figures.problem.setting
     order = np.argsort(options.mean_time[index], kind="stable").tolist()
     lines = [_EXPLAINED]
     for shape in order:
@@ -83,7 +86,7 @@ def explain(figures: Figures, table: str) -> str:
             continue
         placement = options.first_ranks(shape)
         load = improve.load_of_table(options, index, placement)
-        busiest = np.max(load.time(figures.problem.setting))
+        busiest = np.max(load.time(setting))
         lines.append(
             (
                 "*" if shape == chosen else "",
@@ -110,8 +113,18 @@ def explain(figures: Figures, table: str) -> str:
             f"{_why(figures, table)}.",
             "Bytes, memory and 'busiest' are of the rank with the most, as if "
             "the table were alone.",
+            *_assumptions(setting),
         ]
     )
+
+
+def _assumptions(setting: Setting) -> list[str]:
+    if setting.batch_known:
+        return []
+    return [
+        "Made before the batch was known: "
+        f"{setting.batch_size} samples per rank are assumed."
+    ]
 
 
 def describe(placement: TablePlacement) -> str:

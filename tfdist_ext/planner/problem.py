@@ -22,6 +22,8 @@ from tfdist_ext.tables.table_config import placement_from_dict
 from tfdist_ext.tables.table_config import placement_to_dict
 
 _LARGEST_BATCH = 1 << 40
+# Samples per rank and step where nobody has said how many there are.
+USUAL_BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +39,19 @@ class Setting:
         memory_limit: bytes of weights and slots per rank; None for no limit.
         bytes_slack: share of bytes that may be sent beyond the least, to save
             time.
+        batch_known: whether `batch_size` was given; otherwise it is assumed,
+            which the texts of a plan say and which changes nothing else.
     """
 
     world_size: int
-    batch_size: int = 256
+    batch_size: int = USUAL_BATCH
     wire_bytes: float = 4
     link_bytes_per_second: float = 150e6
     read_bytes_per_second: float = 8e9
     memory_limit: float | None = None
     bytes_slack: float = 0.1
+    # Plans for the same numbers are equal; older files do not have it.
+    batch_known: bool = dataclasses.field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -54,11 +60,20 @@ class Setting:
                 checks.integer(field.name, value, 1, "plan", MOST_RANKS)
             elif field.name == "batch_size":
                 checks.integer(field.name, value, 1, "plan", _LARGEST_BATCH)
+            elif field.name == "batch_known":
+                checks.boolean(field.name, value, "plan", optional=False)
             elif field.name == "bytes_slack":
                 if value != math.inf:
                     checks.number(field.name, value, "plan")
             elif value is not None or field.name != "memory_limit":
                 checks.number(field.name, value, "plan", least=SMALLEST)
+
+
+def batch(size: int | None) -> dict[str, Any]:
+    """The fields of `Setting` for a batch, None if it is not known."""
+    if size is None:
+        return {"batch_size": USUAL_BATCH, "batch_known": False}
+    return {"batch_size": size, "batch_known": True}
 
 
 @dataclasses.dataclass(frozen=True)
