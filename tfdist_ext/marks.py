@@ -137,3 +137,13 @@ def set_wrappers(function: Any, wrappers: tuple[str, ...]) -> None:
 def wrappers(function: Any) -> tuple[str, ...]:
     """What `set_wrappers` said of a function, nothing of others."""
     return getattr(function, "_tfdist_wrappers", ())
+
+
+def fix(variable: Any) -> None:
+    """Says that a graph or a slot relies on where a table's parts lie."""
+    value_of(variable)._tfdist_fixed = True
+
+
+def is_fixed(variable: Any) -> bool:
+    """Whether a table's parts must stay where they are."""
+    return bool(getattr(value_of(variable), "_tfdist_fixed", False))

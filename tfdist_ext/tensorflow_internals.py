@@ -53,6 +53,25 @@ def variable_accessed(variable: Any) -> None:
     resource_variable_ops.variable_accessed(variable)
 
 
+def replace_value(variable: Any, value: tf.Tensor) -> None:
+    """Gives a variable a value of another shape, which it then has.
+
+    Graphs that have read it before would go on with the old shape.
+
+    Args:
+        variable: not distributed; eager.
+        value: of its dtype, of any shape.
+    """
+    tf.raw_ops.AssignVariableOp(
+        resource=variable.handle, value=value, validate_shape=False
+    )
+    variable._shape = value.shape
+    # What graphs that are traced from now on take for its shape.
+    data = variable.handle._handle_data
+    data.shape_and_type[0].shape.CopyFrom(value.shape.as_proto())
+    variable.handle._handle_data = data
+
+
 def is_updating() -> bool:
     """Whether this thread is in `extended.update`, as optimizers are."""
     return distribute_lib.get_update_replica_id() is not None

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.marks import shard_spec
 from tfdist_ext.wrapping import wrap
 
 # What conversions, operators and slices, and gathers call.
@@ -60,16 +60,20 @@ def _reading(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def refuse(variable: tf.Variable, spec: ShardSpec) -> None:
+def refuse(variable: tf.Variable) -> None:
     """Makes a kernel refuse to become a tensor where its part is no use."""
     for name in _READS:
-        setattr(variable, name, _checked(getattr(variable, name), spec))
+        setattr(variable, name, _checked(getattr(variable, name), variable))
 
 
-def _checked(read: Callable[..., Any], spec: ShardSpec) -> Callable[..., Any]:
+def _checked(
+    read: Callable[..., Any], variable: tf.Variable
+) -> Callable[..., Any]:
     @functools.wraps(read)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not _allowed.by and not internals.is_updating():
+            spec = shard_spec(variable)
+            assert spec is not None
             raise ValueError(
                 f"Table '{spec.table}' is partitioned: of {spec.rows} x "
                 f"{spec.dim} numbers its kernel holds rank {spec.rank}'s "

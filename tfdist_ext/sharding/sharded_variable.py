@@ -68,10 +68,17 @@ def mark(
         variable.shape.rank == 1 or variable.shape == spec.local_shape
     )
     if matches:
-        marks.set_shard_spec(variable, spec)
-        checkpoint.attach(variable, spec, collectives)
+        hold(variable, spec, collectives)
         if _pending.spec is not None:  # slots are in nobody's hands
-            kernel_reads.refuse(variable, spec)
+            kernel_reads.refuse(variable)
+
+
+def hold(
+    variable: tf.Variable, spec: ShardSpec, collectives: Collectives
+) -> None:
+    """Says what a variable of that shape holds, from now on."""
+    marks.set_shard_spec(variable, spec)
+    checkpoint.attach(variable, spec, collectives)
 
 
 def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:

@@ -99,12 +99,13 @@ def assign_part(variable: Any, whole: Any) -> None:
 
 def accept_whole(variable: Any) -> None:
     """Lets `assign` of a shard take a whole table beside its own part."""
-    spec = shard_spec(variable)
-    if spec is None:
+    if shard_spec(variable) is None:
         return
     assign_own = variable.assign
 
     def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = shard_spec(variable)  # of the moment: shards may be moved
+        assert spec is not None
         shape = tuple(getattr(value, "shape", None) or np.shape(value))
         local = tuple(variable.shape)
         if shape == local or shape != (spec.rows, spec.dim):
