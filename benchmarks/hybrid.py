@@ -47,6 +47,9 @@ class HybridVariant:
 
     def make_model(self, workload: workloads.Workload) -> models.SparseTower:
         """Builds the model; call inside the strategy's scope."""
+        if self.plain:
+            make = functools.partial(self._make_layer, None)
+            return models.SparseTower(workload, make)
         plan = self._plan(workload)
         return models.SparseTower(
             workload,
@@ -56,6 +59,11 @@ class HybridVariant:
                 prefetch_ids=self.options["prefetch_ids"],
             ),
         )
+
+    @property
+    def plain(self) -> bool:
+        """Whether layers are left to themselves, as most users leave them."""
+        return bool(self.options["sharding"] == "plain")
 
     def _plan(self, workload: workloads.Workload) -> ShardingPlan:
         """Places all tables together, as the variant says."""
@@ -119,7 +127,7 @@ class HybridVariant:
         self, model: models.SparseTower, features: tuple[Any, ...]
     ) -> Any:
         """What the input pipeline does to the features of a batch."""
-        return model.joined.preprocess(features)
+        return model.joined.preprocess(features) if model.joined else features
 
     def exact_lookup(
         self, layer: tf.keras.layers.Layer, feature: Any
@@ -133,12 +141,12 @@ class HybridVariant:
             layer.wire = wire
 
     def _make_layer(
-        self, plan: ShardingPlan, table: workloads.Table, index: int
+        self, plan: ShardingPlan | None, table: workloads.Table, index: int
     ) -> tf.keras.layers.Layer:
         layer = tfdist_ext.layers.FullSparse(
             table.width,
             input_dim=table.rows,
-            sharding=plan.placement_of(f"table{index}"),
+            sharding=plan.placement_of(f"table{index}") if plan else "auto",
             wire_dtype=self.options["wire_dtype"],
             wire_packing=self.options["wire_packing"],
             kernel_initializer=models.row_initializer(index),

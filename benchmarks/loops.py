@@ -56,10 +56,12 @@ class Trainee:
             self.model.build()
             self.optimizer = variant.make_optimizer()
             self.optimizer.build(self.model.trainable_variables)
-        self._lookups = [
-            tf.function(self._replicated(layer), autograph=False)
-            for layer in self.model.sparse_layers
-        ]
+        lookups = map(self._replicated, self.model.sparse_layers)
+        # Tables that a function looks up in stay where they are; those of
+        # plain layers go to other places when `fit` starts.
+        if not getattr(variant, "plain", False):
+            lookups = (tf.function(f, autograph=False) for f in lookups)
+        self._lookups = list(lookups)
 
     def inputs(self, batch: workloads.Batch) -> Inputs:
         """Turns a batch into tensors, once, outside the timed steps."""

@@ -40,6 +40,7 @@ VARIANTS = {
     "hybrid-row-dedup": {"variant": "hybrid", "sharding": "row-dedup"},
     "hybrid-table-dedup": {"variant": "hybrid", "sharding": "table-dedup"},
     "hybrid-auto": {"variant": "hybrid", "sharding": "auto"},
+    "hybrid-plain": {"variant": "hybrid", "sharding": "plain"},
 }
 _DEFAULT_VARIANTS = ("stock-sparse", "hybrid-row", "hybrid-column")
 _NO_FBGEMM = "needs --fbgemm-python, a Python with torch and fbgemm_gpu"
