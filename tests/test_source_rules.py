@@ -30,7 +30,7 @@ ROOMS = {
     "wrapping": {"marks"},
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
-    "collectives": {"ops", "tensorflow_internals"},
+    "collectives": {"ops", "planner", "tensorflow_internals"},
     "batches": {"collectives", "marks"},
     "optimizers": {"collectives", "keras_internals", "marks", "ops"},
     "sharding": {
@@ -84,6 +84,7 @@ ROOMS = {
         "collectives",
         "embedding",
         "keras_internals",
+        "marks",
         "optimizers",
         "planner",
         "prefetch",
@@ -96,6 +97,7 @@ ROOMS = {
         "collectives",
         "keras_training",
         "launcher",
+        "layers",
         "marks",
         "ops",
         "optimizers",
@@ -117,6 +119,7 @@ PUBLIC = {
         "TablePlacement",
         "__version__",
         "layers",
+        "measure_machine",
         "optimizers",
         "plan",
     },
@@ -339,7 +342,12 @@ def is_re_export(node: ast.stmt) -> bool:
 
 def test_plans_are_made_without_tensorflow() -> None:
     names = PUBLIC["tfdist_ext"]
-    loading = {"HybridParallelStrategy", "layers", "optimizers"}
+    loading = {
+        "HybridParallelStrategy",
+        "layers",
+        "measure_machine",
+        "optimizers",
+    }
     program = (
         "import sys, tfdist_ext\n"
         f"for name in {sorted(names - loading)}: getattr(tfdist_ext, name)\n"

@@ -12,6 +12,7 @@ from typing import Any
 if TYPE_CHECKING:
     from tfdist_ext import layers
     from tfdist_ext import optimizers
+    from tfdist_ext.collectives.measuring import measure_machine
     from tfdist_ext.distribute.strategy import HybridParallelStrategy
     from tfdist_ext.planner.plan import ShardingPlan
     from tfdist_ext.planner.plan import plan
@@ -28,6 +29,7 @@ __all__ = [
     "TablePlacement",
     "__version__",
     "layers",
+    "measure_machine",
     "optimizers",
     "plan",
 ]
@@ -40,6 +42,7 @@ def __getattr__(name: str) -> Any:
         "ShardingPlan": "planner.plan",
         "TableConfig": "tables.table_config",
         "TablePlacement": "tables.placement",
+        "measure_machine": "collectives.measuring",
         "plan": "planner.plan",
     }
     if name == "__version__":

@@ -110,9 +110,20 @@ def is_reduced(value: Any) -> bool:
     return hasattr(value, "_tfdist_reduced")
 
 
-def set_distributed(dataset: Any) -> None:
-    """Says that a dataset gives this rank's batches, and is not cut again."""
+def set_distributed(dataset: Any, samples: int) -> None:
+    """Says that a dataset gives this rank's batches, and is not cut again.
+
+    Args:
+        dataset: of the rank.
+        samples: of a batch, 0 if not known.
+    """
     dataset._tfdist_distributed = True
+    dataset._tfdist_samples = samples
+
+
+def samples_of(dataset: Any) -> int:
+    """What `set_distributed` said of a dataset's batches."""
+    return int(getattr(dataset, "_tfdist_samples", 0))
 
 
 def is_distributed(dataset: Any) -> bool:

@@ -49,8 +49,9 @@ def shared(strategy, folder):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[-1] < losses[0]
     for layer in model.sparse.layers:
-        assert layer.planned.ranks, layer.planned
-        assert layer.spec.ranks == layer.planned.ranks
+        planned = layer.plan.placement_of(layer.name)
+        assert planned.ranks, planned
+        assert layer.spec.ranks == planned.ranks
     labels = strategy.statistics()["labels"]
     # Layers of one model share an exchange without being told, too.
     by_itself = labels["wide, deep/ids"][0]

@@ -139,3 +139,9 @@ class Turns:
                     shared_name=f"tfdist_ext/{id(self)}/{place}"
                 )
             return self._locks[place]
+
+
+def brief(error: BaseException) -> str:
+    """An error in a message to the other ranks, which has little room."""
+    text = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {text.strip()[:700]}"

@@ -19,9 +19,11 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.buckets import buckets_of
+from tfdist_ext.collectives.loop import Loop
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.planner.machine import Machine
 
 
 class Collectives:
@@ -35,6 +37,8 @@ class Collectives:
         group: the process group that carries the exchanges.
         gradient_dtype: in which gradients of mirrored variables travel.
         turns: of the calls outside of steps.
+        machine: what plans are made for, once it is measured.
+        loop: of Keras, the outermost that runs.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Collectives:
         self._steps: list[Step] = []
         self._stepping_thread = 0
         self.turns = calls.Turns()
+        self.machine: Machine | None = None
+        self.loop: Loop | None = None
         self._graph_labels: weakref.WeakKeyDictionary[
             tf.Graph, collections.Counter[str]
         ] = weakref.WeakKeyDictionary()
@@ -146,7 +152,7 @@ class Collectives:
             what: is given up.
             error: why.
         """
-        self.group.leave(f"{what} failed: {_brief(error)}")
+        self.group.leave(f"{what} failed: {calls.brief(error)}")
 
     def _exchanging(
         self, label: str
@@ -392,9 +398,3 @@ def is_gradient_reduction() -> bool:
     synchronised batch normalisation, for example).
     """
     return not internals.is_recording()
-
-
-def _brief(error: BaseException) -> str:
-    """An error in a message to the other ranks, which has little room."""
-    text = getattr(error, "message", None) or str(error)
-    return f"{type(error).__name__}: {text.strip()[:700]}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.collectives import collectives as collectives_lib
@@ -56,7 +57,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _create_variable(
         self, next_creator: Callable[..., tf.Variable], **kwargs: Any
     ) -> tf.Variable:
-        spec = sharded_variable.spec_for(kwargs.get("colocate_with"))
+        owner = kwargs.get("colocate_with")
+        spec = sharded_variable.spec_for(owner)
+        if sharded_variable.is_shard(owner):  # of a slot
+            marks.fix(owner)
         unsynchronized = (
             kwargs.get("synchronization") == tf.VariableSynchronization.NONE
         )

@@ -17,6 +17,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
+from tfdist_ext.collectives import measuring
 from tfdist_ext.collectives import step
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.process_group import ProcessGroup
@@ -29,9 +30,11 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loops
+from tfdist_ext.keras_training import placing
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import sharing
 from tfdist_ext.keras_training import steps
+from tfdist_ext.layers import joint_placement
 from tfdist_ext.optimizers import checks as optimizer_checks
 from tfdist_ext.saving import files
 from tfdist_ext.sharding import kernel_reads
@@ -74,6 +77,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             the gradients of the next step, so that it does not add up.
             Costs float32 memory of 1 + 1 / world_size times the dense
             layers.
+        measure: whether ranks measure their links and memory once, in less
+            than a second, for the plans of tables (`measure_machine`).
+            Otherwise plans are made for the defaults of `tfdist_ext.plan`.
 
     Raises:
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
@@ -93,6 +99,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         ) = None,
         gradient_dtype: choices.WireDtype = "float32",
         error_feedback: bool = False,
+        measure: bool = False,
     ) -> None:
         where = type(self).__name__
         checks.one_of(
@@ -118,6 +125,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         steps.install()
         building.install()
         jit_compile.install()
+        placing.install(joint_placement.layers_of, joint_placement.place)
         settings.install()
         if extended._num_workers > 1:
             group = bootstrap.connect(self, cluster, timeout)
@@ -131,6 +139,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             loops.install()
             sharing.install()
             kernel_reads.install()
+            if measure:
+                self.collectives.machine = measuring.measure_machine(self)
 
     def _start_with_all_ranks(
         self, resolver: Any, startup_timeout: float
@@ -274,7 +284,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return dataset
         self.collectives.turns.check_input(dataset)
         local = input_lib.distribute(dataset, self.collectives, self._input())
-        marks.set_distributed(local)
+        batch = max(0, internals.batch_size_of(dataset))
+        marks.set_distributed(local, -(-batch // self.world_size))
         return local
 
     def distribute_datasets_from_function(
@@ -302,7 +313,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         dataset = dataset_fn(self.extended._make_input_context())
         self.collectives.turns.check_input(dataset)
         local = input_lib.own_batches(dataset, self.collectives, self._input())
-        marks.set_distributed(local)
+        marks.set_distributed(local, max(0, internals.batch_size_of(dataset)))
         return local
 
     def _input(self) -> str:

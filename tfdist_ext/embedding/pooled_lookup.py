@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
@@ -132,6 +133,19 @@ def look_up_together(
     return [[next(found) for _ in each.features] for each in lookups]
 
 
+def _rely_on_places(tables: Sequence[Any]) -> None:
+    """Keeps the parts of tables where they are, as a graph relies on that.
+
+    Not one that never runs, in which tf_keras learns shapes.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    name = str(getattr(graph, "name", ""))
+    unused = name.endswith("_scratch_graph") or name == "build_graph"
+    if not tf.executing_eagerly() and not unused:
+        for table in tables:
+            marks.fix(table)
+
+
 def _refuse_xla(name: str) -> None:
     if internals.is_for_xla():
         raise ValueError(
@@ -157,6 +171,7 @@ class _Exchange:
         tables: Sequence[Any],
         ahead: Ahead | None,
     ) -> list[tf.Tensor]:
+        _rely_on_places(tables)
         asked = self.ask(ids) if ahead is None else self.ask_ahead(ids, ahead)
         return self.answer(asked, tables)
 

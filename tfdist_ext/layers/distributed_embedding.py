@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.layers import plans
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
-from tfdist_ext.planner.plan import plan as make_plan
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables.placement import TablePlacement
@@ -92,6 +93,7 @@ class DistributedEmbedding(SparseLayer):
         self._configs = FeatureConfigs.of(feature_configs)
         self._variables: list[Any] = []
         self.plan = self._given_plan = plan
+        self.plan_given = plan is not None
 
     def build(self, input_shapes: Nest = None) -> None:
         """Creates this rank's part of every table."""
@@ -159,12 +161,12 @@ class DistributedEmbedding(SparseLayer):
         if world_size == 1:
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
         if self.plan is None:
-            self.plan = make_plan(
-                self._configs.tables,
+            assert self._collectives is not None
+            self.plan = plans.make(
                 self._configs.features,
-                world_size,
-                batch_size=self._configs.batch_size(world_size),
-                wire_bytes=self.wire.bytes_of_number,
+                self.wire,
+                self._collectives,
+                self._configs.batch_size(world_size),
             )
         if self.plan.world_size != world_size:
             self.plan = self.plan.at(world_size)
@@ -173,6 +175,29 @@ class DistributedEmbedding(SparseLayer):
         return [
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]
+
+    def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
+        """What is looked up, for a plan and in a step."""
+        return list(zip(self._configs.features, self._features, strict=True))
+
+    def table_variables(self) -> list[Any]:
+        """This rank's part of each table, by its number in `lookups`."""
+        return self._variables
+
+    def take_places(
+        self, features: Mapping[int, Feature], plan: ShardingPlan
+    ) -> None:
+        """Looks up where tables have been moved to, as a plan says."""
+        self._features = [
+            dataclasses.replace(
+                feature,
+                spec=features[feature.table].spec,
+                deduplicate=features[feature.table].deduplicate,
+            )
+            for feature in self._features
+        ]
+        if not self.plan_given:
+            self.plan = plan
 
     def call(
         self, inputs: Nest, weights: Nest = None, training: bool = False

@@ -60,10 +60,10 @@ class FeatureConfigs:
         }
         return cls(nest, features, tuple(by_name.values()), optimizers)
 
-    def batch_size(self, world_size: int) -> int:
-        """Samples per rank, 256 if no feature tells."""
+    def batch_size(self, world_size: int) -> int | None:
+        """Samples per rank, None if no feature tells."""
         batch = self.features[0].input_shape[0]
-        return 256 if batch is None else -(-batch // world_size)
+        return None if batch is None else -(-batch // world_size)
 
     def pack(self, flat: Sequence[Any]) -> Nest:
         """What there is of every feature, as the user's nest."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,11 +15,12 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.layers import plans
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.sparse_layer import SparseLayer
-from tfdist_ext.planner import plan
 from tfdist_ext.planner import reduction
+from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
 from tfdist_ext.tables.placement import TablePlacement
@@ -123,8 +125,9 @@ class FullSparse(SparseLayer):
             checks.one_of("sharding", sharding, choices.PLACEMENTS, where)
         checks.one_of("out_of_range", out_of_range, choices.POLICIES, where)
         self.sharding = sharding
-        # What a plan for several layers says, or the one for this layer.
-        self.planned: TablePlacement | None = None
+        # For other layers' tables as well, where they are known.
+        self.plan: ShardingPlan | None = None
+        self.plan_given = False
         self.out_of_range = out_of_range
         whole = sharding in ("data_parallel", "default_device")
         if kernel_regularizer is not None and not whole:
@@ -142,7 +145,8 @@ class FullSparse(SparseLayer):
                 f"Layer '{self.name}' needs `input_dim` before it is built."
             )
         self._collectives = collectives_lib.active()
-        self.spec = self._make_spec(self.input_dim, input_shape)
+        self._described = self.describe(input_shape)
+        self.spec = self._make_spec(self.input_dim)
         self._agree(self._features)
         self.kernel = self._add_table(
             "kernel",
@@ -162,9 +166,9 @@ class FullSparse(SparseLayer):
             )
         self.built = True
 
-    def _make_spec(self, rows: int, input_shape: Any) -> ShardSpec:
+    def _make_spec(self, rows: int) -> ShardSpec:
         rank, world_size = self._rank_and_world_size()
-        sharding = self._placement(world_size, input_shape)
+        sharding = self._placement()
         if world_size == 1:
             sharding = TablePlacement.data_parallel()
         spec = ShardSpec.of(
@@ -180,14 +184,31 @@ class FullSparse(SparseLayer):
         self._features = [self.feature]
         return spec
 
-    def _placement(self, world_size: int, input_shape: Any) -> TablePlacement:
+    def _placement(self) -> TablePlacement:
         if isinstance(self.sharding, TablePlacement):
             return self.sharding
-        if self.planned is None:
-            feature = self.describe(input_shape)
-            made = plan.plan([feature.table], [feature], world_size)
-            self.planned = made.placement_of(self.name)
-        return self.planned
+        if self._collectives is None:
+            return TablePlacement.data_parallel()
+        if self.plan is None:
+            self.plan = plans.make(
+                [self._described], self.wire, self._collectives
+            )
+        return self.plan.placement_of(self.name)
+
+    def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
+        """What is looked up, for a plan and in a step."""
+        return [(self._described, self.feature)]
+
+    def table_variables(self) -> list[Any]:
+        """This rank's part of each table, by its number in `lookups`."""
+        return [self.kernel]
+
+    def take_places(
+        self, features: Mapping[int, Feature], plan: ShardingPlan
+    ) -> None:
+        """Looks up where tables have been moved to, as a plan says."""
+        self.plan, self.feature = plan, features[0]
+        self.spec, self._features = self.feature.spec, [self.feature]
 
     def describe(self, input_shape: Any) -> FeatureConfig:
         """The layer as a planner sees it."""

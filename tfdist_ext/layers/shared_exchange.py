@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.layers import plans
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
-from tfdist_ext.planner.plan import plan
+from tfdist_ext.planner.plan import ShardingPlan
 
 keras = tf.keras
 
@@ -79,23 +81,34 @@ class SharedExchange(SparseLayer):
         for layer, shape in zip(self.layers, input_shapes, strict=True):
             if not layer.built:
                 layer.build(shape)
-        self._features = [
+        self.built = True
+
+    @property
+    def _features(self) -> list[Feature]:  # type: ignore[override]
+        # Not kept: their tables may be moved to other places.
+        return [
             dataclasses.replace(layer.feature, table=index)
             for index, layer in enumerate(self.layers)
         ]
-        self.built = True
+
+    @property
+    def plan(self) -> ShardingPlan | None:
+        """The plan of all layers; None where each has its own, or none."""
+        made = [layer.plan for layer in self.layers]
+        return made[0] if all(each is made[0] for each in made) else None
 
     def _place(self, input_shapes: Any) -> None:
-        _, world_size = self._rank_and_world_size()
-        if world_size == 1 or any(layer.built for layer in self.layers):
+        if self._collectives is None:
+            return
+        if any(layer.built for layer in self.layers):
             return
         features = [
             layer.describe(shape)
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
-        made = plan([each.table for each in features], features, world_size)
+        made = plans.make(features, self.wire, self._collectives)
         for layer in self.layers:
-            layer.planned = made.placement_of(layer.name)
+            layer.plan = made
 
     def call(self, inputs: Sequence[Any]) -> list[tf.Tensor]:
         """The outputs of the layers.

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One plan for all tables of a model, and its tables moved accordingly.
+
+A layer that is built by itself is placed by itself, without knowing of the
+others and, often, of the batch. Before a model is trained both are known: all
+its tables are planned together, and those that have a better place go there.
+"""
+
+from __future__ import annotations
+
+import collections as containers
+import dataclasses
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import marks
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.layers import plans
+from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
+from tfdist_ext.layers.full_sparse import FullSparse
+from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.sharding import relocation
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
+
+# A table stays where it is unless the step saves as much.
+_WORTHWHILE = 0.95
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The layers with tables in a model and the models in it, in order."""
+    found = keras_internals.layers_of(model)
+    kinds = (FullSparse, DistributedEmbedding)
+    # A layer that is used twice is one.
+    return list(dict.fromkeys(x for x in found if isinstance(x, kinds)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """A table of a layer that is built.
+
+    Attributes:
+        layer: which.
+        config: of the table, named as in the plan for all.
+        features: that look up in it, named likewise.
+        variable: this rank's part.
+        feature: as the lookup has one of them.
+        movable: whether its parts may be moved.
+    """
+
+    layer: Any
+    config: TableConfig
+    features: list[FeatureConfig]
+    variable: Any
+    feature: Feature
+    movable: bool
+
+    @property
+    def placement(self) -> TablePlacement:
+        """Where it is."""
+        spec = self.feature.spec
+        if not spec.partitioned:
+            return TablePlacement.data_parallel()
+        return TablePlacement(
+            spec.row_parts,
+            spec.column_parts,
+            spec.ranks,
+            self.feature.deduplicate,
+        )
+
+    @property
+    def asked(self) -> TablePlacement | str:
+        """What a plan for all has to keep.
+
+        That a table is whole on every rank is another kind of variable, so
+        none becomes that or ceases to be it.
+        """
+        if not self.movable:
+            return self.placement
+        kind = self.config.placement
+        return "sparsecore" if kind == "auto" else kind
+
+
+def place(model: Any, collectives: Collectives) -> None:
+    """Plans the tables of a model together and moves those that gain by it.
+
+    All ranks must call it. Layers that are not built are left out, and tables
+    stay that a graph or a slot relies on, that the user has placed, or that
+    are whole on every rank. Those whose numbers have one dtype on the wire
+    are planned together.
+
+    Args:
+        model: of Keras.
+        collectives: of the strategy.
+    """
+    tables = _tables_of([x for x in layers_of(model) if x.built])
+    if _has_slots(getattr(model, "optimizer", None)):
+        tables = [dataclasses.replace(t, movable=False) for t in tables]
+    tables = _movable_everywhere(tables, collectives)
+    if not any(table.movable for table in tables):
+        return
+    by_dtype = containers.defaultdict(list)
+    for table in tables:
+        by_dtype[table.layer.wire_dtype].append(table)
+    for together in by_dtype.values():
+        if any(table.movable for table in together):
+            _place_together(together, collectives)
+
+
+def _has_slots(optimizer: Any) -> bool:
+    """Also such as were made outside of the strategy's scope."""
+    variables = getattr(optimizer, "variables", ())
+    return any(len(variable.shape) for variable in variables)
+
+
+def _tables_of(layers: Sequence[Any]) -> list[_Table]:
+    """What the layers look up in, under names of one plan."""
+    found = [
+        (layer, index, pairs)
+        for layer in layers
+        for index, pairs in sorted(_by_table(layer).items())
+    ]
+    counts = containers.Counter(pairs[0][0].table.name for *_, pairs in found)
+    tables = []
+    for number, (layer, index, pairs) in enumerate(found):
+        config, feature = pairs[0][0].table, pairs[0][1]
+        if counts[config.name] > 1:
+            # Names of layers need not be distinct either.
+            name = f"{layer.name}/{config.name}/{number}"
+            config = dataclasses.replace(config, name=name)
+        variable = layer.table_variables()[index]
+        tables.append(
+            _Table(
+                layer,
+                config,
+                [
+                    dataclasses.replace(
+                        each, name=f"{config.name}/{each.name}", table=config
+                    )
+                    for each, _ in pairs
+                ],
+                variable,
+                feature,
+                movable=(
+                    layer.plan_given is False
+                    and not isinstance(config.placement, TablePlacement)
+                    and feature.spec.partitioned
+                    and marks.shard_spec(variable) is not None
+                    and not marks.is_fixed(variable)
+                ),
+            )
+        )
+    return tables
+
+
+def _by_table(layer: Any) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
+    """The features of a layer by the number of their table."""
+    found: dict[int, list[tuple[FeatureConfig, Feature]]] = {}
+    for config, feature in layer.lookups():
+        found.setdefault(feature.table, []).append((config, feature))
+    return found
+
+
+def _movable_everywhere(
+    tables: list[_Table], collectives: Collectives
+) -> list[_Table]:
+    """A rank may have traced what others have not: it moves nowhere then."""
+    own = [int(table.movable) for table in tables]
+    (votes,) = collectives.all_reduce(
+        [tf.constant(own, tf.int32)], "tables to place"
+    )
+    return [
+        dataclasses.replace(table, movable=bool(count))
+        for table, count in zip(
+            tables, votes.numpy() == collectives.group.world_size, strict=True
+        )
+    ]
+
+
+def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
+    now = {table.config.name: table.placement for table in tables}
+    planned = plans.make(
+        [feature for table in tables for feature in table.features],
+        tables[0].layer.wire,
+        collectives,
+        forced={table.config.name: table.asked for table in tables},
+    )
+    as_it_is = ShardingPlan(planned.problem, now)
+    best = planned if _is_worthwhile(planned, as_it_is) else as_it_is
+    moved = [t for t in tables if best.placements[t.config.name] != t.placement]
+    _tell(best, as_it_is, len(moved), collectives)
+    features = _features_after(tables, best, collectives)
+    with tf.init_scope():
+        collectives.group.check_same([str(f.spec) for f in features.values()])
+    for table in moved:
+        spec = features[table.config.name].spec
+        if spec != table.feature.spec:
+            relocation.relocate(table.variable, spec, collectives)
+    for layer in dict.fromkeys(table.layer for table in tables):
+        own = {
+            table.feature.table: features[table.config.name]
+            for table in tables
+            if table.layer is layer
+        }
+        layer.take_places(own, best)
+
+
+def _is_worthwhile(planned: ShardingPlan, now: ShardingPlan) -> bool:
+    """Whether a plan sends less, or is faster without sending more."""
+    if planned.bytes_per_step <= _WORTHWHILE * now.bytes_per_step:
+        return True
+    most = (1 + now.problem.setting.bytes_slack) * now.bytes_per_step
+    faster = planned.seconds_per_step <= _WORTHWHILE * now.seconds_per_step
+    return faster and planned.bytes_per_step <= most
+
+
+def _features_after(
+    tables: Sequence[_Table], best: ShardingPlan, collectives: Collectives
+) -> Mapping[str, Feature]:
+    """Makes the features as the lookup will have them, by table."""
+    group = collectives.group
+    features = {}
+    for table in tables:
+        placement = best.placements[table.config.name]
+        old = table.feature.spec
+        spec = ShardSpec.of(
+            old.table,
+            old.rows,
+            old.dim,
+            placement,
+            group.rank,
+            group.world_size,
+        )
+        features[table.config.name] = dataclasses.replace(
+            table.feature, spec=spec, deduplicate=placement.deduplicate
+        )
+    return features
+
+
+def _tell(
+    best: ShardingPlan,
+    now: ShardingPlan,
+    moved: int,
+    collectives: Collectives,
+) -> None:
+    if moved and collectives.group.rank == 0:
+        logging.getLogger("tfdist_ext").info(
+            "%d of %d tables go to other places: the busiest rank sends "
+            "%.0f kB per step instead of %.0f.",
+            moved,
+            len(best.placements),
+            best.bytes_per_step / 1e3,
+            now.bytes_per_step / 1e3,
+        )
