@@ -54,6 +54,7 @@ PRIVATE_KERAS = {
     "_prev_training_metadata_path",
     "_prev_weights_path",
     "_save_model",
+    "_scratch_graph",
     "_should_save_model",
     "_training_metadata_path",
     "_update_model_variables_moving_average",

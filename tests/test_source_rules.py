@@ -55,6 +55,7 @@ ROOMS = {
     "embedding": {
         "batches",
         "collectives",
+        "keras_internals",
         "marks",
         "ops",
         "prefetch",

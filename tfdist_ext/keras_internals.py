@@ -83,6 +83,13 @@ def is_symbolic_build() -> bool:
     return str(getattr(graph, "name", "")).startswith("scratch_graph")
 
 
+def is_shape_inference() -> bool:
+    """Whether tf_keras learns shapes, in a graph that is never run."""
+    graph = tf.compat.v1.get_default_graph()
+    name = str(getattr(graph, "name", ""))
+    return name.endswith("_scratch_graph") or name == "build_graph"
+
+
 def layers_of(model: Any) -> list[Any]:
     """The model and all layers in it, at any depth."""
     return list(model._flatten_layers())

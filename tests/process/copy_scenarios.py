@@ -61,7 +61,8 @@ def copies(strategy, folder):
     before = results(model)
     assert not np.allclose(results(clone), before)
     clone.set_weights(model.get_weights())
-    np.testing.assert_array_equal(results(clone), before)
+    # Only nearly: its lookups may take another way, that of its own plan.
+    np.testing.assert_allclose(results(clone), before, rtol=1e-6)
     fit(clone)
     assert not np.allclose(results(clone), before)
     np.testing.assert_array_equal(results(model), before)

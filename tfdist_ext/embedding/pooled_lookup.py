@@ -24,6 +24,7 @@ from tfdist_ext.embedding.local import local_lookup
 from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import output_dist
 from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.prefetch import staging
 from tfdist_ext.prefetch.prefetched_ids import Ahead
 
@@ -136,12 +137,9 @@ def look_up_together(
 def _rely_on_places(tables: Sequence[Any]) -> None:
     """Keeps the parts of tables where they are, as a graph relies on that.
 
-    Not one that never runs, in which tf_keras learns shapes.
+    Not one that never runs.
     """
-    graph = tf.compat.v1.get_default_graph()
-    name = str(getattr(graph, "name", ""))
-    unused = name.endswith("_scratch_graph") or name == "build_graph"
-    if not tf.executing_eagerly() and not unused:
+    if not tf.executing_eagerly() and not is_shape_inference():
         for table in tables:
             marks.fix(table)
 

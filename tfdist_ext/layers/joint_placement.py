@@ -118,6 +118,8 @@ def place(model: Any, collectives: Collectives) -> None:
 def _has_slots(optimizer: Any) -> bool:
     """Also such as were made outside of the strategy's scope."""
     variables = getattr(optimizer, "variables", ())
+    if callable(variables):  # of tf_keras.optimizers.legacy
+        variables = variables()
     return any(len(variable.shape) for variable in variables)
 
 
