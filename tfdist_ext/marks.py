@@ -91,7 +91,7 @@ def does_work_over_ranks(optimizer: Any) -> bool:
 
 
 def set_growth(value: Any, growth: int) -> None:
-    """Says how a tensor grows with the samples, see `batch_growth`."""
+    """Says how a tensor grows with the samples, see `sum_or_mean`."""
     value._tfdist_growth = growth
 
 

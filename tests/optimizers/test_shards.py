@@ -20,7 +20,7 @@ import toy_problem
 
 from tfdist_ext import marks
 from tfdist_ext import optimizers
-from tfdist_ext.optimizers import checks
+from tfdist_ext.optimizers import unsupported
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -200,8 +200,8 @@ def test_gradient_accumulation_is_refused(name):
 def test_clipping_by_keras_is_refused(option):
     stock = tf.keras.optimizers.Adagrad(0.1, **{option: 1.0})
     with pytest.raises(ValueError, match=f"Adagrad: argument `{option}`"):
-        checks.check_supported(stock)
-    checks.check_supported(optimizers.Adagrad(0.1, **{option: 1.0}))
+        unsupported.check_supported(stock)
+    unsupported.check_supported(optimizers.Adagrad(0.1, **{option: 1.0}))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Lamb"])
@@ -209,7 +209,7 @@ def test_optimizers_that_need_the_whole_table_are_refused(name):
     if not hasattr(tf.keras.optimizers, name):
         pytest.skip(f"this Keras has no {name}")
     with pytest.raises(ValueError, match=f"{name} cannot train a partitioned"):
-        checks.check_supported(getattr(tf.keras.optimizers, name)())
+        unsupported.check_supported(getattr(tf.keras.optimizers, name)())
 
 
 def test_loss_scale_optimizer_is_refused():
@@ -218,14 +218,14 @@ def test_loss_scale_optimizer_is_refused():
     else:
         wrapper = tf.keras.mixed_precision.LossScaleOptimizer
     with pytest.raises(ValueError, match="LossScaleOptimizer"):
-        checks.check_supported(wrapper(optimizers.Adam()))
+        unsupported.check_supported(wrapper(optimizers.Adam()))
 
 
 @pytest.mark.parametrize(
     "name", ["SGD", "Adagrad", "Adam", "RMSprop", "Ftrl", "Nadam", "Adamax"]
 )
 def test_elementwise_optimizers_of_keras_pass(name):
-    checks.check_supported(getattr(tf.keras.optimizers, name)())
+    unsupported.check_supported(getattr(tf.keras.optimizers, name)())
 
 
 KERAS_CASES = [

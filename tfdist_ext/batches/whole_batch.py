@@ -13,9 +13,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.batches.batch_growth import MEAN
-from tfdist_ext.batches.batch_growth import BatchGrowth
-from tfdist_ext.batches.batch_growth import Term
+from tfdist_ext.batches.sum_or_mean import MEAN
+from tfdist_ext.batches.sum_or_mean import BatchGrowth
+from tfdist_ext.batches.sum_or_mean import Term
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 

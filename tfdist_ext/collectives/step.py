@@ -29,7 +29,7 @@ class Step:
         checks: tensors that exist once all ids of the step are validated;
             no variable is written before.
         shares: of the batch that this rank has, by the graph of the tensor.
-        growth: `batches.batch_growth.BatchGrowth` of the step's values.
+        growth: `batches.sum_or_mean.BatchGrowth` of the step's values.
         backward: whether a tape computes gradients now. Exchanges are then
             those that belong to exchanges of the forward pass.
     """

@@ -31,12 +31,12 @@ from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import placing
+from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
-from tfdist_ext.keras_training import sharing
 from tfdist_ext.keras_training import steps
 from tfdist_ext.layers import joint_placement
-from tfdist_ext.optimizers import checks as optimizer_checks
-from tfdist_ext.saving import files
+from tfdist_ext.optimizers import unsupported as optimizer_checks
+from tfdist_ext.saving import keras_files
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
@@ -135,9 +135,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
             saver.install()
-            files.install()
+            keras_files.install()
             loops.install()
-            sharing.install()
+            rehearsed_call.install()
             kernel_reads.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)

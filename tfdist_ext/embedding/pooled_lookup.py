@@ -15,7 +15,7 @@ from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import distinct_rows
-from tfdist_ext.embedding import sharing
+from tfdist_ext.embedding import rehearsal
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
@@ -25,7 +25,7 @@ from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import output_dist
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_shape_inference
-from tfdist_ext.prefetch import staging
+from tfdist_ext.prefetch import exchange_ahead
 from tfdist_ext.prefetch.prefetched_ids import Ahead
 
 
@@ -69,8 +69,8 @@ def pooled_lookup(
         ValueError: in a function that XLA is to compile.
     """
     _refuse_xla(wire.label)
-    asked = sharing.Lookup(ids, features, tables, wire)
-    known = None if ahead else sharing.answer_of(asked)
+    asked = rehearsal.Lookup(ids, features, tables, wire)
+    known = None if ahead else rehearsal.answer_of(asked)
     if known:
         return known
     results: dict[int, tf.Tensor] = {}
@@ -102,7 +102,7 @@ def pooled_lookup(
 
 
 def look_up_together(
-    lookups: Sequence[sharing.Lookup], collectives: Collectives
+    lookups: Sequence[rehearsal.Lookup], collectives: Collectives
 ) -> list[list[tf.Tensor]]:
     """Answers several lookups in one exchange per direction.
 
@@ -184,7 +184,7 @@ class _Exchange:
         ahead: Ahead,
     ) -> Asked:
         """`ask`, mostly answered by the step before."""
-        asked, asked_next = staging.exchange_ahead(
+        asked, asked_next = exchange_ahead.exchange_ahead(
             lambda: self._sent_by_samples(ids, self.wire.label),
             # Another label: both may be under way at once.
             lambda: self._sent_by_samples(ahead.ids, f"{self.wire.label}/next"),

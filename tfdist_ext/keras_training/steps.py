@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.batch_growth import MEAN
+from tfdist_ext.batches.sum_or_mean import MEAN
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.wrapping import wrap
 

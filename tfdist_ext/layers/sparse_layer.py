@@ -49,7 +49,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         **kwargs: of a Keras layer.
     """
 
-    # For `keras_training.sharing`, which counts such layers of a model.
+    # For `keras_training.rehearsed_call`, which counts such layers of a model.
     looks_up_tables = True
     _features: Sequence[Feature]
 

@@ -13,11 +13,11 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import own_optimizer
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.optimizers.checks import check_supported
 from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
+from tfdist_ext.optimizers.unsupported import check_supported
 
 
 @marks.works_over_ranks

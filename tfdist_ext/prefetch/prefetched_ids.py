@@ -223,7 +223,7 @@ class Ahead:
 
     Attributes:
         ids: per feature, its lists.
-        position: int64 `[2]`, see `staging.exchange_ahead`.
+        position: int64 `[2]`, see `exchange_ahead`.
         place: where they are kept, see there.
     """
 

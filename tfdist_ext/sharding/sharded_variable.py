@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.optimizers import checks
-from tfdist_ext.sharding import checkpoint
+from tfdist_ext.optimizers import unsupported
+from tfdist_ext.sharding import checkpoint_slices
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -78,7 +78,7 @@ def hold(
 ) -> None:
     """Says what a variable of that shape holds, from now on."""
     marks.set_shard_spec(variable, spec)
-    checkpoint.attach(variable, spec, collectives)
+    checkpoint_slices.attach(variable, spec, collectives)
 
 
 def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
@@ -97,9 +97,9 @@ def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     for owner in [*cells, getattr(fn, "__self__", None)]:
         if hasattr(owner, "global_clipnorm"):
-            checks.check_table_optimizer(owner, variable)
+            unsupported.check_table_optimizer(owner, variable)
             if is_shard(variable):
-                checks.check_supported(owner)
+                unsupported.check_supported(owner)
                 _check_gradient(variable, args)
 
 

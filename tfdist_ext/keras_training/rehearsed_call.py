@@ -2,7 +2,7 @@
 """Lets the sparse layers of a model share one exchange per direction.
 
 Under Keras's loops, and in any other step of our strategy that is a graph, a
-model's call is traced twice for it, see `embedding.sharing`.
+model's call is traced twice for it, see `embedding.rehearsal`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding import sharing
+from tfdist_ext.embedding import rehearsal
 from tfdist_ext.embedding.pooled_lookup import look_up_together
 from tfdist_ext.wrapping import wrap
 
@@ -36,11 +36,11 @@ def _shared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         collectives is None
         or collectives.step is None
         or tf.executing_eagerly()
-        or sharing.is_under_way()
+        or rehearsal.is_under_way()
         or sum(1 for _ in _sparse_layers(model)) < 2
     ):
         return call()
-    return sharing.shared(
+    return rehearsal.shared(
         call,
         collectives,
         functools.partial(look_up_together, collectives=collectives),

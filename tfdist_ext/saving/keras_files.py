@@ -7,7 +7,7 @@ ways to save and load end in, so that it does not matter which of them a
 program has imported before there was a strategy. Models of our strategy are
 written by `write_once`, whether they have tables or not; formats that cannot
 hold a whole table are refused before anything is written. TensorFlow
-checkpoints (`sharding/checkpoint.py`) gather nothing and are the way for
+checkpoints (`sharding/checkpoint_slices.py`) gather nothing and are the way for
 tables that do not fit into one process.
 """
 
@@ -25,11 +25,11 @@ import tensorflow as tf
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import SavingModules
-from tfdist_ext.saving import callbacks
 from tfdist_ext.saving import copies
 from tfdist_ext.saving import exports
+from tfdist_ext.saving import keras_callbacks
+from tfdist_ext.saving import keras_reading
 from tfdist_ext.saving import model_shards
-from tfdist_ext.saving import reading
 from tfdist_ext.saving.write_once import write_once
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.wrapping import wrap
@@ -74,10 +74,10 @@ def install() -> None:
         _wrap(files, "save_weights_only", _write_tf_keras_weights)
         _wrap(folders, "save_model", _write_tf_keras)
         _wrap(folders, "save_weights", _write_tf_keras_weights)
-    reading.install(saving)
+    keras_reading.install(saving)
     copies.install()
     exports.install()
-    callbacks.install()
+    keras_callbacks.install()
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
