@@ -48,7 +48,11 @@ def test_floats_that_are_no_ids(bad, graph):
 def test_sequential_without_a_dtype_trains(inputs):
     model = keras.Sequential([*inputs, make_layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.array(IDS), np.ones([2, 1]), verbose=0)
+    losses = [
+        model.fit(np.array(IDS), np.ones([2, 1]), verbose=0).history["loss"][0]
+        for _ in range(2)
+    ]
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(
