@@ -68,7 +68,6 @@ ROOMS = {
         "embedding",
         "keras_internals",
         "marks",
-        "prefetch",
         "tensorflow_internals",
         "wrapping",
     },

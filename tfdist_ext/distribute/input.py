@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import data_digest
+from tfdist_ext.batches import empty_batches
 from tfdist_ext.batches import slicing
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.prefetch import prefetched_ids
@@ -60,7 +61,7 @@ def distribute(
                 f"{batch}, fewer samples than the {world_size} ranks. Batch "
                 "it by the global batch size, or use the policy DATA."
             )
-        _require_no_prefetched(dataset, policy)
+        _require_cut_by_tensorflow(dataset, policy)
         if policy == _Policy.FILE:
             dataset = internals.shard_by_file(dataset, world_size, rank)
         local = dataset.rebatch(
@@ -96,9 +97,11 @@ def _slices(
     return local.with_options(options)
 
 
-def _require_no_prefetched(dataset: tf.data.Dataset, policy: Any) -> None:
-    leaves = tf.nest.flatten(dataset.element_spec)
-    if any(map(prefetched_ids.is_prefetched, leaves)):
+def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
+    """Refuses values that only we can cut by samples, see `empty_batches`."""
+    if any(
+        hasattr(spec, "empty") for spec in tf.nest.flatten(dataset.element_spec)
+    ):
         raise ValueError(
             "A dataset with ids of a layer's `preprocess` cannot be cut into "
             f"per-rank batches with auto_shard_policy={policy.name}. Use the "
@@ -182,7 +185,9 @@ def equal_steps(
         longest = int(lengths.max())
         if int(lengths.min()) == longest:
             return _finished(dataset)
-        return _finished(dataset.concatenate(_empties(dataset)).take(longest))
+        return _finished(
+            dataset.concatenate(empty_batches.like(dataset)).take(longest)
+        )
     return _until_all_end(dataset, collectives, name)
 
 
@@ -196,7 +201,7 @@ def _until_all_end(
 
     flag = tf.data.Dataset.from_tensors
     marked = tf.data.Dataset.zip((flag(True).repeat(), dataset))
-    empty = tf.data.Dataset.zip((flag(False), _empties(dataset)))
+    empty = tf.data.Dataset.zip((flag(False), empty_batches.like(dataset)))
     # Asked when the step asks for its batch, never ahead of it: an iterator
     # that is dropped half-way leaves no question open on some ranks only.
     # Synchronous: tf.data would make an own thread run ahead of a plain map.
@@ -210,7 +215,7 @@ def _until_all_end(
 
 
 def _finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    dataset = prefetched_ids.with_next(dataset, _empties)
+    dataset = prefetched_ids.with_next(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_distribute.auto_shard_policy = _Policy.OFF
@@ -221,44 +226,3 @@ def _finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
         # and a prefetch buffer that grows by need.
         options.autotune.enabled = False
     return dataset.with_options(options)
-
-
-def _empties(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Endless batches of zero samples, shaped like the dataset's."""
-
-    def empty(spec: Any) -> Any:
-        if prefetched_ids.is_prefetched(spec):
-            return prefetched_ids.empty(spec)
-        if isinstance(spec, tf.OptionalSpec):
-            return tf.experimental.Optional.empty(None)
-        if isinstance(spec, tf.RaggedTensorSpec):
-            values = tf.zeros(
-                [0, *(d or 0 for d in spec.shape[spec.ragged_rank + 1 :])],
-                spec.dtype,
-            )
-            ragged = values
-            for _ in range(spec.ragged_rank):
-                ragged = tf.RaggedTensor.from_row_splits(
-                    ragged, tf.zeros([1], spec.row_splits_dtype)
-                )
-            return ragged
-        if spec.shape.rank is None:
-            raise ValueError(
-                "The ranks have different numbers of batches and an element "
-                f"of unknown rank cannot be padded. Received: spec={spec}. "
-                "Set the shapes in the input pipeline."
-            )
-        if isinstance(spec, tf.SparseTensorSpec):
-            shape = [0, *(d or 0 for d in spec.shape[1:])]
-            return tf.SparseTensor(
-                tf.zeros([0, len(shape)], tf.int64),
-                tf.zeros([0], spec.dtype),
-                tf.constant(shape, tf.int64),
-            )
-        shape = [0, *(d or 0 for d in spec.shape[1:])] if spec.shape else []
-        if spec.dtype == tf.string:
-            return tf.fill(shape, "")
-        return tf.zeros(shape, spec.dtype)
-
-    elements = tf.nest.map_structure(empty, dataset.element_spec)
-    return tf.data.Dataset.from_tensors(elements).repeat()

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -91,8 +90,6 @@ def _dense(spec: Any) -> tf.TensorSpec | None:
     """Shape and dtype of a value of any kind; None for Keras's None."""
     if isinstance(spec, tf.OptionalSpec):
         return None
-    if prefetched_ids.is_prefetched(spec):
-        return tf.TensorSpec([None, None], tf.int64)
     return tf.TensorSpec(spec.shape, spec.dtype)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches import empty_batches
 from tfdist_ext.batches import slicing
 from tfdist_ext.batches.ids import Ids
 
@@ -48,6 +49,23 @@ class PrefetchedIds(
         counts: number of lists of each feature.
         which: of those in an element of the dataset.
     """
+
+    class Spec:
+        """What a dataset of them says of its elements."""
+
+        shape = tf.TensorShape([None, None])
+        dtype = tf.int64
+
+        def empty(self: Any) -> PrefetchedIds:
+            """A batch of zero samples."""
+            now = IdLists(
+                tuple(tf.zeros([0], each.dtype) for each in self.now.values),
+                tuple(
+                    tf.zeros([1], each.dtype) for each in self.now.row_splits
+                ),
+                tuple(tf.zeros([0], each.dtype) for each in self.now.weights),
+            )
+            return PrefetchedIds(now, (), tf.zeros([2], tf.int64), self.counts)
 
     now: IdLists
     ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
@@ -133,29 +151,11 @@ def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
     return Ids(values, row_splits - row_splits[0], weights)
 
 
-def empty(spec: Any) -> PrefetchedIds:
-    """A batch of zero samples.
-
-    Args:
-        spec: `PrefetchedIds.Spec`.
-    """
-    now = IdLists(
-        tuple(tf.zeros([0], each.dtype) for each in spec.now.values),
-        tuple(tf.zeros([1], each.dtype) for each in spec.now.row_splits),
-        tuple(tf.zeros([0], each.dtype) for each in spec.now.weights),
-    )
-    return PrefetchedIds(now, (), tf.zeros([2], tf.int64), spec.counts)
-
-
-def with_next(
-    dataset: tf.data.Dataset,
-    empties: Callable[[tf.data.Dataset], tf.data.Dataset],
-) -> tf.data.Dataset:
+def with_next(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Tells every `PrefetchedIds` of a dataset what comes after it.
 
     Args:
         dataset: of one rank; elements without `PrefetchedIds` are left alone.
-        empties: makes batches of zero samples shaped like a dataset's.
 
     Returns:
         A dataset of the same length, whose iterators read one batch ahead.
@@ -163,7 +163,7 @@ def with_next(
     spec = dataset.element_spec
     if not any(map(is_prefetched, tf.nest.flatten(spec))):
         return dataset
-    end = empties(dataset).take(1)
+    end = empty_batches.like(dataset).take(1)
     nothing = _components(next(iter(end)))
     # Synchronous, so that nothing is read, and asked of peers, further ahead.
     return (
