@@ -166,6 +166,46 @@ def one_path(strategy, folder):
         _equal(state(strategy, model), expected)
 
 
+class OneTensorPerFile(tf.train.experimental.ShardingCallback):
+    @property
+    def description(self):
+        return "one tensor per file"
+
+    def __call__(self, tensors):
+        return [
+            {each.checkpoint_key: {each.slice_spec: each.tensor}}
+            for each in tensors
+        ]
+
+
+def one_path_of_small_files(strategy, folder):
+    """So does one whose files cannot be made smaller."""
+    model = filled(strategy, Model.of(strategy))
+    # With its slot the table would make a file of two.
+    saver = tf.train.Checkpoint(sparse=model.sparse, dense=model.dense)
+    path = str(folder / "again")
+    given = tf.train.CheckpointOptions(
+        experimental_sharding_callback=OneTensorPerFile()
+    )
+    counts = []
+    for seed in range(3):
+        filled(strategy, model, seed)
+        expected = _weights(strategy, model)
+        saver.write(path, options=given)
+        counts.append(len(list(folder.glob("again.data*"))))
+        strategy.collectives.barrier("files seen")
+        filled(strategy, model, 99)
+        saver.read(path, options=given).assert_consumed()
+        _equal(_weights(strategy, model), expected)
+    assert counts[0] == counts[2] == counts[1] + 1, counts
+
+
+def _weights(strategy, model):
+    layers = (model.sparse, model.dense)
+    weights = [weight for layer in layers for weight in layer.weights]
+    return {str(i): strategy.gather_table(w) for i, w in enumerate(weights)}
+
+
 def manager(strategy, folder):
     """Rank 0 decides what is kept, at its times and in its folder."""
     model = filled(strategy, Model.of(strategy))

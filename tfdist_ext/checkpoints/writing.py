@@ -153,14 +153,25 @@ def _counts(
     counts: list[int] = (
         collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
     )
-    split = 0
-    if collectives.group.rank == 0:
-        split = int(sum(counts) == data_files_in_use(prefix))
-        if split:
-            files.append([max(files, key=len).pop()])
-    mine = tf.constant([split] if collectives.group.rank == 0 else [], tf.int64)
-    counts[0] += int(collectives.all_gather(mine, "checkpoint/split")[0])
+    first, change = collectives.group.rank == 0, 0
+    if first and sum(counts) == data_files_in_use(prefix):
+        change = _change_number(files)
+    mine = tf.constant([change] if first else [], tf.int64)
+    counts[0] += int(collectives.all_gather(mine, "checkpoint/change")[0])
     return counts
+
+
+def _change_number(files: list[list[Entry]]) -> int:
+    """Makes one file more of some, or one less; the difference."""
+    largest = max(files, key=len)
+    if len(largest) > 1:
+        files.append([largest.pop()])
+        return 1
+    # As a sharding callback may have it; there is more than one, as there is
+    # always the graph of the objects beside their values.
+    last = files.pop()
+    files[-1] += last
+    return -1
 
 
 def data_files_in_use(prefix: str) -> int:
