@@ -15,6 +15,7 @@ from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
+BATCH_OF_ARRAY = 8
 
 
 def places(model):
@@ -319,6 +320,39 @@ def wire_dtypes(strategy, folder):
     assert not shared.plan.problem.setting.batch_known
     models.fit(model)
     assert check_planned(strategy, model).problem.setting.wire_bytes == 2
+
+
+class OnDisk:
+    """An array of which a program reads what it needs, as h5py's."""
+
+    def __init__(self, values):
+        self.values = values
+        self.shape, self.dtype = values.shape, values.dtype
+        self.most = 0
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, rows):
+        found = self.values[rows]
+        if found.ndim < 2:  # one by one: by whoever makes an array of it
+            raise AssertionError("read whole")
+        self.most = max(self.most, len(found))
+        return found
+
+
+def arrays_on_disk(strategy, folder):
+    """Shapes are known without reading all that is there."""
+    ids = OnDisk(np.arange(40 * BATCH_OF_ARRAY).reshape(-1, 4) % 30)
+    with strategy.scope():
+        model = keras.Sequential(
+            [tfdist_ext.layers.FullSparse(4, 30), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    labels = np.zeros([len(ids), 1], np.float32)
+    model.fit(ids, labels, batch_size=BATCH_OF_ARRAY, shuffle=False, verbose=0)
+    assert model.layers[0].plan.problem.setting.batch_known
+    assert ids.most == BATCH_OF_ARRAY, ids.most
 
 
 def measured(strategy, folder):

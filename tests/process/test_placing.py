@@ -12,6 +12,8 @@ OPTIONS = {"measured_at_start": {"measure": True}}
 TF_KERAS = scenarios.without(
     EVERY, {"saved_models", "wire_dtypes", "measured", "measured_at_start"}
 )
+# Keras 3 takes no such arrays.
+KERAS_3 = scenarios.without(EVERY, {"arrays_on_disk"})
 # Models of every make, and batches that do not divide.
 AT_THREE_RANKS = scenarios.only(
     EVERY, {"functional", "subclassed", "nested", "shared", "embeddings"}
@@ -22,7 +24,7 @@ AT_FOUR_RANKS = scenarios.only(EVERY, {"functional", "sequential", "weights"})
 @pytest.mark.parametrize(
     ("ranks", "keras", "scenario"),
     [
-        *((2, 3, s) for s in EVERY),
+        *((2, 3, s) for s in KERAS_3),
         *((2, 2, s) for s in TF_KERAS),
         *((3, 3, s) for s in AT_THREE_RANKS),
         *((4, 3, s) for s in AT_FOUR_RANKS),

@@ -145,9 +145,20 @@ def _specs_of(x: Any) -> Nest | None:
     leaves = tf.nest.flatten(x)
     if x is None or not all(hasattr(leaf, "shape") for leaf in leaves):
         return None
-    return tf.nest.map_structure(
-        lambda leaf: _of_any_batch(tf.type_spec_from_value(leaf)), x
-    )
+    specs = [_spec_of(leaf) for leaf in leaves]
+    if None in specs:
+        return None
+    return tf.nest.pack_sequence_as(x, [_of_any_batch(each) for each in specs])
+
+
+def _spec_of(value: Any) -> Any:
+    """A type of TensorFlow, without reading what may lie on a disk."""
+    if isinstance(value, tf.Tensor | tf.__internal__.CompositeTensor):
+        return tf.type_spec_from_value(value)
+    try:
+        return tf.TensorSpec(value.shape, value.dtype)
+    except (AttributeError, TypeError):  # a table of pandas, say
+        return None
 
 
 def _of_any_batch(spec: Any) -> Any:
