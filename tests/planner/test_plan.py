@@ -79,6 +79,24 @@ def test_a_kind_can_be_forced(kind, world_size):
 
 
 @pytest.mark.parametrize(
+    ("short", "kind"),
+    [
+        ("row", "row_wise"),
+        ("column", "column_wise"),
+        ("table", "table_wise"),
+        ("replicated", "data_parallel"),
+    ],
+)
+def test_short_names_mean_the_same(short, kind):
+    plan = planned.make_plan([MEDIUM], 4, forced={"t0": kind})
+    assert planned.make_plan([MEDIUM], 4, forced={"t0": short}) == plan
+    assert plan.replace("t0", short) == plan
+    saved = plan.to_dict()
+    saved["problem"]["tables"][0]["placement"] = short
+    assert plan_lib.ShardingPlan.from_dict(saved) == plan
+
+
+@pytest.mark.parametrize(
     ("kind", "world_size", "parts"),
     [
         ("row_wise", 4, (4, 1)),

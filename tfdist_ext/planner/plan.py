@@ -178,7 +178,6 @@ class ShardingPlan:
                 memory for it.
         """
         index = self.problem.index(table)
-        problem_lib.check_kind(table, placement)
         # The others are held in place while this one is planned.
         kept = [
             dataclasses.replace(t, placement=self.placements[t.name])

@@ -13,6 +13,7 @@ from typing import Any
 from tfdist_ext.planner import popularity as popularity_lib
 from tfdist_ext.tables import checks
 from tfdist_ext.tables.choices import PLACEMENTS
+from tfdist_ext.tables.choices import full_placement
 from tfdist_ext.tables.placement import MOST_RANKS
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.removed import without_removed
@@ -108,7 +109,9 @@ class TableNumbers:
         checks.integer("weight_bytes", self.weight_bytes, 1, where, 8)
         checks.number("slots_per_weight", self.slots_per_weight, where)
         checks.number("slots_per_row", self.slots_per_row, where)
-        check_kind(self.name, self.placement)
+        _check_kind(self.name, self.placement)
+        placement = full_placement(self.placement)
+        object.__setattr__(self, "placement", placement)
         checks.boolean("deduplicate", self.deduplicate, where)
 
 
@@ -210,7 +213,7 @@ class Problem:
         )
 
 
-def check_kind(table: str, placement: Any) -> None:
+def _check_kind(table: str, placement: Any) -> None:
     """Refuses what is neither a placement nor the name of a kind.
 
     Raises:
@@ -218,7 +221,7 @@ def check_kind(table: str, placement: Any) -> None:
     """
     if isinstance(placement, TablePlacement):
         return
-    if isinstance(placement, str) and placement in PLACEMENTS:
+    if isinstance(placement, str) and full_placement(placement) in PLACEMENTS:
         return
     raise ValueError(
         f"A placement is a TablePlacement or one of {PLACEMENTS}. Received: "

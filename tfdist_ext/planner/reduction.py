@@ -15,7 +15,6 @@ from tfdist_ext.planner.problem import FeatureNumbers
 from tfdist_ext.planner.problem import Problem
 from tfdist_ext.planner.problem import Setting
 from tfdist_ext.planner.problem import TableNumbers
-from tfdist_ext.planner.problem import check_kind
 from tfdist_ext.planner.problem import listed
 from tfdist_ext.planner.problem import require_distinct
 from tfdist_ext.tables.placement import TablePlacement
@@ -121,7 +120,6 @@ def _table(
     forced: Mapping[str, TablePlacement | str],
 ) -> TableNumbers:
     placement = forced.get(table.name, table.placement)
-    check_kind(table.name, placement)
     per_weight, per_row = _slots_of(table.optimizer, slots)
     return TableNumbers(
         name=table.name,
