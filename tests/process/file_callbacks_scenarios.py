@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras 3: callbacks that write files."""
 
+import json
+
 import keras
 import numpy as np
 from files_models import assert_equal
@@ -58,6 +60,34 @@ class Stop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == self.epoch:
             raise RuntimeError("stop here")
+
+
+class Link(keras.callbacks.Callback):
+    """Keeps a second name of a file from one epoch to the next."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+        self.second = path.with_suffix(".second")
+        self.texts = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.second.exists():
+            self.texts.append(self.second.read_text())
+            self.second.unlink()
+        if self.path.exists():
+            self.second.hardlink_to(self.path)
+
+
+def progress_is_whole(strategy, folder):
+    """A crash finds the old progress or the new: no file is overwritten."""
+    folder = folder / str(strategy.rank)  # rank 0 alone has files in it
+    backup = keras.callbacks.BackupAndRestore(folder)
+    link = Link(folder / "training_metadata.json")
+    model = make_model(strategy)
+    model.fit(data(), epochs=4, verbose=0, callbacks=[backup, link])
+    epochs = [json.loads(text)["epoch"] for text in link.texts]
+    assert epochs == ([1, 2] if strategy.rank == 0 else []), epochs
 
 
 def backups(strategy, folder):

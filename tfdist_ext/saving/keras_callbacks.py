@@ -8,11 +8,13 @@ callbacks know of ranks; those of Keras 3 do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shutil
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -89,14 +91,21 @@ def _put_backup(backup: Backup, following: str, keep_before: bool) -> None:
         _copy(backup.weights, backup.weights_before)
         _copy(backup.progress, backup.progress_before)
     os.replace(following, backup.weights)
-    with open(backup.progress, "w") as file:
+    with _replaced(backup.progress) as part, open(part, "w") as file:
         file.write(progress)
 
 
 def _copy(source: str, target: str) -> None:
     if os.path.exists(source):
-        shutil.copyfile(source, f"{target}.part")
-        os.replace(f"{target}.part", target)
+        with _replaced(target) as part:
+            shutil.copyfile(source, part)
+
+
+@contextlib.contextmanager
+def _replaced(target: str) -> Iterator[str]:
+    """Where to write what then takes the place of a file at once."""
+    yield f"{target}.part"
+    os.replace(f"{target}.part", target)
 
 
 def _restore(
