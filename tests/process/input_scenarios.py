@@ -97,6 +97,15 @@ def datasets_of_generators(strategy, folder):
         assert fit(strategy, Data(), epochs=2) == [list(range(BATCHES))] * 2
 
 
+def names_return(strategy, folder):
+    """A program may make any number of datasets: each has buffers."""
+    data = tf.data.Dataset.range(8).batch(4)
+    for _ in range(300):
+        strategy.experimental_distribute_dataset(data)
+    labels = strategy.statistics()["labels"]
+    assert 0 < sum(label.startswith("input") for label in labels) < 200
+
+
 def shapes_that_only_data_tell(strategy, folder):
     """A dataset that does not know its shapes is read, as Keras does."""
     data = tf.data.Dataset.from_tensor_slices(np.ones([8, 16], np.float32))

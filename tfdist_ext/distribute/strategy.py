@@ -45,6 +45,10 @@ from tfdist_ext.tables import choices
 
 Nest = Any
 
+# Datasets that have names of their own at a time. A program may make any
+# number of them, one in every `fit`, and what a name is exchanged by stays.
+_DATASETS = 64
+
 
 class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Data-parallel dense layers, partitioned sparse layers, one `fit`.
@@ -317,7 +321,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return local
 
     def _input(self) -> str:
-        self._datasets += 1
+        self._datasets = self._datasets % _DATASETS + 1
         return f"input{self._datasets}"
 
     def gather_table(
