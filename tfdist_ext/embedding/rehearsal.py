@@ -148,13 +148,16 @@ def shared(
     """
     graph = internals.FuncGraph("rehearsal")
     rehearsal = _Rehearsal(graph)
+    failed = False
     try:
         with collectives.rehearsing(), graph.as_default(), _acting(rehearsal):
             call()
     except Exception:  # the call itself is to raise it, or cannot share
-        return call()
+        failed = True
     finally:
         forget(graph)
+    if failed:
+        return call()
     answers: dict[int, Answers] = {}
     for indices in _groups(rehearsal, graph):
         chosen = [rehearsal.lookups[index] for index in indices]
