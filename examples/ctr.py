@@ -153,7 +153,6 @@ def stock_traffic(
 
 def main() -> None:
     arguments = parse_arguments()
-    # First of all: TensorFlow wants to know the ranks before anything runs.
     strategy = tfdist_ext.HybridParallelStrategy()
     tf.keras.utils.set_random_seed(arguments.seed)
     with strategy.scope():

@@ -66,7 +66,6 @@ def build_model(features: int, arguments: argparse.Namespace) -> tf.keras.Model:
 
 def main() -> None:
     arguments = parse_arguments()
-    # First of all: TensorFlow wants to know the ranks before anything runs.
     strategy = tfdist_ext.HybridParallelStrategy()
     tf.keras.utils.set_random_seed(arguments.seed)
     files = arguments.train + arguments.test

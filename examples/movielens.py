@@ -131,7 +131,6 @@ def read_parts(
 
 def main() -> None:
     arguments = parse_arguments()
-    # First of all: TensorFlow wants to know the ranks before anything runs.
     strategy = tfdist_ext.HybridParallelStrategy()
     tf.keras.utils.set_random_seed(arguments.seed)
     train, test = read_parts(arguments)

@@ -23,14 +23,15 @@ from tests.source_files import tracked
 # room imports rooms above its own line only, so no import runs back up.
 ROOMS = {
     "tables": set(),
-    "launcher": set(),
+    "rendezvous": set(),
+    "launcher": {"rendezvous"},
     "planner": {"tables"},
     "keras_internals": set(),
     "marks": {"keras_internals", "tables"},
     "wrapping": {"marks"},
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
-    "collectives": {"ops", "planner", "tensorflow_internals"},
+    "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
     "batches": {"collectives", "marks"},
     "optimizers": {"collectives", "keras_internals", "marks", "ops"},
     "sharding": {
@@ -102,13 +103,14 @@ ROOMS = {
         "ops",
         "optimizers",
         "prefetch",
+        "rendezvous",
         "saving",
         "sharding",
         "tables",
         "tensorflow_internals",
     },
 }
-WITHOUT_TENSORFLOW = ("launcher", "planner", "tables")
+WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "tables")
 
 PUBLIC = {
     "tfdist_ext": {

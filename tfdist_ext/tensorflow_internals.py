@@ -148,32 +148,40 @@ def stop_spinning() -> None:
     ctx._config.experimental.disable_thread_spinning = True
 
 
-def configure_coordination(
-    jobs: dict[str, int], register_seconds: float, heartbeat_seconds: float
-) -> None:
-    """Sets the timeouts of TensorFlow's coordination service.
+def initialize_local(extended: Any, resolver: Any) -> None:
+    """Initializes a stock strategy for the devices of this process.
 
-    Stock leaves both at their defaults (an hour to register, ten seconds
-    of missed heartbeats), so a rank that never starts hangs the job and a
-    saturated link kills it.
+    Stock would set up TensorFlow's collectives as well, which nobody uses
+    here, and warn where TensorFlow has been used before.
 
     Args:
-        jobs: number of tasks of each job, "chief" and "worker".
-        register_seconds: how long ranks wait for each other at start-up.
-        heartbeat_seconds: silence after which a task counts as dead.
+        extended: of the strategy.
+        resolver: the cluster resolver.
     """
     ctx: Any = context.context()
-    if ctx.coordination_service is not None:
-        return
-    config = [
-        context.coordination_config_pb2.CoordinatedJob(name=name, num_tasks=n)
-        for name, n in jobs.items()
-    ]
-    ctx.configure_coordination_service(
-        service_type="standalone",
-        service_leader=f"/job:{next(iter(jobs))}/replica:0/task:0",
-        cluster_register_timeout_in_ms=int(register_seconds * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
-        shutdown_barrier_timeout_in_ms=5000,
-        coordinated_jobs=config,
-    )
+    ctx.configure_collective_ops = lambda **_: None
+    try:
+        extended._initialize_local(resolver)
+    finally:
+        del ctx.configure_collective_ops
+
+
+def serve_keys(
+    insert: Callable[[str, str], None],
+    wait: Callable[..., str],
+    report: Callable[[int, str], None],
+) -> None:
+    """Gives TensorFlow the store of keys that its own server would keep.
+
+    `tf.distribute.experimental.PreemptionCheckpointHandler` agrees by it on
+    the step at which all ranks save.
+
+    Args:
+        insert: key and value; raises AlreadyExistsError if there is one.
+        wait: key and a timeout in ms, 0 for none; returns the value.
+        report: code and text of an error that all ranks shall know.
+    """
+    ctx: Any = context.context()
+    ctx.set_config_key_value = insert
+    ctx.get_config_key_value = wait
+    ctx.report_error_to_cluster = report

@@ -165,6 +165,11 @@ bool ProcessGroup::OnControl(int peer, ControlFrame& frame) {
     case Control::kLeave:
       OnLeave(peer, frame);
       return true;
+    case Control::kInsert:
+    case Control::kInserted:
+    case Control::kValue:
+      OnKey(peer, frame);
+      return true;
     case Control::kGoodbye: {
       std::lock_guard<std::mutex> lock(mutex_);
       peers_[peer].said_goodbye = true;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "custom_ops/collective/channel.h"
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/scratch.h"
@@ -124,6 +125,12 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   // of this rank has ended with it.
   std::pair<std::string, bool> LeftBecause() const;
 
+  // A store of keys, which rank 0 keeps: what is inserted first stays, and
+  // comes to all ranks. AlreadyExists if the key has a value.
+  absl::Status InsertKey(const std::string& key, const std::string& value);
+  // Waits until some rank has inserted it; `seconds` of 0 is no limit.
+  absl::StatusOr<std::string> AwaitKey(const std::string& key, double seconds);
+
   GroupStats Stats() const;
   void CountSent(uint64_t bytes);
   void CountReceived(uint64_t bytes);
@@ -178,6 +185,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   std::string DescribeRunning() const;
   std::string GoneReason(int peer, const std::string& error) const;
 
+  // keys.cc
+  bool Insert(const std::string& key, const std::string& value);
+  void OnKey(int peer, ControlFrame& frame);
+
   const GroupOptions options_;
   const bool debug_;
   std::shared_ptr<gloo::transport::Device> device_;
@@ -210,6 +221,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   std::map<uint64_t, Retired> retired_;
   uint64_t digest_ = 0;
   uint64_t pings_ = 0;
+  std::map<std::string, std::string> keys_;
+  uint64_t inserts_ = 0;               // requests to rank 0
+  std::map<uint64_t, bool> inserted_;  // its answers: whether it is new
 
   mutable std::mutex stats_mutex_;
   GroupStats stats_;

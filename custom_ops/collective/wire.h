@@ -86,6 +86,11 @@ enum class Control : uint32_t {
   kGoodbye = 5,  // this rank closes its group in good order
   kLeave = 6,    // this rank takes no further part in a generation: `rank` is
                  // whose failure made it leave, `text` the reason
+  // The store of keys that rank 0 keeps. `text` holds key and value, each
+  // terminated; `nonce` is the request's number.
+  kInsert = 7,    // to rank 0: unless the key has a value, give it this one
+  kInserted = 8,  // answer: `code` is 1 if the key has had a value
+  kValue = 9,     // to all: the key has this value
 };
 
 struct ControlFrame {

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tests.thread_ranks import run_on_ranks
 from tfdist_ext.collectives.process_group import GroupStats
 from tfdist_ext.collectives.process_group import ProcessGroup
-from tfdist_ext.collectives.process_group import bind_address
 from tfdist_ext.ops import collective_ops
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,15 +40,6 @@ def test_one_rank_needs_nothing():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ProcessGroup(**arguments)
-
-
-def test_bind_address():
-    assert bind_address("127.0.0.1:80") == "127.0.0.1"
-    assert bind_address("localhost:80") == "127.0.0.1"
-    with pytest.raises(ValueError, match="all interfaces"):
-        bind_address("0.0.0.0:80")
-    with pytest.raises(ValueError, match=r"no-such-host\.invalid"):
-        bind_address("no-such-host.invalid:80")
 
 
 def test_host_of_another_machine_cannot_be_bound():

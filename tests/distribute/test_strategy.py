@@ -17,10 +17,10 @@ from tfdist_ext.distribute import bootstrap
 def test_wrong_arguments_are_refused_before_anything_is_started(
     monkeypatch, arguments, message
 ):
-    def prepare(*_):
+    def connect(*_):
         pytest.fail("started")
 
-    monkeypatch.setattr(bootstrap, "prepare", prepare)
+    monkeypatch.setattr(bootstrap, "connect", connect)
     with pytest.raises(ValueError, match=message):
         tfdist_ext.HybridParallelStrategy(**arguments)
 

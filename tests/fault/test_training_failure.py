@@ -36,7 +36,7 @@ def training(servers, world_size, folder):
             env = {
                 **common,
                 "TF_CONFIG": json.dumps(config),
-                "TF_GRPC_REUSE_PORT": "1",
+                "TFDIST_PORT_IS_HELD": "1",
                 "TFDIST_TEST_PID": str(folder / f"pid.{rank}"),
             }
             program = [ENTER, PROGRAM, folder, GROUP_TIMEOUT]

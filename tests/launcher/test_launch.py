@@ -45,7 +45,8 @@ def test_a_rank_can_bind_its_port(program) -> None:
         program("""
             import socket
             host, port = CONFIG["cluster"]["worker"][RANK].split(":")
-            assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
+            assert os.environ["TFDIST_PORT_IS_HELD"] == "1"
+            assert len(os.environ["TFDIST_SECRET"]) == 64
             with socket.socket() as server:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 server.bind(("", int(port)))

@@ -87,12 +87,11 @@ def check_taken_port():
             try:
                 tfdist_ext.HybridParallelStrategy()
             except RuntimeError as error:
-                assert f"of this rank's address {address!r}" in str(error)
+                assert f"at its address {address!r}" in str(error)
             else:
                 raise AssertionError("started")
 
         task = {"type": "worker", "index": 0}
-        # A free second one: the server fails before it looks for the other.
         cluster = {"worker": [address, "127.0.0.1:1"]}
         config = json.dumps({"cluster": cluster, "task": task})
         assert os.waitpid(start(config, body), 0)[1] == 0
@@ -100,7 +99,7 @@ def check_taken_port():
 
 def train_as(rank, path):
     """Trains on a port that is held for this rank."""
-    os.environ["TF_GRPC_REUSE_PORT"] = "1"
+    os.environ["TFDIST_PORT_IS_HELD"] = "1"
     result, own_rank = train()
     assert own_rank == rank, (own_rank, rank)
     np.savez(path, *result)

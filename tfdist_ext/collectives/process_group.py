@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import ipaddress
-import socket
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
 from tfdist_ext.ops import group_ops
+from tfdist_ext.rendezvous.addresses import bind_address
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 
@@ -141,6 +140,33 @@ class ProcessGroup:
             else ("", False)
         )
 
+    def insert_key(self, key: str, value: str) -> None:
+        """Gives a key a value, which then comes to all ranks.
+
+        Args:
+            key: not empty; with the value at most 998 bytes.
+            value: text.
+
+        Raises:
+            tf.errors.AlreadyExistsError: the key has a value.
+            tf.errors.UnavailableError: rank 0 does not answer.
+        """
+        group_ops.group_insert_key(self.handle, key, value)
+
+    def await_key(self, key: str, timeout: float = 0.0) -> str:
+        """The value of a key, once some rank has inserted it.
+
+        Args:
+            key: to wait for.
+            timeout: seconds, 0 for no limit.
+
+        Raises:
+            tf.errors.DeadlineExceededError: nobody has in time.
+            tf.errors.UnavailableError: the group has failed.
+            tf.errors.CancelledError: the group was closed.
+        """
+        return group_ops.group_await_key(self.handle, key, timeout)
+
     def stats(self) -> GroupStats:
         """Bytes, messages and time of the operations so far."""
         if self.handle < 0:
@@ -169,32 +195,6 @@ class ProcessGroup:
             f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, "
             f"addresses={list(self.addresses)}, timeout={self.timeout})"
         )
-
-
-def bind_address(address: str) -> str:
-    """Numeric form of the host in "host:port", IPv4 if it has one.
-
-    A rank listens on this address only, never on all interfaces.
-
-    Raises:
-        ValueError: the host has no address, or stands for all interfaces.
-    """
-    host = address.rsplit(":", 1)[0].strip("[]")
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(
-            f"The host of this rank's address {address!r} cannot be resolved: "
-            f"{error}"
-        ) from error
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    numeric = str(found[0][4][0])
-    if ipaddress.ip_address(numeric.split("%")[0]).is_unspecified:
-        raise ValueError(
-            f"The address {address!r} stands for all interfaces; give the "
-            "host's own address, by which the other ranks reach it."
-        )
-    return numeric
 
 
 def _check(

@@ -1,40 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a TF_CONFIG cluster find each other at start-up."""
+"""How the ranks of a TF_CONFIG cluster find each other at start-up.
+
+TensorFlow's own server takes no part: it would listen on all interfaces and
+run any op that anybody sends.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-from collections.abc import Iterator
+import os
+import warnings
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
-
-
-def prepare(cluster: Cluster, timeout: float, startup_timeout: float) -> None:
-    """Sets TensorFlow's own timeouts and its threads.
-
-    Args:
-        cluster: the ranks.
-        timeout: seconds of silence after which a peer counts as dead.
-        startup_timeout: seconds that ranks wait for each other to start.
-    """
-    if len(cluster.addresses) > 1:
-        internals.configure_coordination(
-            {job: len(tasks) for job, tasks in cluster.jobs.items()},
-            startup_timeout,
-            # Heartbeats share the link with the exchanges: they must never
-            # be what kills a busy job, so they get more time than these.
-            max(2 * timeout, 30.0),
-        )
-    if share_a_host(cluster.addresses):
-        internals.stop_spinning()
+from tfdist_ext.launcher import ports
+from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous import ranks
+from tfdist_ext.rendezvous import secret as secret_lib
 
 
 def share_a_host(addresses: Sequence[str]) -> bool:
@@ -43,90 +26,65 @@ def share_a_host(addresses: Sequence[str]) -> bool:
     return len(set(hosts)) < len(hosts)
 
 
-@contextlib.contextmanager
-def explained(address: str) -> Iterator[None]:
-    """Says what to do where TensorFlow's own errors at its start do not.
-
-    Args:
-        address: of this rank.
-
-    Raises:
-        RuntimeError: TensorFlow was used before the strategy, or its server
-            cannot have the port of the address.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise RuntimeError(
-            "HybridParallelStrategy must be created before anything else "
-            "uses TensorFlow: its server starts with the first op. Create "
-            "the strategy, once, at the top of the program, before tensors, "
-            "datasets, layers and seeds."
-        ) from error
-    except tf.errors.UnknownError as error:
-        if "Could not start gRPC server" not in str(error):
-            raise
-        raise RuntimeError(
-            f"TensorFlow's server cannot listen on port "
-            f"{address.rpartition(':')[2]} of this rank's address {address!r} "
-            "in TF_CONFIG. Another process has it: perhaps one of an earlier "
-            "run, or one with the same task index. Give every process its own "
-            "index, and every task of a host a free port."
-        ) from error
-
-
-@contextlib.contextmanager
-def waiting_for_all_ranks_to_start(startup_timeout: float) -> Iterator[None]:
-    """Ends the process, with a traceback, if the ranks do not all start.
-
-    TensorFlow's server on the first rank waits for the others without a
-    limit and holds Python's lock, so only the fault handler can end it.
-
-    Args:
-        startup_timeout: seconds.
-    """
-    # TensorFlow's own limit, on the other ranks, says more: it comes first.
-    faulthandler.dump_traceback_later(startup_timeout + 15, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def connect(strategy: Any, cluster: Cluster, timeout: float) -> ProcessGroup:
+def connect(
+    cluster: Cluster, timeout: float, startup_timeout: float
+) -> ProcessGroup | None:
     """Connects the ranks to each other.
 
     Args:
-        strategy: a multi-worker strategy whose stock collectives work.
-        cluster: its ranks.
+        cluster: the ranks.
         timeout: seconds, of the process group.
+        startup_timeout: seconds that ranks wait for each other to start.
 
     Returns:
-        The connected process group.
+        The connected process group; None for a process that trains alone.
+
+    Raises:
+        RuntimeError: the ranks did not meet.
+        ValueError: the secret of the job cannot be read.
     """
-    extended = strategy.extended
-    rank = extended._id_in_cluster
+    addresses, rank = cluster.addresses, cluster.rank
+    if len(addresses) < 2:
+        return None
+    if share_a_host(addresses):
+        internals.stop_spinning()
+    secret = secret_lib.find(os.environ)
+    if rank == 0 and not secret:
+        _warn_of_strangers(addresses[0])
     return ProcessGroup(
         rank=rank,
-        world_size=extended._num_workers,
-        addresses=cluster.addresses,
-        exchange=lambda blob: _exchange(strategy, rank, blob),
+        world_size=len(addresses),
+        addresses=addresses,
+        exchange=lambda blob: ranks.meet(
+            rank,
+            addresses,
+            blob,
+            secret=secret,
+            timeout=startup_timeout,
+            reuse_port=ports.HELD_VARIABLE in os.environ,
+        ),
         timeout=timeout,
     )
 
 
-def _exchange(strategy: Any, rank: int, blob: bytes) -> list[bytes]:
-    """Every rank's blob in rank order, by TensorFlow's own collectives.
+def _warn_of_strangers(address: str) -> None:
+    if not addresses_lib.is_loopback(addresses_lib.bind_address(address)):
+        warnings.warn(
+            f"Whoever reaches {address} while the ranks start may join this "
+            f"job: there is no secret. Set {secret_lib.VARIABLE}, or "
+            f"{secret_lib.FILE_VARIABLE} to the path of a file, to the same "
+            "secret for all ranks.",
+            stacklevel=4,
+        )
 
-    They order rows by the names of the tasks, where `task:10` comes before
-    `task:2`. A row therefore says whose it is: the rank (int32) and the blob,
-    which is as long on every rank.
-    """
-    row = np.frombuffer(np.array(rank, "<i4").tobytes() + blob, np.uint8)
-    rows = strategy.gather(tf.constant(row[None].astype(np.int32)), axis=0)
-    blobs = {}
-    for other in rows.numpy().astype(np.uint8):
-        blobs[int.from_bytes(other[:4].tobytes(), "little")] = other[4:]
-    return [blobs[sender].tobytes() for sender in sorted(blobs)]
+
+def serve_keys(group: ProcessGroup) -> None:
+    """Lets TensorFlow's handlers of preemptions agree through a group."""
+
+    def wait(key: str, timeout_in_ms: int = 0) -> str:
+        return group.await_key(key, timeout_in_ms / 1000)
+
+    def report(code: int, message: str) -> None:
+        group.leave(f"error {code}: {message}")
+
+    internals.serve_keys(group.insert_key, wait, report)

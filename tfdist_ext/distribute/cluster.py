@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.collectives.process_group import bind_address
 from tfdist_ext.launcher import other_launchers
+from tfdist_ext.rendezvous.addresses import bind_address
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -41,6 +41,12 @@ class Cluster:
     def addresses(self) -> list[str]:
         """The addresses of all ranks, in rank order."""
         return [address for tasks in self.jobs.values() for address in tasks]
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all."""
+        chiefs = len(self.jobs.get("chief", ())) if self.job == "worker" else 0
+        return chiefs + self.index
 
     @property
     def own_address(self) -> str:

@@ -17,6 +17,7 @@ from tfdist_ext.batches import whole_batch
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
+from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
@@ -25,7 +26,14 @@ Nest = Any
 
 
 class HybridParallelExtended(internals.CollectiveAllReduceExtended):
-    """Overrides for shards and for collectives through the process group."""
+    """Overrides for shards and for collectives through the process group.
+
+    Args:
+        container_strategy: whose overrides these are.
+        cluster_resolver: of the strategy.
+        cluster: what the resolver says, checked.
+        collectives: of the ranks; None for a process that trains alone.
+    """
 
     # Our own control channel notices a dead peer at once.
     _enable_check_health = False
@@ -34,9 +42,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self,
         container_strategy: tf.distribute.Strategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        cluster: Cluster,
+        collectives: Collectives | None,
     ) -> None:
-        self.collectives: Collectives | None = None
+        self.collectives = collectives
         self.error_feedback: ErrorFeedback | None = None
+        self._cluster = cluster
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -44,6 +55,19 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 tf.distribute.experimental.CommunicationOptions()
             ),
         )
+
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        # Stock starts TensorFlow's server where there are several ranks.
+        internals.initialize_local(self, cluster_resolver)
+        if not self._cluster.jobs:
+            return
+        self._local_or_standalone_client_mode = False
+        self._cluster_spec = tf.train.ClusterSpec(dict(self._cluster.jobs))
+        self._task_type = self._cluster.job
+        self._task_id = self._cluster.index
+        self._id_in_cluster = self._cluster.rank
+        self._num_workers = len(self._cluster.addresses)
+        self._is_chief = self._cluster.rank == 0
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -247,10 +271,6 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
-        if self.collectives is None and self._num_workers > 1:
-            return super()._gather_to_implementation(
-                value, destinations, axis, options
-            )
         if self.collectives is None:
             # Stock refuses what comes from a replica: it names no device.
             return tf.convert_to_tensor(local_value(value))

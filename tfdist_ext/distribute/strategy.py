@@ -90,8 +90,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             chief and workers, another `gradient_dtype`, or `error_feedback`
             where nothing is rounded.
         RuntimeError: another launcher has started several processes and set
-            no TF_CONFIG, this rank's port is taken, or TensorFlow was used
-            before.
+            no TF_CONFIG, rank 0's port is taken, or not all ranks came within
+            `startup_timeout`.
     """
 
     def __init__(
@@ -120,21 +120,35 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         )
         cluster = cluster_lib.read(resolver)
-        bootstrap.prepare(cluster, timeout, startup_timeout)
-        with bootstrap.explained(cluster.own_address):
-            extended = self._start_with_all_ranks(resolver, startup_timeout)
-        internals.Strategy.__init__(self, extended)
+        group = bootstrap.connect(cluster, timeout, startup_timeout)
         self.collectives: Collectives | None = None
+        if group is not None:
+            self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
+        try:
+            self._start(resolver, cluster, error_feedback, measure)
+        except BaseException:  # the others shall not wait for this rank
+            self.close()
+            raise
+
+    def _start(
+        self,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        cluster: cluster_lib.Cluster,
+        error_feedback: bool,
+        measure: bool,
+    ) -> None:
+        extended = extended_lib.HybridParallelExtended(
+            self, resolver, cluster, self.collectives
+        )
+        internals.Strategy.__init__(self, extended)
         self._datasets = 0
         steps.install()
         building.install()
         jit_compile.install()
         placing.install(joint_placement.layers_of, joint_placement.place)
         settings.install()
-        if extended._num_workers > 1:
-            group = bootstrap.connect(self, cluster, timeout)
-            self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
-            extended.collectives = self.collectives
+        if self.collectives is not None:
+            bootstrap.serve_keys(self.collectives.group)
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
@@ -146,11 +160,23 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
 
-    def _start_with_all_ranks(
-        self, resolver: Any, startup_timeout: float
-    ) -> extended_lib.HybridParallelExtended:
-        with bootstrap.waiting_for_all_ranks_to_start(startup_timeout):
-            return extended_lib.HybridParallelExtended(self, resolver)
+    def close(self) -> None:
+        """Leaves the other ranks in good order.
+
+        What the strategy has made can be read and saved by one process as it
+        is on this rank; exchanges raise `FailedPreconditionError`. The process
+        may make another strategy, of other ranks too. Runs by itself when
+        Python exits; the other ranks see no failure in it. Every rank should
+        close when all are done with what they do together.
+        """
+        if self.collectives is not None:
+            self.collectives.group.close()
+
+    def __enter__(self) -> HybridParallelStrategy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def process_group(self) -> ProcessGroup | None:

@@ -3,7 +3,8 @@
 
 This file reads the command line and makes every rank's environment;
 `local_ranks` runs the processes, `rank_output` shows what they print and
-`rendezvous` lets several hosts find each other. None of them needs TensorFlow.
+`rendezvous/hosts.py` lets several hosts find each other. None of them needs
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import json
 import os
 import pathlib
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from collections.abc import Sequence
 from tfdist_ext.launcher import launch_options
 from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import ports
-from tfdist_ext.launcher import rendezvous
+from tfdist_ext.rendezvous import hosts
+from tfdist_ext.rendezvous import secret as secret_lib
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.nnodes == 1:
             with ports.reserve(options.n, LOOPBACK) as reserved:
                 workers = [f"{LOOPBACK}:{port}" for port in reserved]
-                ranks = _ranks(options, workers, first_rank=0)
+                secret = "" if _secret() else secrets.token_hex(32)
+                ranks = _ranks(options, workers, 0, secret)
                 return run(ranks)
         return _run_on_several_hosts(options, run)
-    except rendezvous.RendezvousError as error:
+    except hosts.RendezvousError as error:
         print(f"tfdist-run: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # too many ports or processes, no log folder
@@ -67,25 +71,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_on_several_hosts(
     options: argparse.Namespace, run: Callable[..., int]
 ) -> int:
+    secret = _secret()
+    if not secret and options.node_rank == 0:
+        host, port = options.master
+        print(
+            f"tfdist-run: whoever reaches {host}:{port} may join this job: "
+            f"there is no secret. Set the same {secret_lib.VARIABLE} or "
+            f"{secret_lib.FILE_VARIABLE} on all hosts.",
+            file=sys.stderr,
+        )
     # Not loopback: the address others use may belong to any interface.
     with ports.reserve(options.n, "") as reserved:
-        meeting = rendezvous.meet(
+        meeting = hosts.meet(
             master=options.master,
             node_rank=options.node_rank,
             nnodes=options.nnodes,
             host=options.host,
             ports=reserved,
             timeout=options.start_timeout,
+            secret=secret,
         )
         with meeting:
-            ranks = _ranks(options, meeting.workers, meeting.first_rank)
+            ranks = _ranks(
+                options, meeting.workers, meeting.first_rank, meeting.secret
+            )
             return run(ranks, nodes=meeting)
 
 
+def _secret() -> bytes:
+    """The secret that the user has given, which the ranks find as well."""
+    try:
+        return secret_lib.find(os.environ)
+    except ValueError as error:
+        raise hosts.RendezvousError(str(error)) from error
+
+
 def _ranks(
-    options: argparse.Namespace, workers: Sequence[str], first_rank: int
+    options: argparse.Namespace,
+    workers: Sequence[str],
+    first_rank: int,
+    secret: str,
 ) -> list[local_ranks.Rank]:
-    """Describes the ranks of this host, one per local rank."""
+    """Describes the ranks of this host, one per local rank.
+
+    Args:
+        options: of the command line.
+        workers: addresses of all ranks.
+        first_rank: of this host.
+        secret: for the ranks, empty if they find one by themselves.
+    """
     ranks = []
     for local_rank in range(options.n):
         rank = first_rank + local_rank
@@ -94,6 +128,7 @@ def _ranks(
             "task": {"type": "worker", "index": rank},
         }
         environment = {
+            **({secret_lib.VARIABLE: secret} if secret else {}),
             **_defaults(os.environ, rank, options.n),
             **_gpu(os.environ, local_rank, options.n),
             **dict(options.env),
@@ -140,8 +175,8 @@ def _defaults(
         # Ranks of one host share its cores.
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
-        # TensorFlow's server may bind the port this launcher holds for it.
-        "TF_GRPC_REUSE_PORT": "1",
+        # Rank 0 may bind the port this launcher holds for it.
+        ports.HELD_VARIABLE: "1",
     }
     if rank != 0:
         # What is written to a pipe arrives at once, also before a crash.

@@ -7,15 +7,17 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+# Says to a rank that the port of its address is held for it.
+HELD_VARIABLE = "TFDIST_PORT_IS_HELD"
+
 
 @contextlib.contextmanager
 def reserve(count: int, host: str) -> Iterator[list[int]]:
     """Holds `count` distinct free TCP ports of `host`.
 
     The sockets are bound, but do not listen, and allow reuse: a process of the
-    same user that allows reuse too (TensorFlow's server with
-    TF_GRPC_REUSE_PORT=1) binds the same port and receives all connections,
-    while the system gives it to nobody else.
+    same user that allows reuse too (a rank with `HELD_VARIABLE`) binds the same
+    port and receives all connections, while the system gives it to nobody else.
 
     Args:
         count: how many ports.

@@ -77,6 +77,23 @@ def group_left(handle: int) -> tuple[str, bool]:
     return reason.numpy().decode(errors="replace"), bool(told)
 
 
+def group_insert_key(handle: int, key: str, value: str) -> None:
+    """Gives a key a value on all ranks, unless it has one."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        library().tfdist_group_insert_key(
+            group=tf.constant(handle, tf.int64), key=key, value=value
+        )
+
+
+def group_await_key(handle: int, key: str, timeout: float) -> str:
+    """Waits for a key's value; 0 seconds are no limit."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        value = library().tfdist_group_await_key(
+            group=tf.constant(handle, tf.int64), key=key, timeout=timeout
+        )
+    return str(value.numpy().decode())
+
+
 def group_stats(handle: int) -> dict[str, Any]:
     """Counters by name, and `labels`: label to (calls, bytes, seconds)."""
     with tf.init_scope(), tf.device("CPU:0"):

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of tfdist-run on several hosts, which all are this one.
+
+The launchers run as processes with a limit; what a stranger on the network may
+send is tested on `meet` itself, and on its door in test_door.py.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tfdist_ext.rendezvous import hosts
+from tfdist_ext.rendezvous.door import knock
+from tfdist_ext.rendezvous.handshake import Job
+from tfdist_ext.rendezvous.link import Link
+
+LIMIT = 30.0
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_node(
+    node: int,
+    nnodes: int,
+    port: int,
+    ranks: int,
+    script: pathlib.Path,
+    environment: dict[str, str],
+) -> "subprocess.Popen[str]":
+    dropped = ("TF_CONFIG", "PYTHONUNBUFFERED", "TFDIST_SECRET")
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tfdist_ext.launch", "-n", str(ranks)),
+            *("--nnodes", str(nnodes), "--node-rank", str(node)),
+            *("--master", f"{HOST}:{port}", "--start-timeout", "20"),
+            *("--grace", "2", str(script)),
+        ],
+        env={
+            **{k: v for k, v in os.environ.items() if k not in dropped},
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_nodes(
+    tmp_path: pathlib.Path,
+    ranks: list[int],
+    body: str,
+    environment: dict[str, str] | None = None,
+) -> list["subprocess.CompletedProcess[str]"]:
+    """Runs one launcher per entry of `ranks`, the last host first."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os, signal, sys, time\n"
+        "CONFIG = json.loads(os.environ['TF_CONFIG'])\n"
+        "RANK = CONFIG['task']['index']\n" + textwrap.dedent(body)
+    )
+    port = free_port()
+    nodes: list[subprocess.Popen[str]] = []
+    try:
+        for node in reversed(range(len(ranks))):
+            nodes.append(
+                start_node(
+                    node,
+                    len(ranks),
+                    port,
+                    ranks[node],
+                    script,
+                    environment or {},
+                )
+            )
+            time.sleep(0.1)
+        return [
+            subprocess.CompletedProcess(
+                node.args, code, *node.communicate(timeout=LIMIT)
+            )
+            for node in reversed(nodes)
+            for code in [node.wait(LIMIT)]
+        ]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate(timeout=LIMIT)
+
+
+def test_three_hosts_agree_on_the_cluster(tmp_path: pathlib.Path) -> None:
+    body = "print(json.dumps(CONFIG), flush=True)"
+    ends = run_nodes(tmp_path, [2, 1, 3], body)
+    assert [end.returncode for end in ends] == [0, 0, 0], ends
+    configs = [
+        [json.loads(line[line.index("{") :]) for line in e.stdout.splitlines()]
+        for e in ends
+    ]
+    ranks = [sorted(c["task"]["index"] for c in node) for node in configs]
+    assert ranks == [[0, 1], [2], [3, 4, 5]]
+    clusters = [c["cluster"] for node in configs for c in node]
+    assert all(cluster == clusters[0] for cluster in clusters)
+    assert len(set(clusters[0]["worker"])) == 6
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_failure_on_one_host_stops_all(
+    tmp_path: pathlib.Path, culprit: int
+) -> None:
+    body = f"""
+        if RANK == {culprit}:
+            time.sleep(0.5)
+            sys.exit(9)
+        time.sleep(600)
+    """
+    ends = run_nodes(tmp_path, [1, 1, 1], body)
+    codes = [end.returncode for end in ends]
+    assert codes == [9 if node == culprit else 1 for node in range(3)], ends
+    assert all(f"rank {culprit} (pid " in end.stderr for end in ends)
+
+
+def test_a_killed_launcher_stops_the_other_hosts(
+    tmp_path: pathlib.Path,
+) -> None:
+    body = """
+        if RANK == 1:
+            time.sleep(0.5)
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    """
+    ends = run_nodes(tmp_path, [1, 1], body)
+    assert [end.returncode for end in ends] == [1, -9]
+    assert "lost host 1" in ends[0].stderr
+
+
+def test_an_early_end_on_one_host_lets_the_others_go_on(
+    tmp_path: pathlib.Path,
+) -> None:
+    body = "time.sleep(0.5 * RANK); print('done')"
+    ends = run_nodes(tmp_path, [1, 1, 1], body)
+    assert [end.returncode for end in ends] == [0, 0, 0], ends
+    assert "done" in ends[2].stdout
+
+
+def meet_as_master(
+    port: int, outcome: list[object], timeout: float, secret: bytes
+) -> None:
+    try:
+        meeting = hosts.meet(
+            master=(HOST, port),
+            node_rank=0,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=timeout,
+            secret=secret,
+        )
+    except hosts.RendezvousError as error:
+        outcome.append(str(error))
+        return
+    with meeting:
+        outcome.append(meeting.workers)
+
+
+def start_master(
+    timeout: float = 20.0, secret: bytes = b""
+) -> tuple[int, list[object], threading.Thread]:
+    port, outcome = free_port(), []
+    thread = threading.Thread(
+        target=meet_as_master,
+        args=(port, outcome, timeout, secret),
+        daemon=True,
+    )
+    thread.start()
+    return port, outcome, thread
+
+
+def connect(port: int, node: int = 1) -> Link:
+    """A launcher of our own that has come to the master."""
+    until = time.monotonic() + LIMIT
+    return Link(knock((HOST, port), Job("hosts"), node, until), "host 0")
+
+
+def test_strangers_delay_nobody() -> None:
+    """Silent ones, and such as talk nonsense, before and after the host."""
+    port, outcome, thread = start_master(timeout=LIMIT)
+    strangers = []
+    for noise in (
+        b"",
+        b"",
+        b"",
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[" * 500_000,
+    ):
+        link = connect_anyhow(port)
+        strangers.append(link)
+        with contextlib.suppress(OSError):
+            link.sendall(noise)
+    launcher = connect(port)
+    launcher.send({"nnodes": 2, "workers": ["b:7"]}, LIMIT)
+    answer = launcher.receive(LIMIT)
+    thread.join(LIMIT)
+    for link in strangers:
+        link.close()
+    assert answer is not None and len(answer.pop("secret")) == 64
+    assert answer == {"workers": [f"{HOST}:1", "b:7"], "first_rank": 1}
+    assert outcome == [[f"{HOST}:1", "b:7"]]
+
+
+def connect_anyhow(port: int) -> socket.socket:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return socket.create_connection((HOST, port), timeout=LIMIT)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_host_that_disagrees_is_told() -> None:
+    port, outcome, thread = start_master()
+    launcher = connect(port)
+    launcher.send({"nnodes": 3, "workers": ["b:7"]}, LIMIT)
+    answer = launcher.receive(LIMIT)
+    thread.join(LIMIT)
+    assert answer is not None
+    assert "came with --nnodes 3; expected 2" in answer["error"]
+    assert outcome == [answer["error"]]
+
+
+@pytest.mark.parametrize("node", [0, 2, -1])
+def test_a_host_with_a_number_of_no_host_is_refused(node: int) -> None:
+    port, outcome, thread = start_master(timeout=1.0)
+    with pytest.raises(hosts.RendezvousError, match="--nnodes differs"):
+        hosts.meet(
+            master=(HOST, port),
+            node_rank=node or 5,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=LIMIT,
+        )
+    thread.join(LIMIT)
+    assert "hosts [1] of 2 did not come" in str(outcome)
+    assert "Refused: 127.0.0.1:" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 500_000,
+        b'{"nnodes": Infinity, "workers": []}',
+        b'{"nnodes": 2, "workers": {"a": 1}}',
+        b'{"nnodes": 2, "workers": [1]}',
+        b'{"nnodes": 2}',
+        b"\xff",
+    ],
+    ids=lambda line: line[:30].decode(errors="replace"),
+)
+def test_a_host_that_sends_nonsense_is_named(line: bytes) -> None:
+    port, outcome, thread = start_master()
+    until = time.monotonic() + LIMIT
+    connection = knock((HOST, port), Job("hosts"), 1, until)
+    connection.sendall(line + b"\n")
+    answer = Link(connection, "host 0").receive(LIMIT)
+    thread.join(LIMIT)
+    connection.close()
+    assert answer == {"error": outcome[0]}
+    assert str(outcome[0]).startswith("host 1 (127.0.0.1:")
+
+
+def test_a_secret_keeps_others_out(tmp_path: pathlib.Path) -> None:
+    """It is not sent, and the ranks find it where the launcher has."""
+    body = "print(os.environ['TFDIST_SECRET'], flush=True)"
+    environment = {"TFDIST_SECRET": "of this job"}
+    ends = run_nodes(tmp_path, [1, 1], body, environment)
+    assert [end.returncode for end in ends] == [0, 0], ends
+    assert all("of this job" in end.stdout for end in ends)
+    assert "there is no secret" not in ends[0].stderr
+    port, outcome, thread = start_master(timeout=1.0, secret=b"of this job")
+    with pytest.raises(hosts.RendezvousError, match="another secret"):
+        hosts.meet(
+            master=(HOST, port),
+            node_rank=1,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=LIMIT,
+        )
+    thread.join(LIMIT)
+    assert "did not come" in str(outcome)
+
+
+def test_without_a_secret_the_ranks_get_one_of_their_own(
+    tmp_path: pathlib.Path,
+) -> None:
+    body = "print(os.environ['TFDIST_SECRET'], flush=True)"
+    ends = run_nodes(tmp_path, [1, 2], body)
+    assert [end.returncode for end in ends] == [0, 0], ends
+    printed = "".join(end.stdout for end in ends).split()
+    found = {word for word in printed if len(word) == 64}
+    assert len(found) == 1, ends
+    assert "there is no secret" in ends[0].stderr
+
+
+def test_a_missing_host_is_named_in_time() -> None:
+    begin = time.monotonic()
+    _, outcome, thread = start_master(timeout=0.5)
+    thread.join(LIMIT)
+    assert time.monotonic() - begin < 10
+    assert "hosts [1] of 2 did not come" in str(outcome)
+
+
+def test_a_missing_master_is_reported_in_time() -> None:
+    begin = time.monotonic()
+    with pytest.raises(hosts.RendezvousError, match="did not answer"):
+        hosts.meet(
+            master=(HOST, free_port()),
+            node_rank=1,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=0.5,
+        )
+    assert time.monotonic() - begin < 10
+
+
+def test_a_master_address_of_another_host_is_explained() -> None:
+    with pytest.raises(hosts.RendezvousError, match="address of host 0"):
+        hosts.meet(
+            master=("192.0.2.1", 7000),  # TEST-NET-1, nobody's address.
+            node_rank=0,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=0.5,
+        )

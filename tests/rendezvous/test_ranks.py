@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks meet, however many, or say who is missing and what to do."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from tfdist_ext.rendezvous import ranks
+from tfdist_ext.rendezvous.door import knock
+from tfdist_ext.rendezvous.handshake import Job
+from tfdist_ext.rendezvous.link import Link
+
+LIMIT = 60.0
+
+
+def meet_all(calls):
+    """Results, or errors, of several calls of `meet` at once."""
+    outcomes = [None] * len(calls)
+
+    def call(place, rank, addresses, timeout, secret):
+        try:
+            outcomes[place] = ranks.meet(
+                rank,
+                addresses,
+                b"blob %d" % rank,
+                secret=secret,
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            outcomes[place] = str(error)
+
+    threads = [
+        threading.Thread(target=call, args=(place, *each), daemon=True)
+        for place, each in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.001)
+    for thread in threads:
+        thread.join(LIMIT)
+    return outcomes
+
+
+def addresses_of(count, port):
+    return [f"127.0.0.1:{port}"] + [
+        f"127.0.0.1:{each}" for each in range(1, count)
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 11, 120])
+def test_blobs_come_in_rank_order(count, free_port):
+    addresses = addresses_of(count, free_port())
+    calls = [(rank, addresses, LIMIT, b"s") for rank in reversed(range(count))]
+    expected = [b"blob %d" % rank for rank in range(count)]
+    assert meet_all(calls) == [expected] * count
+
+
+def test_all_learn_who_is_missing(free_port):
+    addresses = addresses_of(4, free_port())
+    calls = [(rank, addresses, 1.0, b"") for rank in (0, 2)]
+    first, second = meet_all(calls)
+    missing = "rank 1 (127.0.0.1:1), rank 3 (127.0.0.1:3) of 4 ranks"
+    assert missing in first and "startup_timeout=1 s" in first
+    assert f"rank 2: rank 0 ({addresses[0]}) says: {first}" == second
+
+
+def test_rank_0_is_missing(free_port, monkeypatch):
+    monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.1)
+    (error,) = meet_all([(1, addresses_of(2, free_port()), 0.5, b"")])
+    assert "cannot reach rank 0" in error and "startup_timeout=0.5 s" in error
+
+
+def test_a_taken_port_names_the_address(free_port):
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        (error,) = meet_all([(0, addresses_of(2, port), 1.0, b"")])
+    assert f"cannot listen at its address '127.0.0.1:{port}'" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"secret": b"guess"}, "Set the same TFDIST_SECRET"),
+        ({"rank": 2}, "Give every process its own task index"),
+        ({"addresses": ["127.0.0.1:9"]}, "its TF_CONFIG names other ranks"),
+    ],
+)
+def test_who_is_refused_learns_what_to_do(change, remedy, free_port):
+    """And rank 0, in the end, whom it has refused."""
+    addresses = addresses_of(3, free_port())
+    other = addresses + change.get("addresses", [])
+    good = [(0, addresses, 2.0, b"s"), (2, addresses, 2.0, b"s")]
+    bad = (change.get("rank", 1), other, 2.0, change.get("secret", b"s"))
+    first, second, refused = meet_all([*good, bad])
+    assert remedy in refused or remedy in second
+    assert "rank 1 (127.0.0.1:1) of 3 ranks did not come" in first
+    assert "Refused: 127.0.0.1:" in first
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 500_000,
+        b'{"blob": Infinity}',
+        b'{"blob": "xyz"}',
+        b'{"blob": ["61"]}',
+        b"[]",
+        b"\xff\xfe",
+        b"{}",
+    ],
+    ids=lambda line: line[:12].decode(errors="replace"),
+)
+def test_a_rank_that_sends_nonsense_is_named(line, free_port):
+    """It knows the secret; nothing crashes all the same."""
+    addresses = addresses_of(2, free_port())
+    outcome = []
+
+    def rank_0():
+        outcome.extend(meet_all([(0, addresses, LIMIT, b"s")]))
+
+    thread = threading.Thread(target=rank_0, daemon=True)
+    thread.start()
+    job = Job(f"ranks {' '.join(addresses)}", b"s")
+    port = int(addresses[0].rpartition(":")[2])
+    connection = knock(("127.0.0.1", port), job, 1, time.monotonic() + LIMIT)
+    connection.sendall(line + b"\n")
+    link = Link(connection, "rank 0")
+    answer = link.receive(LIMIT)
+    link.close()
+    thread.join(LIMIT)
+    assert "rank 1 (127.0.0.1:1) has come and failed" in outcome[0]
+    assert answer == {"error": outcome[0]}, json.dumps(answer)

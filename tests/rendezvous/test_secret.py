@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret of a job comes from a variable or a file, or from nowhere."""
+
+import pytest
+
+from tfdist_ext.rendezvous import secret
+
+
+def test_where_it_comes_from(tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(b"  from a file\n")
+    assert secret.find({}) == b""
+    assert secret.find({"TFDIST_SECRET": "given"}) == b"given"
+    assert secret.find({"TFDIST_SECRET_FILE": f"{file}"}) == b"from a file"
+    both = {"TFDIST_SECRET": "given", "TFDIST_SECRET_FILE": f"{file}"}
+    assert secret.find(both) == b"given"
+
+
+@pytest.mark.parametrize("contents", [None, b"", b" \n", b"x" * 5000])
+def test_a_file_that_holds_none_is_refused(tmp_path, contents):
+    file = tmp_path / "secret"
+    if contents is not None:
+        file.write_bytes(contents)
+    with pytest.raises(ValueError, match="TFDIST_SECRET_FILE"):
+        secret.find({"TFDIST_SECRET_FILE": f"{file}"})

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the launchers of several hosts find each other and stay in touch.
+
+Every launcher has chosen free ports for its ranks. Those of hosts 1 to N-1
+connect to the master's address, where the launcher of host 0 listens, and send
+their addresses; it answers everyone with the list of all. The connections stay
+open, so that a failure on one host stops the ranks on the others:
+
+    host 1 -> host 0   {"nnodes": 2, "workers": ["b:41", ...]}
+    host 0 -> host 1   {"workers": ["a:52", ..., "b:41", ...], "first_rank": 4,
+                        "secret": "..."}
+    anyone -> others   {"ended": null} or {"ended": "rank 5 (...) failed: ..."}
+
+Messages are JSON, one per line, of limited length; who sends them is known by
+the handshake at the door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist_ext.rendezvous import handshake
+from tfdist_ext.rendezvous.door import Door
+from tfdist_ext.rendezvous.door import knock
+from tfdist_ext.rendezvous.link import Link
+
+_MESSAGE_SECONDS = 10.0
+_MOST_RANKS = 1 << 16
+_JOB = "hosts"
+_REMEDIES = {
+    handshake.Verdict.OTHER_PROTOCOL: "it has another version of tfdist_ext",
+    handshake.Verdict.OTHER_JOB: "it has another version of tfdist_ext",
+    handshake.Verdict.TAKEN: (
+        "it expects other hosts, --nnodes differs, or another host has come "
+        "with this --node-rank"
+    ),
+    handshake.Verdict.WRONG_SECRET: (
+        "it has another secret; set the same TFDIST_SECRET or "
+        "TFDIST_SECRET_FILE on all hosts"
+    ),
+}
+
+
+class RendezvousError(Exception):
+    """The hosts did not find each other; the message says what to change."""
+
+
+class Meeting:
+    """The hosts after they have met.
+
+    Attributes:
+        workers: addresses of all ranks, in rank order.
+        first_rank: the rank of this host's first process.
+        secret: for the ranks to know each other by, made here; empty if the
+            hosts have had one to meet with.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        workers: list[str],
+        first_rank: int,
+        secret: str,
+    ) -> None:
+        self.workers = workers
+        self.first_rank = first_rank
+        self.secret = secret
+        self._links = list(links)
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for link in self._links:
+            link.close()
+
+    def failure(self) -> str | None:
+        """Returns what failed on another host, None while nothing did.
+
+        A host whose ranks have all succeeded is out of the game.
+        """
+        for link in list(self._links):
+            try:
+                message = link.receive(timeout=0.0)
+            except (OSError, ValueError) as error:
+                self._drop(link)
+                return f"lost {link.name}: {error}"
+            if message is None:
+                continue
+            self._drop(link)
+            if (ended := message.get("ended")) is not None:
+                return f"on another host ({link.name}): {ended}"
+        return None
+
+    def report(self, failure: str | None) -> None:
+        """Tells the other hosts how this one ended."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.send({"ended": failure}, _MESSAGE_SECONDS)
+
+    def _drop(self, link: Link) -> None:
+        self._links.remove(link)
+        link.close()
+
+
+def meet(
+    *,
+    master: tuple[str, int],
+    node_rank: int,
+    nnodes: int,
+    host: str | None,
+    ports: Sequence[int],
+    timeout: float,
+    secret: bytes = b"",
+) -> Meeting:
+    """Exchanges the addresses of all ranks.
+
+    Args:
+        master: host and port where the launcher of host 0 listens.
+        node_rank: number of this host.
+        nnodes: number of hosts.
+        host: address of this host for the others, by default the one that it
+            reaches the master with; the master's own for host 0.
+        ports: one per rank of this host.
+        timeout: seconds to wait for the other hosts.
+        secret: of the job; without one, whoever speaks the protocol may come.
+
+    Raises:
+        RendezvousError: not all hosts came in time, or they disagree.
+    """
+    deadline = time.monotonic() + timeout
+    job = handshake.Job(_JOB, secret)
+    if node_rank == 0:
+        workers = [f"{host or master[0]}:{port}" for port in ports]
+        return _receive_hosts(master, job, nnodes, workers, deadline)
+    link = _reach(master, job, node_rank, deadline)
+    address = host or link.own_host()
+    hello = {
+        "nnodes": nnodes,
+        "workers": [f"{address}:{port}" for port in ports],
+    }
+    try:
+        link.send(hello, _MESSAGE_SECONDS)
+        answer = link.receive(max(0.0, deadline - time.monotonic()))
+        if answer is None:
+            raise RendezvousError(
+                f"{link.name} waited for other hosts longer than "
+                f"--start-timeout {timeout:g}"
+            )
+        if "error" in answer:
+            raise RendezvousError(f"{link.name} says: {answer['error']}")
+        workers = _addresses(answer)
+        first_rank, its_secret = answer["first_rank"], answer["secret"]
+        if not (
+            type(first_rank) is int
+            and 0 <= first_rank <= len(workers) - len(ports)
+            and type(its_secret) is str
+        ):
+            raise ValueError("it sent no place for this host")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        link.close()
+        raise RendezvousError(f"no answer from {link.name}: {error}") from error
+    except RendezvousError:
+        link.close()
+        raise
+    return Meeting([link], workers, first_rank, its_secret)
+
+
+def _receive_hosts(
+    master: tuple[str, int],
+    job: handshake.Job,
+    nnodes: int,
+    own: list[str],
+    deadline: float,
+) -> Meeting:
+    """Host 0: waits for all others, then gives everyone the list."""
+    workers = {0: own}
+    links: dict[int, Link] = {}
+    try:
+        with _open(master, job, nnodes) as door:
+            for node, connection in door.let_in(deadline):
+                name = "{}:{}".format(*connection.getpeername()[:2])
+                links[node] = Link(connection, f"host {node} ({name})")
+            if door.missing:
+                refused = door.refusals and f". Refused: {door.refusals}"
+                raise RendezvousError(
+                    f"hosts {door.missing} of {nnodes} did not come within "
+                    f"--start-timeout{refused}"
+                )
+        for node, link in sorted(links.items()):
+            workers[node] = _hear(link, nnodes)
+        everyone = [
+            address for node in sorted(workers) for address in workers[node]
+        ]
+        # One that all hosts have is not for the network.
+        secret = "" if job.secret else secrets.token_hex(32)
+        first_rank = 0
+        for node in range(1, nnodes):
+            first_rank += len(workers[node - 1])
+            answer = {
+                "workers": everyone,
+                "first_rank": first_rank,
+                "secret": secret,
+            }
+            links[node].send(answer, _MESSAGE_SECONDS)
+    except (OSError, RendezvousError) as error:
+        for link in links.values():
+            with contextlib.suppress(OSError):
+                link.send({"error": str(error)}, _MESSAGE_SECONDS)
+            link.close()
+        raise RendezvousError(str(error)) from error
+    return Meeting(list(links.values()), everyone, 0, secret)
+
+
+def _hear(link: Link, nnodes: int) -> list[str]:
+    """The addresses of a host's ranks."""
+    try:
+        hello = link.receive(_MESSAGE_SECONDS)
+        if hello is None:
+            raise TimeoutError(f"nothing for {_MESSAGE_SECONDS:g} s")
+        theirs, addresses = hello["nnodes"], _addresses(hello)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RendezvousError(f"{link.name} has come, but: {error}") from error
+    if theirs != nnodes:
+        raise RendezvousError(
+            f"{link.name} came with --nnodes {theirs}; expected {nnodes}"
+        )
+    return addresses
+
+
+def _addresses(message: dict[str, Any]) -> list[str]:
+    """The "workers" of a message.
+
+    Raises:
+        ValueError: they are no addresses.
+    """
+    found = message.get("workers")
+    if (
+        not isinstance(found, list)
+        or len(found) > _MOST_RANKS
+        or not all(isinstance(each, str) and ":" in each for each in found)
+    ):
+        raise ValueError("it sent no addresses of ranks")
+    return found
+
+
+def _open(master: tuple[str, int], job: handshake.Job, nnodes: int) -> Door:
+    try:
+        return Door(master, job, range(1, nnodes))
+    except OSError as error:
+        raise RendezvousError(
+            f"cannot listen on --master {master[0]}:{master[1]}: {error}. It "
+            "must be an address of host 0 and a free port"
+        ) from error
+
+
+def _reach(
+    master: tuple[str, int],
+    job: handshake.Job,
+    node_rank: int,
+    deadline: float,
+) -> Link:
+    """Tries until host 0 listens: the hosts start in any order."""
+    name = f"host 0 ({master[0]}:{master[1]})"
+    try:
+        return Link(knock(master, job, node_rank, deadline), name)
+    except handshake.RefusedError as error:
+        raise RendezvousError(
+            f"{name} refuses this host: {_REMEDIES[error.verdict]}"
+        ) from error
+    except OSError as error:
+        raise RendezvousError(
+            f"{name} did not answer within --start-timeout: {error}"
+        ) from error
