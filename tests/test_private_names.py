@@ -111,9 +111,7 @@ PRIVATE_ELSEWHERE = {
     # What a subclass of TensorFlow's strategy finds in itself.
     "distribute": {
         "_container_strategy",
-        "_id_in_cluster",
         "_make_input_context",
-        "_num_workers",
     },
 }
 # Private methods of Keras that our subclasses of its optimizers override.

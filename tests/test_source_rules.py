@@ -22,8 +22,9 @@ from tests.source_files import tracked
 # The rooms of the package from the ground up, and what each may import. A
 # room imports rooms above its own line only, so no import runs back up.
 ROOMS = {
+    "version": set(),
     "tables": set(),
-    "rendezvous": set(),
+    "rendezvous": {"version"},
     "launcher": {"rendezvous"},
     "planner": {"tables"},
     "keras_internals": set(),
@@ -175,7 +176,7 @@ def room_of(module: str) -> str:
 
 def test_imports_between_rooms_only_go_down() -> None:
     imports = imports_between_files()
-    top = {"_build_info", "launch", "version"}  # of the package itself
+    top = {"_build_info", "launch"}  # of the package itself
     assert {room_of(module) for module in imports} - top == set(ROOMS)
     order = list(ROOMS)
     for room, below in ROOMS.items():

@@ -69,6 +69,19 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
   std::string label_;
 };
 
+inline std::shared_ptr<ProcessGroup> GroupOf(tensorflow::OpKernelContext* ctx) {
+  const tensorflow::Tensor& handle = ctx->input(0);
+  std::shared_ptr<ProcessGroup> group;
+  if (handle.NumElements() == 1) {
+    group = FindGroup(static_cast<int>(handle.flat<int64_t>()(0)));
+  }
+  if (group == nullptr) {
+    ctx->SetStatus(absl::FailedPreconditionError(
+        Message("no open process group with handle ", handle.DebugString())));
+  }
+  return group;
+}
+
 // Ends the operation like an unexpected error when an output cannot be made.
 inline void CheckOk(const absl::Status& status) {
   if (!status.ok()) throw OperationError(status, true);

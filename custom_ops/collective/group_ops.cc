@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -89,27 +88,6 @@ reason: why it has; empty if none has.
 told: whether an operation of this rank has failed for that reason.
 )doc");
 
-REGISTER_OP("Tfdist>GroupInsertKey")
-    .Input("group: int64")
-    .Input("key: string")
-    .Input("value: string")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc(
-        "Gives a key a value on all ranks, unless some rank has given it one.");
-
-REGISTER_OP("Tfdist>GroupAwaitKey")
-    .Input("group: int64")
-    .Input("key: string")
-    .Output("value: string")
-    .Attr("timeout: float")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Scalar());
-      return absl::OkStatus();
-    })
-    .Doc("Waits for the value of a key; timeout: seconds, 0 for no limit.");
-
 REGISTER_OP("Tfdist>GroupStats")
     .Input("group: int64")
     .Output("counters: int64")
@@ -141,19 +119,6 @@ REGISTER_OP("Tfdist>CheckPlan")
     .Doc("Fails on every rank unless all ranks give the same entries.");
 
 namespace {
-
-std::shared_ptr<ProcessGroup> GroupOf(OpKernelContext* ctx) {
-  const Tensor& handle = ctx->input(0);
-  std::shared_ptr<ProcessGroup> group;
-  if (handle.NumElements() == 1) {
-    group = FindGroup(static_cast<int>(handle.flat<int64_t>()(0)));
-  }
-  if (group == nullptr) {
-    ctx->SetStatus(absl::FailedPreconditionError(
-        Message("no open process group with handle ", handle.DebugString())));
-  }
-  return group;
-}
 
 class GroupOpenOp : public OpKernel {
  public:
@@ -268,49 +233,6 @@ class GroupLeftOp : public OpKernel {
     reason->scalar<tstring>()() = because;
     told->scalar<bool>()() = known;
   }
-};
-
-// A scalar string input; nothing, with the context's status set, otherwise.
-std::optional<std::string> TextOf(OpKernelContext* ctx, int input) {
-  const Tensor& text = ctx->input(input);
-  if (text.NumElements() == 1) return std::string(text.flat<tstring>()(0));
-  ctx->SetStatus(tensorflow::errors::InvalidArgument(
-      "key and value must be scalars, received ", text.shape().DebugString()));
-  return std::nullopt;
-}
-
-class GroupInsertKeyOp : public OpKernel {
- public:
-  using OpKernel::OpKernel;
-
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
-    if (group == nullptr) return;
-    const auto key = TextOf(ctx, 1), value = TextOf(ctx, 2);
-    if (key && value) OP_REQUIRES_OK(ctx, group->InsertKey(*key, *value));
-  }
-};
-
-class GroupAwaitKeyOp : public OpKernel {
- public:
-  explicit GroupAwaitKeyOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("timeout", &timeout_));
-  }
-
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
-    if (group == nullptr) return;
-    const auto key = TextOf(ctx, 1);
-    if (!key) return;
-    const absl::StatusOr<std::string> value = group->AwaitKey(*key, timeout_);
-    OP_REQUIRES_OK(ctx, value.status());
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &output));
-    output->scalar<tstring>()() = *value;
-  }
-
- private:
-  float timeout_ = 0;
 };
 
 class GroupStatsOp : public OpKernel {
@@ -437,12 +359,6 @@ REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupLeave").Device(tensorflow::DEVICE_CPU), GroupLeaveOp);
 REGISTER_KERNEL_BUILDER(Name("Tfdist>GroupLeft").Device(tensorflow::DEVICE_CPU),
                         GroupLeftOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Tfdist>GroupInsertKey").Device(tensorflow::DEVICE_CPU),
-    GroupInsertKeyOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Tfdist>GroupAwaitKey").Device(tensorflow::DEVICE_CPU),
-    GroupAwaitKeyOp);
 REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupStats").Device(tensorflow::DEVICE_CPU), GroupStatsOp);
 REGISTER_KERNEL_BUILDER(Name("Tfdist>CheckPlan").Device(tensorflow::DEVICE_CPU),

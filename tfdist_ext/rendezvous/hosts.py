@@ -147,27 +147,32 @@ def meet(
         link.send(hello, _MESSAGE_SECONDS)
         answer = link.receive(max(0.0, deadline - time.monotonic()))
         if answer is None:
-            raise RendezvousError(
-                f"{link.name} waited for other hosts longer than "
-                f"--start-timeout {timeout:g}"
+            raise TimeoutError(
+                f"it has waited for other hosts longer than --start-timeout "
+                f"{timeout:g}"
             )
-        if "error" in answer:
-            raise RendezvousError(f"{link.name} says: {answer['error']}")
-        workers = _addresses(answer)
-        first_rank, its_secret = answer["first_rank"], answer["secret"]
-        if not (
-            type(first_rank) is int
-            and 0 <= first_rank <= len(workers) - len(ports)
-            and type(its_secret) is str
-        ):
-            raise ValueError("it sent no place for this host")
+        return _meeting(link, answer, len(ports))
     except (OSError, ValueError, KeyError, TypeError) as error:
         link.close()
         raise RendezvousError(f"no answer from {link.name}: {error}") from error
     except RendezvousError:
         link.close()
         raise
-    return Meeting([link], workers, first_rank, its_secret)
+
+
+def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
+    """What host 0 has answered to a host of some ranks."""
+    if "error" in answer:
+        raise RendezvousError(f"{link.name} says: {answer['error']}")
+    workers = _addresses(answer)
+    first_rank, secret = answer["first_rank"], answer["secret"]
+    if not (
+        type(first_rank) is int
+        and 0 <= first_rank <= len(workers) - ranks
+        and type(secret) is str
+    ):
+        raise ValueError("it sent no place for this host")
+    return Meeting([link], workers, first_rank, secret)
 
 
 def _receive_hosts(
