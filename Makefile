@@ -78,7 +78,7 @@ $(VENV)/.installed: $(REQUIREMENTS)
 # with it so that it finds the exceptions it wraps. TensorFlow and Python keep
 # memory until the end: leaks would say nothing about the ops.
 test-asan: build
-	TFDIST_SANITIZER=asan $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
@@ -88,7 +88,7 @@ test-asan: build
 # Ranks as threads of one process. TensorFlow and Python are not instrumented;
 # what only they do is not looked at.
 test-tsan: build
-	TFDIST_SANITIZER=tsan $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_VARIANT=tsan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_tsan.so \
 	TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 \
 	    suppressions=$(CURDIR)/build_ops/tsan_suppressions.txt" \
@@ -97,12 +97,19 @@ test-tsan: build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
 	    tests/ops/test_collective_errors.py tests/collectives
 
-# What tests run of the package's Python, in whatever process.
+# What tests run of the package's Python and C++, in whatever process; what is
+# killed writes nothing. gcov would count any call that may throw as a branch.
+COUNTERS = build/ops-$(TF)-coverage
 coverage: build
+	TFDIST_VARIANT=coverage $(BIN)/python setup.py -q build_ext --inplace
+	find $(COUNTERS) -name '*.gcda' -delete
 	$(BIN)/python -m coverage erase
+	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_coverage.so \
 	$(BIN)/python -m coverage run -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
+	$(BIN)/python -m gcovr --filter custom_ops/ --exclude-throw-branches \
+	    --exclude-unreachable-branches $(COUNTERS)
 
 lint: environment
 	$(BIN)/ruff check .
@@ -128,5 +135,5 @@ bench: build
 
 clean:
 	rm -rf build dist *.egg-info .venv .venv-* tfdist_ext/_build_info.py \
-	    tfdist_ext/ops/*.so report.png
+	    tfdist_ext/ops/*.so .coverage .coverage.* report.png
 	find . -name __pycache__ -prune -exec rm -rf {} +

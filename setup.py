@@ -8,8 +8,8 @@ version in the wheel's metadata, and `tfdist_ext/_build_info.py`.
 Environment:
     TFDIST_CUDA: 0 never builds the CUDA sources, 1 insists on them; by default
         they are built when nvcc is found and TensorFlow is a CUDA build.
-    TFDIST_SANITIZER: builds a second library, "asan" with AddressSanitizer and
-        UBSan, "tsan" with ThreadSanitizer.
+    TFDIST_VARIANT: builds a second library, "asan" with AddressSanitizer and
+        UBSan, "tsan" with ThreadSanitizer, "coverage" with gcov's counters.
     TFDIST_JOBS: compilations that run at once (2).
     CXX, CXXFLAGS, LDFLAGS, NVCC, NVCCFLAGS: compilers and additional flags.
 """
@@ -45,9 +45,9 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        if sanitizer := os.environ.get("TFDIST_SANITIZER"):
-            target = target.with_name(f"{target.stem}_{sanitizer}.so")
-            library.build(ROOT, target, sanitizer)
+        if variant := os.environ.get("TFDIST_VARIANT"):
+            target = target.with_name(f"{target.stem}_{variant}.so")
+            library.build(ROOT, target, variant)
             self._built = [target]
         else:
             info = target.parent.parent / "_build_info.py"

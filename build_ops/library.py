@@ -3,7 +3,7 @@
 
 An object is compiled again when its command line, its source or a header it
 read last time (gcc's `-MMD` list) has changed. Objects of different TensorFlow
-versions and of the sanitizer build live in folders of their own.
+versions and of variants live in folders of their own.
 """
 
 from __future__ import annotations
@@ -29,46 +29,54 @@ OPTIMIZE = ["-O3", "-fno-math-errno", "-DNDEBUG"]
 # vptr checks need type information that TensorFlow's library does not export;
 # with the null checks gcc does not take an address for a constant, and absl
 # needs that (AddressSanitizer reports null pointers all the same).
-SANITIZE = {
+# With atomic updates counts of threads are right.
+VARIANTS = {
     "asan": [
         "-fsanitize=address,undefined",
         "-fno-sanitize=vptr,null,nonnull-attribute,returns-nonnull-attribute",
         "-fno-sanitize-recover=undefined",
     ],
     "tsan": ["-fsanitize=thread"],
+    "coverage": ["--coverage", "-fprofile-update=atomic"],
 }
 DEBUG = ["-O1", "-g", "-fno-omit-frame-pointer"]
 
 
 def build(
-    root: pathlib.Path, target: pathlib.Path, sanitizer: str = ""
+    root: pathlib.Path, target: pathlib.Path, variant: str = ""
 ) -> dict[str, object]:
     """Builds the library.
 
     Args:
         root: the folder that holds `custom_ops/`.
         target: the file to write.
-        sanitizer: "asan" (AddressSanitizer and UBSan) or "tsan"
-            (ThreadSanitizer), which build without CUDA.
+        variant: "asan" (AddressSanitizer and UBSan), "tsan"
+            (ThreadSanitizer) or "coverage" (gcov), which build without CUDA.
 
     Returns:
         The contents of `_build_info.py`.
 
     Raises:
-        toolchain.BuildError: something is missing or does not compile.
+        toolchain.BuildError: something is missing or does not compile, or
+            there is no such variant.
     """
+    if variant and variant not in VARIANTS:
+        raise toolchain.BuildError(
+            f"TFDIST_VARIANT must be one of {', '.join(VARIANTS)} or unset. "
+            f"Received: {variant}"
+        )
     tools = toolchain.find()
     cuda_sources = sorted((root / "custom_ops").rglob("*.cu.cc"))
-    cuda = bool(tools.nvcc and cuda_sources and not sanitizer)
-    print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, sanitizer)}")
+    cuda = bool(tools.nvcc and cuda_sources and not variant)
+    print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, variant)}")
     try:
-        flags = _build(tools, root, target, cuda, sanitizer)
+        flags = _build(tools, root, target, cuda, variant)
     except toolchain.BuildError as error:
         if not cuda or os.environ.get("TFDIST_CUDA") == "1":
             raise
         print(f"{error}tfdist_ext: CUDA kernels failed, building without")
         cuda = False
-        flags = _build(tools, root, target, cuda, sanitizer)
+        flags = _build(tools, root, target, cuda, variant)
     return {
         "TENSORFLOW_VERSION": tools.tensorflow.minor,
         "TENSORFLOW_BUILT_WITH": tools.tensorflow.version,
@@ -77,11 +85,11 @@ def build(
     }
 
 
-def _yes_or_no(tools: toolchain.Toolchain, cuda: bool, sanitizer: str) -> str:
+def _yes_or_no(tools: toolchain.Toolchain, cuda: bool, variant: str) -> str:
     if cuda:
         return f"yes ({tools.cuda_reason})"
-    if sanitizer:
-        return "no (sanitizer build)"
+    if variant:
+        return f"no ({variant} build)"
     return f"no ({'no sources' if tools.nvcc else tools.cuda_reason})"
 
 
@@ -90,12 +98,12 @@ def _build(
     root: pathlib.Path,
     target: pathlib.Path,
     cuda: bool,
-    sanitizer: str,
+    variant: str,
 ) -> list[str]:
     """Compiles and links; returns the flags that do not name a folder."""
-    variant = sanitizer or ("cuda" if cuda else "cpu")
-    folder = root / "build" / f"ops-{tools.tensorflow.version}-{variant}"
-    kind = [*DEBUG, *SANITIZE[sanitizer]] if sanitizer else OPTIMIZE
+    name = variant or ("cuda" if cuda else "cpu")
+    folder = root / "build" / f"ops-{tools.tensorflow.version}-{name}"
+    kind = [*DEBUG, *VARIANTS[variant]] if variant else OPTIMIZE
     own = ["-std=c++17", "-fPIC", *kind]
     if cuda:
         own += ["-DTFDIST_CUDA=1"]
@@ -105,9 +113,9 @@ def _build(
     own += shlex.split(os.environ.get("CXXFLAGS", ""))
     commands = {}
     for source in sorted((root / "custom_ops").rglob("*.cc")):
-        name = source.relative_to(root)
-        output = folder / name.with_suffix(".o")
-        if not name.name.endswith(".cu.cc"):
+        path = source.relative_to(root)
+        output = folder / path.with_suffix(".o")
+        if not path.name.endswith(".cu.cc"):
             commands[output] = _cxx_command(
                 tools, root, source, output, [*where, *own]
             )
@@ -116,7 +124,7 @@ def _build(
     if not commands:
         raise toolchain.BuildError(f"no sources under {root / 'custom_ops'}")
     _compile_all(commands)
-    _link(tools, list(commands), target, cuda, sanitizer)
+    _link(tools, list(commands), target, cuda, variant)
     return own
 
 
@@ -228,12 +236,12 @@ def _link(
     objects: list[pathlib.Path],
     target: pathlib.Path,
     cuda: bool,
-    sanitizer: str,
+    variant: str,
 ) -> None:
     command = [
         *tools.cxx,
         "-shared",
-        *SANITIZE.get(sanitizer, []),
+        *VARIANTS.get(variant, []),
         *map(str, objects),
         *shlex.split(os.environ.get("LDFLAGS", "")),
         *tools.link_flags,

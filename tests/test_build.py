@@ -64,12 +64,12 @@ def set_tensorflow(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     monkeypatch.setattr(toolchain, "_tensorflow_flags", lambda: flags)
 
 
-def build(tree: pathlib.Path, sanitizer: str = "") -> list[str]:
+def build(tree: pathlib.Path, variant: str = "") -> list[str]:
     """Builds and returns the names of the sources that were compiled."""
     logs = [tree / "g++.log", tree / "nvcc.log"]
     for log in logs:
         log.write_text("")
-    info = library.build(tree, tree / "library.so", sanitizer)
+    info = library.build(tree, tree / "library.so", variant)
     assert (tree / "library.so").read_text() == "built"
     compiled = sorted(line for log in logs for line in log.read_text().split())
     return [*compiled, f"CUDA={info['CUDA']}"]
@@ -99,6 +99,7 @@ def test_cuda_follows_what_is_there(
 ) -> None:
     cpu = ["one.cc", "two.cc", "CUDA=False"]
     assert build(tree, "asan") == cpu
+    assert build(tree, "coverage") == cpu
     monkeypatch.setenv("TFDIST_CUDA", "0")
     assert build(tree) == cpu
     monkeypatch.setenv("TFDIST_CUDA", "1")
@@ -129,6 +130,11 @@ def test_cuda_demanded_without_nvcc_is_an_error(
     monkeypatch.setenv("TFDIST_CUDA", "1")
     with pytest.raises(toolchain.BuildError, match="nvcc is not found"):
         build(tree)
+
+
+def test_an_unknown_variant_is_an_error(tree: pathlib.Path) -> None:
+    with pytest.raises(toolchain.BuildError, match="one of asan, tsan, cov"):
+        build(tree, "msan")
 
 
 def which_without(name: str):
