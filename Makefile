@@ -108,8 +108,8 @@ coverage: build
 	$(BIN)/python -m coverage run -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
-	$(BIN)/python -m gcovr --filter custom_ops/ --exclude-throw-branches \
-	    --exclude-unreachable-branches $(COUNTERS)
+	$(BIN)/python -m gcovr --filter custom_ops/ --merge-lines \
+	    --exclude-throw-branches --exclude-unreachable-branches $(COUNTERS)
 
 lint: environment
 	$(BIN)/ruff check .

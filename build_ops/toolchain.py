@@ -78,7 +78,7 @@ def find() -> Toolchain:
             f"C++ compiler {cxx[0]} not found: `apt-get install g++`, or name "
             "one with CXX=..."
         )
-    flags = _tensorflow_flags()
+    flags = tensorflow_flags()
     _require_gloo(cxx)
     nvcc, cuda_reason = _choose_nvcc(flags["cuda"])
     return Toolchain(
@@ -123,7 +123,7 @@ def _require_tensorflow() -> Installed:
     return found
 
 
-def _tensorflow_flags() -> dict[str, list[str]]:
+def tensorflow_flags() -> dict[str, list[str]]:
     """Asks tf.sysconfig in a process of its own, whose log is not shown."""
     script = (
         "import json, tensorflow as tf; s = tf.sysconfig; print(json.dumps({"

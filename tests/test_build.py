@@ -61,7 +61,7 @@ def tree(
 
 def set_tensorflow(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     flags = {"compile": ["-Iinclude"], "link": ["-ltf"], "cuda": cuda}
-    monkeypatch.setattr(toolchain, "_tensorflow_flags", lambda: flags)
+    monkeypatch.setattr(toolchain, "tensorflow_flags", lambda: flags)
 
 
 def build(tree: pathlib.Path, variant: str = "") -> list[str]:

@@ -114,6 +114,12 @@ PRIVATE_ELSEWHERE = {
         "_make_input_context",
     },
 }
+# Names of others that the package defines as well: tests may set theirs.
+NOT_OURS = {
+    "TensorFlow, which asks variables for what they save": {
+        "_serialize_to_tensors",
+    },
+}
 # Private methods of Keras that our subclasses of its optimizers override.
 OVERRIDDEN = {
     "_all_reduce_sum_gradients",
@@ -205,6 +211,34 @@ def test_private_keras_is_listed_and_in_one_file() -> None:
         "Add a function to keras_internals.py for what is private in Keras, "
         "or the name to the list, with a reason"
     )
+
+
+def own_private_names() -> set[str]:
+    """What the package defines for itself, in a module or in a class."""
+    own: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            own |= {defined_name(node), *map(ast.unparse, targets)}
+    return {name for name in own if re.match("_[a-zA-Z]", name)}
+
+
+def test_programs_do_not_reach_into_private_names() -> None:
+    own = own_private_names() - set().union(*NOT_OURS.values())
+    reached = re.compile(
+        r"""(?:(?<!\bself)(?<!\bcls)\.|\bimport )(_[a-zA-Z]\w*)"""
+        r"""|["'](_\w+)["']"""
+    )
+    paths = [p for p in tracked() if p.suffix == ".py"]
+    wrong = [
+        f"{path}: {name}"
+        for path, text in texts(paths).items()
+        if path.parts[0] in ("tests", "benchmarks", "examples")
+        and path.name != pathlib.Path(__file__).name
+        for name in map("".join, reached.findall(text))
+        if name in own
+    ]
+    assert not wrong, "Test what users see, or make the name a public one"
 
 
 def test_overridden_private_methods_of_keras_are_listed() -> None:

@@ -7,9 +7,23 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext.distribute import cluster as cluster_lib
-from tfdist_ext.launcher import other_launchers
 
 _FIRST = {"type": "worker", "index": 0}
+OTHERS = [
+    ("horovodrun", {"HOROVOD_SIZE": "2"}),
+    ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}),
+    ("MVAPICH2", {"MV2_COMM_WORLD_SIZE": "4"}),
+    ("MPICH", {"PMI_SIZE": "16", "PMI_RANK": "3"}),
+    ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}),
+    ("PMIx", {"PMIX_RANK": "1"}),
+]
+ALONE = [
+    {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
+    {"PMI_SIZE": "", "HOROVOD_SIZE": "many"},
+    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # sbatch
+    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},  # salloc's terminal
+    {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "3333"},  # srun --pty
+]
 
 
 def config(workers, task=_FIRST, **jobs):
@@ -19,7 +33,8 @@ def config(workers, task=_FIRST, **jobs):
 @pytest.fixture
 def read(monkeypatch):
     """Reads a TF_CONFIG, None for none, beside other variables."""
-    for name in (*other_launchers._SIZES, "PMIX_RANK", "SLURM_PTY_PORT"):
+    both = [variables for _, variables in OTHERS] + ALONE
+    for name in set().union(*both):
         monkeypatch.delenv(name, raising=False)
 
     def read(text, **variables):
@@ -101,23 +116,6 @@ def test_an_address_of_another_host_is_not_ours(read):
         read(config(both, {"type": "worker", "index": 1}))
     with pytest.raises(ValueError, match="stands for all interfaces"):
         read(config(["0.0.0.0:4001", "127.0.0.1:4002"]))
-
-
-OTHERS = [
-    ("horovodrun", {"HOROVOD_SIZE": "2"}),
-    ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}),
-    ("MVAPICH2", {"MV2_COMM_WORLD_SIZE": "4"}),
-    ("MPICH", {"PMI_SIZE": "16", "PMI_RANK": "3"}),
-    ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}),
-    ("PMIx", {"PMIX_RANK": "1"}),
-]
-ALONE = [
-    {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
-    {"PMI_SIZE": "", "HOROVOD_SIZE": "many"},
-    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # sbatch
-    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},  # salloc's terminal
-    {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "3333"},  # srun --pty
-]
 
 
 @pytest.mark.parametrize(("launcher", "variables"), OTHERS)

@@ -76,19 +76,15 @@ ASKED_TO_STOP = """
 import os, signal
 from tfdist_ext.launcher import local_ranks
 
-class Process(local_ranks._Process):
-    def __init__(self, rank, *arguments):
-        super().__init__(rank, *arguments)
-        if rank.rank == 1:
+def ranks():
+    for rank in range(9):
+        if rank > 2:
+            print("started", rank - 1)
+        yield local_ranks.Rank(rank, "here", ["sleep", "60"], {})
+        if rank == 1:  # and started, by the time this goes on
             os.kill(os.getpid(), signal.SIGTERM)
-        if rank.rank > 1:
-            print("started", rank.rank)
 
-local_ranks._Process = Process
-ranks = [
-    local_ranks.Rank(rank, "here", ["sleep", "60"], {}) for rank in range(9)
-]
-print("ended with", local_ranks.run(ranks, grace=5))
+print("ended with", local_ranks.run(ranks(), grace=5))
 """
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext import optimizers
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
@@ -84,10 +86,11 @@ def test_a_feature_of_a_config():
     feature = FeatureConfig.from_config(config)
     assert config == FEATURE
     layer = DistributedEmbedding(feature)
-    check(layer, IDS, lambda outputs: outputs)
     again = DistributedEmbedding.from_config(layer.get_config())
     for each in (layer, again):
-        (own,) = each._configs.optimizers.values()
+        check(each, IDS, lambda outputs: outputs)
+        (table,) = each.table_variables()
+        own = marks.own_optimizer(value_of(table))
         assert isinstance(own, optimizers.Adagrad)
         assert float(own.learning_rate) == 0.25
 

@@ -38,12 +38,6 @@ def as_float(variable):
     return np.asarray(tf.cast(tf.convert_to_tensor(variable), tf.float32))
 
 
-def slots_of(optimizer):
-    variables = optimizer.variables
-    variables = variables() if callable(variables) else variables
-    return [v for v in variables if len(v.shape)]
-
-
 def train(optimizer, table, steps=10, graph=True, dense=False):
     """Steps on random rows; every step gets another seed of the rounding."""
 
@@ -94,7 +88,7 @@ def test_slots_are_float32(case):
     name, arguments, initial = case
     optimizer = getattr(optimizers, name)(learning_rate=0.05, **arguments)
     optimizer.build([make_table("bfloat16")])
-    slots = slots_of(optimizer)
+    slots = toy_problem.slots_of(optimizer)
     assert len(slots) == len(initial)
     for slot, value in zip(slots, initial, strict=True):
         assert tf.as_dtype(slot.dtype) == tf.float32

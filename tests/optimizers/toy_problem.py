@@ -26,6 +26,13 @@ def make_variables(seed=0):
     ]
 
 
+def slots_of(optimizer):
+    """What an optimizer keeps for each variable, not its counts of steps."""
+    variables = optimizer.variables
+    variables = variables() if callable(variables) else variables
+    return [v for v in variables if len(v.shape)]
+
+
 def make_steps(count, every_row=False, seed=1, scale=1.0):
     """Gradients of `count` steps: rows, values, and dense gradients."""
     rng = np.random.default_rng(seed)

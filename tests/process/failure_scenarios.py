@@ -47,37 +47,48 @@ def bad_id(strategy, folder):
 
 def bad_id_and_error_feedback(strategy, folder):
     """What is kept for the next step stays, though no id is needed for it."""
-    feedback = ErrorFeedback(strategy.collectives)
-    strategy.extended.error_feedback = feedback
-    strategy.collectives.gradient_dtype = tf.bfloat16
+    good = np.zeros([8, 3], np.int64)
+    bad = good.copy()
+    if strategy.rank == strategy.world_size - 1:
+        bad[7, 2] = ROWS + 5
+    first, second, third = (tf.range(1.0, 101.0) / k for k in (3, 7, 11))
     with strategy.scope():
         layer = FullSparse(4, ROWS, sharding="row")
 
-    @tf.function
-    def step(ids, gradient):
-        def replica():
-            layer(ids)
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce("sum", [gradient])
+    def sums(*steps):
+        """The gradients summed in the last step."""
+        feedback = ErrorFeedback(strategy.collectives)
+        strategy.extended.error_feedback = feedback
 
-        return strategy.run(replica)
+        @tf.function
+        def step(ids, gradient):
+            def replica():
+                layer(ids)
+                context = tf.distribute.get_replica_context()
+                return context.all_reduce("sum", [gradient])
 
-    ids = np.zeros([8, 3], np.int64)
-    step(tf.constant(ids), tf.fill([100], 1 / 3))
-    before = [error.numpy() for error in feedback._errors.values()]
-    assert len(before) == 2 and before[0].any()
-    if strategy.rank == strategy.world_size - 1:
-        ids[7, 2] = ROWS + 5
+            return strategy.run(replica)
+
+        for ids, gradient in steps:
+            try:
+                (total,) = step(tf.constant(ids), gradient)
+                assert ids is not bad, "a bad id was accepted"
+            except tf.errors.InvalidArgumentError:
+                assert ids is bad
+        return total.numpy()
+
+    strategy.collectives.gradient_dtype = tf.bfloat16
     try:
-        step(tf.constant(ids), tf.fill([100], 1 / 7))
-        raise AssertionError("a bad id was accepted")
-    except tf.errors.InvalidArgumentError:
-        after = [error.numpy() for error in feedback._errors.values()]
+        expected = sums((good, first), (good, third))
+        with_failed = sums((good, first), (bad, second), (good, third))
+        with_good = sums((good, first), (good, second), (good, third))
+        alone = sums((good, third))
     finally:
         strategy.extended.error_feedback = None
         strategy.collectives.gradient_dtype = tf.float32
-    for a, b in zip(after, before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(with_failed, expected)
+    for other in (with_good, alone):
+        assert (other != expected).any()
 
 
 def refusals(strategy, folder):

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext import marks
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.optimizers.keras_versions import KERAS_3
 from tfdist_ext.tables.placement import TablePlacement
 
@@ -34,7 +35,7 @@ def check_parts(model):
         variables = layer.table_variables()
         for _, feature in layer.lookups():
             variable = variables[feature.table]
-            native = getattr(variable, "_value", variable)
+            native = value_of(variable)
             assert marks.shard_spec(variable) == feature.spec
             assert tuple(variable.shape) == feature.spec.local_shape
             assert native.numpy().shape == feature.spec.local_shape

@@ -11,6 +11,8 @@ from saving_models import filled
 from saving_models import state
 from saving_models import unlike
 
+from tfdist_ext.keras_internals import value_of
+
 
 def _fails_everywhere(strategy, call, *texts):
     """All ranks raise at once, the others with the text of the one."""
@@ -36,7 +38,7 @@ def write_fails(strategy, folder):
     expected = state(strategy, model)
     filled(strategy, model, seed=1)
     shard = model.sparse.kernel
-    shard = getattr(shard, "_value", shard)
+    shard = value_of(shard)
     serialize = shard._serialize_to_tensors
 
     def disk_full():

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext import marks
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
@@ -39,7 +40,7 @@ def filled(strategy, model, seed=0):
     """Gives tables, slots and dense weights values that tell them apart."""
     rng = np.random.default_rng(seed)
     for variable in _variables(model):
-        inner = getattr(variable, "_value", variable)
+        inner = value_of(variable)
         spec = marks.shard_spec(inner)
         if spec is None:
             inner.assign(rng.normal(size=inner.shape))

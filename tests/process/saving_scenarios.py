@@ -9,6 +9,8 @@ from saving_models import state
 from saving_models import tables_in
 from saving_models import unlike
 
+from tfdist_ext.keras_internals import value_of
+
 keras = tf.keras
 
 
@@ -253,7 +255,7 @@ def refusals(strategy, folder):
     """What cannot be saved rightly is refused, and writes nothing."""
     model = filled(strategy, Model.of(strategy))
     kernel = model.sparse.kernel
-    kernel = getattr(kernel, "_value", kernel)
+    kernel = value_of(kernel)
     saver = tf.train.Checkpoint(model=model)
     path = str(folder / "refused")
     attempts = [

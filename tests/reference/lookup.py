@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.tables.placement import FeaturePlacement
 
 
@@ -29,7 +30,7 @@ def lookup(
     for f, splits, *entries in _blocks(row_splits, rows, weights, served):
         if tf.size(splits) > 1:
             table = tables[feature_tables[f]]
-            matrix = getattr(table, "_value", table)
+            matrix = value_of(table)
             values.append(tf.reshape(_sum(matrix, splits, *entries), [-1]))
     widths = [tables[t].shape[1] if t >= 0 else 0 for t in feature_tables]
     send_splits = tf.reduce_sum(served * tf.constant(widths, tf.int64), 1)

@@ -51,9 +51,9 @@ def make_shard(placement, group, dtype=tf.float32):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_kind_becomes_every_other(ranks, monkeypatch):
+def test_every_kind_becomes_every_other(ranks):
     # Blocks of 4 rows: parts have rows of several blocks, the last is short.
-    monkeypatch.setattr(relocation, "_BLOCK", 4 * DIM)
+    block = 4 * DIM
     placements = kinds(ranks)
 
     def work(group):
@@ -61,7 +61,7 @@ def test_every_kind_becomes_every_other(ranks, monkeypatch):
             for target in placements.values():
                 variable, collectives = make_shard(source, group)
                 new = spec_of(target, group.rank, group.world_size)
-                relocation.relocate(variable, new, collectives)
+                relocation.relocate(variable, new, collectives, block)
                 expected = part_of(TABLE, new)
                 np.testing.assert_array_equal(variable.numpy(), expected)
                 assert tuple(variable.shape) == new.local_shape

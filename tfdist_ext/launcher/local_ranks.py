@@ -22,6 +22,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import BinaryIO
@@ -118,7 +119,7 @@ class _Process:
 
 
 def run(
-    ranks: Sequence[Rank],
+    ranks: Iterable[Rank],
     *,
     grace: float,
     log_dir: pathlib.Path | None = None,

@@ -25,11 +25,10 @@ from tfdist_ext.tables.shard_spec import ShardSpec
 if TYPE_CHECKING:
     from tfdist_ext.collectives.collectives import Collectives
 
-# Numbers of all ranks that are under way at once.
-_BLOCK = 1 << 24
 
-
-def relocate(variable: Any, spec: ShardSpec, collectives: Collectives) -> None:
+def relocate(
+    variable: Any, spec: ShardSpec, collectives: Collectives, block: int = 2**24
+) -> None:
     """Moves a table, with its values; all ranks must call.
 
     Needs room for the old part, the new one and 64 MiB in float32. If a rank
@@ -40,6 +39,7 @@ def relocate(variable: Any, spec: ShardSpec, collectives: Collectives) -> None:
             Keras.
         spec: what it shall hold, of the same table.
         collectives: of the strategy.
+        block: how many numbers of all ranks are under way at once.
 
     Raises:
         ValueError: for another table, one that is or shall be whole on every
@@ -50,7 +50,7 @@ def relocate(variable: Any, spec: ShardSpec, collectives: Collectives) -> None:
     assert old is not None
     native = value_of(variable)
     part = np.zeros(spec.local_shape, native.dtype.as_numpy_dtype)
-    step = max(1, _BLOCK // spec.dim)
+    step = max(1, block // spec.dim)
     for first in range(0, spec.rows, step):
         ids = np.arange(first, min(first + step, spec.rows))
         _move(native, part, _Routes(old, spec, ids), collectives)

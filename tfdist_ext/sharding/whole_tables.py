@@ -23,8 +23,8 @@ from tfdist_ext.tables.shard_spec import ShardSpec
 if TYPE_CHECKING:
     from tfdist_ext.collectives.collectives import Collectives
 
-# Rows at a time: a few hundred megabytes at most.
-_ROWS = 1 << 18
+# A few hundred megabytes at most.
+ROWS_AT_A_TIME = 1 << 18
 
 
 def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
@@ -137,7 +137,11 @@ def set_weights(layer: Any, weights: Sequence[Any]) -> None:
 
 
 def read_part(
-    whole: Any, spec: ShardSpec, shape: tuple[int, ...], dtype: Any
+    whole: Any,
+    spec: ShardSpec,
+    shape: tuple[int, ...],
+    dtype: Any,
+    block_rows: int = ROWS_AT_A_TIME,
 ) -> np.ndarray:
     """One rank's part of a whole table.
 
@@ -147,13 +151,14 @@ def read_part(
         spec: which part.
         shape: of the part.
         dtype: of NumPy, of the part.
+        block_rows: how many rows of the table are read at a time.
     """
     part = np.zeros(shape, dtype)
     if 0 in shape or spec.cell is None:
         return part
     columns: Any = (slice(*spec.columns),)[: len(shape) - 1]
-    for start in range(0, spec.rows, _ROWS):
-        block = np.asarray(whole[(slice(start, start + _ROWS), *columns)])
+    for start in range(0, spec.rows, block_rows):
+        block = np.asarray(whole[(slice(start, start + block_rows), *columns)])
         ids = np.arange(start, start + len(block))
         mine = rotated_mod.part_of(ids, spec.row_parts) == spec.cell[0]
         part[rotated_mod.local_row(ids[mine], spec.row_parts)] = block[mine]
@@ -161,7 +166,10 @@ def read_part(
 
 
 def write(
-    variable: Any, collectives: Collectives | None, path: str | os.PathLike[str]
+    variable: Any,
+    collectives: Collectives | None,
+    path: str | os.PathLike[str],
+    block_rows: int = ROWS_AT_A_TIME,
 ) -> None:
     """Writes a whole table as a `.npy` file; all ranks call.
 
@@ -170,22 +178,26 @@ def write(
         collectives: of the strategy.
         path: of the file that rank 0 writes; it is put into place when it is
             complete.
+        block_rows: how many rows of the table are gathered at a time.
     """
     if collectives is None:
-        return _write(variable, None, path)
+        return _write(variable, None, path, block_rows)
     with collectives.together(f"write '{os.fspath(path)}'", all_end=True):
-        _write(variable, collectives, path)
+        _write(variable, collectives, path, block_rows)
 
 
 def _write(
-    variable: Any, collectives: Collectives | None, path: str | os.PathLike[str]
+    variable: Any,
+    collectives: Collectives | None,
+    path: str | os.PathLike[str],
+    block_rows: int,
 ) -> None:
     spec = shard_spec(variable)
     inner = value_of(variable)
     shape = tuple(inner.shape)
     if spec is not None:
         shape = (spec.rows, spec.dim)[: len(shape)]
-    blocks = _blocks_of_ranks(inner, spec, collectives)
+    blocks = _blocks_of_ranks(inner, spec, collectives, block_rows)
     if collectives is not None and collectives.group.rank > 0:
         for _ in blocks:
             pass
@@ -205,7 +217,10 @@ def _write(
 
 
 def _blocks_of_ranks(
-    inner: Any, spec: ShardSpec | None, collectives: Collectives | None
+    inner: Any,
+    spec: ShardSpec | None,
+    collectives: Collectives | None,
+    block_rows: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The table in order: the first row of each block, and the block.
 
@@ -213,11 +228,11 @@ def _blocks_of_ranks(
     """
     if spec is None or collectives is None:
         rows = tf.convert_to_tensor(inner)
-        for first in range(0, rows.shape[0], _ROWS):
-            yield first, rows[first : first + _ROWS].numpy()
+        for first in range(0, rows.shape[0], block_rows):
+            yield first, rows[first : first + block_rows].numpy()
         return
     owned = inner.read_value()
-    step = max(1, _ROWS // spec.row_parts)
+    step = max(1, block_rows // spec.row_parts)
     # Local rows of all parts, one behind the other, are rows of the table.
     for start in range(0, -(-spec.rows // spec.row_parts), step):
         flat = tf.reshape(owned[start : start + step], [-1])
