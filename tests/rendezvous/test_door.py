@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tfdist_ext.rendezvous import door as door_lib
+from tfdist_ext.rendezvous.door import GREETING_SECONDS
+from tfdist_ext.rendezvous.door import MOST_GUESTS
 from tfdist_ext.rendezvous.door import Door
 from tfdist_ext.rendezvous.door import knock
 from tfdist_ext.rendezvous.handshake import Job
@@ -21,10 +22,6 @@ LIMIT = 30.0
 
 def deadline(seconds=LIMIT):
     return time.monotonic() + seconds
-
-
-def address_of(door):
-    return door._listener.getsockname()
 
 
 class Inside(threading.Thread):
@@ -54,7 +51,7 @@ def door():
 def test_all_come_in_any_order(door):
     inside = Inside(door)
     for number in (2, 1):
-        with knock(address_of(door), JOB, number, deadline()) as connection:
+        with knock(door.address, JOB, number, deadline()) as connection:
             assert connection.recv(100) == b"hello %d" % number
     inside.join(LIMIT)
     assert inside.came == [2, 1] and door.missing == []
@@ -68,14 +65,14 @@ def test_all_come_in_any_order(door):
 def test_strangers_are_sent_away(door, noise):
     inside = Inside(door)
     with (
-        socket.create_connection(address_of(door), timeout=LIMIT) as stranger,
+        socket.create_connection(door.address, timeout=LIMIT) as stranger,
         contextlib.suppress(OSError),
     ):
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(100) == b""
     for number in (1, 2):
-        knock(address_of(door), JOB, number, deadline()).close()
+        knock(door.address, JOB, number, deadline()).close()
     inside.join(LIMIT)
     assert inside.came == [1, 2]
 
@@ -86,31 +83,31 @@ def test_silent_strangers_delay_nobody(door):
     with contextlib.ExitStack() as stack:
         silent = [
             stack.enter_context(
-                socket.create_connection(address_of(door), timeout=LIMIT)
+                socket.create_connection(door.address, timeout=LIMIT)
             )
-            for _ in range(door_lib._MOST + 50)
+            for _ in range(MOST_GUESTS + 50)
         ]
         for number in (1, 2):
-            knock(address_of(door), JOB, number, deadline()).close()
+            knock(door.address, JOB, number, deadline()).close()
         inside.join(LIMIT)
         assert inside.came == [1, 2]
-        assert time.monotonic() - began < door_lib._GREETING_SECONDS
+        assert time.monotonic() - began < GREETING_SECONDS
         silent[0].settimeout(LIMIT)
         assert silent[0].recv(1) == b""
 
 
-def test_whoever_is_slow_is_sent_away(door, monkeypatch):
-    monkeypatch.setattr(door_lib, "_GREETING_SECONDS", 0.2)
-    Inside(door)
-    with socket.create_connection(address_of(door), timeout=LIMIT) as slow:
-        slow.sendall(b"tfdist")
-        assert slow.recv(1) == b""
+def test_whoever_is_slow_is_sent_away():
+    with Door((HOST, 0), JOB, [1, 2], greeting_seconds=0.2) as door:
+        Inside(door)
+        with socket.create_connection(door.address, timeout=LIMIT) as slow:
+            slow.sendall(b"tfdist")
+            assert slow.recv(1) == b""
 
 
 def test_a_wrong_secret_is_refused_and_told(door):
     inside = Inside(door, 1.0)
     with pytest.raises(RefusedError, match="wrong secret"):
-        knock(address_of(door), Job("ranks", b"guess"), 1, deadline())
+        knock(door.address, Job("ranks", b"guess"), 1, deadline())
     inside.join(LIMIT)
     assert inside.came == [] and door.missing == [1, 2]
 
@@ -118,20 +115,20 @@ def test_a_wrong_secret_is_refused_and_told(door):
 def test_refusals_are_named(door):
     inside = Inside(door, 1.0)
     with pytest.raises(RefusedError, match="other job"):
-        knock(address_of(door), Job("another", b"secret"), 1, deadline())
+        knock(door.address, Job("another", b"secret"), 1, deadline())
     inside.join(LIMIT)
     assert "127.0.0.1" in door.refusals and "other job" in door.refusals
 
 
 def test_a_number_comes_twice_only_if_the_first_has_ended(door):
     inside = Inside(door)
-    with knock(address_of(door), JOB, 1, deadline()) as first:
+    with knock(door.address, JOB, 1, deadline()) as first:
         assert first.recv(100)
         with pytest.raises(RefusedError, match="taken"):
-            knock(address_of(door), JOB, 1, deadline())
-    with knock(address_of(door), JOB, 1, deadline()) as second:
+            knock(door.address, JOB, 1, deadline())
+    with knock(door.address, JOB, 1, deadline()) as second:
         assert second.recv(100) == b"hello 1"
-    knock(address_of(door), JOB, 2, deadline()).close()
+    knock(door.address, JOB, 2, deadline()).close()
     inside.join(LIMIT)
     assert inside.came == [1, 1, 2]
 
@@ -148,7 +145,7 @@ def test_whoever_listens_without_the_secret_is_refused():
     with Door((HOST, 0), Job("ranks", b"guess"), [1]) as door:
         Inside(door, 1.0)
         with pytest.raises(RefusedError, match="wrong secret"):
-            knock(address_of(door), JOB, 1, deadline())
+            knock(door.address, JOB, 1, deadline())
 
 
 def test_a_door_starts_before_or_after_those_who_knock(free_port):

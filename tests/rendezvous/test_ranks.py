@@ -67,9 +67,11 @@ def test_all_learn_who_is_missing(free_port):
     assert f"rank 2: rank 0 ({addresses[0]}) says: {first}" == second
 
 
-def test_rank_0_is_missing(free_port, monkeypatch):
-    monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.1)
-    (error,) = meet_all([(1, addresses_of(2, free_port()), 0.5, b"")])
+def test_rank_0_is_missing(free_port):
+    addresses = addresses_of(2, free_port())
+    with pytest.raises(RuntimeError) as raised:
+        ranks.meet(1, addresses, b"", secret=b"", timeout=0.5, patience=0.1)
+    error = str(raised.value)
     assert "cannot reach rank 0" in error and "startup_timeout=0.5 s" in error
 
 

@@ -3,7 +3,7 @@
 
 A door listens until everyone expected has come, and has several handshakes at
 once: whoever is silent, slow or talks nonsense delays nobody. It keeps at most
-`_MOST` unfinished ones, each for `_GREETING_SECONDS` and of fixed length.
+`MOST_GUESTS` unfinished ones, each for `GREETING_SECONDS` and of fixed length.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 from tfdist_ext.rendezvous import handshake
 
-_MOST = 256
-_GREETING_SECONDS = 10.0
+MOST_GUESTS = 256
+GREETING_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
 _REFUSALS = 4  # that are named in an error
 
@@ -48,6 +48,7 @@ class Door:
         job: whose processes are expected.
         numbers: that they have.
         reuse_port: whether somebody holds the port for this process.
+        greeting_seconds: how long a handshake may take.
 
     Raises:
         OSError: the address cannot be bound.
@@ -59,8 +60,10 @@ class Door:
         job: handshake.Job,
         numbers: Collection[int],
         reuse_port: bool = False,
+        greeting_seconds: float = GREETING_SECONDS,
     ) -> None:
         self._job = job
+        self._greeting_seconds = greeting_seconds
         self._numbers = frozenset(numbers)
         self._inside: dict[int, socket.socket] = {}
         self._guests: list[_Guest] = []
@@ -89,6 +92,12 @@ class Door:
             self._send_away(guest)
         self._selector.close()
         self._listener.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Numeric host and port at which it listens."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
 
     @property
     def missing(self) -> list[int]:
@@ -137,10 +146,10 @@ class Door:
         guest = _Guest(
             connection,
             f"{peer[0]}:{peer[1]}",
-            time.monotonic() + _GREETING_SECONDS,
+            time.monotonic() + self._greeting_seconds,
             handshake.listen(self._job, self._check),
         )
-        if len(self._guests) >= _MOST:
+        if len(self._guests) >= MOST_GUESTS:
             self._send_away(self._guests[0])
         self._guests.append(guest)
         self._selector.register(connection, selectors.EVENT_READ, guest)
@@ -251,7 +260,7 @@ def _talk(
     talk: Generator[handshake.Turn, bytes, None],
     seconds: float,
 ) -> None:
-    connection.settimeout(min(seconds, _GREETING_SECONDS))
+    connection.settimeout(min(seconds, GREETING_SECONDS))
     answer, wanted = next(talk)
     while True:
         connection.sendall(answer)

@@ -23,8 +23,6 @@ from tfdist_ext.rendezvous.door import knock
 from tfdist_ext.rendezvous.link import Link
 
 _MESSAGE_SECONDS = 10.0
-# Rank 0 gives up first and says why; this much later so do the others.
-_PATIENCE_SECONDS = 5.0
 
 _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: (
@@ -55,6 +53,7 @@ def meet(
     secret: bytes,
     timeout: float,
     reuse_port: bool = False,
+    patience: float = 5.0,
 ) -> list[bytes]:
     """Gives every rank the bytes of all.
 
@@ -66,6 +65,8 @@ def meet(
         secret: of the job; strangers are kept out by it.
         timeout: seconds that ranks wait for each other.
         reuse_port: whether somebody holds rank 0's port for it.
+        patience: seconds that the others wait longer than rank 0, which gives
+            up first and says why.
 
     Returns:
         The bytes of all ranks, in their order.
@@ -79,7 +80,7 @@ def meet(
     if rank == 0:
         return _receive_all(addresses, blob, job, deadline, timeout, reuse_port)
     name = f"rank 0 ({addresses[0]})"
-    deadline += _PATIENCE_SECONDS
+    deadline += patience
     try:
         where = addresses_lib.split(addresses[0])
         link = Link(knock(where, job, rank, deadline), name)
