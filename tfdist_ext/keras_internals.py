@@ -79,15 +79,25 @@ def is_symbolic_build() -> bool:
     It does so under a strategy, with dense placeholders even for sparse
     inputs.
     """
-    graph = tf.compat.v1.get_default_graph()
-    return str(getattr(graph, "name", "")).startswith("scratch_graph")
+    return _name_of_graph().startswith("scratch_graph")
 
 
 def is_shape_inference() -> bool:
     """Whether tf_keras learns shapes, in a graph that is never run."""
-    graph = tf.compat.v1.get_default_graph()
-    name = str(getattr(graph, "name", ""))
+    name = _name_of_graph()
     return name.endswith("_scratch_graph") or name == "build_graph"
+
+
+def _name_of_graph() -> str:
+    """The name of the graph that is traced, or whose branch or loop is.
+
+    A `tf.function` that is called there has its own: it is kept, and run.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    function = tf.__internal__.FuncGraph
+    while isinstance(graph, function) and type(graph) is not function:
+        graph = graph.outer_graph
+    return str(getattr(graph, "name", ""))
 
 
 def layers_of(model: Any) -> list[Any]:

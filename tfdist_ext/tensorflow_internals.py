@@ -90,6 +90,50 @@ def is_for_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
+def current_graph() -> tf.Graph | None:
+    """The graph that is being traced, None if ops are run eagerly."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
+    """The graphs that are being traced inside of one, outermost first.
+
+    Args:
+        outer: the one; None for all that are being traced.
+    """
+    found: list[tf.Graph] = []
+    graph: Any = current_graph()
+    while isinstance(graph, FuncGraph) and graph is not outer:
+        found.insert(0, graph)
+        graph = graph.outer_graph
+    return found
+
+
+def is_function(graph: Any) -> bool:
+    """Whether a graph is a `tf.function`'s, not of a branch or a loop of it."""
+    return type(graph) is FuncGraph
+
+
+def at_every_call(
+    graph: Any, name: str, like: tf.Tensor, value: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """A tensor of a function that gets its value whenever that is called.
+
+    Args:
+        graph: of the function.
+        name: of the value.
+        like: a tensor of its dtype and shape.
+        value: is asked where the function is called.
+    """
+    known = [like]  # asked at once for its type, in the function itself
+    found: tf.Tensor = graph._experimental_capture_side_input_by_ref(
+        name, lambda: known.pop() if known else value()
+    )
+    return found
+
+
 def shard_by_file(
     dataset: tf.data.Dataset, world_size: int, rank: int
 ) -> tf.data.Dataset:

@@ -42,6 +42,13 @@ def share() -> tf.Tensor:
     return known[place]
 
 
+def samples() -> tf.Tensor:
+    """float32 scalar, this rank's samples in the step."""
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    return collectives.samples()
+
+
 def growth_in(step: Step) -> BatchGrowth:
     """What tells sums over the step's batch from means."""
     if step.growth is None:

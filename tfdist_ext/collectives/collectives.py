@@ -60,6 +60,10 @@ class Collectives:
         )
         self._place_numbers = itertools.count()
         self._depth = 0  # of `together`
+        self._functions: weakref.WeakKeyDictionary[tf.Graph, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._function_numbers = itertools.count()
 
     @property
     def step(self) -> Step | None:
@@ -70,6 +74,22 @@ class Collectives:
         # thread of the user that calls a layer meanwhile is in no step.
         mine = self._stepping_thread == threading.get_ident()
         return self._steps[-1] if mine or active() is self else None
+
+    def samples(self) -> tf.Tensor:
+        """float32 scalar, samples of this rank in the current step.
+
+        A `tf.function` within the step is kept and may be called in another
+        one: there it gets the samples of that.
+        """
+        step = self.step
+        if step is None:  # of a function that a step has called first
+            return tf.constant(1.0)
+        function = step.inner_function()
+        if function is None:
+            return step.samples
+        return internals.at_every_call(
+            function, "samples", step.samples, self.samples
+        )
 
     @contextlib.contextmanager
     def stepping(self, step: Step) -> Iterator[Step]:
@@ -92,10 +112,14 @@ class Collectives:
             self._compare_exchanges(tuple(step.exchanges))
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Exchanges made inside are not counted: their graph never runs."""
+    def rehearsing(self, graph: tf.Graph) -> Iterator[None]:
+        """Exchanges made inside are not counted: their graph never runs.
+
+        Args:
+            graph: theirs.
+        """
         assert self.step is not None
-        self._steps.append(self.step.rehearsed())
+        self._steps.append(self.step.rehearsed(graph))
         try:
             yield
         finally:
@@ -192,16 +216,25 @@ class Collectives:
         """Even number for an exchange, the same on all ranks."""
         occurrence = self.occurrence(label)
         self._labels()[label] += 1
+        name = f"{self._role()}/{label}#{occurrence}"
         if self.step is not None:
-            self.step.exchanges += [f"{label}#{occurrence} {kind} {dtype.name}"]
-        digest = hashlib.blake2b(
-            f"{self._role()}/{label}#{occurrence}".encode(), digest_size=4
-        ).digest()
+            own = self.step.inner_function() is None
+            line = f"{label}#{occurrence}" if own else name
+            self.step.exchanges += [f"{line} {kind} {dtype.name}"]
+        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
         return (int.from_bytes(digest, "little") >> 2) << 1
 
     def _role(self) -> str:
         step = self.step
-        return self.turns.role() if step is None else step.role
+        if step is None:
+            return self.turns.role()
+        function = step.inner_function()
+        if function is None:
+            return step.role
+        # Numbered as they are traced, in the order of the program.
+        if function not in self._functions:
+            self._functions[function] = next(self._function_numbers)
+        return f"function {self._functions[function]}"
 
     @contextlib.contextmanager
     def one_call(
@@ -209,7 +242,8 @@ class Collectives:
     ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
         """Several exchanges that belong together, see `calls.Turns`.
 
-        Steps come one after the other by themselves.
+        Steps come one after the other by themselves; functions and loops
+        within a step may be run several times at once.
 
         Args:
             label: of one of the exchanges.
@@ -217,7 +251,7 @@ class Collectives:
         Yields:
             A function to be given the results.
         """
-        if self.step is not None:
+        if self.step is not None and not self.step.inner_graphs():
             yield lambda results: None
             return
         place = f"{self._role()}/{label}#{self.occurrence(label)}"
@@ -229,11 +263,13 @@ class Collectives:
         return self._labels()[label]
 
     def _labels(self) -> collections.Counter[str]:
-        if self.step is not None:
-            return self.step.labels
+        step = self.step
+        if step is not None and step.inner_function() is None:
+            return step.labels
         if tf.executing_eagerly():
             return collections.Counter()
-        graph = tf.compat.v1.get_default_graph()
+        graph = step.inner_function() if step else None
+        graph = graph or tf.compat.v1.get_default_graph()
         return self._graph_labels.setdefault(graph, collections.Counter())
 
     def all_reduce(
@@ -259,9 +295,7 @@ class Collectives:
                     [tensors[i] for i in indices],
                     tag=self.tag(label, "all_reduce", dtype),
                     label=label,
-                    weight=self.step.samples
-                    if weighted and self.step
-                    else None,
+                    weight=self.samples() if weighted and self.step else None,
                 )
             for i, total in zip(indices, sums, strict=True):
                 result[i] = total
@@ -278,7 +312,7 @@ class Collectives:
         """
         if self.step is None:
             return None
-        samples = self.step.samples
+        samples = self.samples()
         (total,) = self.all_reduce([samples], f"{label}/samples")
         return tf.math.divide_no_nan(samples * self.group.world_size, total)
 
@@ -359,6 +393,8 @@ class Collectives:
                 # Rank 0 has not waited for anybody. All ranks shall have the
                 # variable or, if one fails before it, none.
                 self.barrier("initial_value/all")
+            elif value is not tensor:
+                value.set_shape(tensor.shape)
             return value
 
     def barrier(self, label: str) -> None:

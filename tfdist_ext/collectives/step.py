@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
+
 Nest = Any
 _KERAS_STEPS = ("train_step", "test_step", "predict_step")
 
@@ -24,10 +26,11 @@ class Step:
             True in Keras's loops, where a loss is a mean over the batch;
             elsewhere gradients are summed.
         role: of the function that is the step, see `calls.role_of`.
+        graph: in which the step is run, None if eagerly.
+        is_function: whether what is run is a `tf.function` itself.
         labels: how often each label was used, for unique tags.
         exchanges: one line for each of the step, in program order.
-        checks: tensors that exist once all ids of the step are validated;
-            no variable is written before.
+        checks: tensors that exist once all ids of the step are validated.
         shares: of the batch that this rank has, by the graph of the tensor.
         growth: `batches.sum_or_mean.BatchGrowth` of the step's values.
         backward: whether a tape computes gradients now. Exchanges are then
@@ -37,6 +40,8 @@ class Step:
     samples: tf.Tensor
     weighted: bool
     role: str = ""
+    graph: tf.Graph | None = None
+    is_function: bool = False
     labels: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
@@ -46,10 +51,41 @@ class Step:
     growth: Any = None
     backward: bool = False
 
-    def rehearsed(self) -> Step:
-        """The step as it is now, for what must not change it."""
+    def inner_graphs(self) -> list[tf.Graph]:
+        """Graphs within the step's that are being traced, outermost first.
+
+        Of functions of the user's, which are kept and may be called again, in
+        this step and in others, and of branches and loops.
+        """
+        graphs = internals.graphs_within(self.graph)
+        return graphs[1:] if self.is_function else graphs
+
+    def inner_function(self) -> tf.Graph | None:
+        """The innermost `tf.function` within the step that is being traced."""
+        functions = filter(internals.is_function, self.inner_graphs())
+        return next(reversed(list(functions)), None)
+
+    def checks_here(self) -> list[tf.Tensor]:
+        """Those of `checks` that a variable must not be written before.
+
+        Those of a function or a branch within are not known outside of it:
+        that fails as a whole.
+        """
+        if tf.executing_eagerly():
+            return []
+        graphs = [self.graph, *internals.graphs_within(self.graph)]
+        return [check for check in self.checks if check.graph in graphs]
+
+    def rehearsed(self, graph: tf.Graph) -> Step:
+        """The step as it is now, for what must not change it.
+
+        Args:
+            graph: where it is rehearsed.
+        """
         return dataclasses.replace(
             self,
+            graph=graph,
+            is_function=False,
             labels=self.labels.copy(),
             exchanges=[],
             checks=[],

@@ -93,7 +93,7 @@ class ErrorFeedback:
         error = tf.where(tf.math.is_finite(error), error, 0)
         # A step that fails because of a bad id changes nothing.
         step = self._collectives.step
-        with tf.control_dependencies(step.checks if step else None):
+        with tf.control_dependencies(step.checks_here() if step else None):
             kept.assign(error)
         return rounded
 

@@ -190,7 +190,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         # A bad id fails the step on every rank; nothing may be written
         # before all ids of the step are known to be good.
         current = self.collectives.step if self.collectives else None
-        with tf.control_dependencies(current.checks if current else None):
+        checks = current.checks_here() if current else None
+        with tf.control_dependencies(checks):
             yield
 
     def _reduce_to(

@@ -235,6 +235,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             samples=step.count_samples((args, kwargs or {})),
             weighted=step.is_keras_loop(fn),
             role=calls.role_of(fn),
+            graph=internals.current_graph(),
+            is_function=hasattr(fn, "python_function"),
         )
         with self.collectives.stepping(current):
             outputs = super().run(fn, args, kwargs, options)

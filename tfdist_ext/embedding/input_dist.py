@@ -127,7 +127,7 @@ def input_dist(
     if weight is None:
         weight = tf.cast(samples[0], tf.float32)
         if step is not None:
-            weight = step.samples
+            weight = collectives.samples()
     payload, splits, sample_ids, sample_splits = _encode(
         ids, features, weight, where
     )

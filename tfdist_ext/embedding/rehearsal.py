@@ -150,7 +150,11 @@ def shared(
     rehearsal = _Rehearsal(graph)
     failed = False
     try:
-        with collectives.rehearsing(), graph.as_default(), _acting(rehearsal):
+        with (
+            collectives.rehearsing(graph),
+            graph.as_default(),
+            _acting(rehearsal),
+        ):
             call()
     except Exception:  # the call itself is to raise it, or cannot share
         failed = True

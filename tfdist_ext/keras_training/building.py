@@ -42,12 +42,17 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
         return original(model, iterator=iterator)
     collectives = model.distribute_strategy.collectives
     unbuilt = not _has_built_optimizer(model)
+    built = _built_layers(model)
     try:
         original(model, data_batch=shapes)
         if collectives is not None:
             collectives.barrier("model built")
         return None
     except Exception as error:
+        if _built_layers(model) > built:
+            # In a tf.function a table is not there when it is made there, but
+            # is when that is traced again.
+            return _build_unread(original, model, iterator)
         no_other_way = keras_internals.first_batches(iterator) is not None
         # Its build has failed half-way, and is not begun a second time.
         no_other_way |= unbuilt and _has_built_optimizer(model)
@@ -63,6 +68,10 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
 
 def _has_built_optimizer(model: Any) -> bool:
     return bool(getattr(getattr(model, "optimizer", None), "built", False))
+
+
+def _built_layers(model: Any) -> int:
+    return sum(layer.built for layer in keras_internals.layers_of(model))
 
 
 def _shapes_of(iterator: Any) -> Nest | None:

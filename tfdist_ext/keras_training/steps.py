@@ -97,8 +97,9 @@ def _track_mean(
     value = _scalar(values)
     if value is None:
         return original(values, sample_weight)
+    mean = whole_batch.averageable(value)
     # Of a rank without samples the mean is no number.
-    value = tf.where(step.samples > 0, whole_batch.averageable(value), 0)
+    value = tf.where(whole_batch.samples() > 0, mean, 0)
     if sample_weight is None:
         sample_weight = tf.cast(whole_batch.share(), value.dtype)
     return original(value, sample_weight)
@@ -117,7 +118,7 @@ def _track_sum(
         return original(values, sample_weight)
     if whole_batch.growth_in(step).of(value) == MEAN:
         part = value * tf.cast(whole_batch.share(), value.dtype)
-        values = tf.where(step.samples > 0, part, 0)
+        values = tf.where(whole_batch.samples() > 0, part, 0)
     return original(values, sample_weight)
 
 

@@ -94,11 +94,22 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         return pooled_lookup(
             ids,
             self._features,
-            self._tables(),
+            self._made_tables(),
             self._collectives,
             self.wire,
             ahead,
         )
+
+    def _made_tables(self) -> list[Any]:
+        tables = self._tables()
+        if any(keras_internals.value_of(table) is None for table in tables):
+            raise ValueError(
+                f"Layer '{self.name}' is first called in a tf.function of "
+                "yours while Keras builds the model, where variables cannot be "
+                "made. Call or build it before: "
+                "`with strategy.scope(): layer.build(input_shape)`."
+            )
+        return tables
 
     def _place_ahead(self) -> str:
         assert self._collectives is not None

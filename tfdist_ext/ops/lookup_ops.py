@@ -112,7 +112,9 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
     for shape, shard, touched, values in zip(
         shapes, op.get_attr("shards"), distinct_rows, row_grads, strict=True
     ):
-        dense_shape = tf.constant(shape, tf.int64)
+        # As TensorFlow makes them, which must agree in branches of `tf.cond`.
+        kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
+        dense_shape = tf.constant(shape, kind)
         spec = spec_from_json(shard)
         if spec is not None:
             marks.set_gradient_spec(dense_shape, spec)

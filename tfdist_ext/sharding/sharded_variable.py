@@ -114,7 +114,9 @@ def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
             "gradient that does not come from its layer's lookup alone "
             f"({type(args[0]).__name__}). Something else in the model "
             "reads the kernel directly, for example a kernel_regularizer, or "
-            "the layer is called in a loop (tf.map_fn). Leave that term out, "
+            "the layer is called in a tf.function, a branch (tf.cond) or a "
+            "loop (tf.map_fn) within the model: call it outside of that. "
+            "Leave such a term out, "
             "or use sharding='data_parallel' (FullSparse) or "
             "placement='data_parallel' (TableConfig)."
         )
