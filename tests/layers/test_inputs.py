@@ -141,3 +141,12 @@ def test_one_weight_for_all_ids_of_a_sample():
         layer(np.array(IDS), np.array([2.0, 3.0, 4.0]))
     with pytest.raises(ValueError, match="floats or integers of the same kind"):
         layer(np.array(IDS), np.array([[True, False], [True, False]]))
+
+
+def test_inputs_of_another_rank_or_kind_are_refused():
+    layer = make_layer()
+    with pytest.raises(ValueError, match=r"of shape \(2, 3, 4\)"):
+        layer(np.zeros([2, 3, 4], np.int64))
+    ragged = tf.ragged.constant(IDS, dtype=tf.int64)
+    with pytest.raises(ValueError, match="both be RaggedTensors"):
+        layer((ragged, tf.ones([2, 2])))

@@ -118,3 +118,34 @@ def test_op_without_its_group():
 
     with pytest.raises(tf.errors.FailedPreconditionError, match="12345"):
         collective_ops.barrier(Closed(), tag=2)
+
+
+def test_a_weighted_sum_has_no_gradient():
+    def run(group):
+        x = tf.ones([3])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            (total,) = collective_ops.all_reduce(
+                group, [x], tag=2, label="layer a", weight=0.5
+            )
+        with pytest.raises(NotImplementedError, match=r"'layer a'.*plain sum"):
+            tape.gradient(total, x)
+        return total.numpy().tolist()
+
+    assert run_on_ranks(2, run) == [[2.0] * 3] * 2
+
+
+def test_a_broadcast_of_too_many_dimensions_fails_on_all():
+    def run(group):
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            collective_ops.broadcast(
+                group, tf.ones([1] * 16), root=1, tag=2, label="layer a"
+            )
+        (total,) = collective_ops.all_reduce(
+            group, [tf.ones([])], tag=2, label="layer a"
+        )
+        assert total == 2
+        return error.value.message
+
+    for message in run_on_ranks(2, run):
+        assert re.search(r"'layer a': rank 1: input has 16 dimen", message)

@@ -353,3 +353,20 @@ def test_samples_without_a_cell_are_refused():
             placements=[placement("f", 3, 1, 1, (0,))],
             world_size=2,
         )
+
+
+def test_a_scale_that_is_no_scalar_is_refused():
+    parts = tf.ones([6])
+    with tf.GradientTape() as tape:
+        tape.watch(parts)
+        (joined,) = lookup_ops.join_parts(
+            parts,
+            np.array([0, 1], np.int32),
+            np.array([[1], [1]]),
+            np.array([2]),
+            [1.0, 2.0],
+            placements=[placement("f", 3, 2, 1, (0, 1))],
+            world_size=2,
+        )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="be a scalar"):
+        tape.gradient(joined, parts)

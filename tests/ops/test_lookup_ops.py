@@ -130,6 +130,13 @@ def test_gradient_of_far_rows():
     np.testing.assert_array_equal(grads, [[2.0], [1.0], [3.0]])
 
 
+@pytest.mark.parametrize("row", [2**62, -1])
+def test_gradient_of_rows_beyond_any_table(row):
+    inputs = ([0, 2, 4], [row, 3, row, 0], NONE, [[2]], [1.0, 2.0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rows must be in"):
+        lookup_ops.lookup_grad(*inputs, feature_tables=[0], widths=[1])
+
+
 def test_gradient_of_ascending_rows():
     # What deduplicated rows of several ranks look like: nothing to sort, or
     # ascending pieces.

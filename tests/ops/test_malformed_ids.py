@@ -204,3 +204,37 @@ def test_malformed_attributes_are_refused(options, text):
     inputs = [np.array([1])], [np.array([0, 1])], [np.zeros(0, np.float32)]
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
         encode_one(*inputs, **options)
+
+
+def test_bytes_left_over_are_refused():
+    rng = np.random.default_rng(0)
+    good = [message(rng, rank=rank) for rank in (0, 1)]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="3 bytes of pay"):
+        id_ops.decode_ids(
+            np.concatenate([*good, np.zeros(3, np.uint8)]),
+            np.array([len(each) for each in good]),
+            rank=0,
+            **TABLES,
+        )
+
+
+@pytest.mark.parametrize("matrix", ["ids", "row_splits", "weights"])
+def test_lists_of_other_shapes_are_refused(matrix):
+    """Vectors they are, also where a matrix has the right numbers."""
+    given = {
+        "ids": np.array([1, 2]),
+        "row_splits": np.array([0, 2]),
+        "weights": np.ones([2], np.float32),
+    }
+    given[matrix] = given[matrix][:, None]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"vectors.*,1\]"):
+        id_ops.encode_ids(
+            *([given[name]] for name in given),
+            1.0,
+            rank=0,
+            list_features=[0],
+            out_of_range=["error"],
+            distinct=[False],
+            placements=PLACEMENTS[:1],
+            world_size=2,
+        )

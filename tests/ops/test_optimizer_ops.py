@@ -256,3 +256,18 @@ def test_scale_table(ops, shape):
     table = tf.Variable(start)
     ops.scale_table(table, 0.9)
     np.testing.assert_allclose(table, start * 0.9, rtol=1e-6)
+
+
+def test_what_is_no_scalar_is_refused():
+    table = tf.Variable(tf.zeros([5, 3], tf.bfloat16))
+    rows, grads = np.array([1], np.int64), np.ones([1, 3], np.float32)
+    refused = {
+        "learning_rate": {"learning_rate": [0.1, 0.2]},
+        "rounding_seeds": {"learning_rate": 0.1, "rounding_seed": [1, 2]},
+    }
+    for name, arguments in refused.items():
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=f"{name} must be .*scalar"
+        ):
+            optimizer_ops.apply_row_sgd(table, rows, grads, **arguments)
+    assert not np.any(tf.cast(table, tf.float32))

@@ -89,3 +89,16 @@ def test_malformed_bytes_are_refused(dtype):
     assert refused > 150
     with pytest.raises(tf.errors.InvalidArgumentError):
         pack_ops.unpack_numbers(payload, sizes + 1, dtype)
+
+
+def test_in_a_graph_as_many_splits_come_as_go():
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def through(values):
+        splits = tf.constant([2, 1], tf.int64)
+        payload, sizes = pack_ops.pack_numbers(values, splits)
+        assert payload.shape.rank == 1 and sizes.shape == [2]
+        values, splits = pack_ops.unpack_numbers(payload, sizes, tf.float32)
+        assert values.shape.rank == 1 and splits.shape == [2]
+        return values
+
+    np.testing.assert_array_equal(through([1.0, 2.0, 3.0]), [1, 2, 3])

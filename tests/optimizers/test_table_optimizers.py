@@ -58,3 +58,10 @@ def test_what_needs_all_slots_is_refused_beside_a_table_of_its_own():
     optimizer = optimizers.Adagrad(0.1, **{option: 2})
     with pytest.raises(ValueError, match=option):
         optimizer.build(model.trainable_variables)
+
+
+@pytest.mark.parametrize("unknown", ["nadam", keras.optimizers.Nadam(0.1)])
+def test_other_optimizers_are_refused(unknown):
+    table = TableConfig("users", 20, 4, optimizer=unknown)
+    with pytest.raises(ValueError, match=r"'users'.*Adagrad.*Received.*adam"):
+        model_of(table)
