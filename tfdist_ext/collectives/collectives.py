@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import hashlib
 import itertools
 import threading
 import weakref
@@ -22,6 +20,7 @@ from tfdist_ext.collectives.buckets import buckets_of
 from tfdist_ext.collectives.loop import Loop
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.collectives.step import Step
+from tfdist_ext.collectives.tags import Tags
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
@@ -49,21 +48,15 @@ class Collectives:
         self._steps: list[Step] = []
         self._stepping_thread = 0
         self.turns = calls.Turns()
+        self._tags = Tags(self.turns)
         self.machine: Machine | None = None
         self.loop: Loop | None = None
-        self._graph_labels: weakref.WeakKeyDictionary[
-            tf.Graph, collections.Counter[str]
-        ] = weakref.WeakKeyDictionary()
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places: weakref.WeakKeyDictionary[Any, str] = (
             weakref.WeakKeyDictionary()
         )
         self._place_numbers = itertools.count()
         self._depth = 0  # of `together`
-        self._functions: weakref.WeakKeyDictionary[tf.Graph, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._function_numbers = itertools.count()
 
     @property
     def step(self) -> Step | None:
@@ -214,27 +207,7 @@ class Collectives:
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
         """Even number for an exchange, the same on all ranks."""
-        occurrence = self.occurrence(label)
-        self._labels()[label] += 1
-        name = f"{self._role()}/{label}#{occurrence}"
-        if self.step is not None:
-            own = self.step.inner_function() is None
-            line = f"{label}#{occurrence}" if own else name
-            self.step.exchanges += [f"{line} {kind} {dtype.name}"]
-        digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-        return (int.from_bytes(digest, "little") >> 2) << 1
-
-    def _role(self) -> str:
-        step = self.step
-        if step is None:
-            return self.turns.role()
-        function = step.inner_function()
-        if function is None:
-            return step.role
-        # Numbered as they are traced, in the order of the program.
-        if function not in self._functions:
-            self._functions[function] = next(self._function_numbers)
-        return f"function {self._functions[function]}"
+        return self._tags.take(self.step, label, kind, dtype)
 
     @contextlib.contextmanager
     def one_call(
@@ -254,23 +227,12 @@ class Collectives:
         if self.step is not None and not self.step.inner_graphs():
             yield lambda results: None
             return
-        place = f"{self._role()}/{label}#{self.occurrence(label)}"
-        with self.turns.turn(place) as end:
+        with self.turns.turn(self._tags.place(self.step, label)) as end:
             yield end
 
     def occurrence(self, label: str) -> int:
         """How many exchanges of the step had the label so far."""
-        return self._labels()[label]
-
-    def _labels(self) -> collections.Counter[str]:
-        step = self.step
-        if step is not None and step.inner_function() is None:
-            return step.labels
-        if tf.executing_eagerly():
-            return collections.Counter()
-        graph = step.inner_function() if step else None
-        graph = graph or tf.compat.v1.get_default_graph()
-        return self._graph_labels.setdefault(graph, collections.Counter())
+        return self._tags.occurrence(self.step, label)
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
