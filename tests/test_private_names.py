@@ -20,6 +20,8 @@ PRIVATE = pathlib.Path("tfdist_ext/tensorflow_internals.py")
 # What is used of TensorFlow's private modules. Every new release may break
 # these, so the list should shrink, and a new entry needs a reason in PRIVATE.
 PRIVATE_MODULES = {
+    "tensorflow.python.autograph.core.config",
+    "tensorflow.python.autograph.core.config_lib",
     "tensorflow.python.checkpoint.functional_saver",
     "tensorflow.python.data.experimental.ops.distribute",
     "tensorflow.python.distribute.collective_all_reduce_strategy",

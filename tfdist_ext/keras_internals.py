@@ -36,6 +36,17 @@ SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
 WITHIN_FIT = "_use_cached_eval_dataset"
 
 
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the user's, by AutoGraph if what is traced now is.
+
+    Layers of tf_keras are; Keras 3 converts nothing.
+    """
+    if KERAS_3:
+        return function
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
 def value_of(variable: Any) -> Any:
     """TensorFlow's variable of one of Keras 3; any other object as it is.
 

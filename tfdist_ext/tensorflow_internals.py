@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.core import config_lib as autograph_rules
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy
@@ -40,6 +42,27 @@ saved_model_save = save
 Strategy = distribute_lib.Strategy
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
+
+
+def keep_as_written(package: str) -> None:
+    """Lets AutoGraph leave a package alone, as it does TensorFlow and Keras.
+
+    It would convert each function that a traced one calls: seconds at the
+    start of every program. `do_not_convert` would also end the conversion of
+    what is the user's below such a function: of a layer's `call`, or of what
+    `strategy.run` runs.
+
+    Args:
+        package: whose functions have no `if` or loop over tensors.
+    """
+    rule = autograph_rules.DoNotConvert(package)
+    autograph_config.CONVERSION_RULES = (
+        rule,
+        *autograph_config.CONVERSION_RULES,
+    )
+
+
+keep_as_written(__name__.partition(".")[0])
 
 
 def global_seed() -> int | None:

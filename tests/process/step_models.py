@@ -257,7 +257,14 @@ def branching(y, predicted):
     return error
 
 
-def fitted(strategy, name, drop=False, **options):
+def branching_activation(x):
+    """An activation that autograph has to convert."""
+    if tf.size(x) < 0:
+        x = 2.0 * x
+    return tf.tanh(x)
+
+
+def fitted(strategy, name, drop=False, activation=None, **options):
     """Trains a model; in one process where there is no strategy.
 
     Returns:
@@ -266,6 +273,7 @@ def fitted(strategy, name, drop=False, **options):
     scope = strategy.scope() if strategy else tf.init_scope()
     with scope:
         model = MODELS[name](keras.regularizers.L2(0.01))
+        model.sparse.activation = keras.activations.get(activation)
         model.second = tfdist_ext.optimizers.SGD(0.05)
         loss = options.pop("loss", "mse")
         if KERAS_3:

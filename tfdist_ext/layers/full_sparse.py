@@ -13,6 +13,7 @@ from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import plans
@@ -261,7 +262,8 @@ class FullSparse(SparseLayer):
             # The variable itself: Keras 3 would round it in mixed precision.
             pooled = pooled + tf.convert_to_tensor(value_of(self.bias))
         pooled.set_shape([None, self.units])
-        return self.activation(tf.cast(pooled, self.compute_dtype))
+        activation = converted(self.activation)
+        return activation(tf.cast(pooled, self.compute_dtype))
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, int]:
         """`(batch, units)`."""
