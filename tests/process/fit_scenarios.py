@@ -81,7 +81,7 @@ def backup(strategy, folder):
 
 def memory(strategy, folder):
     """A rank needs its shard and its slot, not the table; on new ranks."""
-    rows, units = 2**21, 64
+    rows, units = 2**20, 64
     shard = rows * units * 4 / strategy.world_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with strategy.scope():
@@ -207,6 +207,8 @@ def custom_loop(strategy, folder):
                 predicted = model(ids, training=True)
                 loss = keras.losses.binary_crossentropy(labels, predicted)
                 loss = tf.nn.compute_average_loss(loss, global_batch_size=BATCH)
+                if tf.size(labels) < 0:  # AutoGraph has to convert it
+                    loss = 2.0 * loss
             variables = model.trainable_variables
             gradients = tape.gradient(loss, variables)
             optimizer.apply_gradients(zip(gradients, variables, strict=True))

@@ -17,7 +17,9 @@ CASES = [
 KERAS_3_ONLY = ("Function",)  # stock: merge_call in a new graph
 TF_KERAS = [
     *(case for case in CASES if case[0] not in KERAS_3_ONLY),
-    ("Default", {"loss": step_models.branching}),  # Keras 3 converts nothing
+    # Keras 3 converts nothing.
+    ("Default", {"loss": step_models.branching}),
+    ("Default", {"activation": step_models.branching_activation}),
 ]
 
 
@@ -33,5 +35,16 @@ TF_KERAS = [
     ],
 )
 def test_step_equals_one_process(run_scenario, ranks, keras, model, options):
-    scenario = "step_scenarios.as_one_process"
-    run_scenario(scenario, model, options, ranks=ranks, keras=keras)
+    (expected,) = run_scenario(
+        "step_scenarios.of_one_process",
+        *(model, options),
+        ranks=1,
+        keras=keras,
+        strategy=False,
+    )
+    run_scenario(
+        "step_scenarios.as_one_process",
+        *(model, options, expected),
+        ranks=ranks,
+        keras=keras,
+    )

@@ -12,7 +12,7 @@ import tfdist_ext
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
-ROWS, UNITS, IDS, BATCH, STEPS = 97, 6, 5, 24, 48
+ROWS, UNITS, IDS, BATCH, STEPS = 97, 6, 5, 24, 16
 TAIL = (7, 2)  # uneven on 2 and 4 ranks, and two ranks of 4 left empty
 
 
