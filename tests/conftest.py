@@ -14,6 +14,8 @@ from tests.ranks.programs import Programs
 from tests.ranks.servers import Servers
 
 TESTS = pathlib.Path(__file__).parent
+# Of the fast tier: single tests of a minute.
+LONGEST = ("optimizers/test_legacy_keras.py", "ops/test_large_tables.py")
 
 
 def _version(distribution: str) -> str:
@@ -69,8 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tiers by folder; keeps on one worker what shares ranks.
 
     That are the tests of one number of ranks and one Keras, or else of one
-    file. Those with ranks come first: they take longest, and the many short
-    ones then fill what is left of either worker.
+    file. Those with ranks come first, then single long ones: the many short
+    ones fill what is left of either worker.
     """
     for item in items:
         path = item.path.relative_to(TESTS)
@@ -94,9 +96,11 @@ def _arguments(item: pytest.Item) -> dict[str, Any]:
 
 def _place(item: pytest.Item) -> tuple[bool, int, int]:
     """Where an item comes: those that share ranks after each other."""
-    folders = item.path.relative_to(TESTS).parts
+    path = item.path.relative_to(TESTS)
     arguments = _arguments(item)
-    fast = not {"process", "fault"} & set(folders)
+    fast = not {"process", "fault"} & set(path.parts)
+    if str(path) in LONGEST:
+        return fast, 0, 0
     if fast or not {"ranks", "keras"} <= set(arguments):
         return fast, 9, 0
     return fast, arguments["ranks"], -arguments["keras"]

@@ -25,6 +25,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
@@ -146,6 +147,7 @@ def become(program: Program) -> None:
     os.environ.clear()
     os.environ.update(program.environment)
     os.chdir(program.folder)
+    tempfile.tempdir = None  # which the environment names anew
     random.seed()
     sys.modules["numpy"].random.seed()
     if program.environment.get("PYTHONUNBUFFERED"):

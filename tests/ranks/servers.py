@@ -40,9 +40,13 @@ class Servers:
         for parity in range(min(ranks, 2)):
             self._start(f"keras{keras}-{parity}", common)
         paths = os.pathsep.join(map(str, _PATHS))
+        # Ranks that are killed leave files behind, of AutoGraph for one.
+        temporary = pathlib.Path(self._folder.name, "tmp")
+        temporary.mkdir(exist_ok=True)
         return {
             **common,
             "PYTHONPATH": paths,
+            "TMPDIR": str(temporary),
             "TFDIST_TEST_SERVERS": self._folder.name,
         }
 
