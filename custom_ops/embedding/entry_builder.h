@@ -7,12 +7,12 @@
 #include <cstring>
 #include <memory>
 
+#include "custom_ops/common/group_sort.h"
+#include "custom_ops/common/radix_sort.h"
 #include "custom_ops/embedding/feature_grid.h"
-#include "custom_ops/embedding/group_sort.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/id_section.h"
 #include "custom_ops/embedding/placement.h"
-#include "custom_ops/embedding/radix_sort.h"
 
 namespace tfdist {
 

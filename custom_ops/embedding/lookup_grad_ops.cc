@@ -5,12 +5,12 @@
 #include <vector>
 
 #include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/common/radix_sort.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_blocks.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/lookup_grad_functor.h"
 #include "custom_ops/embedding/parallel_segments.h"
-#include "custom_ops/embedding/radix_sort.h"
 #include "custom_ops/embedding/sorted_entries.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -64,7 +64,7 @@ rows: [n], as given to Lookup.
 weights: [n] or [0], as given to Lookup.
 served: [ranks, features], as given to Lookup.
 grad: the gradient of Lookup's values.
-unique_rows: [u] for every table, the distinct rows, ascending.
+unique_rows: [u] for every table, the unique rows, ascending.
 row_grads: [u, d] for every table, the gradient of every one of them.
 feature_tables: as given to Lookup.
 widths: d of every table.
@@ -213,44 +213,42 @@ class LookupGradOp : public OpKernel {
     std::vector<Task> tasks;
     size_t i = 0;
     for (size_t t = first; t < end; ++t) {
-      int64_t distinct = 0;
+      int64_t unique = 0;
       for (size_t j = i; j < ranges.size() && ranges[j].table == t; ++j) {
-        distinct += sorted[j]->distinct();
+        unique += sorted[j]->unique();
       }
       int64_t* rows;
       float* row_grads;
-      TF_RETURN_IF_ERROR(AllocateOutputs(ctx, t, distinct, &rows, &row_grads));
+      TF_RETURN_IF_ERROR(AllocateOutputs(ctx, t, unique, &rows, &row_grads));
       for (; i < ranges.size() && ranges[i].table == t; ++i) {
         const SortedEntries& range = *sorted[i];
         sums.push_back({grad, widths_[t], range.row_splits(), range.entries(),
                         range.weights(), row_grads});
-        rows = std::copy_n(range.rows(), range.distinct(), rows);
-        row_grads += range.distinct() * widths_[t];
-        tasks.push_back(
-            {range.distinct() + range.row_splits()[range.distinct()],
-             widths_[t] / 8 + 3});
+        rows = std::copy_n(range.rows(), range.unique(), rows);
+        row_grads += range.unique() * widths_[t];
+        tasks.push_back({range.unique() + range.row_splits()[range.unique()],
+                         widths_[t] / 8 + 3});
       }
     }
     ParallelTasks(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   tasks, [&](size_t task, int64_t low, int64_t high) {
                     const int64_t* splits = sums[task].row_splits;
-                    const int64_t distinct = sorted[task]->distinct();
+                    const int64_t unique = sorted[task]->unique();
                     RowGradSumCpu(sums[task],
-                                  SegmentAtWork(splits, distinct, low),
-                                  SegmentAtWork(splits, distinct, high));
+                                  SegmentAtWork(splits, unique, low),
+                                  SegmentAtWork(splits, unique, high));
                   });
     return absl::OkStatus();
   }
 
-  absl::Status AllocateOutputs(OpKernelContext* ctx, int t, int64_t distinct,
+  absl::Status AllocateOutputs(OpKernelContext* ctx, int t, int64_t unique,
                                int64_t** rows, float** row_grads) const {
     Tensor* output = nullptr;
-    TF_RETURN_IF_ERROR(
-        ctx->allocate_output(t, TensorShape({distinct}), &output));
+    TF_RETURN_IF_ERROR(ctx->allocate_output(t, TensorShape({unique}), &output));
     *rows = static_cast<int64_t*>(output->data());
     const int tables = static_cast<int>(widths_.size());
     TF_RETURN_IF_ERROR(ctx->allocate_output(
-        tables + t, TensorShape({distinct, widths_[t]}), &output));
+        tables + t, TensorShape({unique, widths_[t]}), &output));
     *row_grads = static_cast<float*>(output->data());
     return absl::OkStatus();
   }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
+#include <cstddef>
 #include <memory>
-#include <vector>
 
-#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/common/radix_sort.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/parallel_segments.h"
@@ -44,7 +43,7 @@ REGISTER_OP("Tfdist>Pool")
     .Doc(R"doc(
 Sums rows of a matrix per sample: Lookup where the table is a tensor.
 
-matrix: [u, d], a batch's distinct rows.
+matrix: [u, d], a batch's unique rows.
 row_splits: [b + 1], offsets of the samples in positions.
 positions: [n], rows of the matrix; an error if outside of it.
 weights: [n], or [0] when all weights are 1.
@@ -129,27 +128,30 @@ class PoolOp : public OpKernel {
 // The entries of a batch by position: those of position p are
 // row_splits[p] .. row_splits[p + 1], in the order of the samples.
 struct EntriesByPosition {
-  std::vector<int64_t> row_splits;
+  std::unique_ptr<int64_t[]> row_splits;
   std::unique_ptr<int64_t[]> samples;
   std::unique_ptr<float[]> weights;  // null when all are 1
 };
 
-// A counting sort: as many bins as positions, which are about as many as the
-// samples have entries.
+// As many bins as positions, which are about as many as the samples have
+// entries.
 void Transpose(const int64_t* row_splits, int64_t samples,
                const int64_t* positions, const float* weights, int64_t rows,
                EntriesByPosition* result) {
   const int64_t count = row_splits[samples];
-  std::vector<int64_t>& next = result->row_splits;
-  // Counted two further: after the placing below the offsets are in place.
-  next.assign(rows + 2, 0);
-  for (int64_t i = 0; i < count; ++i) ++next[positions[i] + 2];
-  for (int64_t p = 2; p <= rows; ++p) next[p] += next[p - 1];
+  const std::unique_ptr<uint32_t[]> places(new uint32_t[rows]);
+  CountingSort sort(places.get(), rows);
+  for (int64_t i = 0; i < count; ++i) sort.Count(positions[i]);
+  result->row_splits.reset(new int64_t[rows + 1]);
+  result->row_splits[rows] =
+      sort.Start([&](size_t p, uint32_t first, uint32_t) {
+        result->row_splits[p] = first;
+      });
   result->samples.reset(new int64_t[count]);
   if (weights != nullptr) result->weights.reset(new float[count]);
   for (int64_t s = 0; s < samples; ++s) {
     for (int64_t i = row_splits[s]; i < row_splits[s + 1]; ++i) {
-      const int64_t to = next[positions[i] + 1]++;
+      const uint32_t to = sort.Place(positions[i]);
       result->samples[to] = s;
       if (weights != nullptr) result->weights[to] = weights[i];
     }
@@ -188,7 +190,7 @@ class PoolGradOp : public OpKernel {
               WeightsOrNull(weights), rows, &entries);
     SumAll(ctx,
            {static_cast<const float*>(grad.data()), width,
-            entries.row_splits.data(), entries.samples.get(),
+            entries.row_splits.get(), entries.samples.get(),
             entries.weights.get(), static_cast<float*>(matrix_grad->data())},
            rows);
   }

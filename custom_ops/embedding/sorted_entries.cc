@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "custom_ops/embedding/radix_sort.h"
+#include "custom_ops/common/radix_sort.h"
 
 namespace tfdist {
 
@@ -22,9 +22,9 @@ void SortedEntries::Build(const TableEntries& entries, int64_t low,
   // entries to count.
   constexpr uint64_t kMostBins = uint64_t{1} << 17;
   if (range_ <= std::min(kMostBins, 2 * static_cast<uint64_t>(selected))) {
-    CountingSort(entries, selected);
+    SortByBins(entries, selected);
   } else {
-    DigitSort(entries, selected);
+    SortByDigits(entries, selected);
   }
 }
 
@@ -53,18 +53,16 @@ void SortedEntries::ForEach(const TableEntries& entries,
   }
 }
 
-void SortedEntries::CountingSort(const TableEntries& entries,
-                                 int64_t selected) {
-  uint32_t* bins = bins_.Resize(range_);
-  std::fill_n(bins, range_, 0);
+void SortedEntries::SortByBins(const TableEntries& entries, int64_t selected) {
+  CountingSort sort(bins_.Resize(range_), range_);
   for (const LookupBlock& block : entries.blocks) {
     const int64_t* rows = entries.rows + entries.First(block);
     const int64_t count = entries.Count(block);
     if (all_) {
-      for (int64_t i = 0; i < count; ++i) ++bins[rows[i] - low_];
+      for (int64_t i = 0; i < count; ++i) sort.Count(rows[i] - low_);
     } else {
       for (int64_t i = 0; i < count; ++i) {
-        if (rows[i] - low_ < range_) ++bins[rows[i] - low_];
+        if (rows[i] - low_ < range_) sort.Count(rows[i] - low_);
       }
     }
   }
@@ -73,28 +71,25 @@ void SortedEntries::CountingSort(const TableEntries& entries,
   int64_t* rows = rows_.data();
   int64_t* splits = row_splits_.data();
   int64_t row = 0;
-  uint32_t next = 0;
-  for (uint64_t bin = 0; bin < range_; ++bin) {
-    const uint32_t size = bins[bin];
-    rows[row] = low_ + bin;
-    splits[row] = next;
-    row += size > 0;
-    bins[bin] = next;
-    next += size;
-  }
-  splits[row] = next;
-  distinct_ = row;
+  const uint32_t end =
+      sort.Start([&](size_t bin, uint32_t first, uint32_t size) {
+        rows[row] = low_ + bin;
+        splits[row] = first;
+        row += size > 0;
+      });
+  splits[row] = end;
+  unique_ = row;
   uint64_t* sorted = keys_.Resize(selected);
   float* weights = weights_.data();
   if (weighted_) {
     ForEach(entries, [&](int64_t i, uint64_t key, uint64_t offset) {
-      const uint32_t to = bins[key]++;
+      const uint32_t to = sort.Place(key);
       sorted[to] = offset << 1;
       weights[to] = entries.weights[i];
     });
   } else {
     ForEach(entries, [&](int64_t, uint64_t key, uint64_t offset) {
-      sorted[bins[key]++] = offset << 1;
+      sorted[sort.Place(key)] = offset << 1;
     });
   }
   for (int64_t r = 0; r < row; ++r) sorted[splits[r]] |= 1;
@@ -103,7 +98,8 @@ void SortedEntries::CountingSort(const TableEntries& entries,
 
 // A key is row | offset from the top. The sort goes by the row and is stable,
 // and the entries come in order of the samples.
-void SortedEntries::DigitSort(const TableEntries& entries, int64_t selected) {
+void SortedEntries::SortByDigits(const TableEntries& entries,
+                                 int64_t selected) {
   const int bits = entries.offset_bits;
   SortBuffers sort = {keys_.Resize(selected), spare_keys_.Resize(selected)};
   if (weighted_) {
@@ -139,7 +135,7 @@ void SortedEntries::DigitSort(const TableEntries& entries, int64_t selected) {
     sorted[i] = (key & mask) << 1 | static_cast<uint64_t>(first);
   }
   splits[0] = 0;
-  distinct_ = row + 1;
+  unique_ = row + 1;
   sorted_ = sorted;
   if (weighted_) {
     std::memcpy(weights_.data(), sort.values, size * sizeof(float));

@@ -57,7 +57,7 @@ class SortedEntries {
   // table's.
   void Build(const TableEntries& entries, int64_t low, int64_t high, bool all);
 
-  int64_t distinct() const { return distinct_; }
+  int64_t unique() const { return unique_; }
   const int64_t* rows() const { return rows_.data(); }
   const int64_t* row_splits() const { return row_splits_.data(); }
   const uint64_t* entries() const { return sorted_; }
@@ -66,9 +66,9 @@ class SortedEntries {
  private:
   int64_t Select(const TableEntries& entries) const;
   // One pass over as many bins as there are rows in the range.
-  void CountingSort(const TableEntries& entries, int64_t selected);
+  void SortByBins(const TableEntries& entries, int64_t selected);
   // Passes over digits of the rows.
-  void DigitSort(const TableEntries& entries, int64_t selected);
+  void SortByDigits(const TableEntries& entries, int64_t selected);
 
   // Calls visit(entry, row - low, offset of its sample) for the range's
   // entries.
@@ -79,7 +79,7 @@ class SortedEntries {
   uint64_t range_ = 0;
   bool all_ = false;
   bool weighted_ = false;
-  int64_t distinct_ = 0;
+  int64_t unique_ = 0;
   const uint64_t* sorted_ = nullptr;
   KeptArray<int64_t> rows_;
   KeptArray<int64_t> row_splits_;

@@ -52,7 +52,7 @@ class ApplyRowsOp : public tf::OpKernel {
                     absl::StrCat(name(),
                                  ": rows must be strictly ascending when "
                                  "mean_squares are given")));
-    UpdateGrouped(ctx, work, batch);
+    UpdateRepeated(ctx, work, batch);
   }
 
  private:
@@ -140,20 +140,20 @@ class ApplyRowsOp : public tf::OpKernel {
 
   // Rows that repeat or are not sorted: sum the gradients of each row first,
   // so that a row is updated once with its whole gradient.
-  void UpdateGrouped(tf::OpKernelContext* ctx, const Work& work,
-                     const RowBatch& batch) const {
-    const RowGroups groups = GroupRows(batch.rows, batch.size);
-    const auto num_groups = static_cast<int64_t>(groups.rows.size());
+  void UpdateRepeated(tf::OpKernelContext* ctx, const Work& work,
+                      const RowBatch& batch) const {
+    OP_REQUIRES_OK(ctx, CheckSortable(name(), batch.size));
+    const UniqueRows unique(batch.rows, batch.size);
     tf::Tensor sums;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_temp(tf::DT_FLOAT, {num_groups, batch.dim}, &sums));
+    OP_REQUIRES_OK(ctx, ctx->allocate_temp(tf::DT_FLOAT,
+                                           {unique.size(), batch.dim}, &sums));
     float* data = sums.flat<float>().data();
-    Parallel(ctx, num_groups, CostPerRow(batch.dim),
+    Parallel(ctx, unique.size(), CostPerRow(batch.dim),
              [&](int64_t begin, int64_t end) {
-               SumGroups(groups, batch.grads, batch.dim, begin, end,
-                         data + begin * batch.dim);
+               SumRepeated(unique, batch.grads, batch.dim, begin, end,
+                           data + begin * batch.dim);
              });
-    Update(ctx, work, {groups.rows.data(), data, num_groups, batch.dim});
+    Update(ctx, work, {unique.rows(), data, unique.size(), batch.dim});
   }
 
   RuleInputs<Rule> inputs_;

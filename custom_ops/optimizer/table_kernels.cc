@@ -37,25 +37,24 @@ class SumDuplicateRowsOp : public tf::OpKernel {
       ctx->set_output(1, grads);
       return;
     }
-    SumGrouped(ctx, GroupRows(data, rows.NumElements()), grads);
+    OP_REQUIRES_OK(ctx, CheckSortable(name(), rows.NumElements()));
+    SumUnique(ctx, UniqueRows(data, rows.NumElements()), grads);
   }
 
  private:
-  static void SumGrouped(tf::OpKernelContext* ctx, const RowGroups& groups,
-                         const tf::Tensor& grads) {
-    const auto num_groups = static_cast<int64_t>(groups.rows.size());
+  static void SumUnique(tf::OpKernelContext* ctx, const UniqueRows& unique,
+                        const tf::Tensor& grads) {
     const int64_t dim = grads.dim_size(1);
-    tf::Tensor* unique_rows;
+    tf::Tensor* rows;
     tf::Tensor* sums;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {num_groups}, &unique_rows));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {num_groups, dim}, &sums));
-    std::copy(groups.rows.begin(), groups.rows.end(),
-              unique_rows->flat<int64_t>().data());
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {unique.size()}, &rows));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {unique.size(), dim}, &sums));
+    std::copy_n(unique.rows(), unique.size(), rows->flat<int64_t>().data());
     float* data = sums->flat<float>().data();
     ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers,
-                  num_groups, 50 + 2 * dim, [&](int64_t begin, int64_t end) {
-                    SumGroups(groups, grads.flat<float>().data(), dim, begin,
-                              end, data + begin * dim);
+                  unique.size(), 50 + 2 * dim, [&](int64_t begin, int64_t end) {
+                    SumRepeated(unique, grads.flat<float>().data(), dim, begin,
+                                end, data + begin * dim);
                   });
   }
 };

@@ -239,6 +239,18 @@ def test_sum_duplicate_rows(ops, rows, dim):
     np.testing.assert_allclose(sums, expected_sums, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "rows", [[2**63 - 1, -(2**63), 2**63 - 1], [-1, -7, -1], [2**40, 0, 2**40]]
+)
+@IMPLEMENTATIONS
+def test_sum_duplicate_rows_of_any_numbers(ops, rows):
+    unique, sums = ops.sum_duplicate_rows(
+        np.array(rows, np.int64), np.array([[1.0], [2.0], [4.0]], np.float32)
+    )
+    np.testing.assert_array_equal(unique, sorted(set(rows)))
+    np.testing.assert_array_equal(sums, [[2.0], [5.0]])
+
+
 def test_sum_duplicate_rows_many():
     rng = np.random.default_rng(5)
     rows = rng.zipf(1.3, 50_000) % 10_000

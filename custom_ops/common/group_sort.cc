@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "custom_ops/embedding/group_sort.h"
+#include "custom_ops/common/group_sort.h"
 
 #include "custom_ops/common/target_clones.h"
 

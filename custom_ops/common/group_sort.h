@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_GROUP_SORT_H_
-#define TFDIST_CUSTOM_OPS_EMBEDDING_GROUP_SORT_H_
+#ifndef TFDIST_CUSTOM_OPS_COMMON_GROUP_SORT_H_
+#define TFDIST_CUSTOM_OPS_COMMON_GROUP_SORT_H_
 
 #include <cstdint>
 
@@ -19,4 +19,4 @@ bool SortGroups(uint64_t* keys, int64_t count, int low_bits);
 
 }  // namespace tfdist
 
-#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_GROUP_SORT_H_
+#endif  // TFDIST_CUSTOM_OPS_COMMON_GROUP_SORT_H_
