@@ -15,4 +15,10 @@
 #define TFDIST_ALWAYS __attribute__((always_inline))
 #define TFDIST_INLINE inline TFDIST_ALWAYS
 
+// What is always inlined passes no vector in a register that a clone for
+// another processor does not have.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
 #endif  // TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_

@@ -2,9 +2,10 @@
 #include <algorithm>
 #include <string>
 
+#include "custom_ops/common/counter_random.h"
 #include "custom_ops/common/huge_pages.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/embedding/counter_random.h"
+#include "custom_ops/embedding/normal_quantile.h"
 #include "custom_ops/embedding/placement.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"

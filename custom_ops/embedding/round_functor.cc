@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "custom_ops/common/mixed_bits.h"
+#include "custom_ops/common/counter_random.h"
 #include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
@@ -26,18 +26,13 @@ TFDIST_INLINE float FloatOf(uint32_t bits) {
 
 // Two words of key from a seed: neighbouring seeds get unrelated keys.
 TFDIST_INLINE uint64_t KeyOf(uint64_t seed) {
-  return MixBits(seed + kGoldenRatio);
+  return Mix<SplitMix64>(seed + kGoldenRatio);
 }
 
-// 32 random bits: the finalizer "lowbias32" of an index, with the second word
-// of the key half way, so that two keys do not give shifted sequences. Indices
-// 2^32 apart share their bits.
+// 32 random bits of an index. Indices 2^32 apart share their bits.
 TFDIST_INLINE uint32_t RandomBits(uint64_t key, uint32_t index) {
-  uint32_t x = index ^ static_cast<uint32_t>(key);
-  x = (x ^ x >> 16) * 0x7FEB352D;
-  x += static_cast<uint32_t>(key >> 32);
-  x = (x ^ x >> 15) * 0x846CA68B;
-  return x ^ x >> 16;
+  return Mix<LowBias32>(index ^ static_cast<uint32_t>(key),
+                        static_cast<uint32_t>(key >> 32));
 }
 
 // The lower half of the bits is what is cut off: adding as many random bits

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "custom_ops/common/mixed_bits.h"
+#include "custom_ops/common/counter_random.h"
 #include "custom_ops/optimizer/row_lanes.h"
 #include "custom_ops/optimizer/row_update_functor.h"
 
@@ -19,16 +19,14 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 // Random bits of a row for one step; those of its columns derive from them.
 TFDIST_INLINE uint32_t RowBits(uint64_t seed, int64_t row) {
   return static_cast<uint32_t>(
-      MixBits(seed * kGoldenRatio + static_cast<uint64_t>(row)));
+      Mix<SplitMix64>(seed * kGoldenRatio + static_cast<uint64_t>(row)));
 }
 
-// 16 random bits for every column: the finalizer of MurmurHash3.
+// 16 random bits for every column.
 template <typename W>
 TFDIST_INLINE W ColumnBits(const W& column, uint32_t row_bits) {
-  W x = (column + 1u) * 0x9E3779B9u + row_bits;
-  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
-  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-  return x >> 16;
+  const W counter = (column + 1u) * 0x9E3779B9u + row_bits;
+  return Mix<Murmur32>(counter) >> 16;
 }
 
 // Floats as words whose upper halves are the bfloat16. What is added before

@@ -12,12 +12,6 @@
 
 #include "custom_ops/common/target_clones.h"
 
-// Everything here is inlined, so no vector is passed in a register that a
-// clone for another processor does not have.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 namespace tfdist {
 
 constexpr int64_t kLanes = 16;

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Random numbers as a function of a counter: no state, so that any rank or
+// thread can draw any of them by itself, in any order. There are two ways:
+//
+//   Philox   initial values of tables, ten rounds for four numbers: a table has
+//            billions of them, and they must not show a pattern
+//   Mix      rounding, a round or two a number: a seed and a place mixed. It
+//            has three sets of constants, which are equally good; each stays
+//            with its user because others would draw other numbers, and a
+//            training that is repeated with its seed shall round as it did.
+#ifndef TFDIST_CUSTOM_OPS_COMMON_COUNTER_RANDOM_H_
+#define TFDIST_CUSTOM_OPS_COMMON_COUNTER_RANDOM_H_
+
+#include <array>
+#include <cstdint>
+
+#include "custom_ops/common/target_clones.h"
+
+namespace tfdist {
+
+// The golden ratio's fraction in 64 bits: multiples of it are spread evenly.
+constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
+
+// Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy
+// as 1, 2, 3", 2011): four words of random bits for a key and a counter.
+inline std::array<uint32_t, 4> Philox(uint64_t key, uint64_t counter_low,
+                                      uint64_t counter_high) {
+  uint32_t k0 = static_cast<uint32_t>(key);
+  uint32_t k1 = static_cast<uint32_t>(key >> 32);
+  std::array<uint32_t, 4> x = {static_cast<uint32_t>(counter_low),
+                               static_cast<uint32_t>(counter_low >> 32),
+                               static_cast<uint32_t>(counter_high),
+                               static_cast<uint32_t>(counter_high >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * x[0];
+    const uint64_t b = uint64_t{0xCD9E8D57} * x[2];
+    x = {static_cast<uint32_t>(b >> 32) ^ x[1] ^ k0, static_cast<uint32_t>(b),
+         static_cast<uint32_t>(a >> 32) ^ x[3] ^ k1, static_cast<uint32_t>(a)};
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  return x;
+}
+
+// The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
+struct SplitMix64 {
+  static constexpr int kShifts[] = {30, 27, 31};
+  static constexpr uint64_t kFactors[] = {0xBF58476D1CE4E5B9,
+                                          0x94D049BB133111EB};
+};
+
+// The finalizer "lowbias32" (Wellons 2018).
+struct LowBias32 {
+  static constexpr int kShifts[] = {16, 15, 16};
+  static constexpr uint32_t kFactors[] = {0x7FEB352D, 0x846CA68B};
+};
+
+// The finalizer of MurmurHash3 (Appleby 2011).
+struct Murmur32 {
+  static constexpr int kShifts[] = {16, 13, 16};
+  static constexpr uint32_t kFactors[] = {0x85EBCA6B, 0xC2B2AE35};
+};
+
+// Mixes words, or vectors of words: those that differ in one bit become
+// unrelated. `key` is added half way, so that two keys do not give shifted
+// sequences of the same numbers.
+template <typename Constants, typename W>
+TFDIST_INLINE W Mix(const W& word, const W& key = W{}) {
+  W x = (word ^ (word >> Constants::kShifts[0])) * Constants::kFactors[0] + key;
+  x = (x ^ (x >> Constants::kShifts[1])) * Constants::kFactors[1];
+  return x ^ (x >> Constants::kShifts[2]);
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COMMON_COUNTER_RANDOM_H_
