@@ -46,17 +46,17 @@ def gradient_spec(slices: Any) -> ShardSpec | None:
     return getattr(shape, "_tfdist_shard", None)
 
 
-def set_distinct(dense_shape: Any) -> None:
+def set_unique(dense_shape: Any) -> None:
     """Says that rows which occur several times in a gradient are to be summed.
 
     On its `dense_shape`, as that of `set_gradient_spec`.
     """
-    dense_shape._tfdist_distinct = True
+    dense_shape._tfdist_unique = True
 
 
-def is_distinct(slices: Any) -> bool:
-    """Whether `set_distinct` was said of a gradient."""
-    return hasattr(slices.dense_shape, "_tfdist_distinct")
+def is_unique(slices: Any) -> bool:
+    """Whether `set_unique` was said of a gradient."""
+    return hasattr(slices.dense_shape, "_tfdist_unique")
 
 
 def set_collectives(variable: Any, collectives: Any) -> None:

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <string>
 #include <vector>
 
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/combine_functor.h"
+#include "custom_ops/embedding/placement_plan.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -30,6 +30,8 @@ REGISTER_OP("Tfdist>Combine")
     .Output("results: F * float")
     .Attr("F: int >= 1")
     .Attr("world_size: int >= 1")
+    .Attr("features: list(string)")
+    .Attr("vocabulary_sizes: list(int)")
     .Attr("dims: list(int)")
     .Attr("row_parts: list(int)")
     .Attr("column_parts: list(int)")
@@ -38,7 +40,9 @@ REGISTER_OP("Tfdist>Combine")
       std::vector<int64_t> dims;
       TF_RETURN_IF_ERROR(c->GetAttr("dims", &dims));
       if (static_cast<int>(dims.size()) != c->num_outputs()) {
-        return InvalidArgument("dims must have one element per feature");
+        return InvalidArgument("dims must have one element per feature. ",
+                               "Received: ", dims.size(), " for ",
+                               c->num_outputs(), " results");
       }
       for (size_t f = 0; f < dims.size(); ++f) {
         c->set_output(f, c->Matrix(InferenceContext::kUnknownDim, dims[f]));
@@ -58,11 +62,8 @@ sample_splits: [world_size, F], how many samples those are.
 samples: [F], samples of every feature in this rank's batch.
 gradient_scale: scalar; what the gradient is multiplied with.
 results: [samples, dim] of every feature; zeros for samples without ids.
-dims: columns of every feature's table.
-row_parts: of every feature's table.
-column_parts: of every feature's table.
-ranks: the owners of the cells of every feature's table, features behind each
-  other.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as in
+  EncodeIds.
 )doc");
 
 REGISTER_OP("Tfdist>CombineGrad")
@@ -73,6 +74,8 @@ REGISTER_OP("Tfdist>CombineGrad")
     .Output("values: float")
     .Attr("F: int >= 1")
     .Attr("world_size: int >= 1")
+    .Attr("features: list(string)")
+    .Attr("vocabulary_sizes: list(int)")
     .Attr("dims: list(int)")
     .Attr("row_parts: list(int)")
     .Attr("column_parts: list(int)")
@@ -87,6 +90,8 @@ The gradient of Combine with respect to its parts.
 grads: the gradients of Combine's results.
 sample_ids: as given to Combine.
 sample_splits: as given to Combine.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as given to
+  Combine.
 gradient_scale: scalar; where it is 0 the result is, even if grads hold NaN.
 values: for every rank, the gradient of what it sent.
 )doc");
@@ -94,25 +99,19 @@ values: for every rank, the gradient of what it sent.
 // About a nanosecond for four numbers.
 int64_t Nanoseconds(int64_t width) { return width / 4 + 4; }
 
-// What Combine and its gradient share: which columns of which feature lie on
-// which rank.
+// What Combine and its gradient share: the plan, and how the columns of all
+// features are cut.
 class CombineBase : public OpKernel {
  public:
   explicit CombineBase(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("world_size", &world_size_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("dims", &dims_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("row_parts", &row_parts_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("column_parts", &column_parts_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("ranks", &ranks_));
+    OP_REQUIRES_OK(ctx, plan_.Read(ctx));
     int features;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("F", &features));
-    const size_t size = features;
-    OP_REQUIRES(ctx,
-                dims_.size() == size && row_parts_.size() == size &&
-                    column_parts_.size() == size,
-                InvalidArgument("dims, row_parts and column_parts must have ",
-                                features, " elements"));
-    OP_REQUIRES_OK(ctx, FindCells());
+    OP_REQUIRES(ctx, features == plan_.features().size(),
+                InvalidArgument(
+                    "features must have an element for each of ", "the ",
+                    features, " results. Received: ", plan_.features().size()));
+    AddColumns();
   }
 
  protected:
@@ -123,13 +122,14 @@ class CombineBase : public OpKernel {
                            const std::vector<int64_t>& limits,
                            std::vector<CombineColumns>* columns,
                            int64_t* values) const {
-    const int64_t features = dims_.size();
+    const int64_t features = plan_.features().size();
+    const int64_t world_size = plan_.world_size();
     if (sample_ids.dims() != 1 || sample_splits.dims() != 2 ||
-        sample_splits.dim_size(0) != world_size_ ||
+        sample_splits.dim_size(0) != world_size ||
         sample_splits.dim_size(1) != features) {
       return InvalidArgument(
           "sample_ids must be a vector and sample_splits of shape [",
-          world_size_, ", ", features,
+          world_size, ", ", features,
           "]. Received shapes: ", sample_ids.shape().DebugString(), ", ",
           sample_splits.shape().DebugString());
     }
@@ -138,11 +138,12 @@ class CombineBase : public OpKernel {
     const auto counts = sample_splits.matrix<int64_t>();
     int64_t left = sample_ids.NumElements();
     *values = 0;
-    for (int64_t i = 0; i < world_size_ * features; ++i) {
+    for (int64_t i = 0; i < world_size * features; ++i) {
       const int64_t count = counts(i / features, i % features);
-      const Cell& cell = cells_[i];
+      const PlacementPlan::Cell& cell =
+          plan_.CellOf(i % features, i / features);
       if (count == 0) continue;
-      if (count < 0 || count > left || cell.columns < 0) {
+      if (count < 0 || count > left || !cell.exists) {
         return InvalidArgument(
             "sample_splits[", i / features, ", ", i % features, "]=", count,
             " must be at least 0, at most the ", left,
@@ -153,7 +154,8 @@ class CombineBase : public OpKernel {
                                " and feature ", i % features,
                                " must ascend below ", limits[i % features]);
       }
-      CombineColumns& target = (*columns)[cell.columns];
+      CombineColumns& target =
+          (*columns)[first_columns_[i % features] + cell.column_part];
       target.sections[cell.row_part] = {ids, count, *values};
       *values += count * target.width;
       ids += count;
@@ -174,57 +176,26 @@ class CombineBase : public OpKernel {
     return absl::OkStatus();
   }
 
-  int64_t world_size_ = 1;
-  std::vector<int64_t> dims_;
+  int64_t dim(size_t f) const { return plan_.features()[f].dim; }
+
+  PlacementPlan plan_;
 
  private:
-  // Where in `columns` the cell of a rank and feature is; -1 without one.
-  struct Cell {
-    int64_t columns = -1;
-    int64_t row_part = 0;
-  };
-
-  absl::Status FindCells() {
-    const int64_t features = dims_.size();
-    cells_.resize(world_size_ * features);
-    size_t next = 0;
-    for (int64_t f = 0; f < features; ++f) {
-      const int64_t rows = row_parts_[f];
-      const int64_t parts = column_parts_[f];
-      if (rows < 1 || parts < 1 || rows > world_size_ || parts > world_size_ ||
-          dims_[f] < 0 || next + rows * parts > ranks_.size()) {
-        return InvalidArgument("Feature ", f, " has dim ", dims_[f], " in ",
-                               rows, " x ", parts, " cells; ranks has ",
-                               ranks_.size() - next, " elements left");
-      }
-      const int64_t first = columns_.size();
-      for (int64_t j = 0; j < parts; ++j) {
-        const int64_t begin = j * dims_[f] / parts;
-        columns_.push_back({f, begin, (j + 1) * dims_[f] / parts - begin,
-                            std::vector<CombineSection>(rows)});
-      }
-      for (int64_t cell = 0; cell < rows * parts; ++cell) {
-        const int64_t rank = ranks_[next++];
-        if (rank < 0 || rank >= world_size_ ||
-            cells_[rank * features + f].columns >= 0) {
-          return InvalidArgument("Feature ", f, " has rank ", rank,
-                                 " twice or outside of the world");
-        }
-        cells_[rank * features + f] = {first + cell % parts, cell / parts};
+  void AddColumns() {
+    for (size_t f = 0; f < plan_.features().size(); ++f) {
+      const FeaturePlacement& feature = plan_.features()[f];
+      first_columns_.push_back(columns_.size());
+      for (int64_t j = 0; j < feature.column_parts; ++j) {
+        const int64_t begin = feature.FirstColumn(j);
+        columns_.push_back({static_cast<int64_t>(f), begin,
+                            feature.FirstColumn(j + 1) - begin,
+                            std::vector<CombineSection>(feature.row_parts)});
       }
     }
-    if (next != ranks_.size()) {
-      return InvalidArgument("ranks has ", ranks_.size(), " elements for ",
-                             next, " cells");
-    }
-    return absl::OkStatus();
   }
 
-  std::vector<int64_t> row_parts_;
-  std::vector<int64_t> column_parts_;
-  std::vector<int64_t> ranks_;
-  std::vector<Cell> cells_;              // [world_size, features]
   std::vector<CombineColumns> columns_;  // without sections
+  std::vector<size_t> first_columns_;    // of every feature
 };
 
 class CombineOp : public CombineBase {
@@ -234,21 +205,21 @@ class CombineOp : public CombineBase {
   void Compute(OpKernelContext* ctx) override {
     const Tensor& parts = ctx->input(0);
     const Tensor& samples = ctx->input(3);
-    OP_REQUIRES(
-        ctx, samples.dims() == 1 && samples.NumElements() == dims_.size(),
-        InvalidArgument(
-            "samples must have ", dims_.size(),
-            " elements. Received shape: ", samples.shape().DebugString()));
+    const size_t features = plan_.features().size();
+    OP_REQUIRES(ctx, samples.dims() == 1 && samples.NumElements() == features,
+                InvalidArgument("samples must have ", features,
+                                " elements. Received shape: ",
+                                samples.shape().DebugString()));
     const auto counts = samples.vec<int64_t>();
     std::vector<float*> results;
     std::vector<int64_t> limits;
-    for (size_t f = 0; f < dims_.size(); ++f) {
+    for (size_t f = 0; f < features; ++f) {
       OP_REQUIRES(ctx, counts(f) >= 0,
                   InvalidArgument("samples[", f, "]=", counts(f),
                                   " must be at least 0"));
       Tensor* result = nullptr;
       OP_REQUIRES_OK(ctx, ctx->allocate_output(
-                              f, TensorShape({counts(f), dims_[f]}), &result));
+                              f, TensorShape({counts(f), dim(f)}), &result));
       results.push_back(static_cast<float*>(result->data()));
       limits.push_back(counts(f));
     }
@@ -270,7 +241,7 @@ class CombineOp : public CombineBase {
     ParallelTasks(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   tasks, [&](size_t i, int64_t begin, int64_t end) {
                     const int64_t f = columns[i].feature;
-                    CombineCpu(columns[i], from, dims_[f], begin, end,
+                    CombineCpu(columns[i], from, dim(f), begin, end,
                                results[f]);
                   });
   }
@@ -285,9 +256,9 @@ class CombineGradOp : public CombineBase {
     OP_REQUIRES_OK(ctx, ctx->input_list("grads", &grads));
     std::vector<int64_t> limits;
     for (int f = 0; f < grads.size(); ++f) {
-      OP_REQUIRES(ctx, grads[f].dims() == 2 && grads[f].dim_size(1) == dims_[f],
-                  InvalidArgument("grads[", f, "] must be a matrix of ",
-                                  dims_[f], " columns. Received shape: ",
+      OP_REQUIRES(ctx, grads[f].dims() == 2 && grads[f].dim_size(1) == dim(f),
+                  InvalidArgument("grads[", f, "] must be a matrix of ", dim(f),
+                                  " columns. Received shape: ",
                                   grads[f].shape().DebugString()));
       limits.push_back(grads[f].dim_size(0));
     }
@@ -319,7 +290,7 @@ class CombineGradOp : public CombineBase {
                     const int64_t f = parts[i].columns->feature;
                     CombineGradCpu(*parts[i].columns, *parts[i].section,
                                    static_cast<const float*>(grads[f].data()),
-                                   dims_[f], scale, begin, end, to);
+                                   dim(f), scale, begin, end, to);
                   });
   }
 };

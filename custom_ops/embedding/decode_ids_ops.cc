@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/embedding/feature_grid.h"
 #include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/embedding/id_section.h"
 #include "custom_ops/embedding/message_header.h"
+#include "custom_ops/embedding/placement_plan.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -37,6 +37,7 @@ REGISTER_OP("Tfdist>DecodeIds")
     .Attr("world_size: int >= 1")
     .Attr("features: list(string)")
     .Attr("vocabulary_sizes: list(int)")
+    .Attr("dims: list(int)")
     .Attr("row_parts: list(int)")
     .Attr("column_parts: list(int)")
     .Attr("ranks: list(int)")
@@ -66,7 +67,8 @@ rows: [n], rows of this rank's part of the feature's table.
 weights: [n], or [0] when all weights are 1.
 served: [world_size, features], samples from every rank; they sum to S.
 samples: [world_size], the scalar that every rank gave to EncodeIds.
-features, vocabulary_sizes, row_parts, column_parts, ranks: as in EncodeIds.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as in
+  EncodeIds.
 )doc");
 
 constexpr int64_t kNanosecondsPerEntry = 4;
@@ -84,11 +86,12 @@ struct Part {
 class DecodeIdsOp : public OpKernel {
  public:
   explicit DecodeIdsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ReadFeatureGrids(ctx, &grids_));
+    OP_REQUIRES_OK(ctx, plan_.Read(ctx));
+    OP_REQUIRES_OK(ctx, plan_.ReadRank(ctx, &rank_));
   }
 
   void Compute(OpKernelContext* ctx) override {
-    std::vector<MessageHeader> headers(grids_.world_size);
+    std::vector<MessageHeader> headers(plan_.world_size());
     std::vector<Part> parts;
     OP_REQUIRES_OK(ctx, ReadMessages(ctx, &headers, &parts));
     OP_REQUIRES_OK(ctx, WriteRanks(ctx, headers, parts));
@@ -101,8 +104,8 @@ class DecodeIdsOp : public OpKernel {
                          const char* reason) const {
     const std::string layer =
         feature < 0 ? std::string("The ids")
-                    : "Layer '" + grids_.features[feature].name + "': the ids";
-    return DataLoss(layer, " that rank ", source, " sent to rank ", grids_.rank,
+                    : "Layer '" + plan_.features()[feature].name + "': the ids";
+    return DataLoss(layer, " that rank ", source, " sent to rank ", rank_,
                     " cannot be decoded: ", reason, ".");
   }
 
@@ -112,16 +115,16 @@ class DecodeIdsOp : public OpKernel {
     const Tensor& payload = ctx->input(0);
     const Tensor& splits = ctx->input(1);
     if (payload.dims() != 1 || splits.dims() != 1 ||
-        splits.NumElements() != grids_.world_size) {
+        splits.NumElements() != plan_.world_size()) {
       return InvalidArgument(
           "payload and splits must be vectors, splits of world_size=",
-          grids_.world_size,
+          plan_.world_size(),
           " elements. Received shapes: ", payload.shape().DebugString(), ", ",
           splits.shape().DebugString());
     }
     const auto* data = static_cast<const uint8_t*>(payload.data());
     int64_t left = payload.NumElements();
-    for (int64_t source = 0; source < grids_.world_size; ++source) {
+    for (int64_t source = 0; source < plan_.world_size(); ++source) {
       const int64_t size = splits.vec<int64_t>()(source);
       if (size < 0 || size > left) {
         return InvalidArgument("splits[", source, "]=", size, " exceeds the ",
@@ -147,11 +150,9 @@ class DecodeIdsOp : public OpKernel {
     if (header->rank != source) {
       return Malformed(source, -1, "it was sent by another rank");
     }
-    const int64_t features = grids_.features.size();
+    const int64_t features = plan_.features().size();
     for (int64_t f = 0; f < features && !header->bad_id.found; ++f) {
-      if (grids_.part_of_rank[f][grids_.rank] == FeatureGrids::kNoPart) {
-        continue;
-      }
+      if (!plan_.CellOf(f, rank_).exists) continue;
       const uint64_t size = message->Varint();
       if (!message->ok() || size > message->left()) {
         return Malformed(source, f, "it ends before its section");
@@ -176,9 +177,9 @@ class DecodeIdsOp : public OpKernel {
   absl::Status FirstBadId(const std::vector<MessageHeader>& headers) const {
     for (const MessageHeader& header : headers) {
       if (!header.bad_id.found) continue;
-      const FeatureGrid& grid = grids_.features[header.bad_id.feature];
-      return BadIdError(grid.name, header.rank, header.bad_id,
-                        grid.vocabulary_size);
+      const FeaturePlacement& feature = plan_.features()[header.bad_id.feature];
+      return BadIdError(feature.name, header.rank, header.bad_id,
+                        feature.vocabulary_size);
     }
     return absl::OkStatus();
   }
@@ -186,19 +187,19 @@ class DecodeIdsOp : public OpKernel {
   absl::Status WriteRanks(OpKernelContext* ctx,
                           const std::vector<MessageHeader>& headers,
                           const std::vector<Part>& parts) const {
-    const int64_t features = grids_.features.size();
+    const int64_t features = plan_.features().size();
     Tensor* served = nullptr;
     Tensor* samples = nullptr;
     TF_RETURN_IF_ERROR(ctx->allocate_output(
-        3, TensorShape({grids_.world_size, features}), &served));
+        3, TensorShape({plan_.world_size(), features}), &served));
     TF_RETURN_IF_ERROR(
-        ctx->allocate_output(4, TensorShape({grids_.world_size}), &samples));
+        ctx->allocate_output(4, TensorShape({plan_.world_size()}), &samples));
     served->matrix<int64_t>().setZero();
     for (const Part& part : parts) {
       served->matrix<int64_t>()(part.source, part.feature) =
           part.reader.samples();
     }
-    for (int64_t source = 0; source < grids_.world_size; ++source) {
+    for (int64_t source = 0; source < plan_.world_size(); ++source) {
       samples->vec<float>()(source) = headers[source].samples;
     }
     return absl::OkStatus();
@@ -241,7 +242,7 @@ class DecodeIdsOp : public OpKernel {
             Part& part = (*parts)[i];
             if (part.reader.entries() == 0) continue;
             part.error = part.reader.ReadEntries(
-                grids_.features[part.feature].RowLimit(), part.first_entry,
+                plan_.features()[part.feature].RowLimit(), part.first_entry,
                 splits_out + part.first_sample, rows_out + part.first_entry,
                 weighted ? weights_out + part.first_entry : nullptr);
           }
@@ -252,7 +253,8 @@ class DecodeIdsOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  FeatureGrids grids_;
+  PlacementPlan plan_;
+  int64_t rank_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>DecodeIds").Device(tensorflow::DEVICE_CPU),

@@ -5,10 +5,10 @@
 
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/entry_builder.h"
-#include "custom_ops/embedding/feature_grid.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/message_builder.h"
 #include "custom_ops/embedding/message_header.h"
+#include "custom_ops/embedding/placement_plan.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -39,12 +39,13 @@ REGISTER_OP("Tfdist>EncodeIds")
     .Attr("world_size: int >= 1")
     .Attr("features: list(string)")
     .Attr("vocabulary_sizes: list(int)")
+    .Attr("dims: list(int)")
     .Attr("row_parts: list(int)")
     .Attr("column_parts: list(int)")
     .Attr("ranks: list(int)")
     .Attr("list_features: list(int)")
     .Attr("out_of_range: list({'error', 'ignore'})")
-    .Attr("one_each: list(bool)")
+    .Attr("unique: list(bool)")
     .SetShapeFn([](InferenceContext* c) {
       int64_t world_size;
       std::vector<std::string> features;
@@ -76,12 +77,13 @@ sample_ids: for every rank and feature, in order, the samples whose ids the
   section holds.
 sample_splits: [world_size, features], how many those are.
 features: F names, for errors.
+vocabulary_sizes, dims: rows and columns of the features' tables.
 row_parts, column_parts, ranks: cell (i, j) of feature f's table is on rank
   i * column_parts[f] + j of the feature's ranks; those of all features are
   concatenated.
 list_features: the feature of every list, ascending; none without a list.
 out_of_range: for every feature.
-one_each: for every feature, whether every sample has one id and these ascend
+unique: for every feature, whether every sample has one id and these ascend
   strictly from sample to sample.
 )doc");
 
@@ -93,22 +95,23 @@ template <typename Tids>
 class EncodeIdsOp : public OpKernel {
  public:
   explicit EncodeIdsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ReadFeatureGrids(ctx, &grids_));
-    const size_t features = grids_.features.size();
+    OP_REQUIRES_OK(ctx, plan_.Read(ctx));
+    OP_REQUIRES_OK(ctx, plan_.ReadRank(ctx, &rank_));
+    const size_t features = plan_.features().size();
     std::vector<int64_t> list_features;
     std::vector<std::string> out_of_range;
-    std::vector<bool> one_each;
+    std::vector<bool> unique;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("list_features", &list_features));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("out_of_range", &out_of_range));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("one_each", &one_each));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("unique", &unique));
     OP_REQUIRES(ctx,
-                out_of_range.size() == features && one_each.size() == features,
-                InvalidArgument("Attributes out_of_range and one_each must "
+                out_of_range.size() == features && unique.size() == features,
+                InvalidArgument("Attributes out_of_range and unique must "
                                 "have an element per feature. Received: ",
-                                out_of_range.size(), " and ", one_each.size(),
+                                out_of_range.size(), " and ", unique.size(),
                                 ", ", features, " features"));
     for (size_t f = 0; f < features; ++f) {
-      rules_.push_back({out_of_range[f] == "ignore", one_each[f]});
+      rules_.push_back({out_of_range[f] == "ignore", unique[f]});
     }
     FindLists(ctx, list_features);
   }
@@ -129,10 +132,10 @@ class EncodeIdsOp : public OpKernel {
     std::vector<FeatureEntries> entries = BuildEntries(lists, pool);
     OP_REQUIRES_OK(ctx, CheckPromises(entries));
     MessageHeader header;
-    header.rank = grids_.rank;
+    header.rank = rank_;
     header.samples = *static_cast<const float*>(samples->data());
     header.bad_id = FirstBadId(entries);
-    MessageBuilder messages(grids_, entries, header, pool);
+    MessageBuilder messages(plan_, entries, header, pool);
     messages.Code();
     OP_REQUIRES_OK(ctx, messages.WritePayload(ctx));
     OP_REQUIRES_OK(ctx, messages.WriteSamples(ctx));
@@ -175,11 +178,11 @@ class EncodeIdsOp : public OpKernel {
     std::vector<std::pair<size_t, size_t>> tasks;
     int64_t ids = 0;
     for (size_t f = 0; f < lists.size(); ++f) {
-      const EntryBuilder builder(grids_.features[f], rules_[f]);
+      const EntryBuilder builder(plan_.features()[f], rules_[f]);
       const int64_t ranges =
           Ranges(lists[f], builder.MaxSamples(), pool->NumThreads());
       for (int64_t i = 0; i < ranges; ++i) {
-        entries[f].ranges.emplace_back(grids_.features[f], rules_[f]);
+        entries[f].ranges.emplace_back(plan_.features()[f], rules_[f]);
         tasks.emplace_back(f, i);
       }
       ids += lists[f].ids;
@@ -197,7 +200,7 @@ class EncodeIdsOp : public OpKernel {
                     }
                   });
     for (size_t f = 0; f < lists.size(); ++f) {
-      entries[f].one_each = rules_[f].one_each;
+      entries[f].unique = rules_[f].unique;
       for (const EntryBuilder& range : entries[f].ranges) {
         entries[f].weighted |= range.has_weights();
       }
@@ -210,8 +213,8 @@ class EncodeIdsOp : public OpKernel {
       for (const EntryBuilder& range : entries[f].ranges) {
         if (range.keeps_promise()) continue;
         return InvalidArgument(
-            "Layer '", grids_.features[f].name,
-            "': under one_each every sample must have one id, and these must "
+            "Layer '", plan_.features()[f].name,
+            "': under unique every sample must have one id, and these must "
             "ascend strictly from sample to sample, in one list");
       }
     }
@@ -230,7 +233,8 @@ class EncodeIdsOp : public OpKernel {
     return {};
   }
 
-  FeatureGrids grids_;
+  PlacementPlan plan_;
+  int64_t rank_ = 0;
   std::vector<FeatureRules> rules_;
   std::vector<int> first_list_;  // of every feature, then the end
 };

@@ -9,20 +9,21 @@
 
 #include "custom_ops/common/group_sort.h"
 #include "custom_ops/common/radix_sort.h"
-#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/bad_id.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/id_section.h"
-#include "custom_ops/embedding/placement.h"
+#include "custom_ops/embedding/placement_plan.h"
+#include "custom_ops/embedding/rotated_mod.h"
 
 namespace tfdist {
 
 // What a feature does with its ids, beside placing them.
 struct FeatureRules {
   bool ignore_bad_ids = false;
-  bool one_each = false;  // one id per sample, strictly ascending
+  bool unique = false;  // one id per sample, strictly ascending
 };
 
-// Turns a feature's ids of a range of samples into entries: distinct rows per
+// Turns a feature's ids of a range of samples into entries: unique rows per
 // sample, grouped by row part, ascending by (part, sample, row).
 //
 // An id becomes one 64-bit key, part | sample | local row from the top, so a
@@ -30,11 +31,11 @@ struct FeatureRules {
 // together. Ids that ascend within their samples already are only bucketed.
 class EntryBuilder {
  public:
-  EntryBuilder(const FeatureGrid& grid, const FeatureRules& rules)
-      : grid_(grid),
+  EntryBuilder(const FeaturePlacement& placement, const FeatureRules& rules)
+      : placement_(placement),
         rules_(rules),
-        row_bits_(BitWidth(grid.RowLimit() - 1)),
-        part_bits_(BitWidth(grid.row_parts - 1)) {}
+        row_bits_(BitWidth(placement.RowLimit() - 1)),
+        part_bits_(BitWidth(placement.row_parts - 1)) {}
 
   // Samples that one builder can take, by the width of its keys.
   int64_t MaxSamples() const {
@@ -55,9 +56,9 @@ class EntryBuilder {
       sort_.values = value_memory_.get();
       sort_.spare_values = sort_.values + ids;
     }
-    if (rules_.one_each) CheckOneEach(lists, begin, end);
-    grid_.row_parts > 1 ? MakeKeys<true>(lists, begin, end)
-                        : MakeKeys<false>(lists, begin, end);
+    if (rules_.unique) CheckUnique(lists, begin, end);
+    placement_.row_parts > 1 ? MakeKeys<true>(lists, begin, end)
+                             : MakeKeys<false>(lists, begin, end);
     if (bad_id_.found) return;
     SortKeys(end - begin);
     lists.weighted ? CombineWeights() : CombineCounts();
@@ -65,7 +66,7 @@ class EntryBuilder {
 
   const BadId& bad_id() const { return bad_id_; }
 
-  // Whether the ids of a one_each feature are as promised.
+  // Whether the ids of a unique feature are as promised.
   bool keeps_promise() const { return keeps_promise_; }
 
   // Whether the entries need float weights: not if all are small counts.
@@ -107,7 +108,7 @@ class EntryBuilder {
  private:
   // The id before the range counts: ids ascend over all samples.
   template <typename Tids>
-  void CheckOneEach(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
+  void CheckUnique(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
     const auto& list = lists.lists[0];
     keeps_promise_ = lists.lists.size() == 1 &&
                      list.row_splits[begin] == begin &&
@@ -120,8 +121,8 @@ class EntryBuilder {
 
   template <bool kSplitRows, typename Tids>
   void MakeKeys(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
-    const RotatedMod placement(grid_.row_parts);
-    const uint64_t limit = grid_.vocabulary_size;
+    const RotatedMod rows(placement_.row_parts);
+    const uint64_t limit = placement_.vocabulary_size;
     int64_t count = 0;
     uint64_t descents = 0;
     for (int64_t sample = begin; sample < end; ++sample) {
@@ -135,12 +136,12 @@ class EntryBuilder {
           if (id >= limit) {
             if (rules_.ignore_bad_ids) continue;
             bad_id_.found = true;
-            bad_id_.sample = rules_.one_each ? BadId::kNoSample : sample;
+            bad_id_.sample = rules_.unique ? BadId::kNoSample : sample;
             bad_id_.id = static_cast<int64_t>(id);
             return;
           }
-          const uint64_t row = kSplitRows ? placement.LocalRow(id) : id;
-          const uint64_t part = kSplitRows ? placement.Owner(id, row) : 0;
+          const uint64_t row = kSplitRows ? rows.LocalRow(id) : id;
+          const uint64_t part = kSplitRows ? rows.Owner(id, row) : 0;
           // Rows that do not descend over all parts do not in any.
           descents += row < previous;
           previous = row;
@@ -163,7 +164,7 @@ class EntryBuilder {
     const int bits = row_bits_ + sample_bits_;
     const bool in_groups =
         !sorted_ && sort_.values == nullptr && row_bits_ <= kMostGroupBits &&
-        count_ >= kFewestPerGroup * samples * grid_.row_parts;
+        count_ >= kFewestPerGroup * samples * placement_.row_parts;
     const int low_bit = sorted_ || in_groups ? bits : 0;
     RadixSort(count_, low_bit, bits + part_bits_, &sort_);
     if (in_groups && !SortGroups(sort_.keys, count_, row_bits_)) {
@@ -181,9 +182,9 @@ class EntryBuilder {
     uint32_t occurrences = 0;
     for (int64_t i = 0; i < count_; ++i) {
       const uint64_t key = keys[i];
-      const bool distinct = i == 0 || key != previous;
-      last += distinct;
-      occurrences = distinct ? 1 : occurrences + 1;
+      const bool first = i == 0 || key != previous;
+      last += first;
+      occurrences = first ? 1 : occurrences + 1;
       keys[last] = previous = key;
       combined_[last] = occurrences;
     }
@@ -224,7 +225,7 @@ class EntryBuilder {
            weight == static_cast<float>(static_cast<uint32_t>(weight));
   }
 
-  const FeatureGrid& grid_;
+  const FeaturePlacement& placement_;
   const FeatureRules rules_;
   const int row_bits_;
   const int part_bits_;

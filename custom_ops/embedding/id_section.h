@@ -13,13 +13,13 @@ namespace tfdist {
 // The ids of one feature that one part of its table's rows serves:
 //
 //   header    flags, sizes, code parameters
-//   counts    Rice codes: distinct rows of every sample present
+//   counts    Rice codes: unique rows of every sample present
 //   gaps      Rice codes: ascending rows of a sample, each as the distance from
 //             the one before; about log2(mean gap) + 1.5 bits
 //   repeats   Rice codes: which entries occur more than once, and how often
 //   weights   float32 per entry, only when some weight is not 1
 //
-// An entry is one distinct row of one sample. Which of the sender's samples are
+// An entry is one unique row of one sample. Which of the sender's samples are
 // present is not sent: the sender scatters the results itself. In a "running"
 // section every sample has one row and these ascend from sample to sample:
 // there are no counts, and gaps run through.

@@ -6,7 +6,8 @@
 #include "custom_ops/common/huge_pages.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/normal_quantile.h"
-#include "custom_ops/embedding/placement.h"
+#include "custom_ops/embedding/placement_plan.h"
+#include "custom_ops/embedding/rotated_mod.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -42,13 +43,12 @@ absl::Status ReadBlock(Context* ctx, Block* block) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("local_rows", &block->local_rows));
   TF_RETURN_IF_ERROR(ctx->GetAttr("first_column", &block->first_column));
   TF_RETURN_IF_ERROR(ctx->GetAttr("local_dim", &block->local_dim));
-  constexpr int64_t kMostColumns = 1 << 30;
   if (block->row_part >= block->row_parts ||
       block->row_parts > RotatedMod::kMaxWorldSize ||
       block->rows > RotatedMod::kMaxRows ||
       block->local_rows >
           RotatedMod::LocalRows(block->rows, block->row_parts) ||
-      block->first_column > kMostColumns || block->local_dim > kMostColumns) {
+      block->first_column > kMaxColumns || block->local_dim > kMaxColumns) {
     return InvalidArgument(
         "InitRows needs 0 <= row_part < row_parts <= 2^20, rows <= 2^40, "
         "local_rows <= ceil(rows / row_parts), and columns <= 2^30. Received: "

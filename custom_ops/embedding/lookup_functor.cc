@@ -11,8 +11,8 @@ namespace tfdist {
 namespace {
 
 // Whether segments [begin, end) have one entry each: the rows are copied.
-TFDIST_INLINE bool OneEach(const int64_t* row_splits, int64_t begin,
-                           int64_t end) {
+TFDIST_INLINE bool IsSingle(const int64_t* row_splits, int64_t begin,
+                            int64_t end) {
   const int64_t shift = row_splits[begin] - begin;
   if (row_splits[end] - end != shift) return false;
   bool all = true;
@@ -82,18 +82,18 @@ TFDIST_INLINE void CopyColumns(const SegmentSum& args, const T* table,
 template <typename T, int kLanes, int kVectors>
 TFDIST_INLINE void SumVectors(const SegmentSum& args, const T* table,
                               int64_t begin, int64_t end, int64_t column,
-                              int64_t columns, bool one_each) {
+                              int64_t columns, bool single) {
   if constexpr (kVectors > 1) {
     if (columns <= kLanes * (kVectors - 1)) {
       SumVectors<T, kLanes, kVectors - 1>(args, table, begin, end, column,
-                                          columns, one_each);
+                                          columns, single);
       return;
     }
   }
   if (args.weights != nullptr) {
     SumColumns<T, kLanes, kVectors, true>(args, table, begin, end, column,
                                           columns);
-  } else if (one_each) {
+  } else if (single) {
     CopyColumns<T, kLanes, kVectors>(args, table, begin, end, column, columns);
   } else {
     SumColumns<T, kLanes, kVectors, false>(args, table, begin, end, column,
@@ -111,24 +111,24 @@ TFDIST_INLINE void Sum(const SegmentSum& args, const T* table, int64_t begin,
                 (end - begin) * width * sizeof(float));
     return;
   }
-  const bool one_each = OneEach(args.row_splits, begin, end);
+  const bool single = IsSingle(args.row_splits, begin, end);
   if (width < 4) {
-    SumVectors<T, 1, 3>(args, table, begin, end, 0, width, one_each);
+    SumVectors<T, 1, 3>(args, table, begin, end, 0, width, single);
   } else if (width < 8) {
-    SumVectors<T, 4, 2>(args, table, begin, end, 0, width, one_each);
+    SumVectors<T, 4, 2>(args, table, begin, end, 0, width, single);
   } else if (width < 16) {
-    SumVectors<T, 8, 2>(args, table, begin, end, 0, width, one_each);
+    SumVectors<T, 8, 2>(args, table, begin, end, 0, width, single);
   } else {
     constexpr int64_t kMostColumns = 16 * kMaxVectors;
     int64_t column = 0;
     for (; width - column > kMostColumns; column += kMostColumns) {
       SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
-                                     kMostColumns, one_each);
+                                     kMostColumns, single);
     }
     // The last columns, at least one vector of them.
     if (width - column < 16) column = width - 16;
     SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
-                                   width - column, one_each);
+                                   width - column, single);
   }
 }
 

@@ -12,7 +12,7 @@ namespace tfdist {
 //       i in [row_splits[s], row_splits[s + 1])
 //
 // A segment is a sample and `table` the shard; in the gradient of Pool a
-// segment is a distinct row and `table` the gradient of the samples. No
+// segment is a unique row and `table` the gradient of the samples. No
 // TensorFlow here: the same struct drives the CPU and the CUDA functor.
 struct SegmentSum {
   const float* table;         // [*, width]

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "custom_ops/embedding/feature_grid.h"
+#include "custom_ops/embedding/bad_id.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"

@@ -14,16 +14,16 @@ using tensorflow::TensorShape;
 
 constexpr int64_t kNanosecondsPerEntry = 12;
 
-MessageBuilder::MessageBuilder(const FeatureGrids& grids,
+MessageBuilder::MessageBuilder(const PlacementPlan& plan,
                                const std::vector<FeatureEntries>& entries,
                                const MessageHeader& header,
                                tensorflow::thread::ThreadPool* pool)
-    : grids_(grids), entries_(entries), header_(header), pool_(pool) {
+    : plan_(plan), entries_(entries), header_(header), pool_(pool) {
   if (header.bad_id.found) return;
   int64_t total = 0;
   for (size_t f = 0; f < entries.size(); ++f) {
     first_section_.push_back(sections_.size());
-    const int64_t parts = grids.features[f].row_parts;
+    const int64_t parts = plan.features()[f].row_parts;
     for (int64_t part = 0; part < parts; ++part) {
       sections_.emplace_back();
       sections_.back().feature = f;
@@ -46,8 +46,8 @@ void MessageBuilder::ForAllSections(F f) const {
 }
 
 int64_t MessageBuilder::SectionOf(size_t feature, int64_t rank) const {
-  const int64_t part = grids_.part_of_rank[feature][rank];
-  return part == FeatureGrids::kNoPart ? part : first_section_[feature] + part;
+  const PlacementPlan::Cell& cell = plan_.CellOf(feature, rank);
+  return cell.exists ? first_section_[feature] + cell.row_part : kNoSection;
 }
 
 void MessageBuilder::CodeSection(Section* section) const {
@@ -56,7 +56,7 @@ void MessageBuilder::CodeSection(Section* section) const {
   for (const EntryBuilder& range : entries.ranges) {
     count += range.Begin(section->part + 1) - range.Begin(section->part);
   }
-  section->writer.Reserve(count, entries.one_each);
+  section->writer.Reserve(count, entries.unique);
   section->sample_ids.resize(count);
   int32_t* next = section->sample_ids.data();
   for (const EntryBuilder& range : entries.ranges) {
@@ -82,14 +82,14 @@ absl::Status MessageBuilder::WritePayload(
   std::vector<int64_t> starts;
   Tensor* splits = nullptr;
   TF_RETURN_IF_ERROR(
-      ctx->allocate_output(1, TensorShape({grids_.world_size}), &splits));
+      ctx->allocate_output(1, TensorShape({plan_.world_size()}), &splits));
   int64_t end = 0;
-  for (int64_t rank = 0; rank < grids_.world_size; ++rank) {
+  for (int64_t rank = 0; rank < plan_.world_size(); ++rank) {
     starts.push_back(end);
     end += header_size;
     for (size_t f = 0; f < first_section_.size(); ++f) {
       const int64_t section = SectionOf(f, rank);
-      if (section == FeatureGrids::kNoPart) continue;
+      if (section == kNoSection) continue;
       places[section].push_back(end);
       const int64_t bytes = sections_[section].bytes;
       end += VarintSize(bytes) + bytes;
@@ -120,14 +120,14 @@ absl::Status MessageBuilder::WriteSamples(
   const int64_t features = entries_.size();
   Tensor* splits = nullptr;
   TF_RETURN_IF_ERROR(ctx->allocate_output(
-      3, TensorShape({grids_.world_size, features}), &splits));
+      3, TensorShape({plan_.world_size(), features}), &splits));
   auto sizes = splits->matrix<int64_t>();
   sizes.setZero();
   int64_t total = 0;
-  for (int64_t rank = 0; rank < grids_.world_size; ++rank) {
+  for (int64_t rank = 0; rank < plan_.world_size(); ++rank) {
     for (size_t f = 0; f < first_section_.size(); ++f) {
       const int64_t section = SectionOf(f, rank);
-      if (section == FeatureGrids::kNoPart) continue;
+      if (section == kNoSection) continue;
       sizes(rank, f) = sections_[section].sample_ids.size();
       total += sizes(rank, f);
     }
@@ -136,10 +136,10 @@ absl::Status MessageBuilder::WriteSamples(
   TF_RETURN_IF_ERROR(
       ctx->allocate_output(2, TensorShape({total}), &sample_ids));
   auto* out = static_cast<int32_t*>(sample_ids->data());
-  for (int64_t rank = 0; rank < grids_.world_size; ++rank) {
+  for (int64_t rank = 0; rank < plan_.world_size(); ++rank) {
     for (size_t f = 0; f < first_section_.size(); ++f) {
       const int64_t section = SectionOf(f, rank);
-      if (section == FeatureGrids::kNoPart) continue;
+      if (section == kNoSection) continue;
       const std::vector<int32_t>& ids = sections_[section].sample_ids;
       out = std::copy(ids.begin(), ids.end(), out);
     }

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "custom_ops/embedding/entry_builder.h"
-#include "custom_ops/embedding/feature_grid.h"
 #include "custom_ops/embedding/id_section.h"
 #include "custom_ops/embedding/message_header.h"
+#include "custom_ops/embedding/placement_plan.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/lib/core/threadpool.h"
 
@@ -17,7 +17,7 @@ namespace tfdist {
 // The entries of one feature: those of consecutive ranges of its samples.
 struct FeatureEntries {
   std::vector<EntryBuilder> ranges;
-  bool one_each = false;
+  bool unique = false;
   bool weighted = false;
 };
 
@@ -26,7 +26,7 @@ struct FeatureEntries {
 // get a copy.
 class MessageBuilder {
  public:
-  MessageBuilder(const FeatureGrids& grids,
+  MessageBuilder(const PlacementPlan& plan,
                  const std::vector<FeatureEntries>& entries,
                  const MessageHeader& header,
                  tensorflow::thread::ThreadPool* pool);
@@ -53,10 +53,11 @@ class MessageBuilder {
   // Runs f(section) for all sections, on the pool.
   template <typename F>
   void ForAllSections(F f) const;
-  // The section of a feature that a rank gets, or kNoPart.
+  static constexpr int64_t kNoSection = -1;
+  // The section of a feature that a rank gets, or kNoSection.
   int64_t SectionOf(size_t feature, int64_t rank) const;
 
-  const FeatureGrids& grids_;
+  const PlacementPlan& plan_;
   const std::vector<FeatureEntries>& entries_;
   const MessageHeader& header_;
   tensorflow::thread::ThreadPool* pool_;

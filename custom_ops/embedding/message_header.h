@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "custom_ops/embedding/bad_id.h"
 #include "custom_ops/embedding/header_bytes.h"
 
 namespace tfdist {
@@ -18,17 +19,6 @@ namespace tfdist {
 //
 // A sender that met a bad id sends an error record in the header and no
 // sections, to all ranks, so that the step fails everywhere with one text.
-
-// The first id that the `out_of_range="error"` policy refuses.
-struct BadId {
-  // Of a one_each feature: its ids are distinct ids of all samples.
-  static constexpr int64_t kNoSample = -1;
-
-  bool found = false;
-  int64_t feature = 0;
-  int64_t sample = 0;
-  int64_t id = 0;
-};
 
 struct MessageHeader {
   static constexpr size_t kMaxBytes = 64;

@@ -71,7 +71,7 @@ def encode(module, batch, placements, rank, world_size, **options):
         world_size=world_size,
         list_features=[f for f, each in enumerate(batch) for _ in each],
         out_of_range=options.pop("out_of_range", ["error"] * count),
-        distinct=options.pop("distinct", [False] * count),
+        unique=options.pop("unique", [False] * count),
         **options,
     )
     return [x.numpy() for x in outputs]

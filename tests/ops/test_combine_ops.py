@@ -326,22 +326,6 @@ def test_malformed_inputs_are_refused(parts, ids, splits, samples):
         )
 
 
-@pytest.mark.parametrize(
-    "ranks,row_parts", [((0, 0), 2), ((0, 2), 2), ((0,), 2), ((0, 1), 1)]
-)
-def test_bad_placements_are_refused(ranks, row_parts):
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        lookup_ops.join_parts(
-            np.ones(6, np.float32),
-            np.array([0, 1], np.int32),
-            np.array([[1], [1]]),
-            np.array([2]),
-            1.0,
-            placements=[placement("f", 3, row_parts, 1, ranks)],
-            world_size=2,
-        )
-
-
 def test_samples_without_a_cell_are_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="no cell"):
         lookup_ops.join_parts(

@@ -96,7 +96,7 @@ def test_same_as_twin(world_size, weighted, samples, most):
 
 @pytest.mark.parametrize("policy", ["error", "ignore"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_distinct(world_size, policy):
+def test_unique(world_size, policy):
     rng = np.random.default_rng(world_size)
     placements = features_of(world_size)
     batches = []
@@ -110,7 +110,7 @@ def test_distinct(world_size, policy):
         batches.append(batch)
     options = {
         "out_of_range": [policy] * len(placements),
-        "distinct": [True] * len(placements),
+        "unique": [True] * len(placements),
     }
     ours = exchange(id_ops, batches, placements, **options)
     twin = exchange(reference_ids, batches, placements, **options)
@@ -132,15 +132,15 @@ def test_distinct(world_size, policy):
         ([1], [0, 0, 1]),
     ],
 )
-def test_broken_promise_of_distinct(ids, splits):
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one_each"):
+def test_broken_promise_of_unique(ids, splits):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="under unique"):
         encode(
             id_ops,
             [[(np.array(ids), np.array(splits), NONE)]],
             by_row(9, 2),
             0,
             2,
-            distinct=[True],
+            unique=[True],
         )
 
 
@@ -240,8 +240,8 @@ def test_large_batches_are_encoded_in_parts():
     assert (np.diff(encoded[0][2][: encoded[0][3][0, 0]]) > 0).all()
 
 
-@pytest.mark.parametrize("distinct", [False, True])
-def test_overhead_of_small_sections(distinct):
+@pytest.mark.parametrize("unique", [False, True])
+def test_overhead_of_small_sections(unique):
     # A section is its ids' bits and a header; an absent one is a byte.
     header = 6
     one = [(np.array([1]), np.array([0, 1]), NONE)]
@@ -254,7 +254,7 @@ def test_overhead_of_small_sections(distinct):
                 [placed(str(f), 9, 1, 1) for f in range(26)],
                 0,
                 1,
-                distinct=[distinct] * 26,
+                unique=[unique] * 26,
             )[0]
         )
         for each in (none, one)
@@ -264,9 +264,9 @@ def test_overhead_of_small_sections(distinct):
 
 
 @pytest.mark.parametrize("module", [id_ops, reference_ids])
-@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("unique", [False, True])
 @pytest.mark.parametrize("bad", [-1, 100, 2**40])
-def test_bad_id_fails_alike_on_all_ranks(module, distinct, bad):
+def test_bad_id_fails_alike_on_all_ranks(module, unique, bad):
     placements = [
         placed("first", 50, 1, 1),
         placed("emb", 100, 1, 1),  # rank 1 holds nothing of either
@@ -276,7 +276,7 @@ def test_bad_id_fails_alike_on_all_ranks(module, distinct, bad):
     good = [(np.array([1, 2]), splits, NONE)]
     bad_list = [(np.sort([3, bad]), splits, NONE)]
     worse = [(np.array([11, 12]), splits, NONE)]
-    options = {"distinct": [distinct] * 3}
+    options = {"unique": [unique] * 3}
     encoded = [
         encode(module, batch, placements, rank, 2, **options)
         for rank, batch in enumerate(
@@ -288,7 +288,7 @@ def test_bad_id_fails_alike_on_all_ranks(module, distinct, bad):
         with pytest.raises(tf.errors.InvalidArgumentError) as error:
             decode(module, encoded, placements, rank)
         messages.append(error.value.message.split(" [Op:")[0])
-    sample = "" if distinct else f" in sample {int(bad > 0)}"
+    sample = "" if unique else f" in sample {int(bad > 0)}"
     assert f"id {bad}{sample} of rank 1" in messages[0]
     assert "Layer 'emb'" in messages[0] and "below 100" in messages[0]
     assert messages[0].split("}} ")[-1] == messages[1].split("}} ")[-1]
@@ -318,10 +318,10 @@ def test_ignored_ids_contribute_nothing(module, place):
         np.random.default_rng(0).integers(0, 300, 5000),
     ],
 )
-def test_distinct_ids(ids):
+def test_unique_ids(ids):
     ids = np.array(ids, np.int64)
     wanted, inverse = np.unique(ids, return_inverse=True)
     for module in (id_ops, reference_ids):
-        unique, positions = module.distinct_ids(tf.constant(ids))
+        unique, positions = module.unique_ids(tf.constant(ids))
         np.testing.assert_array_equal(unique, wanted)
         np.testing.assert_array_equal(positions, inverse)

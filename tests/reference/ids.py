@@ -31,7 +31,7 @@ def encode_ids(
     world_size: int,
     list_features: Sequence[int],
     out_of_range: Sequence[str],
-    distinct: Sequence[bool],
+    unique: Sequence[bool],
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `id_ops.encode_ids`."""
     header = [int(rank), _bits(samples), 0, 0, 0, 0]
@@ -47,7 +47,7 @@ def encode_ids(
         bad = out_of_range[f] == "error" and not tf.reduce_all(good)
         if bad and not header[2]:
             first = tf.where(~good)[0, 0]
-            where = -1 if distinct[f] else sample[first]
+            where = -1 if unique[f] else sample[first]
             header[2:] = [1, f, where, id_[first]]
         features.append((sample[good], id_[good], weight[good]))
     if header[2]:
@@ -228,8 +228,8 @@ def merge_ids(
     return splits, id_[good], weight[good]
 
 
-def distinct_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """See `id_ops.distinct_ids`."""
+def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """See `id_ops.unique_ids`."""
     unique, positions = tf.unique(tf.sort(ids), tf.int64)
     inverse = tf.math.invert_permutation(tf.argsort(ids, stable=True))
     return unique, tf.gather(positions, inverse)

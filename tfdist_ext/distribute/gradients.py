@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
-from tfdist_ext.ops.lookup_ops import has_distinct_rows
+from tfdist_ext.ops.lookup_ops import has_unique_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.optimizers.duplicates import without_duplicates
 
@@ -58,7 +58,7 @@ def reduce_values(
                 *reversed(sum_duplicate_rows(value.indices, value.values)),
                 value.dense_shape,
             )
-        elif has_distinct_rows(value) and _is_small(value):
+        elif has_unique_rows(value) and _is_small(value):
             small[i] = _as_table(value)
         else:
             rows = (collectives, value, label, weighted, round_to)
@@ -168,6 +168,6 @@ def _gather_rows(
         collectives.all_gather(slices.indices, f"{label}/indices"),
         slices.dense_shape,
     )
-    if has_distinct_rows(slices):
+    if has_unique_rows(slices):
         return without_duplicates(gathered)
     return gathered

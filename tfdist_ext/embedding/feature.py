@@ -21,7 +21,7 @@ class Feature:
         spec: the part of that table this rank holds.
         combiner: what happens to the rows of a sample.
         out_of_range: what an id outside of the table does.
-        deduplicate: whether distinct rows travel, not sums of rows.
+        unique: whether unique rows travel, not sums of rows.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Feature:
     spec: ShardSpec
     combiner: Combiner = "sum"
     out_of_range: OutOfRange = "error"
-    deduplicate: bool = False
+    unique: bool = False
 
     @property
     def placement(self) -> FeaturePlacement:

@@ -159,7 +159,7 @@ def _encode(
         weight,
         list_features=[f for f, lists in enumerate(ids) for _ in lists],
         out_of_range=[feature.out_of_range for feature in features],
-        distinct=[feature.deduplicate for feature in features],
+        unique=[feature.unique for feature in features],
         **where,
     )
 

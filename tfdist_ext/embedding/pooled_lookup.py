@@ -14,8 +14,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import combiners
-from tfdist_ext.embedding import distinct_rows
 from tfdist_ext.embedding import rehearsal
+from tfdist_ext.embedding import unique_rows
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
@@ -36,12 +36,12 @@ class Asked:
     Attributes:
         owned: what this rank shall look up.
         route: the way back.
-        poolings: of the deduplicated features, in order.
+        poolings: of the features with unique rows, in order.
     """
 
     owned: OwnedIds
     route: Route
-    poolings: list[distinct_rows.Pooling]
+    poolings: list[unique_rows.Pooling]
 
 
 def pooled_lookup(
@@ -217,13 +217,13 @@ class _Exchange:
 
     def _travelling(
         self, ids: Sequence[Sequence[Ids]]
-    ) -> tuple[list[Sequence[Ids]], list[distinct_rows.Pooling]]:
-        """What leaves of the lists: of deduplicated features, distinct ids."""
+    ) -> tuple[list[Sequence[Ids]], list[unique_rows.Pooling]]:
+        """What leaves of the lists: of a feature of unique rows, unique ids."""
         lists = list(ids)
         poolings = []
         for index, feature in enumerate(self.features):
-            if feature.deduplicate:
-                travel, pooling = distinct_rows.ask_once(lists[index], feature)
+            if feature.unique:
+                travel, pooling = unique_rows.ask_once(lists[index], feature)
                 lists[index] = [travel]
                 poolings.append(pooling)
         return lists, poolings
@@ -245,8 +245,8 @@ class _Exchange:
         )
         poolings = iter(asked.poolings)
         return [
-            distinct_rows.pool(result, next(poolings))
-            if feature.deduplicate
+            unique_rows.pool(result, next(poolings))
+            if feature.unique
             else result
             for result, feature in zip(results, self.features, strict=True)
         ]

@@ -192,7 +192,7 @@ class DistributedEmbedding(SparseLayer):
             dataclasses.replace(
                 feature,
                 spec=features[feature.table].spec,
-                deduplicate=features[feature.table].deduplicate,
+                unique=features[feature.table].unique,
             )
             for feature in self._features
         ]

@@ -180,7 +180,7 @@ class FullSparse(SparseLayer):
             0,
             spec,
             out_of_range=self.out_of_range,
-            deduplicate=sharding.deduplicate,
+            unique=sharding.deduplicate,
         )
         self._features = [self.feature]
         return spec

@@ -73,7 +73,7 @@ class _Table:
             spec.row_parts,
             spec.column_parts,
             spec.ranks,
-            self.feature.deduplicate,
+            self.feature.unique,
         )
 
     @property
@@ -242,7 +242,7 @@ def _features_after(
             group.world_size,
         )
         features[table.config.name] = dataclasses.replace(
-            table.feature, spec=spec, deduplicate=placement.deduplicate
+            table.feature, spec=spec, unique=placement.deduplicate
         )
     return features
 

@@ -151,7 +151,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             self._collectives.group.check_same(
                 [
                     f"'{feature.name}' in {feature.spec}"
-                    + ", deduplicated" * feature.deduplicate
+                    + ", unique rows" * feature.unique
                     for feature in features
                 ]
             )

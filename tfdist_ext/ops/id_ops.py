@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on ids: to the owners of their rows, merged, split, made distinct.
+"""Ops on ids: to the owners of their rows, merged, split, made unique.
 
 The ids of a batch are in CSR form: sample s has `ids[row_splits[s] :
 row_splits[s + 1]]`. Weights are float32 of the same length, or empty when all
@@ -9,11 +9,11 @@ are one. `tests/reference/ids.py` has the same functions made of stock ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
+from tfdist_ext.ops.placement_attributes import placement_attributes
 from tfdist_ext.tables.choices import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
 
@@ -29,7 +29,7 @@ def encode_ids(
     world_size: int,
     list_features: Sequence[int],
     out_of_range: Sequence[str],
-    distinct: Sequence[bool],
+    unique: Sequence[bool],
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Codes the ids of all features for the ranks that own their rows.
 
@@ -51,8 +51,8 @@ def encode_ids(
         list_features: the feature of every list; ascending, without gaps.
         out_of_range: for every feature "error" (`decode_ids` fails on every
             rank) or "ignore" (bad ids are dropped).
-        distinct: for every feature, whether each sample has one id and these
-            ascend strictly, as those of `distinct_ids`: they take fewer bytes.
+        unique: for every feature, whether each sample has one id and these
+            ascend strictly, as those of `unique_ids`: they take fewer bytes.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
@@ -62,7 +62,7 @@ def encode_ids(
 
     Raises:
         tf.errors.InvalidArgumentError: malformed row_splits or lengths, ids
-            that break the promise of distinct.
+            that break the promise of unique.
     """
     outputs = library().tfdist_encode_ids(
         ids,
@@ -71,8 +71,9 @@ def encode_ids(
         samples,
         list_features=list(list_features),
         out_of_range=list(out_of_range),
-        one_each=list(distinct),
-        **_attributes(placements, rank, world_size),
+        unique=list(unique),
+        rank=rank,
+        **placement_attributes(placements, world_size),
     )
     return tuple(outputs)
 
@@ -96,7 +97,7 @@ def decode_ids(
 
     Returns:
         `row_splits` int64 `[S + 1]`, the samples in order of source rank, then
-        feature; `rows` int64 `[n]`, distinct local rows of every sample,
+        feature; `rows` int64 `[n]`, unique local rows of every sample,
         ascending; `weights` float32 `[n]` or `[0]`; `served` int64
         `[world_size, F]`, the samples from every rank of every feature, 0
         where this rank holds no part of its table; `samples` float32
@@ -110,23 +111,10 @@ def decode_ids(
     row_splits, rows, weights, served, samples = library().tfdist_decode_ids(
         payload,
         splits,
-        **_attributes(placements, rank, world_size),
+        rank=rank,
+        **placement_attributes(placements, world_size),
     )
     return row_splits, rows, weights, served, samples
-
-
-def _attributes(
-    placements: Sequence[FeaturePlacement], rank: int, world_size: int
-) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "features": [each.name for each in placements],
-        "vocabulary_sizes": [each.vocabulary_size for each in placements],
-        "row_parts": [each.row_parts for each in placements],
-        "column_parts": [each.column_parts for each in placements],
-        "ranks": [rank for each in placements for rank in each.ranks],
-    }
 
 
 def merge_ids(
@@ -166,18 +154,18 @@ def merge_ids(
     return merged_splits, rows, merged_weights
 
 
-def distinct_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds the distinct ids of a batch.
+def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Finds the unique ids of a batch.
 
     Args:
         ids: int64 `[n]`.
 
     Returns:
-        The distinct ids ascending, int64 `[u]`, and where every id is among
+        The unique ids ascending, int64 `[u]`, and where every id is among
         them, int64 `[n]`.
 
     Raises:
         tf.errors.InvalidArgumentError: ids are not a vector.
     """
-    distinct, positions = library().tfdist_unique_ids(ids)
-    return distinct, positions
+    unique, positions = library().tfdist_unique_ids(ids)
+    return unique, positions

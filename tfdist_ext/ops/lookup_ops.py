@@ -19,6 +19,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops.library import library
+from tfdist_ext.ops.placement_attributes import placement_attributes
+from tfdist_ext.ops.placement_attributes import same_placement_as
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.shard_spec import spec_from_json
 from tfdist_ext.tables.shard_spec import spec_to_json
@@ -43,7 +45,7 @@ def lookup(
     its samples for feature 1, d that of rank 1's sample for feature 1.
 
     The tables are read in place. The gradient of each is a `tf.IndexedSlices`
-    of distinct, ascending rows with float32 values; what it is the gradient
+    of unique, ascending rows with float32 values; what it is the gradient
     of is marked on its `dense_shape`.
 
     Args:
@@ -99,7 +101,7 @@ def _component(variable: Any) -> Any:
 def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
     shapes = [tf.TensorShape(s).as_list() for s in op.get_attr("table_shapes")]
     row_splits, rows, weights, served = op.inputs[len(shapes) :]
-    distinct_rows, row_grads = lookup_grad(
+    unique_rows, row_grads = lookup_grad(
         row_splits,
         rows,
         weights,
@@ -110,7 +112,7 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
     )
     slices = []
     for shape, shard, touched, values in zip(
-        shapes, op.get_attr("shards"), distinct_rows, row_grads, strict=True
+        shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
     ):
         # As TensorFlow makes them, which must agree in branches of `tf.cond`.
         kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
@@ -118,18 +120,18 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         spec = spec_from_json(shard)
         if spec is not None:
             marks.set_gradient_spec(dense_shape, spec)
-        marks.set_distinct(dense_shape)
+        marks.set_unique(dense_shape)
         slices.append(tf.IndexedSlices(values, touched, dense_shape))
     return [*slices, None, None, None, None]
 
 
-def mark_distinct_rows(slices: tf.IndexedSlices) -> None:
+def mark_unique_rows(slices: tf.IndexedSlices) -> None:
     """Says that rows which occur several times are to be summed."""
     if slices.dense_shape is not None:
-        marks.set_distinct(slices.dense_shape)
+        marks.set_unique(slices.dense_shape)
 
 
-def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
+def has_unique_rows(slices: tf.IndexedSlices) -> bool:
     """Whether one process would update each row of a gradient once.
 
     With this package's lookups and optimizers, and all of tf_keras. Those of
@@ -137,7 +139,7 @@ def has_distinct_rows(slices: tf.IndexedSlices) -> bool:
     """
     if not KERAS_3:
         return True
-    return marks.is_distinct(slices)
+    return marks.is_unique(slices)
 
 
 def lookup_grad(
@@ -162,10 +164,10 @@ def lookup_grad(
         widths: columns of every table.
 
     Returns:
-        For every table the distinct rows ascending, int64 `[u]`, and their
+        For every table the unique rows ascending, int64 `[u]`, and their
         gradients, float32 `[u, d]`; the same bits for any number of threads.
     """
-    distinct_rows, row_grads = library().tfdist_lookup_grad(
+    unique_rows, row_grads = library().tfdist_lookup_grad(
         row_splits,
         rows,
         weights,
@@ -175,7 +177,7 @@ def lookup_grad(
         feature_tables=list(feature_tables),
         widths=list(widths),
     )
-    return list(distinct_rows), list(row_grads)
+    return list(unique_rows), list(row_grads)
 
 
 def join_parts(
@@ -224,11 +226,7 @@ def join_parts(
             samples,
             gradient_scale,
             F=len(placements),
-            world_size=world_size,
-            dims=[p.dim for p in placements],
-            row_parts=[p.row_parts for p in placements],
-            column_parts=[p.column_parts for p in placements],
-            ranks=[rank for p in placements for rank in p.ranks],
+            **placement_attributes(placements, world_size),
         )
     )
 
@@ -236,13 +234,12 @@ def join_parts(
 @tf.RegisterGradient("Tfdist>Combine")
 def _combine_gradient(op: Any, *grads: Any) -> list[Any]:
     _, sample_ids, sample_splits, _, gradient_scale = op.inputs
-    names = ("world_size", "dims", "row_parts", "column_parts", "ranks")
     values = library().tfdist_combine_grad(
         [tf.convert_to_tensor(grad) for grad in grads],
         sample_ids,
         sample_splits,
         gradient_scale,
-        **{name: op.get_attr(name) for name in names},
+        **same_placement_as(op),
     )
     return [values, None, None, None, None]
 
@@ -256,7 +253,7 @@ def pool(
     """Sums weighted rows of a matrix per sample: `lookup` in a tensor.
 
     Args:
-        matrix: float32 `[u, d]`, the distinct rows of a batch.
+        matrix: float32 `[u, d]`, the unique rows of a batch.
         row_splits: int64 `[b + 1]`.
         positions: int64 `[n]`, rows of the matrix.
         weights: float32 `[n]` or `[0]`.

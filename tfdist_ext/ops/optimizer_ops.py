@@ -316,11 +316,11 @@ def sum_duplicate_rows(
         grads: float32 `[n, dim]`.
 
     Returns:
-        The distinct rows in ascending order, int64 `[u]`, and the sums, float32
+        The unique rows in ascending order, int64 `[u]`, and the sums, float32
         `[u, dim]`. Strictly ascending rows are returned without a copy.
     """
-    distinct_rows, sums = library().tfdist_sum_duplicate_rows(rows, grads)
-    return distinct_rows, sums
+    unique_rows, sums = library().tfdist_sum_duplicate_rows(rows, grads)
+    return unique_rows, sums
 
 
 def scale_table(

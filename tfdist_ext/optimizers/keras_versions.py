@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.ops.lookup_ops import mark_distinct_rows
+from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers.clipping import clip_gradients
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
 
@@ -130,7 +130,7 @@ class _Keras3Differences(_Optimizer):
         grads_and_vars = list(grads_and_vars)
         for grad, _ in grads_and_vars:
             if isinstance(grad, tf.IndexedSlices):
-                mark_distinct_rows(grad)
+                mark_unique_rows(grad)
         return clip_gradients(
             super()._all_reduce_sum_gradients(grads_and_vars),
             clipnorm=self.clipnorm,

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_
-#define TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ROTATED_MOD_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_ROTATED_MOD_H_
 
 #include <cstdint>
+
+#include "custom_ops/common/counter_random.h"
 
 namespace tfdist {
 
@@ -54,7 +56,7 @@ class RotatedMod {
 
   // hash(block) mod world_size, without a division (Lemire's fastmod).
   uint64_t Rotation(uint64_t block) const {
-    const uint64_t hash = (block * 0x9E3779B97F4A7C15ull) >> 32;
+    const uint64_t hash = (block * kGoldenRatio) >> 32;
     return HighProduct(inverse_ * hash, world_size_);
   }
 
@@ -64,4 +66,4 @@ class RotatedMod {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_PLACEMENT_H_
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_ROTATED_MOD_H_

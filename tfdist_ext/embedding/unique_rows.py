@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds the exchange of a deduplicated feature: rows travel.
+"""What surrounds the exchange of a feature of unique rows: rows travel.
 
-Each rank asks once for every distinct row of its batch and pools by itself.
+Each rank asks once for every unique row of its batch and pools by itself.
 That is less to send where samples have few ids and ids repeat between them.
 """
 
@@ -24,11 +24,11 @@ _SHIFT = 1 << 40
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """How the samples of a batch are made of its distinct rows.
+    """How the samples of a batch are made of its unique rows.
 
     Attributes:
         row_splits: int64 `[b + 1]`.
-        positions: int64 `[n]`, indices of distinct rows.
+        positions: int64 `[n]`, indices of unique rows.
         weights: float32 `[n]`, or `[0]` when all weights are one.
     """
 
@@ -38,7 +38,7 @@ class Pooling:
 
 
 def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
-    """The distinct ids of a batch, as samples of one id each.
+    """The unique ids of a batch, as samples of one id each.
 
     Args:
         lists: the lists whose results are summed.
@@ -54,12 +54,12 @@ def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
         out_of_range=feature.out_of_range,
         layer=feature.name,
     )
-    distinct, positions = id_ops.distinct_ids(ids)
+    unique, positions = id_ops.unique_ids(ids)
     if not ignore:
-        distinct -= _SHIFT
-    of_one_id = tf.range(tf.size(distinct, tf.int64) + 1)
+        unique -= _SHIFT
+    of_one_id = tf.range(tf.size(unique, tf.int64) + 1)
     return (
-        Ids(distinct, of_one_id, tf.zeros([0])),
+        Ids(unique, of_one_id, tf.zeros([0])),
         Pooling(row_splits, positions, weights),
     )
 
@@ -69,7 +69,7 @@ def _shifted(ids: tf.Tensor) -> tf.Tensor:
 
 
 def pool(rows: tf.Tensor, pooling: Pooling) -> tf.Tensor:
-    """Sums of rows, float32 `[b, dim]`, from distinct rows `[u, dim]`."""
+    """Sums of rows, float32 `[b, dim]`, from unique rows `[u, dim]`."""
     return lookup_ops.pool(
         rows, pooling.row_splits, pooling.positions, pooling.weights
     )
