@@ -42,11 +42,11 @@ def array(*values):
 
 @pytest.mark.parametrize("rows", [1, 3, 100, 5683, 2**17, 10_131_227])
 @pytest.mark.parametrize("draws", [1, 100, 2048, 25_600])
-def test_distinct_rows_are_as_many_as_counted(rows, draws):
+def test_unique_rows_are_as_many_as_counted(rows, draws):
     counted = np.mean(
         [len(np.unique(ids)) for ids in drawn(rows, 20, draws)], dtype=float
     )
-    expected = Popularity(array(rows), array(1.1)).distinct(array(draws))
+    expected = Popularity(array(rows), array(1.1)).unique(array(draws))
     assert expected == pytest.approx(counted, rel=0.05)
 
 
@@ -64,19 +64,19 @@ def test_repeated_rows_are_as_many_as_counted():
 def test_uniform_ids_follow_the_closed_form():
     rows, draws = 1000, 700
     exact = rows * (1 - (1 - 1 / rows) ** draws)
-    expected = Popularity(array(rows), array(0.0)).distinct(array(draws))
+    expected = Popularity(array(rows), array(0.0)).unique(array(draws))
     assert expected == pytest.approx(exact, rel=1e-6)
 
 
 def test_more_skew_means_fewer_rows():
     exponents = np.linspace(0, 3, 31)
     popularity = Popularity(np.full(31, 1e5), exponents)
-    distinct = popularity.distinct(np.full(31, 1e4))
-    assert (np.diff(distinct) <= 1e-6).all()
+    unique = popularity.unique(np.full(31, 1e4))
+    assert (np.diff(unique) <= 1e-6).all()
 
 
-def test_the_exponent_is_found_from_distinct_rows():
-    unique = Popularity(array(1e5), array(1.3)).distinct(array(5000))
+def test_the_exponent_is_found_from_unique_rows():
+    unique = Popularity(array(1e5), array(1.3)).unique(array(5000))
     found = exponents_for(array(1e5), array(5000), unique)
     assert found == pytest.approx(1.3, abs=0.01)
 

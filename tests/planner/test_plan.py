@@ -272,7 +272,7 @@ def test_a_faster_link_never_makes_a_step_slower():
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_known_distinct_ids_change_the_plan():
+def test_known_unique_ids_change_the_plan():
     table = TableConfig("t", 10**6, 16)
     feature = FeatureConfig("f", table, (None, 1), (None, 16))
     few = dataclasses.replace(feature, unique=50)

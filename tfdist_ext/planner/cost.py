@@ -3,8 +3,8 @@
 
 W ranks, b samples per rank, f bytes of a number on the wire. A table of N
 rows and d columns in R x C cells has N/R rows per row part; a cell has w of
-the columns. A feature has z ids per sample, z' of them distinct; the b z ids
-of a rank's batch ask for u distinct rows (`popularity.py`).
+the columns. A feature has z ids per sample, z' of them unique; the b z ids
+of a rank's batch ask for u unique rows (`popularity.py`).
 
 Per row part and source rank, S results are asked for with n ids in I bytes:
 
@@ -233,10 +233,10 @@ class _Features:
         # A mean below one id is that share of samples with one id.
         some = np.maximum(hotness, 1.0)
         share = (hotness / some)[:, None]
-        self.in_sample = share * popularity.distinct(some)[:, None]
+        self.in_sample = share * popularity.unique(some)[:, None]
         self.repeats = share * popularity.repeated(some)[:, None]
-        self.in_batch = popularity.distinct(batch)[:, None]
-        world = popularity.distinct(batch * setting.world_size)
+        self.in_batch = popularity.unique(batch)[:, None]
+        world = popularity.unique(batch * setting.world_size)
         self.in_all_batches = world[:, None]
         self.one_hot = (hotness == 1.0)[:, None]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How popular rows are, modelled to count distinct ones.
+"""How popular rows are, modelled to count unique ones.
 
 Raw ids have popularity ranks 1, 2, 3, ... 2^63; rank k is drawn
 in proportion to k^-s (Zipf's law, exponent s) and hashed into the table's rows.
@@ -8,7 +8,7 @@ Of a table of N rows, row k (numbered by popularity) is thus drawn with
     p_k = k^-s / Z + T / N    Z = sum of k^-s over all ranks
                               T = share of the ranks above N
 
-and n draws ask for sum over k of 1 - (1 - p_k)^n distinct rows. s = 0 is
+and n draws ask for sum over k of 1 - (1 - p_k)^n unique rows. s = 0 is
 uniform; the larger s, the more the popular rows dominate. The sum is taken
 over the first ranks one by one, then over ranges of ranks that grow by a
 factor, each with its mean p.
@@ -54,8 +54,8 @@ class Popularity:
         )
         self._log_miss = np.log1p(-np.minimum(self._chance, 1.0 - 1e-12))
 
-    def distinct(self, draws: Floats) -> Floats:
-        """Expected number of distinct rows among `draws` ids, `[F]`."""
+    def unique(self, draws: Floats) -> Floats:
+        """Expected number of unique rows among `draws` ids, `[F]`."""
         met = -np.expm1(draws[:, None] * self._log_miss)
         return np.asarray(np.minimum((self._count * met).sum(1), draws))
 
@@ -68,12 +68,12 @@ class Popularity:
 
 
 def exponents_for(rows: Floats, draws: Floats, unique: Floats) -> Floats:
-    """The exponents under which `draws` ids have `unique` distinct rows.
+    """The exponents under which `draws` ids have so many unique rows.
 
     Args:
         rows: of each table, `[F]`.
         draws: number of ids, `[F]`.
-        unique: distinct rows among them, `[F]`; what no exponent can explain
+        unique: unique rows among them, `[F]`; what no exponent can explain
             gives the nearest one.
 
     Returns:
@@ -83,8 +83,8 @@ def exponents_for(rows: Floats, draws: Floats, unique: Floats) -> Floats:
     high = np.full_like(rows, LARGEST_EXPONENT)
     for _ in range(30):
         middle = 0.5 * (low + high)
-        # The more skewed, the fewer distinct rows.
-        more = Popularity(rows, middle).distinct(draws) > unique
+        # The more skewed, the fewer unique rows.
+        more = Popularity(rows, middle).unique(draws) > unique
         low = np.where(more, middle, low)
         high = np.where(more, high, middle)
     return 0.5 * (low + high)

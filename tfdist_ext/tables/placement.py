@@ -31,7 +31,7 @@ class TablePlacement:
         row_parts: number of parts of the rows (rotated mod, `rotated_mod.py`).
         column_parts: number of contiguous ranges of columns.
         ranks: distinct ranks, one per cell; empty for data_parallel.
-        deduplicate: a batch asks for each distinct row once and pools on its
+        deduplicate: a batch asks for each unique row once and pools on its
             own rank, instead of pooled sums from the owners.
         hot_ids: removed, refused unless there are none.
 

@@ -59,7 +59,7 @@ class TableConfig:
         max_ids_per_partition: not used, buffers grow as needed. There so that
             configurations of keras-rs are accepted.
         max_unique_ids_per_partition: not used, as above.
-        deduplicate: whether a batch asks for each distinct row once and pools
+        deduplicate: whether a batch asks for each unique row once and pools
             on its own rank; None leaves it to the planner.
         dtype: of the weights, "float32" or "bfloat16".
         out_of_range: "error" raises on every rank, "ignore" drops the id.
@@ -187,7 +187,7 @@ class FeatureConfig:
         output_shape: of its result, `(batch, embedding_dim)`.
         hotness: mean ids per sample, for the planner, if `input_shape` does
             not tell.
-        unique: mean number of distinct ids in one rank's batch, for the
+        unique: mean number of unique ids in one rank's batch, for the
             planner, if known.
 
     Raises:
