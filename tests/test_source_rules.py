@@ -365,6 +365,7 @@ def test_public_means_listed(name: str) -> None:
     assert set(module.__all__) == PUBLIC[name], (
         "PUBLIC lists what users may use"
     )
+    assert PUBLIC[name] <= set(dir(module))
     for public in module.__all__:
         exported = getattr(module, public)
         assert exported.__doc__, f"{name}.{public} needs a doc-string"

@@ -329,6 +329,21 @@ def test_tables_and_features_must_fit_together():
         plan.explain("x")
 
 
+def test_only_what_fits_a_table_is_explained():
+    plan = planned.make_plan([(2, 1, 1), MEDIUM], 4)
+    for parts in ("4 x 1", "1 x 4"):
+        assert parts in plan.explain("t1")
+        assert parts not in plan.explain("t0")
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "column_wise", "grid"])
+def test_a_table_of_one_number_is_one_part(placement):
+    tables, features = planned.configs([(1, 1, 1)], placement=placement)
+    plan = plan_lib.plan(tables, features, 4)
+    placed = plan.placement_of("t0")
+    assert (placed.row_parts, placed.column_parts) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [

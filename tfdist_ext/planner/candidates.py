@@ -54,20 +54,10 @@ def shapes_of(
 def allowed(problem: Problem, triples: list[Triple]) -> Bools:
     """Which of `shapes_of` each table may have, `[tables, K]`.
 
-    Raises:
-        ValueError: if a table can have none.
+    Each has one at least: what was given is among them, and 1 x 1 fits.
     """
     array = np.array(triples)
-    result = np.stack([_allowed(problem, t, array) for t in problem.tables])
-    for table, row in zip(problem.tables, result, strict=True):
-        if not row.any():
-            raise ValueError(
-                f"Table {table.name!r} of {table.rows} rows and {table.dim} "
-                f"columns cannot be placed over {problem.setting.world_size} "
-                f"ranks. Received: placement={table.placement!r}, "
-                f"deduplicate={table.deduplicate}. Use placement='auto'."
-            )
-    return result
+    return np.stack([_allowed(problem, t, array) for t in problem.tables])
 
 
 def check_placement(
