@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a number of a step is over the whole batch, from those of its parts."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext.batches.sum_or_mean import BatchGrowth
+
+X = np.random.default_rng(1).normal(size=[8, 3]).astype(np.float32)
+
+
+def total(x):
+    return tf.reduce_sum(x * x)
+
+
+def mean(x):
+    return tf.reduce_mean(tf.abs(x))
+
+
+def samples(x):
+    return tf.cast(tf.shape(x)[0], tf.float32)
+
+
+def both(x):
+    return total(x) + mean(x)
+
+
+FORMULAS = {
+    "mean": mean,
+    "sum": total,
+    "half the squares": tf.nn.l2_loss,
+    "mean of sums": lambda x: tf.reduce_mean(tf.reduce_sum(x, axis=1)),
+    "sum of means": lambda x: tf.reduce_sum(tf.reduce_mean(x, axis=1)),
+    "sum by samples": lambda x: total(x) / samples(x),
+    "sum by elements": lambda x: total(x) / tf.cast(tf.size(x), tf.float32),
+    "sum and constant": lambda x: total(x) + 0.5,
+    "both": both,
+    "difference": lambda x: mean(x) - total(x),
+    "negative": lambda x: -both(x),
+    "times": lambda x: 3.0 * both(x),
+    "by": lambda x: both(x) / 4.0,
+    "times a mean of parameters": lambda x: both(x) * tf.exp(tf.constant(0.2)),
+    "several": lambda x: tf.add_n([both(x), mean(x), 2.0 * total(x)]),
+    "stacked": lambda x: tf.reduce_sum(tf.stack([total(x), mean(x)])),
+    "joined": lambda x: tf.reduce_sum(
+        tf.concat([[total(x)], [0.0], [mean(x)]], 0)
+    ),
+    "chosen": lambda x: tf.where(tf.constant(True), total(x), 2.0 * total(x)),
+    "at times": lambda x: 2.0 * (both(x) + total(x)) - mean(x) / 3.0,
+}
+
+
+def sums_and_rest(formula, x):
+    """The sums in a formula's value, and what else there is in it."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def step(x):
+        value = formula(x)
+        sums = [
+            tf.reduce_sum(t.value) * (1.0 if t.factor is None else t.factor)
+            for t in BatchGrowth().sums_in(value)
+        ]
+        return tf.add_n([tf.zeros([]), *sums]), value
+
+    sums, value = (each.numpy() for each in step(x))
+    return sums, value - sums
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
+def test_sums_add_up_and_means_are_averaged(formula):
+    parts = [sums_and_rest(formula, part) for part in (X[:4], X[4:])]
+    sums, rests = np.transpose(parts)
+    whole = formula(tf.constant(X))
+    np.testing.assert_allclose(sums.sum() + rests.mean(), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x: tf.reduce_max(tf.stack([total(x), mean(x)])),
+        lambda x: 2.0 * tf.reduce_max(tf.stack([total(x), mean(x)])) + total(x),
+    ],
+)
+def test_what_cannot_be_parted_is_refused(formula):
+    with pytest.raises(ValueError, match="mixes a sum and a mean"):
+        sums_and_rest(formula, X)
