@@ -10,6 +10,7 @@ the pipeline draws random numbers for its samples, only causes a warning.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +85,7 @@ def compare_first(
         _judge(rows, list(features), may_differ)
 
     def compare() -> tf.Tensor:
-        own = tf.stack([_digest(value) for value in features.values()])
+        own = _digests(features.values())
         own = tf.concat([[[_samples(batch), 0]], own], 0)
         gathered = collectives.all_gather(own, f"{name}/first batch")
         everyone = tf.tile(own, [collectives.group.world_size, 1])
@@ -117,24 +118,35 @@ def _samples(batch: Nest) -> tf.Tensor:
     return tf.cast(step.count_samples(batch), tf.int64)
 
 
-def _digest(value: Any) -> tf.Tensor:
-    """int64 `[2]`: a hash, and 1 if all rows are alike."""
-    parts = tf.nest.flatten(value, expand_composites=True)
-    hashes = tf.stack([_hash(part) for part in parts])
-    alike = tf.constant(False)
-    if isinstance(value, tf.Tensor):
-        rows = _row_hashes(value)
-        alike = tf.reduce_all(rows == rows[:1])
-    return tf.stack([_hash(hashes), tf.cast(alike, tf.int64)])
+def _digests(features: Collection[Any]) -> tf.Tensor:
+    """int64 `[features, 2]`: a hash, and 1 if all rows are alike."""
+    # Few ops: every `fit` traces this anew.
+    one_row, axis = tf.constant([1, -1]), tf.constant(0)
+    method = tf.constant("farmhash64")
 
+    def hashes(value: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.Fingerprint(data=value, method=method)
 
-def _hash(value: tf.Tensor) -> tf.Tensor:
-    return _row_hashes(tf.reshape(value, [1, tf.size(value)]))[0]
+    def hash_of(value: Any) -> tf.Tensor:
+        parts = tf.nest.flatten(value, expand_composites=True)
+        found = [hashes(tf.reshape(part, one_row)) for part in parts]
+        if len(found) == 1:
+            return found[0]
+        return hashes(tf.reshape(tf.concat(found, 0), one_row))
 
+    def is_alike(value: Any) -> tf.Tensor:
+        if not isinstance(value, tf.Tensor):
+            return tf.constant(False)
+        if value.shape.rank == 0:
+            return tf.constant(True)
+        rows = tf.bitcast(hashes(value), tf.int64)
+        return tf.reduce_max(rows, axis) <= tf.reduce_min(rows, axis)
 
-def _row_hashes(value: tf.Tensor) -> tf.Tensor:
-    value = tf.reshape(value, [1]) if value.shape.rank == 0 else value
-    return tf.bitcast(tf.fingerprint(value), tf.int64)
+    all_hashes = tf.concat([hash_of(value) for value in features], 0)
+    alike = tf.stack([is_alike(value) for value in features])
+    return tf.stack(
+        [tf.bitcast(all_hashes, tf.int64), tf.cast(alike, tf.int64)], 1
+    )
 
 
 def _judge(rows: np.ndarray, names: Sequence[str], may_differ: bool) -> None:

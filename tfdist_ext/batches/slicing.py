@@ -51,22 +51,33 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
         A nest like `batch`, in memory of its own.
     """
 
+    # Few ops: every `fit` traces this anew, for each part of the batch.
+    numbers = tf.constant([rank, rank + 1], tf.int64)
+    zero, one = tf.constant([0], tf.int64), tf.constant([1], tf.int64)
+
     def cut(value: Any) -> Any:
         if isinstance(value, tf.experimental.Optional):  # Keras's None
             return value
         if isinstance(value, tf.SparseTensor):
             return _cut_sparse(value, rank, world_size)
-        counted = hasattr(value, "nrows")  # RaggedTensor, PrefetchedIds
-        if not counted and _is_scalar(value):
+        if hasattr(value, "nrows"):  # RaggedTensor, PrefetchedIds
+            samples = value.nrows()
+            return rows(
+                value,
+                rank * samples // world_size,
+                (rank + 1) * samples // world_size,
+            )
+        if _is_scalar(value):
             return value
-        samples = value.nrows() if counted else tf.shape(value, tf.int64)[0]
-        piece = rows(
-            value,
-            rank * samples // world_size,
-            (rank + 1) * samples // world_size,
+        samples = tf.slice(tf.shape(value, tf.int64), zero, one)
+        start, stop = tf.split(numbers * samples // world_size, 2)
+        piece = copied(
+            tf.raw_ops.StridedSlice(
+                input=value, begin=start, end=stop, strides=one
+            )
         )
         size = value.shape[0]
-        if size is not None and isinstance(value, tf.Tensor):
+        if size is not None:
             piece.set_shape([_size(size, rank, world_size), *value.shape[1:]])
         return piece
 
@@ -102,15 +113,12 @@ def _cut_sparse(
 ) -> tf.SparseTensor:
     samples = value.dense_shape[0]
     first = rank * samples // world_size
-    end = (rank + 1) * samples // world_size
-    keep = (value.indices[:, 0] >= first) & (value.indices[:, 0] < end)
-    shift = tf.concat(
-        [[first], tf.zeros([tf.size(value.dense_shape) - 1], tf.int64)], 0
-    )
-    piece = tf.SparseTensor(
-        tf.boolean_mask(value.indices, keep) - shift,
-        tf.boolean_mask(value.values, keep),
-        tf.concat([[end - first], value.dense_shape[1:]], 0),
+    count = (rank + 1) * samples // world_size - first
+    rest = value.dense_shape[1:]
+    piece = tf.sparse.slice(
+        value,
+        tf.concat([[first], tf.zeros_like(rest)], 0),
+        tf.concat([[count], rest], 0),
     )
     samples_static = value.shape[0]
     if samples_static is None or value.shape.rank is None:
