@@ -117,6 +117,7 @@ PUBLIC = {
     "tfdist_ext": {
         "FeatureConfig",
         "HybridParallelStrategy",
+        "Machine",
         "ShardingPlan",
         "TableConfig",
         "TablePlacement",
@@ -132,6 +133,7 @@ PUBLIC = {
         "FullSparse",
         "SharedExchange",
         "TableConfig",
+        "Wire",
     },
     "tfdist_ext.optimizers": {
         "SGD",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tfdist_ext import optimizers
     from tfdist_ext.collectives.measuring import measure_machine
     from tfdist_ext.distribute.strategy import HybridParallelStrategy
+    from tfdist_ext.planner.machine import Machine
     from tfdist_ext.planner.plan import ShardingPlan
     from tfdist_ext.planner.plan import plan
     from tfdist_ext.tables.placement import TablePlacement
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FeatureConfig",
     "HybridParallelStrategy",
+    "Machine",
     "ShardingPlan",
     "TableConfig",
     "TablePlacement",
@@ -39,6 +41,7 @@ def __getattr__(name: str) -> Any:
     places = {
         "FeatureConfig": "tables.table_config",
         "HybridParallelStrategy": "distribute.strategy",
+        "Machine": "planner.machine",
         "ShardingPlan": "planner.plan",
         "TableConfig": "tables.table_config",
         "TablePlacement": "tables.placement",

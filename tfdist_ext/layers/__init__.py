@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose weights are partitioned over the ranks."""
 
+from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.shared_exchange import SharedExchange
@@ -13,4 +14,5 @@ __all__ = [
     "FullSparse",
     "SharedExchange",
     "TableConfig",
+    "Wire",
 ]
