@@ -107,9 +107,9 @@ def tables(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
 
 
 def migrating(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
-    """Nothing but a module, whose build needs an MPI or a compiler's hour.
+    """No names, but a stand-in for Horovod, which is not installed.
 
-    It is that of one process, where each of these does as little.
+    It says that there is one process, where Horovod changes nothing either.
     """
     keras_module = types.ModuleType("horovod.tensorflow.keras")
     vars(keras_module).update(
