@@ -120,6 +120,10 @@ def whole_tables_out(strategy, folder):
                 np.testing.assert_array_equal(
                     np.load(path), tf.cast(expected[name], tf.float32), name
                 )
+    if strategy.rank == 0:
+        (folder / "file").touch()
+    with pytest.raises((OSError, tf.errors.AbortedError), match="directory"):
+        layer.get_embedding_tables(folder=folder / "file" / "in")
     layer, table = make_layer(strategy, "row")
     assert strategy.gather_table(layer, folder / "kernel.npy") is None
     if strategy.rank == 0:

@@ -226,9 +226,6 @@ class DistributedEmbedding(SparseLayer):
             [tf.cast(output, self.compute_dtype) for output in outputs]
         )
 
-    def _tables(self) -> list[Any]:
-        return self._variables
-
     def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
         flat = self._configs.flatten(inputs, "inputs", self.name)
         for value, config in zip(flat, self._configs.features, strict=True):
@@ -306,13 +303,7 @@ class DistributedEmbedding(SparseLayer):
                 )
                 for name, variable in variables.items()
             }
-        if self._rank_and_world_size()[0] == 0:
-            os.makedirs(folder, exist_ok=True)
-        paths = {}
-        for name, variable in variables.items():
-            paths[name] = os.path.join(folder, f"{name}.npy")
-            whole_tables.write(variable, self._collectives, paths[name])
-        return paths
+        return whole_tables.write_all(variables, self._collectives, folder)
 
     def set_embedding_tables(self, values: Mapping[str, Any]) -> None:
         """Sets whole tables; each rank reads the part that it holds.

@@ -241,9 +241,6 @@ class FullSparse(SparseLayer):
         (pooled,) = self._look_up(inputs)
         return self.finish(pooled)
 
-    def _tables(self) -> list[Any]:
-        return [self.kernel]
-
     def _ids(self, inputs: Any) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
 

@@ -128,7 +128,8 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, pooled, strict=True)
         ]
 
-    def _tables(self) -> list[Any]:
+    def table_variables(self) -> list[Any]:
+        """This rank's part of each layer's kernel, in order."""
         return [layer.kernel for layer in self.layers]
 
     def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:

@@ -40,7 +40,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
 
     A subclass sets `_collectives` and `_features` when it is built, and says
     what the ids of its inputs are (`_ids`) and which variables they are
-    looked up in (`_tables`).
+    looked up in (`table_variables`).
 
     Args:
         wire: how ids and numbers travel.
@@ -72,8 +72,8 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Lists of ids whose results are summed, for every feature."""
         raise NotImplementedError(type(self).__name__)
 
-    def _tables(self) -> list[Any]:
-        """This rank's part of each table that features look up in."""
+    def table_variables(self) -> list[Any]:
+        """This rank's part of each table, by its number in the features."""
         raise NotImplementedError(type(self).__name__)
 
     def _own_variables(self) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         )
 
     def _made_tables(self) -> list[Any]:
-        tables = self._tables()
+        tables = self.table_variables()
         if any(keras_internals.value_of(table) is None for table in tables):
             raise ValueError(
                 f"Layer '{self.name}' is first called in a tf.function of "

@@ -6,8 +6,10 @@ Files are read and written in blocks of rows, in bounded memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
@@ -180,10 +182,43 @@ def write(
             complete.
         block_rows: how many rows of the table are gathered at a time.
     """
-    if collectives is None:
-        return _write(variable, None, path, block_rows)
-    with collectives.together(f"write '{os.fspath(path)}'", all_end=True):
+    with _writing(path, collectives):
         _write(variable, collectives, path, block_rows)
+
+
+def write_all(
+    variables: Mapping[str, Any],
+    collectives: Collectives | None,
+    folder: str | os.PathLike[str],
+    block_rows: int = ROWS_AT_A_TIME,
+) -> dict[str, str]:
+    """Writes whole tables into a folder, which is made; all ranks call.
+
+    Args:
+        variables: shards, or ordinary variables, by name.
+        collectives: of the strategy.
+        folder: where rank 0 writes `<name>.npy`.
+        block_rows: see `write`.
+
+    Returns:
+        The paths, by name.
+    """
+    paths = {name: os.path.join(folder, f"{name}.npy") for name in variables}
+    with _writing(folder, collectives):
+        if collectives is None or collectives.group.rank == 0:
+            os.makedirs(folder, exist_ok=True)
+        for name, variable in variables.items():
+            _write(variable, collectives, paths[name], block_rows)
+    return paths
+
+
+def _writing(
+    path: str | os.PathLike[str], collectives: Collectives | None
+) -> contextlib.AbstractContextManager[None]:
+    """What fails inside on one rank fails on all."""
+    if collectives is None:
+        return contextlib.nullcontext()
+    return collectives.together(f"write '{os.fspath(path)}'", all_end=True)
 
 
 def _write(
