@@ -366,12 +366,20 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Returns:
             `[rows, dim]`, float32; None with a path.
+
+        Raises:
+            ValueError: for a layer that has no kernel, or several tables.
         """
         variable = getattr(layer, "kernel", layer)
         if hasattr(variable, "get_embedding_tables"):
             raise ValueError(
                 f"Layer '{variable.name}' has several tables: use its "
                 "get_embedding_tables()."
+            )
+        if isinstance(variable, tf.keras.layers.Layer):
+            raise ValueError(
+                f"Layer '{variable.name}' has no kernel. Give a FullSparse "
+                "that is built, or any variable."
             )
         if path is not None:
             whole_tables.write(variable, self.collectives, path)
