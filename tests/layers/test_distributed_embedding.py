@@ -212,7 +212,7 @@ def test_mistakes_are_explained():
         DistributedEmbedding(
             [feature("a", table()), feature("b", table(combiner="sum"))]
         )
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="must be distinct"):
         shared = table()
         DistributedEmbedding([feature("a", shared), feature("a", shared)])
     layer = DistributedEmbedding({"a": feature("a", table())})

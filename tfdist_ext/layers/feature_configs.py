@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.optimizers import table_optimizers
+from tfdist_ext.tables import checks
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
@@ -49,7 +50,7 @@ class FeatureConfigs:
                     f"{feature.table}. Give features that share a table the "
                     "same TableConfig, others another name."
                 )
-        _require_unique([feature.name for feature in features])
+        checks.distinct("features", [feature.name for feature in features])
         # Made here: when Keras 3 builds a layer, it may not make variables.
         optimizers = {
             table.name: table_optimizers.as_row_optimizer(
@@ -160,12 +161,3 @@ def _with_lists(nest: Nest) -> Nest:
     if isinstance(nest, list | tuple):
         return [_with_lists(value) for value in nest]
     return nest
-
-
-def _require_unique(names: Sequence[str]) -> None:
-    repeated = {name for name in names if names.count(name) > 1}
-    if repeated:
-        raise ValueError(
-            "Features must have different names. Received more than once: "
-            f"{sorted(repeated)}."
-        )

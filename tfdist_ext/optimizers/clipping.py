@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.collectives.collectives import sum_over_ranks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
 
@@ -96,9 +97,6 @@ def _square_norms(
     local = [_square_norm(grad) for grad in grads]
     if not any(spec is not None and spec.partitioned for spec in specs):
         return local
-    # Imported here: the strategy's modules import the optimizers.
-    from tfdist_ext.collectives.collectives import sum_over_ranks
-
     # Dense gradients are equal on all ranks, but a sum of squares depends on
     # the number of threads that made it. Their mean over the ranks does not,
     # and keeps dense weights bitwise equal. The 1 counts the ranks.

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.collectives.collectives import sum_over_ranks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.kernels import has_kernel
@@ -107,9 +108,6 @@ def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
     spec = shard_spec(variable)
     if spec is None or spec.column_parts == 1:
         return tf.reduce_mean(tf.square(grads), axis=1)
-    # Imported here: the strategy's modules import the optimizers.
-    from tfdist_ext.collectives.collectives import sum_over_ranks
-
     # Ranks that hold other columns of these rows look up the same ids.
     squares = tf.reduce_sum(tf.square(grads), axis=1)
     label = f"{spec.table}/row-wise accumulator"

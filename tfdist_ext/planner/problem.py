@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 from tfdist_ext.planner import popularity as popularity_lib
@@ -149,8 +147,8 @@ class Problem:
     setting: Setting
 
     def __post_init__(self) -> None:
-        require_distinct("tables", [table.name for table in self.tables])
-        require_distinct("features", [f.name for f in self.features])
+        checks.distinct("tables", [table.name for table in self.tables])
+        checks.distinct("features", [f.name for f in self.features])
         for feature in self.features:
             if feature.table >= len(self.tables):
                 raise ValueError(
@@ -167,7 +165,8 @@ class Problem:
         names = [numbers.name for numbers in self.tables]
         if table not in names:
             raise ValueError(
-                f"The plan has no table {table!r}. It has: {listed(names)}."
+                f"The plan has no table {table!r}. It has: "
+                f"{checks.listed(names)}."
             )
         return names.index(table)
 
@@ -227,24 +226,3 @@ def _check_kind(table: str, placement: Any) -> None:
         f"A placement is a TablePlacement or one of {PLACEMENTS}. Received: "
         f"{checks.brief(placement)} (table {table!r})."
     )
-
-
-def require_distinct(what: str, names: Sequence[str]) -> None:
-    """Refuses names that occur twice.
-
-    Raises:
-        ValueError: then.
-    """
-    counts = collections.Counter(names)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"Names of {what} must be distinct. Received more than once: "
-            f"{listed(twice)}."
-        )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, for messages."""
-    more = f", ... ({len(names)} in all)" if len(names) > 10 else ""
-    return ", ".join(map(repr, names[:10])) + more

@@ -15,8 +15,7 @@ from tfdist_ext.planner.problem import FeatureNumbers
 from tfdist_ext.planner.problem import Problem
 from tfdist_ext.planner.problem import Setting
 from tfdist_ext.planner.problem import TableNumbers
-from tfdist_ext.planner.problem import listed
-from tfdist_ext.planner.problem import require_distinct
+from tfdist_ext.tables import checks
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -83,13 +82,13 @@ def make_problem(
             f"number of at least 0. Received: slots_per_weight={slots!r}."
         )
     names = [table.name for table in tables]
-    require_distinct("tables", names)
-    require_distinct("features", [feature.name for feature in features])
+    checks.distinct("tables", names)
+    checks.distinct("features", [feature.name for feature in features])
     for name in forced:
         if name not in names:
             raise ValueError(
                 f"Argument `forced` names no table of the plan: {name!r}. "
-                f"Tables: {listed(names)}."
+                f"Tables: {checks.listed(names)}."
             )
     positions = {name: i for i, name in enumerate(names)}
     for feature in features:

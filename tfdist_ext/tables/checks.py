@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import numbers
 import operator
 import reprlib
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 # More than anything that is counted; products of a few stay finite.
@@ -151,3 +153,24 @@ def fields_of(kind: Any, value: Any, where: str) -> dict[str, Any]:
         what = "does not know" if unknown else "lacks"
         raise ValueError(f"`{where}` {what} {brief(unknown or missing)}")
     return given
+
+
+def distinct(what: str, names: Sequence[str]) -> None:
+    """Refuses names that occur twice.
+
+    Raises:
+        ValueError: then.
+    """
+    counts = collections.Counter(names)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"Names of {what} must be distinct. Received more than once: "
+            f"{listed(twice)}."
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, for messages."""
+    more = f", ... ({len(names)} in all)" if len(names) > 10 else ""
+    return ", ".join(map(repr, names[:10])) + more
