@@ -26,6 +26,7 @@ keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
 
 # Methods that this package wraps.
+LOOPS = ("fit", "evaluate", "predict")  # Model
 BUILD_BY_SHAPES = "_maybe_symbolic_build"  # Model, Keras 3
 UPDATE_AVERAGES = "_update_model_variables_moving_average"  # Optimizer
 LOG_WEIGHTS = "_log_weights"  # TensorBoard

@@ -29,12 +29,12 @@ from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
+from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
-from tfdist_ext.keras_training import placing
 from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
-from tfdist_ext.layers import joint_placement
+from tfdist_ext.layers import model_plan
 from tfdist_ext.optimizers import unsupported as optimizer_checks
 from tfdist_ext.saving import keras_files
 from tfdist_ext.sharding import kernel_reads
@@ -145,7 +145,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         steps.install()
         building.install()
         jit_compile.install()
-        placing.install(joint_placement.layers_of, joint_placement.place)
+        loop_start.install(model_plan.layers_of, model_plan.place)
         settings.install()
         if self.collectives is not None:
             bootstrap.serve_keys(self.collectives.group)

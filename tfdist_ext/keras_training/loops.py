@@ -22,13 +22,12 @@ from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
-_LOOPS = ("fit", "evaluate", "predict")
 _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def install() -> None:
     """Wraps Keras's loops; they act on models of our strategy only."""
-    for name in (*_LOOPS, *_BATCHES):
+    for name in (*keras_internals.LOOPS, *_BATCHES):
         wrap(keras.Model, name, _together)
     optimizer = keras.optimizers.Optimizer
     wrap(optimizer, "build", _when_all_build)
@@ -47,7 +46,7 @@ def _together(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         _warn_of_eager_steps(model)
     # Nobody goes on from a loop that has failed elsewhere; a batch is too
     # short for that.
-    with collectives.together(name, all_end=name in _LOOPS):
+    with collectives.together(name, all_end=name in keras_internals.LOOPS):
         return original(model, *args, **kwargs)
 
 

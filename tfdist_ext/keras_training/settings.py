@@ -42,7 +42,7 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 def install() -> None:
     """Wraps Keras's loops; acts on models of our strategy only."""
-    for name in ("fit", "evaluate", "predict"):
+    for name in keras_internals.LOOPS:
         wrap(keras.Model, name, _compared)
 
 

@@ -16,7 +16,7 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
-from tfdist_ext.layers import plans
+from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.sparse_layer import SparseLayer
@@ -162,7 +162,7 @@ class DistributedEmbedding(SparseLayer):
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
         if self.plan is None:
             assert self._collectives is not None
-            self.plan = plans.make(
+            self.plan = layer_plan.make(
                 self._configs.features,
                 self.wire,
                 self._collectives,

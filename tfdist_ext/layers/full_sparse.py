@@ -16,7 +16,7 @@ from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.layers import plans
+from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.sparse_layer import SparseLayer
@@ -191,7 +191,7 @@ class FullSparse(SparseLayer):
         if self._collectives is None:
             return TablePlacement.data_parallel()
         if self.plan is None:
-            self.plan = plans.make(
+            self.plan = layer_plan.make(
                 [self._described], self.wire, self._collectives
             )
         return self.plan.placement_of(self.name)

@@ -13,7 +13,7 @@ from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.keras_internals import is_symbolic_build
-from tfdist_ext.layers import plans
+from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
@@ -106,7 +106,7 @@ class SharedExchange(SparseLayer):
             layer.describe(shape)
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
-        made = plans.make(features, self.wire, self._collectives)
+        made = layer_plan.make(features, self.wire, self._collectives)
         for layer in self.layers:
             layer.plan = made
 

@@ -190,15 +190,13 @@ def write_all(
     variables: Mapping[str, Any],
     collectives: Collectives | None,
     folder: str | os.PathLike[str],
-    block_rows: int = ROWS_AT_A_TIME,
 ) -> dict[str, str]:
     """Writes whole tables into a folder, which is made; all ranks call.
 
     Args:
         variables: shards, or ordinary variables, by name.
         collectives: of the strategy.
-        folder: where rank 0 writes `<name>.npy`.
-        block_rows: see `write`.
+        folder: where rank 0 writes `<name>.npy`, see `write`.
 
     Returns:
         The paths, by name.
@@ -208,7 +206,7 @@ def write_all(
         if collectives is None or collectives.group.rank == 0:
             os.makedirs(folder, exist_ok=True)
         for name, variable in variables.items():
-            _write(variable, collectives, paths[name], block_rows)
+            _write(variable, collectives, paths[name], ROWS_AT_A_TIME)
     return paths
 
 

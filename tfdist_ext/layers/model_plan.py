@@ -21,11 +21,11 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.layers import plans
+from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.planner.plan import ShardingPlan
-from tfdist_ext.sharding import relocation
+from tfdist_ext.sharding import moving
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -189,7 +189,7 @@ def _movable_everywhere(
 
 def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
     now = {table.config.name: table.placement for table in tables}
-    planned = plans.make(
+    planned = layer_plan.make(
         [feature for table in tables for feature in table.features],
         tables[0].layer.wire,
         collectives,
@@ -205,7 +205,7 @@ def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
     for table in moved:
         spec = features[table.config.name].spec
         if spec != table.feature.spec:
-            relocation.relocate(table.variable, spec, collectives)
+            moving.move(table.variable, spec, collectives)
     for layer in dict.fromkeys(table.layer for table in tables):
         own = {
             table.feature.table: features[table.config.name]

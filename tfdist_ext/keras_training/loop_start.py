@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets tables find their places when a model comes to one of Keras's loops.
+"""What is done when a model comes to one of Keras's loops.
 
-Only there are all layers of a model known, and the size of its batches. What
-is not traced and has no slots yet may still be moved: at the start of a loop,
-and in Keras 3, which builds some models in it, before the optimizer makes its
-slots.
+Only there are all layers of a model known, and the size of its batches: so its
+tables are planned again. What is not traced and has no slots yet may still be
+moved: at the start of a loop, and in Keras 3, which builds some models in it,
+before the optimizer makes its slots.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
@@ -72,9 +73,9 @@ def install(find: Find, place: Place) -> None:
                 place(loop.model, collectives)
         return original(self, *args, **kwargs)
 
-    for name in ("fit", "evaluate", "predict"):
+    for name in keras_internals.LOOPS:
         wrap(keras.Model, name, place_first)
-    if hasattr(keras, "ops"):
+    if keras_internals.KERAS_3:
         wrap(keras.optimizers.Optimizer, "build", place_built)
 
 
@@ -114,7 +115,7 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
     cannot be moved any more. Keras 3 does as much by itself.
     """
     inputs = _specs_of(x)
-    if hasattr(keras, "ops") or inputs is None:
+    if keras_internals.KERAS_3 or inputs is None:
         return
     strategy = model.distribute_strategy
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tfdist_ext.collectives.collectives import Collectives
 
 
-def relocate(
+def move(
     variable: Any, spec: ShardSpec, collectives: Collectives, block: int = 2**24
 ) -> None:
     """Moves a table, with its values; all ranks must call.
@@ -53,7 +53,7 @@ def relocate(
     step = max(1, block // spec.dim)
     for first in range(0, spec.rows, step):
         ids = np.arange(first, min(first + step, spec.rows))
-        _move(native, part, _Routes(old, spec, ids), collectives)
+        _move_rows(native, part, _Routes(old, spec, ids), collectives)
     value = tf.constant(part)
     collectives.barrier(f"{spec.table}/moved")
     internals.replace_value(native, value)
@@ -86,7 +86,7 @@ class _Routes:
         return self.ids[mine & (self._takers == new.cell[0])], slice(first, end)
 
 
-def _move(
+def _move_rows(
     native: Any, part: np.ndarray, routes: _Routes, collectives: Collectives
 ) -> None:
     """Exchanges some rows and puts those that this rank takes into `part`."""
