@@ -67,6 +67,21 @@ def in_a_dataset(strategy, folder):
     goes_on(strategy, model)
 
 
+def in_a_function_of_datasets(strategy, folder):
+    """Also where no loop of Keras is under way."""
+
+    def run(fails):
+        def make(context):
+            if fails:
+                raise RuntimeError("no such file")
+            return tf.data.Dataset.range(context.num_input_pipelines).batch(1)
+
+        strategy.distribute_datasets_from_function(make)
+
+    fails_on_one(strategy, run, "no such file")
+    goes_on(strategy, make_model(strategy))
+
+
 def while_tracing(strategy, folder):
     model = make_model(strategy)
 

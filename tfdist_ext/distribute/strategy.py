@@ -314,8 +314,11 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if marks.is_distributed(dataset):
             return dataset
-        self.collectives.turns.check_input(dataset)
-        local = input_lib.distribute(dataset, self.collectives, self._input())
+        with self.collectives.together("distribute a dataset"):
+            self.collectives.turns.check_input(dataset)
+            local = input_lib.distribute(
+                dataset, self.collectives, self._input()
+            )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
         return local
@@ -342,9 +345,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        dataset = dataset_fn(self.extended._make_input_context())
-        self.collectives.turns.check_input(dataset)
-        local = input_lib.own_batches(dataset, self.collectives, self._input())
+        with self.collectives.together("distribute a dataset"):
+            dataset = dataset_fn(self.extended._make_input_context())
+            self.collectives.turns.check_input(dataset)
+            local = input_lib.own_batches(
+                dataset, self.collectives, self._input()
+            )
         marks.set_distributed(local, max(0, internals.batch_size_of(dataset)))
         return local
 
