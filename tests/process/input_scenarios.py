@@ -97,6 +97,19 @@ def datasets_of_generators(strategy, folder):
         assert fit(strategy, Data(), epochs=2) == [list(range(BATCHES))] * 2
 
 
+def fewer_samples_than_ranks(strategy, folder):
+    """A rank of which it is known that it never has samples takes part."""
+    ones = np.ones([BATCHES, 16], np.float32)
+    labels = 2.0 ** np.arange(BATCHES, dtype=np.float32)[:, np.newaxis]
+    data = tf.data.Dataset.from_tensor_slices((ones, labels))
+    every = list(range(BATCHES))
+    dataset = data.batch(1, drop_remainder=True)
+    assert fit(strategy, dataset) == [every]
+    assert fit(strategy, ones[:1], y=labels[:1]) == [[0]]
+    model = make_model(strategy)
+    assert float(model.evaluate(dataset, verbose=0)) == 10.5
+
+
 def names_return(strategy, folder):
     """A program may make any number of datasets: each has buffers."""
     data = tf.data.Dataset.range(8).batch(4)

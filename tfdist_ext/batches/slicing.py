@@ -77,9 +77,9 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
             )
         )
         size = value.shape[0]
-        if size is not None:
-            piece.set_shape([_size(size, rank, world_size), *value.shape[1:]])
-        return piece
+        if size is None:
+            return piece
+        return _with_size(piece, _size(size, rank, world_size))
 
     return tf.nest.map_structure(cut, batch)
 
@@ -108,6 +108,20 @@ def _size(samples: int, rank: int, world_size: int) -> int:
     return (rank + 1) * samples // world_size - rank * samples // world_size
 
 
+def _with_size(value: tf.Tensor, size: int) -> tf.Tensor:
+    """Samples of a number that is known, unless there are none.
+
+    Keras leaves the losses of a batch that is known to be empty as they are,
+    and ranks with samples would exchange what those without do not.
+    """
+    if size > 0:
+        value.set_shape([size, *value.shape[1:]])
+        return value
+    return tf.raw_ops.PlaceholderWithDefault(
+        input=value, shape=[None, *value.shape[1:]]
+    )
+
+
 def _cut_sparse(
     value: tf.SparseTensor, rank: int, world_size: int
 ) -> tf.SparseTensor:
@@ -123,9 +137,8 @@ def _cut_sparse(
     samples_static = value.shape[0]
     if samples_static is None or value.shape.rank is None:
         return piece
-    return _with_static_shape(
-        piece, [_size(samples_static, rank, world_size), *value.shape[1:]]
-    )
+    size = _size(samples_static, rank, world_size) or None
+    return _with_static_shape(piece, [size, *value.shape[1:]])
 
 
 def _with_static_shape(
