@@ -26,6 +26,7 @@ from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import seeds
+from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
@@ -44,10 +45,6 @@ from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
 
 Nest = Any
-
-# Datasets that have names of their own at a time. A program may make any
-# number of them, one in every `fit`, and what a name is exchanged by stays.
-_DATASETS = 64
 
 
 class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -141,7 +138,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self, resolver, cluster, self.collectives
         )
         internals.Strategy.__init__(self, extended)
-        self._datasets = 0
+        self._names = DatasetNames()
         steps.install()
         building.install()
         jit_compile.install()
@@ -317,7 +314,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         with self.collectives.together("distribute a dataset"):
             self.collectives.turns.check_input(dataset)
             local = input_lib.distribute(
-                dataset, self.collectives, self._input()
+                dataset, self.collectives, self._names.next(self.collectives)
             )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
@@ -349,14 +346,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             dataset = dataset_fn(self.extended._make_input_context())
             self.collectives.turns.check_input(dataset)
             local = input_lib.own_batches(
-                dataset, self.collectives, self._input()
+                dataset, self.collectives, self._names.next(self.collectives)
             )
         marks.set_distributed(local, max(0, internals.batch_size_of(dataset)))
         return local
-
-    def _input(self) -> str:
-        self._datasets = self._datasets % _DATASETS + 1
-        return f"input{self._datasets}"
 
     def gather_table(
         self, layer: Any, path: str | os.PathLike[str] | None = None
@@ -376,17 +369,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Raises:
             ValueError: for a layer that has no kernel, or several tables.
         """
-        variable = getattr(layer, "kernel", layer)
-        if hasattr(variable, "get_embedding_tables"):
-            raise ValueError(
-                f"Layer '{variable.name}' has several tables: use its "
-                "get_embedding_tables()."
-            )
-        if isinstance(variable, tf.keras.layers.Layer):
-            raise ValueError(
-                f"Layer '{variable.name}' has no kernel. Give a FullSparse "
-                "that is built, or any variable."
-            )
+        variable = whole_tables.kernel_of(layer)
         if path is not None:
             whole_tables.write(variable, self.collectives, path)
             return None

@@ -29,6 +29,26 @@ if TYPE_CHECKING:
 ROWS_AT_A_TIME = 1 << 18
 
 
+def kernel_of(layer: Any) -> Any:
+    """The one table of a layer; a variable as it is.
+
+    Raises:
+        ValueError: for a layer that has no kernel, or several tables.
+    """
+    found = getattr(layer, "kernel", layer)
+    if hasattr(found, "get_embedding_tables"):
+        raise ValueError(
+            f"Layer '{layer.name}' has several tables: use its "
+            "get_embedding_tables()."
+        )
+    if isinstance(found, tf.keras.layers.Layer):
+        raise ValueError(
+            f"Layer '{layer.name}' has no kernel. Give a FullSparse that is "
+            "built, or any variable."
+        )
+    return found
+
+
 def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
     """The whole table that a shard is part of, on every rank.
 
