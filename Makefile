@@ -97,8 +97,9 @@ test-tsan: build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
 	    tests/ops/test_collective_errors.py tests/collectives
 
-# What tests run of the package's Python and C++, in whatever process; what is
-# killed writes nothing. gcov would count any call that may throw as a branch.
+# What tests run of the package's Python and C++, in whatever process. Not seen:
+# processes that are killed, Python that autograph has converted or that runs in
+# TensorFlow's threads. gcov would count any call that may throw as a branch.
 # Tests that fail are the business of make test.
 COUNTERS = build/ops-$(TF)-coverage
 coverage: build
