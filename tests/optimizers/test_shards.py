@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import sys
 import threading
-import types
 
 import numpy as np
 import pytest
@@ -20,6 +18,8 @@ import toy_problem
 
 from tfdist_ext import marks
 from tfdist_ext import optimizers
+from tfdist_ext.optimizers import clipping
+from tfdist_ext.optimizers import row_wise_adagrad
 from tfdist_ext.optimizers import unsupported
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -56,11 +56,8 @@ class Exchange:
 @pytest.fixture
 def exchange(monkeypatch):
     ranks = Exchange()
-    monkeypatch.setitem(
-        sys.modules,
-        "tfdist_ext.collectives.collectives",
-        types.SimpleNamespace(sum_over_ranks=ranks.sum_over_ranks),
-    )
+    for module in (clipping, row_wise_adagrad):
+        monkeypatch.setattr(module, "sum_over_ranks", ranks.sum_over_ranks)
     return ranks
 
 
