@@ -126,7 +126,7 @@ def test_whole_weights(make):
     found = layer(ids, weights)
     (rows,) = layer.get_embedding_tables().values()
     expected = rows.numpy()[IDS] * np.array([[[2], [3]], [[4], [5]]])
-    np.testing.assert_allclose(found, expected.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(found, expected.sum(1), rtol=1e-5, atol=1e-6)
 
 
 def test_one_weight_for_all_ids_of_a_sample():
