@@ -48,6 +48,7 @@ PRIVATE_KERAS = {
     "_first_batches",
     "_flatten_layers",
     "_initial_epoch",
+    "_keras_mask",
     "_last_batch_seen",
     "_load_model",
     "_log_weights",

@@ -129,6 +129,7 @@ PUBLIC = {
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",
+        "Embedding",
         "FeatureConfig",
         "FullSparse",
         "SharedExchange",

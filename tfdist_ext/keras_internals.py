@@ -158,6 +158,30 @@ def means_allowed(loss: Any, allowed: bool) -> Iterator[None]:
         loss._allow_sum_over_batch_size = own
 
 
+def mask_of(value: Any) -> tf.Tensor | None:
+    """What Keras says of a result that counts in a loss; None for all."""
+    return getattr(value, "_keras_mask", None)
+
+
+@contextlib.contextmanager
+def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
+    """Lets all of a result count where `everything` is true.
+
+    Args:
+        value: whose mask is widened, if it has one.
+        everything: bool scalar.
+    """
+    mask = mask_of(value)
+    if mask is None:
+        yield
+        return
+    value._keras_mask = tf.cast(mask, tf.bool) | everything
+    try:
+        yield
+    finally:
+        value._keras_mask = mask
+
+
 def averages_of(optimizer: Any) -> Sequence[Any]:
     """The moving averages of an optimizer, one for each of its variables."""
     return optimizer._model_variables_moving_average

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext.batches import outline
 from tfdist_ext.batches import slicing
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.distribute import input
@@ -164,7 +165,10 @@ def test_sparse_and_prefetched_ids():
     def bundle(indices, values, splits, weights):
         return (
             tf.SparseTensor(indices, values, [16, 8]),
-            prefetched_ids.bundle([[Ids(values, splits, weights)]]),
+            prefetched_ids.bundle(
+                [[Ids(values, splits, weights)]],
+                [outline.dense(tf.constant([16], tf.int64), [16])],
+            ),
         )
 
     dataset = from_python(*arrays).map(bundle)

@@ -73,18 +73,13 @@ def test_shapes_of_every_kind_build(shape):
     layer.build(shape)
     assert tuple(layer.kernel.shape) == (100, 4)
     assert layer.describe(shape).table.vocabulary_size == 100
-    assert tuple(layer.compute_output_shape(shape)) == (None, 4)
+    inner = (3,) if shape == (None, 3, 4) else ()
+    assert tuple(layer.compute_output_shape(shape)) == (None, *inner, 4)
 
 
 def test_arguments_in_the_order_of_an_embedding_warn():
     with pytest.warns(UserWarning, match="order of a Dense layer"):
         FullSparse(100, 4)
-
-
-def test_sequences_are_refused():
-    table = TableConfig("t", 100, 4)
-    with pytest.raises(ValueError, match="not kept as a sequence"):
-        FeatureConfig("f", table, (None, 3), (None, 3, 4))
 
 
 def test_embedding_takes_float_inputs_of_keras():
@@ -145,8 +140,8 @@ def test_one_weight_for_all_ids_of_a_sample():
 
 def test_inputs_of_another_rank_or_kind_are_refused():
     layer = make_layer()
-    with pytest.raises(ValueError, match=r"of shape \(2, 3, 4\)"):
-        layer(np.zeros([2, 3, 4], np.int64))
+    with pytest.raises(ValueError, match=r"of shape \(\)"):
+        layer(np.zeros([], np.int64))
     ragged = tf.ragged.constant(IDS, dtype=tf.int64)
     with pytest.raises(ValueError, match="both be RaggedTensors"):
         layer((ragged, tf.ones([2, 2])))

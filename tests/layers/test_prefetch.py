@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfdist_ext
 from tfdist_ext.distribute import input
 from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
@@ -119,6 +120,15 @@ def shared(**options):
     return SharedExchange(layers, name="shared", **options)
 
 
+def sequences(**options):
+    kept = TableConfig("kept", ROWS, 4, "normal", combiner=None)
+    features = {
+        "ids": FeatureConfig("ids", kept, (None, None), (None, 2 * K, 4)),
+        "dense": FeatureConfig("dense", kept, (None, K), (None, K, 4)),
+    }
+    return DistributedEmbedding(features, name="sequences", **options)
+
+
 def prepare_embedding(layer, x):
     weights = {
         "ids": x["weights"],
@@ -132,6 +142,15 @@ WAYS = {
     "full_sparse": (
         lambda **options: FullSparse(4, ROWS, name="full", **options),
         lambda layer, x: layer.preprocess(inputs_of(x)),
+    ),
+    "sequences": (sequences, prepare_embedding),
+    "ragged": (
+        lambda **options: Embedding(ROWS, 4, name="rows", **options),
+        lambda layer, x: layer.preprocess(x["ids"]),
+    ),
+    "masked": (
+        lambda **o: Embedding(ROWS, 4, mask_zero=True, name="rows", **o),
+        lambda layer, x: layer.preprocess(x["dense"]),
     ),
     "shared": (
         shared,
@@ -152,7 +171,13 @@ def test_one_process_trains_the_same(way):
 
         def call(self, inputs):
             found = tf.nest.flatten(self.layer(inputs))
-            return self.top(tf.concat(found, 1))
+            sums = [
+                tf.reduce_sum(x, 1) if len(x.shape) == 3 else x for x in found
+            ]
+            mask = getattr(found[0], "_keras_mask", None)
+            if mask is not None:
+                sums.append(tf.cast(mask, tf.float32))
+            return self.top(tf.concat(sums, 1))
 
     losses = []
     for prefetch_ids in (False, True):
@@ -160,13 +185,32 @@ def test_one_process_trains_the_same(way):
         layer = make(prefetch_ids=prefetch_ids)
         assert layer.get_config()["prefetch_ids"] is prefetch_ids
         model = Model(layer)
-        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        model.compile(tfdist_ext.optimizers.Adagrad(0.02), "mse")
         batches = dataset().map(
             lambda x, y, layer=layer: (prepare(layer, x), y)
         )
         losses.append(model.fit(batches, epochs=2, verbose=0).history["loss"])
     np.testing.assert_array_equal(*losses)
     assert losses[0][1] < losses[0][0]
+
+
+@pytest.mark.parametrize("way", ["sequences", "ragged", "masked"])
+def test_sequences_are_cut_by_sample(way):
+    make, prepare = WAYS[way]
+    layer = make(prefetch_ids=True)
+    (batch,) = dataset(BATCH - 1)
+    whole = tf.nest.flatten(layer(prepare(layer, batch[0])))
+    prepared = dataset(BATCH - 1).map(lambda x, y: prepare(layer, x))
+    parts = [
+        tf.nest.flatten(layer(part))
+        for rank in range(3)
+        for part in input.distribute(prepared, Alone(rank, 3), "input")
+    ]
+    for expected, *found in zip(whole, *parts, strict=True):
+        joined, equal = tf.concat(found, 0), expected
+        if isinstance(equal, tf.RaggedTensor):
+            joined, equal = joined.to_tensor(), equal.to_tensor()
+        np.testing.assert_allclose(joined, equal, rtol=1e-6, atol=1e-7)
 
 
 def test_files_cannot_be_shared_out_after_preprocess():

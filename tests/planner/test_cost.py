@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model against counted ids, measured bytes and itself."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,10 +11,13 @@ from benchmarks import workloads
 from tests.planner import planned
 from tfdist_ext.planner import cost
 from tfdist_ext.planner import load as load_lib
+from tfdist_ext.planner.plan import plan
 from tfdist_ext.planner.popularity import Popularity
 from tfdist_ext.planner.popularity import exponents_for
 from tfdist_ext.tables import rotated_mod as rows_lib
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
 
 TIMELINES = (2**17, 58, 100)
 
@@ -48,6 +52,22 @@ def test_unique_rows_are_as_many_as_counted(rows, draws):
     )
     expected = Popularity(array(rows), array(1.1)).unique(array(draws))
     assert expected == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, False), (4, 1, True), (0, 0, False)])
+def test_every_id_of_a_sequence_costs_what_a_sample_of_it_does(shape):
+    rows, width, length = TIMELINES
+    table = TableConfig("t", rows, width, combiner=None)
+    many = FeatureConfig("f", table, (None, length), (None, length, width))
+    one = FeatureConfig("f", table, (None,), (None, width))
+    shapes = cost.make_shapes([shape])
+    found = [
+        cost.compute(plan([table], [feature], 4, batch_size=b).problem, shapes)
+        for feature, b in ((many, 8), (one, 8 * length))
+    ]
+    for field in dataclasses.fields(found[0]):
+        pair = [getattr(costs, field.name) for costs in found]
+        np.testing.assert_allclose(*pair, rtol=1e-12, err_msg=field.name)
 
 
 def test_repeated_rows_are_as_many_as_counted():

@@ -13,6 +13,7 @@ from tfdist_ext.tables.table_config import TableConfig
 
 GRID = TablePlacement(2, 2, (3, 1, 0, 2), deduplicate=True)
 TABLE = TableConfig("words", 1000, 16)
+KEPT = TableConfig("kept", 1000, 16, combiner=None)
 
 
 def test_arguments_of_keras_rs_may_be_passed_by_position():
@@ -65,6 +66,8 @@ def test_wrong_tables_are_refused(arguments, message):
         ({"input_shape": 3}, "input_shape=3"),
         ({"input_shape": (None, -1)}, "batch dimension"),
         ({"output_shape": (None, 8)}, "embedding_dim, 16"),
+        ({"output_shape": (None, 10, 16)}, "takes a table with combiner=None"),
+        ({"table": KEPT}, r"row of every id is kept.*input_shape=\(None, 10\)"),
         ({"hotness": 0}, "hotness=0"),
         ({"unique": float("inf")}, "unique=inf"),
     ],

@@ -42,6 +42,22 @@ def share() -> tf.Tensor:
     return known[place]
 
 
+def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
+    """This rank's part of a sum over the ranks, by its part of the samples.
+
+    A mean that is divided by `value`, times this: the ranks' average of that
+    is divided by the sum.
+
+    Args:
+        value: float32 scalar, of this rank.
+    """
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    own = samples()
+    total, of_all = collectives.all_reduce([value, own], "batch/divisor")
+    return tf.math.divide_no_nan(value * of_all, total * own)
+
+
 def samples() -> tf.Tensor:
     """float32 scalar, this rank's samples in the step."""
     collectives = collectives_lib.active()

@@ -184,10 +184,13 @@ class _Exchange:
         ahead: Ahead,
     ) -> Asked:
         """`ask`, mostly answered by the step before."""
+        label, samples = self.wire.label, ahead.samples
         asked, asked_next = exchange_ahead.exchange_ahead(
-            lambda: self._sent_by_samples(ids, self.wire.label),
+            lambda: self._sent_by_samples(ids, label, samples[0]),
             # Another label: both may be under way at once.
-            lambda: self._sent_by_samples(ahead.ids, f"{self.wire.label}/next"),
+            lambda: self._sent_by_samples(
+                ahead.ids, f"{label}/next", samples[1]
+            ),
             ahead.position,
             ahead.place,
         )
@@ -197,10 +200,9 @@ class _Exchange:
         return asked
 
     def _sent_by_samples(
-        self, ids: Sequence[Sequence[Ids]], label: str
+        self, ids: Sequence[Sequence[Ids]], label: str, samples: tf.Tensor
     ) -> Asked:
         """Sends ids of a batch that need not be the step's, with its weight."""
-        samples = tf.size(ids[0][0].row_splits) - 1
         return self._sent(ids, label, tf.cast(samples, tf.float32))
 
     def _sent(

@@ -72,18 +72,51 @@ def _keep_autograph(wrapper: Any) -> None:
 
 
 def _loss(
-    step: Step, original: Any, loss: Any, *args: Any, **kwargs: Any
+    step: Step,
+    original: Any,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
 ) -> tf.Tensor:
     """The loss of a batch, as it is to be averaged over the ranks."""
     del step
-    value = original(*args, **kwargs)
+    divisor = _divisor(loss, y_pred, sample_weight)
+    if divisor is None:
+        value = original(y_true, y_pred, sample_weight)
+    else:
+        # Where nothing counts, tf_keras would divide zero by zero.
+        with keras_internals.mask_or(y_pred, tf.equal(divisor, 0)):
+            value = original(y_true, y_pred, sample_weight)
     if loss.reduction in (None, "none") or value.shape.rank != 0:
         return value
     if loss.reduction == "sum":
         return whole_batch.total_of(value)
+    if divisor is not None:
+        value *= tf.cast(whole_batch.ratio_of_parts(divisor), value.dtype)
     if tf.is_symbolic_tensor(value):
         marks.set_growth(value, MEAN)
     return value
+
+
+def _divisor(loss: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
+    """What a loss divides by that need not grow as the samples do.
+
+    float32 scalar of this rank: how many elements a mask leaves, or the sum
+    of the weights. None of a loss that divides by its size.
+    """
+    if loss.reduction in (None, "none", "sum"):
+        return None
+    mask = keras_internals.mask_of(y_pred)
+    mask = None if mask is None else tf.cast(mask, tf.float32)
+    weighted = loss.reduction == "mean_with_sample_weight"
+    if not weighted or sample_weight is None:
+        return None if mask is None else tf.reduce_sum(mask)
+    weights = tf.cast(sample_weight, tf.float32)
+    if mask is not None:
+        missing = mask.shape.rank - weights.shape.rank
+        weights = weights[(..., *[tf.newaxis] * missing)] * mask
+    return tf.reduce_sum(weights)
 
 
 def _track_mean(

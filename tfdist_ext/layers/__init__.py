@@ -3,6 +3,7 @@
 
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
+from tfdist_ext.layers.embedding import Embedding
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.shared_exchange import SharedExchange
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -10,6 +11,7 @@ from tfdist_ext.tables.table_config import TableConfig
 
 __all__ = [
     "DistributedEmbedding",
+    "Embedding",
     "FeatureConfig",
     "FullSparse",
     "SharedExchange",

@@ -11,13 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches import outline
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.layers import layer_plan
-from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
@@ -59,6 +60,13 @@ class DistributedEmbedding(SparseLayer):
     * ids `[batch]` or `[batch, k]`;
     * RaggedTensor of ids `[batch, None]`;
     * SparseTensor `[batch, k]` whose values are ids.
+
+    With `combiner=None` the row of every id is kept: `[batch, k, dim]` of
+    `[batch, k]`. Ragged ids give a RaggedTensor `[batch, None, dim]`, or, if
+    `output_shape` tells a length, a tensor of that length: shorter samples
+    end in zeros, longer ones are cut. Cells of a SparseTensor without an id
+    are zeros. With a combiner, ids of more dimensions are combined along the
+    last one.
 
     Args:
         feature_configs: nest of `FeatureConfig`. Features with the same
@@ -151,7 +159,7 @@ class DistributedEmbedding(SparseLayer):
             f"{self.name}/{config.name}",
             table,
             specs[table],
-            config.table.combiner,
+            config.table.combiner or "sum",
             config.table.out_of_range,
             placements[table].deduplicate,
         )
@@ -211,41 +219,33 @@ class DistributedEmbedding(SparseLayer):
             training: not used.
 
         Returns:
-            A nest like `feature_configs` of `[batch, embedding_dim]` in the
-            layer's compute dtype.
+            A nest like `feature_configs` of `[batch, embedding_dim]`, or of
+            sequences, see the class, in the layer's compute dtype.
         """
         del training
         if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
             inputs, weights = inputs["ids"], inputs["weights"]
         if is_symbolic_build():
-            return self._zeros(inputs)
+            return self._configs.zeros(inputs, self.name, self.prefetch_ids)
         outputs = self._look_up(inputs, weights)
         for output, feature in zip(outputs, self._features, strict=True):
             output.set_shape([None, feature.spec.dim])
         return self._configs.pack(
-            [tf.cast(output, self.compute_dtype) for output in outputs]
+            [
+                outline.arranged(tf.cast(rows, self.compute_dtype), each)
+                for rows, each in zip(
+                    outputs, self._outlines(inputs), strict=True
+                )
+            ]
         )
 
     def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
-        flat = self._configs.flatten(inputs, "inputs", self.name)
-        for value, config in zip(flat, self._configs.features, strict=True):
-            rows = config.table.vocabulary_size
-            sparse_inputs.refuse_matrix(value, rows, self.name)
-        given = [None] * len(flat)
-        if weights is not None:
-            given = self._configs.flatten(weights, "weights", self.name)
-        return [
-            [sparse_inputs.ids_of(value, weight, f"{self.name}/{config.name}")]
-            for value, weight, config in zip(
-                flat, given, self._configs.features, strict=True
-            )
-        ]
+        return self._configs.ids(inputs, weights, self.name)
 
-    def _zeros(self, inputs: Nest) -> Nest:
-        samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
-        return self._configs.pack(
-            [tf.zeros([samples, dim]) for dim in self._configs.dims]
-        )
+    def _outlines(self, inputs: Nest) -> list[Outline]:
+        if prefetched_ids.is_prefetched(inputs):
+            return list(inputs.outlines)
+        return self._configs.outlines(inputs, self.name)
 
     def preprocess(
         self, inputs: Nest, weights: Nest = None, training: bool = False
@@ -272,7 +272,9 @@ class DistributedEmbedding(SparseLayer):
         """
         del training
         if self.prefetch_ids:
-            return prefetched_ids.bundle(self._ids(inputs, weights))
+            return prefetched_ids.bundle(
+                self._ids(inputs, weights), self._outlines(inputs)
+            )
         return (
             inputs if weights is None else {"ids": inputs, "weights": weights}
         )
@@ -344,15 +346,16 @@ class DistributedEmbedding(SparseLayer):
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
         """A nest of `(None, embedding_dim)`: batches are those of a rank."""
         del input_shapes
-        return self._configs.pack([(None, dim) for dim in self._configs.dims])
+        return self._configs.pack(self._configs.output_shapes)
 
     def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
         """The symbolic outputs (Keras 3)."""
-        batch = tf.nest.flatten(inputs)[0].shape[0]
         return self._configs.pack(
             [
-                keras.KerasTensor((batch, dim), dtype=self.compute_dtype)
-                for dim in self._configs.dims
+                keras.KerasTensor(
+                    shape, dtype=self.compute_dtype, ragged=ragged
+                )
+                for shape, ragged in self._configs.symbolic(inputs)
             ]
         )
 

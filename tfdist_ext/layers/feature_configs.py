@@ -9,12 +9,40 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches import outline
+from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
+from tfdist_ext.layers import id_outlines
+from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.tables import checks
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
 Nest = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """The ids of a feature.
+
+    Attributes:
+        name: of layer and feature, for errors.
+        ids: of the feature, cut to the length of its sequences.
+        length: that length, `[m]`.
+        kept: whether the row of every id is kept.
+    """
+
+    name: str
+    ids: Any
+    length: id_outlines.Sizes
+    kept: bool
+
+    def weights(self, weights: Any) -> Any:
+        """The weights of the ids, None if they have none."""
+        if weights is None or not self.kept:
+            return weights
+        return id_outlines.of_length(weights, self.length, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +123,111 @@ class FeatureConfigs:
         flat: list[Any] = tf.nest.flatten(values)
         return flat
 
+    def _values(self, inputs: Nest, layer: str) -> list[_Value]:
+        """Every feature with its ids."""
+        found = []
+        for ids, config in zip(
+            self.flatten(inputs, "inputs", layer), self.features, strict=True
+        ):
+            name = f"{layer}/{config.name}"
+            length = config.output_shape[1:-1]
+            if config.table.combiner is None:
+                ids = id_outlines.of_length(ids, length, name)
+                found.append(_Value(name, ids, length, kept=True))
+            else:
+                rows = config.table.vocabulary_size
+                sparse_inputs.refuse_matrix(ids, rows, layer)
+                found.append(_Value(name, ids, (), kept=False))
+        return found
+
+    def ids(self, inputs: Nest, weights: Nest, layer: str) -> list[list[Ids]]:
+        """The lists of every feature, one for each.
+
+        Args:
+            inputs: nest of ids.
+            weights: a nest like it, or None.
+            layer: name, for errors.
+
+        Raises:
+            ValueError: for ids or weights of another kind, or another nest.
+        """
+        given = [None] * len(self.features)
+        if weights is not None:
+            given = self.flatten(weights, "weights", layer)
+        return [
+            [sparse_inputs.ids_of(v.ids, v.weights(w), v.name, v.kept)]
+            for v, w in zip(self._values(inputs, layer), given, strict=True)
+        ]
+
+    def outlines(self, inputs: Nest, layer: str) -> list[Outline]:
+        """How the results of every feature lie, see `ids`."""
+        return [
+            id_outlines.outline_of(v.ids, v.kept, v.name, v.length)
+            for v in self._values(inputs, layer)
+        ]
+
+    def zeros(self, inputs: Nest, layer: str, bundled: bool) -> Nest:
+        """Results of zeros, for a model that is built by its shapes.
+
+        Args:
+            inputs: nest of ids; or of what `preprocess` makes, of which Keras
+                shows one tensor.
+            layer: name, for errors.
+            bundled: whether it is that.
+        """
+        if bundled:
+            first = tf.shape(tf.nest.flatten(inputs)[0])
+            return self.pack(
+                [
+                    tf.zeros([first[0], *(1 if s is None else s for s in rest)])
+                    for _, *rest in self.output_shapes
+                ]
+            )
+        return self.pack(
+            [
+                outline.zeros(each, dim)
+                for each, dim in zip(
+                    self.outlines(inputs, layer), self.dims, strict=True
+                )
+            ]
+        )
+
     @property
     def dims(self) -> list[int]:
         """Width of every feature's result."""
         return [feature.table.embedding_dim for feature in self.features]
+
+    @property
+    def output_shapes(self) -> list[tuple[int | None, ...]]:
+        """Shape of every feature's result, but the batch, which is a rank's."""
+        return [
+            (
+                None,
+                *feature.output_shape[1:-1],
+                feature.table.embedding_dim,
+            )
+            for feature in self.features
+        ]
+
+    def symbolic(
+        self, inputs: Nest
+    ) -> list[tuple[tuple[int | None, ...], bool]]:
+        """Shapes of the results, and whether they are ragged (Keras 3).
+
+        Args:
+            inputs: symbolic ids, or what Keras shows of a bundle of them.
+        """
+        flat = tf.nest.flatten(inputs)
+        found = []
+        for index, (_, *rest) in enumerate(self.output_shapes):
+            sizes, ragged = rest[:-1], False
+            if len(flat) == len(self.features) and sizes:
+                ids = flat[index]
+                ragged = getattr(ids, "ragged", False) and not any(sizes)
+                pairs = zip(sizes, ids.shape[1:], strict=False)
+                sizes = [size or given for size, given in pairs]
+            found.append(((flat[0].shape[0], *sizes, rest[-1]), ragged))
+        return found
 
     def get_config(self) -> dict[str, Any]:
         """Tables, features and their nest, as JSON can hold them."""

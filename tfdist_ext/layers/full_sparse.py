@@ -4,32 +4,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches import outline
 from tfdist_ext.batches.ids import Ids
-from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.batches.outline import Outline
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.layers import layer_plan
+from tfdist_ext.layers import id_outlines
+from tfdist_ext.layers import one_table
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import sparse_layer
-from tfdist_ext.layers.sparse_layer import SparseLayer
+from tfdist_ext.layers.one_table import OneTable
 from tfdist_ext.planner import reduction
-from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
-from tfdist_ext.tables.table_config import placement_from_dict
-from tfdist_ext.tables.table_config import placement_to_dict
 
 keras = tf.keras
 
@@ -41,7 +38,7 @@ _NO_REGULARIZER = (
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class FullSparse(SparseLayer):
+class FullSparse(OneTable):
     """`activation(sum of the weighted kernel rows of a sample + bias)`.
 
     The dense layer on a sparse input of 2^18..2^22 columns: `outputs =
@@ -56,6 +53,10 @@ class FullSparse(SparseLayer):
     * RaggedTensor of ids `[batch, None]`, weights one, or a pair (ragged
       ids, ragged float weights);
     * a list of these, whose results are summed.
+
+    Inputs of more dimensions have an output for each list of the last one, as
+    Dense layers do: ids `[batch, length, k]` give `[batch, length, units]`,
+    ragged ones `[batch, None, None]` a RaggedTensor.
 
     An id may repeat within a sample; its weights add up.
 
@@ -104,7 +105,13 @@ class FullSparse(SparseLayer):
         **kwargs: Any,
     ) -> None:
         wire = Wire.taken_from(kwargs)
-        super().__init__(wire=wire, prefetch_ids=prefetch_ids, **kwargs)
+        super().__init__(
+            wire=wire,
+            prefetch_ids=prefetch_ids,
+            sharding=sharding,
+            out_of_range=out_of_range,
+            **kwargs,
+        )
         where = f"layer '{self.name}'"
         self.units = checks.integer("units", units, 1, where)
         self.input_dim = _rows(input_dim, units, where)
@@ -119,20 +126,8 @@ class FullSparse(SparseLayer):
         self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
         self.bias_regularizer = keras.regularizers.get(bias_regularizer)
         self.binary_values = binary_values
-        if isinstance(sharding, dict):
-            sharding = placement_from_dict(sharding)
-        if not isinstance(sharding, TablePlacement):
-            sharding = choices.full_placement(sharding)
-            checks.one_of("sharding", sharding, choices.PLACEMENTS, where)
-        checks.one_of("out_of_range", out_of_range, choices.POLICIES, where)
-        self.sharding = sharding
-        # For other layers' tables as well, where they are known.
-        self.plan: ShardingPlan | None = None
-        self.plan_given = False
-        self.out_of_range = out_of_range
-        whole = sharding in ("data_parallel", "default_device")
-        if kernel_regularizer is not None and not whole:
-            raise ValueError(_NO_REGULARIZER + f"sharding={sharding!r}.")
+        if kernel_regularizer is not None and not self._is_whole:
+            raise ValueError(_NO_REGULARIZER + f"sharding={self.sharding!r}.")
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self.input_dim is None:
@@ -145,13 +140,9 @@ class FullSparse(SparseLayer):
             raise ValueError(
                 f"Layer '{self.name}' needs `input_dim` before it is built."
             )
-        self._collectives = collectives_lib.active()
-        self._described = self.describe(input_shape)
-        self.spec = self._make_spec(self.input_dim)
-        self._agree(self._features)
         self.kernel = self._add_table(
             "kernel",
-            self.spec,
+            self._place(input_shape),
             self.kernel_initializer,
             regularizer=self.kernel_regularizer,
         )
@@ -167,49 +158,9 @@ class FullSparse(SparseLayer):
             )
         self.built = True
 
-    def _make_spec(self, rows: int) -> ShardSpec:
-        rank, world_size = self._rank_and_world_size()
-        sharding = self._placement()
-        if world_size == 1:
-            sharding = TablePlacement.data_parallel()
-        spec = ShardSpec.of(
-            self.name, rows, self.units, sharding, rank, world_size
-        )
-        self.feature = Feature(
-            self.name,
-            0,
-            spec,
-            out_of_range=self.out_of_range,
-            unique=sharding.deduplicate,
-        )
-        self._features = [self.feature]
-        return spec
-
-    def _placement(self) -> TablePlacement:
-        if isinstance(self.sharding, TablePlacement):
-            return self.sharding
-        if self._collectives is None:
-            return TablePlacement.data_parallel()
-        if self.plan is None:
-            self.plan = layer_plan.make(
-                [self._described], self.wire, self._collectives
-            )
-        return self.plan.placement_of(self.name)
-
-    def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
-        """What is looked up, for a plan and in a step."""
-        return [(self._described, self.feature)]
-
     def table_variables(self) -> list[Any]:
         """This rank's part of each table, by its number in `lookups`."""
         return [self.kernel]
-
-    def take_places(
-        self, features: Mapping[int, Feature], plan: ShardingPlan
-    ) -> None:
-        """Looks up where tables have been moved to, as a plan says."""
-        self.plan, self.feature = plan, features[0]
-        self.spec, self._features = self.feature.spec, [self.feature]
 
     def describe(self, input_shape: Any) -> FeatureConfig:
         """The layer as a planner sees it."""
@@ -218,12 +169,14 @@ class FullSparse(SparseLayer):
         table = TableConfig(
             self.name, rows, self.units, combiner="sum", placement=self.sharding
         )
+        outer = one_table.inner_sizes(input_shape)[:-1]
+        hotness = reduction.hotness(input_shape, rows)
         return FeatureConfig(
             self.name,
             table,
-            (None, None),
-            (None, self.units),
-            hotness=reduction.hotness(input_shape, rows),
+            (None, *outer, None),
+            (None, *outer, self.units),
+            hotness=hotness and hotness * one_table.product(outer),
         )
 
     def call(self, inputs: Any) -> tf.Tensor:
@@ -236,13 +189,23 @@ class FullSparse(SparseLayer):
             `[batch, units]` in the layer's compute dtype.
         """
         if is_symbolic_build():
-            first = tf.nest.flatten(inputs)[0]
-            return tf.zeros([tf.shape(first)[0], self.units])
+            return outline.zeros(self._outlines(inputs)[0], self.units)
         (pooled,) = self._look_up(inputs)
-        return self.finish(pooled)
+        return self.finish(pooled, self._outlines(inputs)[0])
 
     def _ids(self, inputs: Any) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
+
+    def _outlines(self, inputs: Any) -> list[Outline]:
+        if prefetched_ids.is_prefetched(inputs):
+            return list(inputs.outlines)
+        return [self.outline_of(inputs)]
+
+    def outline_of(self, inputs: Any) -> Outline:
+        """How the results of the inputs lie (for `SharedExchange`)."""
+        while isinstance(inputs, list | tuple):
+            inputs = inputs[0]
+        return id_outlines.outline_of(inputs, False, self.name)
 
     def _own_variables(self) -> dict[str, Any]:
         own = {"kernel": self.kernel, "bias": self.bias}
@@ -253,43 +216,33 @@ class FullSparse(SparseLayer):
         sparse_inputs.refuse_matrix(inputs, self.input_dim, self.name)
         return sparse_inputs.features_of(inputs, self.binary_values, self.name)
 
-    def finish(self, pooled: tf.Tensor) -> tf.Tensor:
-        """Bias and activation (for `SharedExchange`)."""
+    def finish(self, pooled: tf.Tensor, lies: Outline) -> Any:
+        """Bias and activation, laid out (for `SharedExchange`)."""
         if self.bias is not None:
             # The variable itself: Keras 3 would round it in mixed precision.
             pooled = pooled + tf.convert_to_tensor(value_of(self.bias))
         pooled.set_shape([None, self.units])
         activation = converted(self.activation)
-        return activation(tf.cast(pooled, self.compute_dtype))
+        found = activation(tf.cast(pooled, self.compute_dtype))
+        return outline.arranged(found, lies)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, int]:
-        """`(batch, units)`."""
-        return (sparse_inputs.batch_of(input_shape), self.units)
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """`(batch, units)`, or that of sequences."""
+        batch, *rest = sparse_inputs.sizes_of(input_shape) or [None]
+        return (batch, *rest[:-1], self.units)
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
         """The symbolic output (Keras 3)."""
         first = tf.nest.flatten(inputs)[0]
-        return keras.KerasTensor(
-            (first.shape[0], self.units), dtype=self.compute_dtype
-        )
+        shape = self.compute_output_shape(first.shape)
+        ragged = len(shape) > 2 and getattr(first, "ragged", False)
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
         config = super().get_config()
-        config.update(self.wire.arguments())
-        for name in (
-            "units",
-            "input_dim",
-            "use_bias",
-            "binary_values",
-            "out_of_range",
-        ):
+        for name in ("units", "input_dim", "use_bias", "binary_values"):
             config[name] = getattr(self, name)
-        config["sharding"] = (
-            placement_to_dict(self.sharding)
-            if isinstance(self.sharding, TablePlacement)
-            else self.sharding
-        )
         for name, module in (
             ("activation", keras.activations),
             ("kernel_initializer", keras.initializers),

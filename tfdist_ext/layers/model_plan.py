@@ -23,7 +23,7 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
-from tfdist_ext.layers.full_sparse import FullSparse
+from tfdist_ext.layers.one_table import OneTable
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.sharding import moving
 from tfdist_ext.tables.placement import TablePlacement
@@ -38,7 +38,7 @@ _WORTHWHILE = 0.95
 def layers_of(model: Any) -> list[Any]:
     """The layers with tables in a model and the models in it, in order."""
     found = keras_internals.layers_of(model)
-    kinds = (FullSparse, DistributedEmbedding)
+    kinds = (OneTable, DistributedEmbedding)
     # A layer that is used twice is one.
     return list(dict.fromkeys(x for x in found if isinstance(x, kinds)))
 

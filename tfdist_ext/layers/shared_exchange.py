@@ -9,7 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.batches import outline
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.keras_internals import is_symbolic_build
@@ -17,6 +19,7 @@ from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.prefetch import prefetched_ids
 
 keras = tf.keras
 
@@ -119,13 +122,21 @@ class SharedExchange(SparseLayer):
         Returns:
             `[batch, units]` of each layer.
         """
-        if is_symbolic_build():
-            samples = tf.shape(tf.nest.flatten(inputs)[0])[0]
+        if is_symbolic_build() and self.prefetch_ids:
+            samples = tf.shape(inputs)[0]
             return [tf.zeros([samples, layer.units]) for layer in self.layers]
+        outlines = self._outlines(inputs)
+        if is_symbolic_build():
+            return [
+                outline.zeros(each, layer.units)
+                for layer, each in zip(self.layers, outlines, strict=True)
+            ]
         pooled = self._look_up(inputs)
         return [
-            layer.finish(value)
-            for layer, value in zip(self.layers, pooled, strict=True)
+            layer.finish(value, each)
+            for layer, value, each in zip(
+                self.layers, pooled, outlines, strict=True
+            )
         ]
 
     def table_variables(self) -> list[Any]:
@@ -136,6 +147,15 @@ class SharedExchange(SparseLayer):
         self._require_one_for_each(inputs)
         return [
             layer.ids_of(value)
+            for layer, value in zip(self.layers, inputs, strict=True)
+        ]
+
+    def _outlines(self, inputs: Any) -> list[Outline]:
+        if prefetched_ids.is_prefetched(inputs):
+            return list(inputs.outlines)
+        self._require_one_for_each(inputs)
+        return [
+            layer.outline_of(value)
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 

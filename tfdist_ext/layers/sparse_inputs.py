@@ -11,10 +11,20 @@ import tensorflow as tf
 from tfdist_ext.batches.ids import Ids
 
 _IDS = (
-    "int32 or int64 ids [batch] or [batch, k], a RaggedTensor of ids "
-    "[batch, None]"
+    "int32 or int64 ids [batch], [batch, k] or of more dimensions, a "
+    "RaggedTensor of ids [batch, None]"
 )
-_SMALL_IDS = (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32)
+_SMALL_IDS = (
+    tf.bool,
+    tf.int8,
+    tf.int16,
+    tf.uint8,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
+)
+# Up to which number floats have no gaps.
+_WHOLE = {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}
 # Of FullSparse, and of layers whose ids are given as values.
 _INPUTS = (
     f"a SparseTensor [batch, input_dim], {_IDS}, a pair (ragged ids, ragged "
@@ -78,7 +88,7 @@ def refuse_matrix(inputs: Any, rows: int | None, layer: str) -> None:
         if isinstance(value, tf.RaggedTensor) or is_sparse(value):
             continue
         shape: Any = getattr(value, "shape", ())
-        if _is_float(value) and len(shape) == 2 and shape[-1] == rows:
+        if _is_float(value) and len(shape) > 1 and shape[-1] == rows:
             raise ValueError(
                 f"Layer '{layer}' takes {_INPUTS}. Received a dense matrix of "
                 f"floats of shape {shape}, as wide as the table has rows."
@@ -100,28 +110,38 @@ def width_of(inputs: Any, layer: str) -> int:
     return int(width)
 
 
-def batch_of(shape: Any) -> int | None:
-    """The first dimension of a shape, or of the first in a nest of them."""
-    while isinstance(shape, dict | list | tuple | tf.TensorShape):
+def sizes_of(shape: Any) -> list[int | None]:
+    """The dimensions of a shape, or of the first in a nest of them.
+
+    None at all if they are not known.
+    """
+    kinds = dict | list | tuple | tf.TensorShape
+    while isinstance(shape, kinds):
         if isinstance(shape, dict):
             shape = list(shape.values())
         if isinstance(shape, tf.TensorShape) and shape.rank is None:
-            return None
-        shape = shape[0] if len(shape) else None
-    return None if shape is None else int(shape)
+            return []
+        if not len(shape) or not isinstance(shape[0], kinds):
+            return [None if size is None else int(size) for size in shape]
+        shape = shape[0]
+    return []
 
 
-def ids_of(value: Any, weights: Any, layer: str) -> Ids:
+def ids_of(value: Any, weights: Any, layer: str, kept: bool = False) -> Ids:
     """CSR ids of a feature whose ids are given as values.
+
+    A list is the ids of the last dimension, or, where rows are kept, one id.
+    `cells.arranged` lays the results out again.
 
     Args:
         value: int32 or int64 ids, a tensor `[batch]` or `[batch, k]`, a
-            RaggedTensor `[batch, None]`, or a SparseTensor whose values are
-            the ids.
+            RaggedTensor `[batch, None]`, either with more dimensions between,
+            or a SparseTensor whose values are the ids.
         weights: None, or floats or integers of the same kind and shape;
             `[batch]` and `[batch, 1]` are one, and mean a weight for all ids
             of a sample.
         layer: name, for errors.
+        kept: whether the row of every id is kept.
 
     Raises:
         ValueError: for an input of another kind.
@@ -129,9 +149,10 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
         found = _require_ids(value.values, layer, _VALUES)
-        ids = Ids(found, _splits_of_sparse(value), tf.zeros([0]))
+        splits = _one_each(found) if kept else _splits_of_sparse(value)
+        ids = Ids(found, splits, tf.zeros([0]))
     else:
-        ids = _without_weights(value, layer, _VALUES)
+        ids = _without_weights(value, layer, _VALUES, kept)
     if weights is None:
         return ids
     composites = tf.SparseTensor | tf.RaggedTensor
@@ -139,7 +160,7 @@ def ids_of(value: Any, weights: Any, layer: str) -> Ids:
         same_kind = type(weights) is type(value)
     else:
         value, weights = map(tf.convert_to_tensor, (value, weights))
-        same_kind = weights.shape.rank in (1, 2)
+        same_kind = weights.shape.rank in (1, 2, value.shape.rank)
     if not (same_kind and (_is_float(weights) or weights.dtype.is_integer)):
         raise ValueError(
             f"Layer '{layer}': weights must be floats or integers of the same "
@@ -156,8 +177,12 @@ def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     if isinstance(weights, tf.SparseTensor):
         value, weights = map(tf.sparse.reorder, (value, weights))
         return weights.values, value.indices, weights.indices
-    if is_ragged(weights):
-        return weights.values, value.row_splits, weights.row_splits
+    if isinstance(weights, tf.RaggedTensor):
+        splits = [
+            tf.concat([tf.cast(s, tf.int64) for s in r.nested_row_splits], 0)
+            for r in (value, weights)
+        ]
+        return tf.reshape(weights.flat_values, [-1]), splits[0], splits[1]
     if value.shape.rank == 1:
         value = value[:, None]
     if weights.shape.rank == 1:  # one for all ids of a sample
@@ -165,16 +190,21 @@ def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     return tf.reshape(weights, [-1]), tf.shape(value), tf.shape(weights)
 
 
-def _without_weights(value: Any, layer: str, kinds: str) -> Ids:
-    if is_ragged(value):
-        found = _require_ids(value.values, layer, kinds)
-        return Ids(found, _splits(value), tf.zeros([0]))
-    return _from_dense(value, layer, kinds)
+def _without_weights(
+    value: Any, layer: str, kinds: str, kept: bool = False
+) -> Ids:
+    if not isinstance(value, tf.RaggedTensor):
+        return _from_dense(value, layer, kinds, kept)
+    flat = value.flat_values
+    if kept or flat.shape.rank > 1:
+        return _from_dense(flat, layer, kinds, kept)
+    splits = tf.cast(value.nested_row_splits[-1], tf.int64)
+    return Ids(_require_ids(flat, layer, kinds), splits, tf.zeros([0]))
 
 
-def is_ragged(value: Any) -> bool:
-    """Whether a value is a RaggedTensor of one ragged dimension."""
-    return isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1
+def _one_each(values: tf.Tensor) -> tf.Tensor:
+    """The row splits of lists of one id."""
+    return tf.range(tf.size(values, tf.int64) + 1)
 
 
 def _feature(value: Any, binary_values: bool, layer: str) -> Ids:
@@ -197,10 +227,6 @@ def _is_float(value: Any) -> bool:
     return "float" in str(getattr(value, "dtype", ""))
 
 
-def _splits(ragged: tf.RaggedTensor) -> tf.Tensor:
-    return tf.cast(ragged.row_splits, tf.int64)
-
-
 def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> tf.Tensor:
     """The ids as int32 or int64."""
     if values.dtype in _SMALL_IDS:
@@ -221,9 +247,9 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
             f"Layer '{layer}': ids with weights must both be RaggedTensors. "
             f"Received: {type(ids).__name__}, {type(weights).__name__}."
         )
-    found = _require_ids(ids.values, layer, _INPUTS)
-    where = ids.row_splits, weights.row_splits
-    return Ids(found, _splits(ids), _aligned(weights.values, *where, layer))
+    found = _without_weights(ids, layer, _INPUTS)
+    aligned = _aligned(*_placed(ids, weights), layer)
+    return dataclasses.replace(found, weights=aligned)
 
 
 def _aligned(
@@ -243,6 +269,8 @@ def _aligned(
 def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:
     # Free when the indices are in row-major order, as they should be.
     value = tf.sparse.reorder(value)
+    if value.shape.rank != 2:  # the lists of all samples, one after another
+        value = tf.sparse.reshape(value, [-1, value.dense_shape[-1]])
     weights = (
         tf.zeros([0]) if binary_values else tf.cast(value.values, tf.float32)
     )
@@ -260,7 +288,7 @@ def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
 def _whole_numbers(value: tf.Tensor, layer: str) -> tf.Tensor:
     """Ids that Keras has cast to floats, as `keras.Input` does by default."""
     # Above, floats have gaps: some ids would have become others.
-    exact = 2 ** {tf.float32: 24, tf.float64: 53}[value.dtype]
+    exact = 2 ** _WHOLE[value.dtype]
     good = tf.equal(value, tf.floor(value)) & (tf.abs(value) < exact)
     message = (
         f"Layer '{layer}' got ids as {value.dtype.name}, and some are not "
@@ -273,17 +301,21 @@ def _whole_numbers(value: tf.Tensor, layer: str) -> tf.Tensor:
         return tf.cast(value, tf.int64)
 
 
-def _from_dense(value: Any, layer: str, kinds: str) -> Ids:
+def _from_dense(value: Any, layer: str, kinds: str, kept: bool) -> Ids:
     value = tf.convert_to_tensor(value)
-    if value.dtype in (tf.float32, tf.float64):
+    if value.dtype in _WHOLE:
         value = _whole_numbers(value, layer)
+    if kept:
+        flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
+        return Ids(flat, _one_each(flat), tf.zeros([0]))
     if value.shape.rank == 1:
         value = value[:, None]
-    if value.shape.rank != 2:
+    if not value.shape.rank:
         raise ValueError(
             f"Layer '{layer}' takes {kinds}. Received: {value.dtype.name} "
             f"of shape {value.shape}."
         )
     flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
     shape = tf.shape(value, tf.int64)
-    return Ids(flat, tf.range(shape[0] + 1) * shape[1], tf.zeros([0]))
+    lists = tf.range(tf.reduce_prod(shape[:-1]) + 1)
+    return Ids(flat, lists * shape[-1], tf.zeros([0]))

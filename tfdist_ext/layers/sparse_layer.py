@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
@@ -72,6 +73,14 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Lists of ids whose results are summed, for every feature."""
         raise NotImplementedError(type(self).__name__)
 
+    def _outlines(self, inputs: Any) -> Sequence[Outline]:
+        """How the results of every feature lie.
+
+        Args:
+            inputs: as for `_ids`, or what `preprocess` made.
+        """
+        raise NotImplementedError(type(self).__name__)
+
     def table_variables(self) -> list[Any]:
         """This rank's part of each table, by its number in the features."""
         raise NotImplementedError(type(self).__name__)
@@ -129,7 +138,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             What the layer takes as its input.
         """
         if self.prefetch_ids:
-            return prefetched_ids.bundle(self._ids(inputs))
+            return prefetched_ids.bundle(
+                self._ids(inputs), self._outlines(inputs)
+            )
         return inputs
 
     def _rank_and_world_size(self) -> tuple[int, int]:

@@ -4,7 +4,8 @@
 W ranks, b samples per rank, f bytes of a number on the wire. A table of N
 rows and d columns in R x C cells has N/R rows per row part; a cell has w of
 the columns. A feature has z ids per sample, z' of them unique; the b z ids
-of a rank's batch ask for u unique rows (`popularity.py`).
+of a rank's batch ask for u unique rows (`popularity.py`). Of a sequence, whose
+rows are not combined, every id counts as a sample.
 
 Per row part and source rank, S results are asked for with n ids in I bytes:
 
@@ -228,7 +229,9 @@ class _Features:
         hotness = np.array([f.hotness for f in problem.features], np.float64)
         exponents = np.array([f.exponent for f in problem.features], np.float64)
         popularity = Popularity(self.rows[:, 0], exponents)
-        batch = hotness * setting.batch_size
+        lists = np.array([f.lists for f in problem.features], np.float64)
+        self.results = (lists * setting.batch_size)[:, None]
+        batch = hotness * self.results[:, 0]
         self.draws = batch[:, None]
         # A mean below one id is that share of samples with one id.
         some = np.maximum(hotness, 1.0)
@@ -251,7 +254,7 @@ def _per_feature(
     """
     dedup, replicated = shapes.deduplicate, shapes.cells == 0
     parts = np.maximum(shapes.row_parts, 1.0)
-    batch = setting.batch_size
+    batch = f.results
     per_sample = np.maximum(f.in_sample, 1.0)
     served = 1.0 - (1.0 - 1.0 / parts) ** per_sample
     served = batch * served * np.minimum(f.in_sample, 1.0)
@@ -319,7 +322,7 @@ def _rice_bytes(rows: Any, ids: Any) -> Floats:
     return np.asarray((np.log2(gap) + _RICE_BITS) / 8)
 
 
-def _repeat_bytes(f: _Features, batch: int) -> Floats:
+def _repeat_bytes(f: _Features, batch: Floats) -> Floats:
     """Bytes that say which ids of a batch's samples repeat, how often."""
     apart = f.in_sample / np.maximum(f.repeats, 1e-9)
     bits = np.log2(np.maximum(apart, 1.0)) + _RICE_BITS + _REPEAT_BITS

@@ -120,20 +120,23 @@ class FeatureNumbers:
     Attributes:
         name: of the feature.
         table: index of its table.
-        hotness: mean ids per sample.
+        hotness: mean ids per list, whose rows are summed.
         exponent: how skewed its ids are, see `popularity.py`.
+        lists: mean lists per sample. One, but of sequences.
     """
 
     name: str
     table: int
     hotness: float
     exponent: float
+    lists: float = 1.0  # older files do not have it
 
     def __post_init__(self) -> None:
         where = f"feature {checks.brief(self.name)}"
         checks.name("a feature", self.name)
         checks.integer("table", self.table, 0, where)
         checks.number("hotness", self.hotness, where, least=SMALLEST)
+        checks.number("lists", self.lists, where, least=SMALLEST)
         largest = popularity_lib.LARGEST_EXPONENT
         checks.number("exponent", self.exponent, where, most=largest)
 

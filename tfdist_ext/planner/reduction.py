@@ -99,14 +99,18 @@ def make_problem(
                 f"in `tables`: {feature.table}."
             )
     indices = [positions[feature.table.name] for feature in features]
-    ids = [_hotness_of(feature) for feature in features]
+    ids = [_ids_of_sample(feature) for feature in features]
+    lists = [
+        _lists_of_sample(feature, z)
+        for feature, z in zip(features, ids, strict=True)
+    ]
     exponents = _exponents(features, ids, setting.batch_size, popularity)
     return Problem(
         tuple(_table(table, slots, forced) for table in tables),
         tuple(
-            FeatureNumbers(feature.name, index, z, s)
-            for feature, index, z, s in zip(
-                features, indices, ids, exponents, strict=True
+            FeatureNumbers(feature.name, index, z / n, s, n)
+            for feature, index, z, s, n in zip(
+                features, indices, ids, exponents, lists, strict=True
             )
         ),
         setting,
@@ -146,11 +150,21 @@ def _slots_of(optimizer: Any, slots: float | str) -> tuple[float, float]:
     return _SLOTS.get(name, (1.0, 0.0))
 
 
-def _hotness_of(feature: FeatureConfig) -> float:
+def _ids_of_sample(feature: FeatureConfig) -> float:
     if feature.hotness is not None:
         return float(feature.hotness)
-    shape = feature.input_shape
-    return float((shape[-1] if len(shape) > 1 else 1) or USUAL_HOTNESS)
+    inner = feature.input_shape[1:]
+    if None in inner:
+        return USUAL_HOTNESS
+    return float(math.prod(size or 0 for size in inner) or 1)
+
+
+def _lists_of_sample(feature: FeatureConfig, ids: float) -> float:
+    """How many results a sample has."""
+    if feature.table.combiner is None:
+        return ids
+    outer = feature.input_shape[1:-1]
+    return float(math.prod(size or 1 for size in outer))
 
 
 def _exponents(

@@ -19,8 +19,10 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import empty_batches
+from tfdist_ext.batches import outline
 from tfdist_ext.batches import slicing
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
 
 Nest = Any
 
@@ -31,6 +33,7 @@ class IdLists(tf.experimental.BatchableExtensionType):
     values: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
     row_splits: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
     weights: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
+    samples: tf.Tensor  # int64 scalar, of the batch
 
 
 class PrefetchedIds(
@@ -47,14 +50,19 @@ class PrefetchedIds(
             where `with_next` has not been.
         position: int64 `[2]`: a number of the iterator, and of its batch.
         counts: number of lists of each feature.
+        outlines: how the results of each feature lie.
         which: of those in an element of the dataset.
     """
 
     class Spec:
         """What a dataset of them says of its elements."""
 
-        shape = tf.TensorShape([None, None])
         dtype = tf.int64
+
+        @property
+        def shape(self: Any) -> tf.TensorShape:
+            """The shape that Keras sees, see `PrefetchedIds.shape`."""
+            return _shape_for_keras(self.outlines)
 
         def empty(self: Any) -> PrefetchedIds:
             """A batch of zero samples."""
@@ -64,19 +72,23 @@ class PrefetchedIds(
                     tf.zeros([1], each.dtype) for each in self.now.row_splits
                 ),
                 tuple(tf.zeros([0], each.dtype) for each in self.now.weights),
+                tf.zeros([], tf.int64),
             )
-            return PrefetchedIds(now, (), tf.zeros([2], tf.int64), self.counts)
+            outlines = tuple(outline.empty(each) for each in self.outlines)
+            position = tf.zeros([2], tf.int64)
+            return PrefetchedIds(now, (), position, self.counts, outlines)
 
     now: IdLists
     ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
     position: tf.Tensor
     counts: typing.Tuple[int, ...]  # noqa: UP006
+    outlines: typing.Tuple[Outline, ...]  # noqa: UP006
     which: int = 0
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape that Keras sees: a batch of any numbers of ids."""
-        return tf.TensorShape([None, None])
+        """The shape that Keras sees: a batch of lists of any numbers of ids."""
+        return _shape_for_keras(self.outlines)
 
     @property
     def dtype(self) -> tf.DType:
@@ -85,14 +97,29 @@ class PrefetchedIds(
 
     def nrows(self) -> tf.Tensor:
         """int64 scalar, samples of the batch."""
-        return tf.size(self.now.row_splits[0], tf.int64) - 1
+        return self.now.samples
 
     def __getitem__(self, samples: slice) -> PrefetchedIds:
         """Some samples in a row; the next batch is not known of them."""
+        start, stop = samples.start, samples.stop
         parts = [
-            _cut(part, samples.start, samples.stop) for part in _lists(self.now)
+            _cut(
+                part,
+                outline.lists_before(each, start),
+                outline.lists_before(each, stop),
+            )
+            for lists, each in zip(
+                of_features(self.now, self.counts), self.outlines, strict=True
+            )
+            for part in lists
         ]
-        return PrefetchedIds(_id_lists(parts), (), self.position, self.counts)
+        lists = _id_lists(parts, tf.cast(stop - start, tf.int64))
+        outlines = tuple(outline.cut(o, start, stop) for o in self.outlines)
+        return PrefetchedIds(lists, (), self.position, self.counts, outlines)
+
+
+def _shape_for_keras(outlines: Sequence[Any]) -> tf.TensorShape:
+    return tf.TensorShape([*outline.static_shape(outlines[0]), None])
 
 
 @tf.experimental.dispatch_for_api(tf.shape, {"input": PrefetchedIds})
@@ -105,17 +132,35 @@ def _shape(
     return tf.cast(input.nrows(), out_type or tf.int32, name)[tf.newaxis]
 
 
-def bundle(ids: Sequence[Sequence[Ids]]) -> PrefetchedIds:
+def bundle(
+    ids: Sequence[Sequence[Ids]], outlines: Sequence[Outline]
+) -> PrefetchedIds:
     """What `preprocess` of a layer returns.
 
     Args:
         ids: per feature, the lists whose results are summed.
+        outlines: how the results of each feature lie.
+
+    Raises:
+        ValueError: for ids that cannot be cut by samples: with several ragged
+            dimensions, or ragged ones before others.
     """
+    for each in outlines:
+        if len(each.splits) + bool(each.splits and each.sizes) > 1:
+            raise ValueError(
+                "prefetch_ids=True takes sequences with one ragged dimension. "
+                f"Received: {len(each.splits)}, and {len(each.sizes)} others."
+            )
+    first = outlines[0]
+    samples = first.count
+    if first.splits:
+        samples = tf.size(first.splits[0], tf.int64) - 1
     return PrefetchedIds(
-        _id_lists([part for lists in ids for part in lists]),
+        _id_lists([part for lists in ids for part in lists], samples),
         (),
         tf.zeros([2], tf.int64),
         tuple(map(len, ids)),
+        tuple(outlines),
     )
 
 
@@ -125,11 +170,12 @@ def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
     return [[next(parts) for _ in range(count)] for count in counts]
 
 
-def _id_lists(parts: Sequence[Ids]) -> IdLists:
+def _id_lists(parts: Sequence[Ids], samples: tf.Tensor) -> IdLists:
     return IdLists(
         tuple(part.values for part in parts),
         tuple(part.row_splits for part in parts),
         tuple(part.weights for part in parts),
+        samples,
     )
 
 
@@ -211,7 +257,12 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
             return last
         ahead = (following.now,)
         return PrefetchedIds(
-            last.now, ahead, position, last.counts, next(number)
+            last.now,
+            ahead,
+            position,
+            last.counts,
+            last.outlines,
+            next(number),
         )
 
     return tf.nest.map_structure(unite, last, following)
@@ -223,11 +274,13 @@ class Ahead:
 
     Attributes:
         ids: per feature, its lists.
+        samples: of the batch of the step and of this one, int64 scalars.
         position: int64 `[2]`, see `exchange_ahead`.
         place: where they are kept, see there.
     """
 
     ids: Sequence[Sequence[Ids]]
+    samples: tuple[tf.Tensor, tf.Tensor]
     position: tf.Tensor
     place: str
 
@@ -247,7 +300,9 @@ def for_call(
     ahead = None
     if inputs.ahead and place is not None:
         following = of_features(inputs.ahead[0], inputs.counts)
-        ahead = Ahead(following, inputs.position, f"{place()}/{inputs.which}")
+        samples = (inputs.now.samples, inputs.ahead[0].samples)
+        kept_at = f"{place()}/{inputs.which}"
+        ahead = Ahead(following, samples, inputs.position, kept_at)
     return of_features(inputs.now, inputs.counts), ahead
 
 

@@ -35,7 +35,7 @@ def kernel_of(layer: Any) -> Any:
     Raises:
         ValueError: for a layer that has no kernel, or several tables.
     """
-    found = getattr(layer, "kernel", layer)
+    found = getattr(layer, "kernel", getattr(layer, "embeddings", layer))
     if hasattr(found, "get_embedding_tables"):
         raise ValueError(
             f"Layer '{layer.name}' has several tables: use its "
@@ -43,8 +43,8 @@ def kernel_of(layer: Any) -> Any:
         )
     if isinstance(found, tf.keras.layers.Layer):
         raise ValueError(
-            f"Layer '{layer.name}' has no kernel. Give a FullSparse that is "
-            "built, or any variable."
+            f"Layer '{layer.name}' has no kernel. Give a FullSparse or an "
+            "Embedding that is built, or any variable."
         )
     return found
 

@@ -17,6 +17,7 @@ Placement = Literal[
     "sparsecore",
     "default_device",
 ]
+# Of the rows of a sample; where a table has none, they are kept one by one.
 Combiner = Literal["mean", "sum", "sqrtn"]
 OutOfRange = Literal["error", "ignore"]
 TableDtype = Literal["float32", "bfloat16"]

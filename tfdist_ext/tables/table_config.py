@@ -49,7 +49,8 @@ class TableConfig:
         initializer: a Keras initializer or its name.
         optimizer: a Keras optimizer or its name for this table only; None
             leaves the table to the model's.
-        combiner: "mean", "sum" or "sqrtn" of a sample's weighted rows.
+        combiner: "mean", "sum" or "sqrtn" of a sample's weighted rows; None
+            keeps the row of every id, in sequences.
         placement: "auto" (the planner chooses), "data_parallel" (all of it on
             every rank), "table_wise" (all of it on one rank), "row_wise",
             "column_wise", "grid", "sparsecore" (the planner chooses, but not
@@ -74,7 +75,7 @@ class TableConfig:
     embedding_dim: int
     initializer: Any = "uniform"
     optimizer: Any = None
-    combiner: choices.Combiner = "mean"
+    combiner: choices.Combiner | None = "mean"
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
@@ -94,7 +95,8 @@ class TableConfig:
         for field, most in SIZES.items():
             value = checks.integer(field, getattr(self, field), 1, where, most)
             object.__setattr__(self, field, value)
-        checks.one_of("combiner", self.combiner, choices.COMBINERS, where)
+        if self.combiner is not None:
+            checks.one_of("combiner", self.combiner, choices.COMBINERS, where)
         checks.one_of("dtype", self.dtype, choices.TABLE_DTYPES, where)
         checks.one_of(
             "out_of_range", self.out_of_range, choices.POLICIES, where
@@ -183,8 +185,11 @@ class FeatureConfig:
         name: of the feature, unique within a layer.
         table: where its ids are looked up.
         input_shape: of its ids, `(batch, ids per sample)`; None for what is
-            not known. The first dimension is the global batch.
-        output_shape: of its result, `(batch, embedding_dim)`.
+            not known. The first dimension is the global batch. More
+            dimensions are kept: a combiner takes the ids of the last one.
+        output_shape: of its result, `(batch, embedding_dim)`. Without a
+            combiner `(batch, length, embedding_dim)`; a length that is given
+            is what ragged ids are padded with zeros to, or cut after.
         hotness: mean ids per sample, for the planner, if `input_shape` does
             not tell.
         unique: mean number of unique ids in one rank's batch, for the
@@ -212,13 +217,7 @@ class FeatureConfig:
         for field in ("input_shape", "output_shape"):
             shape = _shape(field, getattr(self, field), where)
             object.__setattr__(self, field, shape)
-        if len(self.output_shape) > 2:
-            raise ValueError(
-                "Argument `output_shape` must be (batch, embedding_dim): the "
-                "rows of a sample are combined into one, not kept as a "
-                f"sequence. Received: output_shape={self.output_shape} "
-                f"({where})."
-            )
+        self._check_ranks(where)
         if self.output_shape[-1] not in (None, self.table.embedding_dim):
             raise ValueError(
                 "The last dimension of `output_shape` must be the table's "
@@ -230,6 +229,28 @@ class FeatureConfig:
             value = getattr(self, field)
             if value is not None:
                 checks.number(field, value, where, least=SMALLEST)
+
+    def _check_ranks(self, where: str) -> None:
+        """Refuses an output with more or fewer dimensions than there are."""
+        given, found = len(self.input_shape), len(self.output_shape)
+        if self.table.combiner is None:
+            if found == given + 1:
+                return
+            raise ValueError(
+                "Argument `output_shape` must be that of the ids and "
+                "embedding_dim behind it: with combiner=None the row of every "
+                f"id is kept. Received: output_shape={self.output_shape}, "
+                f"input_shape={self.input_shape} ({where})."
+            )
+        if found > max(2, given):
+            raise ValueError(
+                "Argument `output_shape` must be (batch, embedding_dim): the "
+                "rows of a sample are combined into one. A sequence of them, "
+                "(batch, length, embedding_dim), takes a table with "
+                "combiner=None. Received: output_shape="
+                f"{self.output_shape}, combiner={self.table.combiner!r} "
+                f"({where})."
+            )
 
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's Embedding, its table partitioned over the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.batches import outline
+from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.outline import Outline
+from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.layers import id_outlines
+from tfdist_ext.layers import one_table
+from tfdist_ext.layers import sparse_inputs
+from tfdist_ext.layers.one_table import OneTable
+from tfdist_ext.planner import reduction
+from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.tables import checks
+from tfdist_ext.tables import choices
+from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.table_config import SIZES
+from tfdist_ext.tables.table_config import FeatureConfig
+from tfdist_ext.tables.table_config import TableConfig
+
+keras = tf.keras
+
+# Arguments of Keras's that a partitioned table cannot heed, and what to do.
+_REFUSED = {
+    "lora_rank": "Train a small layer behind this one instead.",
+    "lora_alpha": "Train a small layer behind this one instead.",
+    "quantization_config": "Use dtype='bfloat16' for a smaller table.",
+    "sparse": "Use ragged ids where samples have few.",
+    "use_one_hot_matmul": "Rows are looked up.",
+}
+
+
+@keras.utils.register_keras_serializable(package="tfdist_ext")
+class Embedding(OneTable):
+    """Turns ids into rows of a table, as `keras.layers.Embedding` does.
+
+    Arguments, outputs and masks are those of Keras's layer of either Keras;
+    under a `HybridParallelStrategy` the table is partitioned over the ranks.
+    All such layers of a model, and its other sparse layers, share one exchange
+    per direction and step, and are placed by one plan.
+
+    >>> layer = Embedding(1000, 8, mask_zero=True)
+    >>> layer(tf.constant([[3, 7, 0], [2, 0, 0]])).shape
+    TensorShape([2, 3, 8])
+
+    Inputs are ids of any rank, of an integer dtype or floats that are whole
+    numbers; a RaggedTensor gives a RaggedTensor. A SparseTensor has id 0
+    where it has none.
+
+    What differs from Keras: an id out of range is an error on every rank,
+    negative ones too (Keras 3 counts them from the end).
+
+    Args:
+        input_dim: rows of the table; ids are in `[0, input_dim)`.
+        output_dim: columns of the table.
+        embeddings_initializer: see `tfdist_ext.sharding.initial_rows`.
+        embeddings_regularizer: of Keras, applied to the rows that a batch
+            looks up, each as often as it is, and added to the loss; to the
+            whole table with `sharding="data_parallel"`, as in Keras.
+        embeddings_constraint: only with `sharding="data_parallel"`.
+        mask_zero: whether id 0 is padding, which later layers are told.
+        weights: the table to start from, `[input_dim, output_dim]`, or a list
+            of it.
+        input_length: of tf_keras; without effect in Keras 3.
+        sharding: see `FullSparse`.
+        prefetch_ids: exchange ids a step ahead, see `preprocess`.
+        out_of_range: "error" raises on every rank, "ignore" gives zeros.
+        **kwargs: of a Keras layer; and how ids and numbers travel, see
+            `FullSparse`.
+
+    Raises:
+        ValueError: for arguments outside of these.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
+        mask_zero: bool = False,
+        weights: Any = None,
+        *,
+        input_length: Any = None,
+        sharding: choices.Placement | str | TablePlacement = "auto",
+        prefetch_ids: bool = False,
+        out_of_range: choices.OutOfRange = "error",
+        **kwargs: Any,
+    ) -> None:
+        where = f"layer '{kwargs.get('name') or 'embedding'}'"
+        for name, remedy in _REFUSED.items():
+            if kwargs.pop(name, None):
+                raise ValueError(
+                    f"Argument `{name}` of Keras's Embedding is not supported "
+                    f"({where}). {remedy}"
+                )
+        _take_length(input_length, kwargs)
+        super().__init__(
+            wire=Wire.taken_from(kwargs),
+            prefetch_ids=prefetch_ids,
+            sharding=sharding,
+            out_of_range=out_of_range,
+            **kwargs,
+        )
+        self.input_dim = checks.integer(
+            "input_dim", input_dim, 1, where, SIZES["vocabulary_size"]
+        )
+        self.output_dim = checks.integer(
+            "output_dim", output_dim, 1, where, SIZES["embedding_dim"]
+        )
+        self.embeddings_initializer = keras.initializers.get(
+            embeddings_initializer
+        )
+        self.embeddings_regularizer = keras.regularizers.get(
+            embeddings_regularizer
+        )
+        self.embeddings_constraint = keras.constraints.get(
+            embeddings_constraint
+        )
+        self.mask_zero = self.supports_masking = mask_zero
+        self.input_length = input_length
+        self._first_table = _matrix(weights)
+        if self.embeddings_constraint is not None and not self._is_whole:
+            raise ValueError(
+                "`embeddings_constraint` needs the whole table on every rank: "
+                "use it with sharding='data_parallel'. Received: "
+                f"sharding={self.sharding!r} ({where})."
+            )
+        checks.one_of("dtype", self._table_dtype, choices.TABLE_DTYPES, where)
+
+    @property
+    def _table_dtype(self) -> str:
+        return tf.as_dtype(self.variable_dtype).name
+
+    def build(self, input_shape: Any = None) -> None:
+        """Creates this rank's part of the table."""
+        initializer = self.embeddings_initializer
+        if self._first_table is not None:
+            initializer = keras.initializers.Constant(self._first_table)
+        whole = {}
+        if self._is_whole:
+            whole = {
+                "regularizer": self.embeddings_regularizer,
+                "constraint": self.embeddings_constraint,
+            }
+        self.embeddings = self._add_table(
+            "embeddings",
+            self._place(input_shape),
+            initializer,
+            dtype=self._table_dtype,
+            **whole,
+        )
+        self._first_table = None
+        self.built = True
+
+    def describe(self, input_shape: Any) -> FeatureConfig:
+        """The layer as a planner sees it."""
+        table = TableConfig(
+            self.name,
+            self.input_dim,
+            self.output_dim,
+            combiner=None,
+            placement=self.sharding,
+            dtype=self._table_dtype,
+        )
+        inner = one_table.inner_sizes(self._ids_shape(input_shape))
+        hotness = one_table.product(inner)
+        if None in inner:
+            hotness *= int(reduction.USUAL_HOTNESS)
+        return FeatureConfig(
+            self.name,
+            table,
+            (None, *inner),
+            (None, *inner, self.output_dim),
+            hotness=max(hotness, 1),
+        )
+
+    def table_variables(self) -> list[Any]:
+        """This rank's part of each table, by its number in `lookups`."""
+        return [self.embeddings]
+
+    def _own_variables(self) -> dict[str, Any]:
+        # By the name that Keras's Embedding gives it: either reads the other.
+        return {"0": self.embeddings}
+
+    def _ids_shape(self, shape: Any) -> Any:
+        """The shape of the ids in what Keras shows of an input."""
+        if self.prefetch_ids and shape is not None:
+            return tuple(shape)[:-1]
+        return shape
+
+    def call(self, inputs: Any) -> Any:
+        """Looks up the row of every id.
+
+        Args:
+            inputs: see the class; or what `preprocess` made.
+
+        Returns:
+            `[*ids.shape, output_dim]` in the layer's compute dtype.
+        """
+        if is_symbolic_build():
+            if self.prefetch_ids:
+                inputs = inputs[..., 0]
+            (lies,) = self._outlines(inputs)
+            return outline.zeros(lies, self.output_dim)
+        (lies,) = self._outlines(inputs)
+        (rows,) = self._look_up(inputs)
+        rows.set_shape([None, self.output_dim])
+        rows = tf.cast(rows, self.compute_dtype)
+        if self.embeddings_regularizer is not None and not self._is_whole:
+            self.add_loss(self.embeddings_regularizer(rows))
+        found = outline.arranged(rows, lies)
+        return found[0] if _is_scalar(inputs) else found
+
+    def _ids(self, inputs: Any) -> list[list[Ids]]:
+        ids = _as_array(inputs)
+        return [[sparse_inputs.ids_of(ids, None, self.name, kept=True)]]
+
+    def _outlines(self, inputs: Any) -> list[Outline]:
+        if prefetched_ids.is_prefetched(inputs):
+            return list(inputs.outlines)
+        return [id_outlines.outline_of(_as_array(inputs), True, self.name)]
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Where the ids are not 0, if that is padding; else None."""
+        del mask
+        if not self.mask_zero:
+            return None
+        if prefetched_ids.is_prefetched(inputs):
+            (lies,), ids = inputs.outlines, inputs.now.values[0]
+            return outline.arranged(tf.not_equal(ids, 0), lies)
+        if KERAS_3 and isinstance(inputs, keras.KerasTensor):
+            return keras.ops.not_equal(inputs, 0)
+        if isinstance(inputs, tf.SparseTensor):
+            inputs = _as_array(inputs)
+        return tf.not_equal(inputs, tf.zeros([], inputs.dtype))
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """`(*input_shape, output_dim)`."""
+        return (*self._ids_shape(input_shape), self.output_dim)
+
+    def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
+        """The symbolic output (Keras 3)."""
+        return keras.KerasTensor(
+            self.compute_output_shape(inputs.shape),
+            dtype=self.compute_dtype,
+            ragged=getattr(inputs, "ragged", False),
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Arguments to make the layer again."""
+        config = super().get_config()
+        for name in ("input_dim", "output_dim", "mask_zero", "input_length"):
+            config[name] = getattr(self, name)
+        for name, module in (
+            ("embeddings_initializer", keras.initializers),
+            ("embeddings_regularizer", keras.regularizers),
+            ("embeddings_constraint", keras.constraints),
+            ("activity_regularizer", keras.regularizers),
+        ):
+            config[name] = module.serialize(getattr(self, name))
+        return config
+
+
+def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
+    """What Keras's layers do with the argument."""
+    if KERAS_3:
+        if input_length is not None:
+            warnings.warn(
+                "Argument `input_length` is without effect in Keras 3.",
+                stacklevel=3,
+            )
+    elif "input_shape" not in kwargs:
+        lengths = input_length or (None,)
+        if not isinstance(lengths, list | tuple):
+            lengths = (lengths,)
+        kwargs["input_shape"] = tuple(lengths)
+
+
+def _matrix(weights: Any) -> Any:
+    """The table that a layer starts from, alone or in a list."""
+    if isinstance(weights, list | tuple) and len(weights) == 1:
+        weights = weights[0]
+    return None if weights is None else np.asarray(weights)
+
+
+def _is_scalar(inputs: Any) -> bool:
+    return tf.is_tensor(inputs) and inputs.shape.rank == 0
+
+
+def _as_array(inputs: Any) -> Any:
+    """The ids as a tensor of at least one dimension, or ragged."""
+    if isinstance(inputs, tf.SparseTensor):
+        return tf.sparse.to_dense(tf.sparse.reorder(inputs))
+    return inputs[tf.newaxis] if _is_scalar(inputs) else inputs

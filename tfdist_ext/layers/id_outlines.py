@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ids lie, which the results of their lookup are laid out by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.batches import outline
+from tfdist_ext.batches.outline import Outline
+
+Sizes = Sequence[int | None]
+
+
+def outline_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Outline:
+    """The outline of the results of a feature.
+
+    Args:
+        ids: a tensor, a RaggedTensor or a SparseTensor, as the lists of
+            `sparse_inputs` are made of.
+        kept: whether the row of every id is kept; otherwise the last
+            dimension of the ids is gone.
+        layer: name, for errors.
+        length: what ragged dimensions are filled to; nothing known leaves
+            them ragged.
+
+    Raises:
+        ValueError: for a SparseTensor whose rows are to be kept.
+    """
+    if isinstance(ids, tf.RaggedTensor):
+        return _of_ragged(ids, kept, layer, length)
+    if isinstance(ids, tf.SparseTensor):
+        if kept:
+            raise ValueError(
+                f"Layer '{layer}': a SparseTensor does not say where the rows "
+                "of its ids belong in a sequence. Give a RaggedTensor, "
+                "`tf.RaggedTensor.from_sparse(ids)`, or a tensor."
+            )
+        return outline.dense(ids.dense_shape[:-1], ids.shape[:-1])
+    ids = tf.convert_to_tensor(ids)
+    shape, static = tf.shape(ids, tf.int64), ids.shape
+    if not kept and static.rank != 1:
+        shape, static = shape[:-1], static[:-1]
+    return outline.dense(shape, static)
+
+
+def _of_ragged(
+    ids: tf.RaggedTensor, kept: bool, layer: str, length: Sizes
+) -> Outline:
+    splits = [tf.cast(each, tf.int64) for each in ids.nested_row_splits]
+    flat = ids.flat_values
+    if kept or flat.shape.rank > 1:
+        within = outline_of(flat, kept, layer)
+    else:
+        count = tf.size(splits.pop(), tf.int64) - 1
+        within = Outline(count, tf.zeros([0], tf.int64), ())
+    pad: list[int] = []
+    if splits and any(size is not None for size in length):
+        pad = [-1 if size is None else size for size in length]
+    return Outline(
+        within.count, within.inner, within.sizes, tuple(splits), tuple(pad)
+    )
+
+
+def of_length(ids: Any, length: Sizes, layer: str) -> Any:
+    """The ids of sequences: ragged ones cut after a length, others checked.
+
+    Args:
+        ids: `[batch, ...]`, or weights of ids.
+        length: sizes of the dimensions after the batch, None if any will do.
+        layer: name, for errors.
+
+    Raises:
+        ValueError: for a tensor of another length.
+    """
+    if all(size is None for size in length):
+        return ids
+    if isinstance(ids, tf.RaggedTensor):
+        return ids[(slice(None), *(slice(size) for size in length))]
+    if isinstance(ids, tf.SparseTensor):
+        return ids
+    ids = tf.convert_to_tensor(ids)
+    if not ids.shape[1:].is_compatible_with(length):
+        raise ValueError(
+            f"Layer '{layer}' takes ids (batch, {', '.join(map(str, length))})"
+            f", as its `output_shape` tells. Received: shape {ids.shape}."
+        )
+    return tf.ensure_shape(ids, [None, *length])
