@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains models of sequences with our Embedding, and with Keras's.
 
-A case is "model/placement/optimizer".
+A case is "model/placement/optimizer", with "/regularized" if the rows that
+are looked up are, which Keras's layer cannot.
 """
 
 import numpy as np
@@ -50,7 +51,7 @@ def _from_matrix(matrix):
 
 def train(model, case, made, table):
     """Fits, evaluates and predicts; everything that must agree."""
-    kind, _, rule = case.split("/")
+    kind, _, rule = case.split("/")[:3]
     inputs, labels = samples()
     target = getattr(MODELS[kind], "target", lambda inputs, label: label)
     dataset = tf.data.Dataset.from_tensor_slices((inputs, labels))
@@ -77,9 +78,12 @@ def train(model, case, made, table):
 
 def hybrid(strategy, case):
     """Our strategy and layer."""
-    kind, placement, _ = case.split("/")
+    kind, placement = case.split("/")[:2]
+    options = {"sharding": placement}
+    if case.endswith("/regularized"):
+        options["embeddings_regularizer"] = keras.regularizers.L2(0.001)
     with strategy.scope():
-        make, made = maker(tfdist_ext.layers.Embedding, sharding=placement)
+        make, made = maker(tfdist_ext.layers.Embedding, **options)
         model = MODELS[kind](make)
         found = train(model, case, made, strategy.gather_table)
     return found

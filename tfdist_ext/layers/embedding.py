@@ -218,9 +218,11 @@ class Embedding(OneTable):
         (rows,) = self._look_up(inputs)
         rows.set_shape([None, self.output_dim])
         rows = tf.cast(rows, self.compute_dtype)
-        if self.embeddings_regularizer is not None and not self._is_whole:
-            self.add_loss(self.embeddings_regularizer(rows))
         found = outline.arranged(rows, lies)
+        if self.embeddings_regularizer is not None and not self._is_whole:
+            # By their first dimension, sums over samples are told from others.
+            rows = getattr(found, "flat_values", found)
+            self.add_loss(self.embeddings_regularizer(rows))
         return found[0] if _is_scalar(inputs) else found
 
     def _ids(self, inputs: Any) -> list[list[Ids]]:

@@ -191,7 +191,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
                 initializer=initial_rows.for_shard(
                     initializer, spec, self._collectives
                 ),
-                **{"dtype": "float32", **kwargs},
+                **{"dtype": "float32", **KEEP_DTYPE, **kwargs},
             )
 
         def made() -> None:
