@@ -9,8 +9,10 @@ the pipeline draws random numbers for its samples, only causes a warning.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import warnings
-from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -79,24 +81,26 @@ def compare_first(
         tf.errors.InvalidArgumentError: on all ranks, when the pipeline runs.
     """
     features = dict(_features(batch))
+    names = list(features)
+    with_rows = [isinstance(value, tf.Tensor) for value in features.values()]
 
-    def report(gathered: np.ndarray) -> None:
+    def judge(gathered: np.ndarray) -> None:
         rows = gathered.reshape(collectives.group.world_size, -1, 2)
-        _judge(rows, list(features), may_differ)
+        if (rows != rows[0]).any():
+            _judge(rows, names, may_differ)
 
-    def compare() -> tf.Tensor:
-        own = _digests(features.values())
-        own = tf.concat([[[_samples(batch), 0]], own], 0)
+    def compare() -> tf.Operation:
+        parts = [_parts(value) for value in features.values()]
+        # In Python: every `fit` traces this anew, and TensorFlow goes through
+        # all ops again for every iterator.
+        digest = functools.partial(_digest, list(map(len, parts)), with_rows)
+        inputs = [_samples(batch), *itertools.chain(*parts)]
+        own = tf.numpy_function(digest, inputs, tf.int64)
+        own.set_shape([1 + len(names), 2])
         gathered = collectives.all_gather(own, f"{name}/first batch")
-        everyone = tf.tile(own, [collectives.group.world_size, 1])
-        tf.cond(
-            tf.reduce_all(gathered == everyone),
-            tf.no_op,
-            lambda: tf.group(tf.numpy_function(report, [gathered], [])),
-        )
-        return tf.constant(True)
+        return tf.group(tf.numpy_function(judge, [gathered], []))
 
-    tf.cond(index == 0, compare, lambda: tf.constant(True))
+    tf.cond(index == 0, compare, tf.no_op)
 
 
 def _features(value: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,35 +122,51 @@ def _samples(batch: Nest) -> tf.Tensor:
     return tf.cast(step.count_samples(batch), tf.int64)
 
 
-def _digests(features: Collection[Any]) -> tf.Tensor:
-    """int64 `[features, 2]`: a hash, and 1 if all rows are alike."""
-    # Few ops: every `fit` traces this anew.
-    one_row, axis = tf.constant([1, -1]), tf.constant(0)
-    method = tf.constant("farmhash64")
+def _parts(value: Any) -> list[tf.Tensor]:
+    """The tensors of a feature; those of strings as a hash of each row."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    return [
+        _hashes(part) if part.dtype == tf.string else part for part in parts
+    ]
 
-    def hashes(value: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.Fingerprint(data=value, method=method)
 
-    def hash_of(value: Any) -> tf.Tensor:
-        parts = tf.nest.flatten(value, expand_composites=True)
-        found = [hashes(tf.reshape(part, one_row)) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        return hashes(tf.reshape(tf.concat(found, 0), one_row))
+def _hashes(value: tf.Tensor) -> tf.Tensor:
+    rows = value[tf.newaxis] if value.shape.rank == 0 else value
+    return tf.raw_ops.Fingerprint(data=rows, method=tf.constant("farmhash64"))
 
-    def is_alike(value: Any) -> tf.Tensor:
-        if not isinstance(value, tf.Tensor):
-            return tf.constant(False)
-        if value.shape.rank == 0:
-            return tf.constant(True)
-        rows = tf.bitcast(hashes(value), tf.int64)
-        return tf.reduce_max(rows, axis) <= tf.reduce_min(rows, axis)
 
-    all_hashes = tf.concat([hash_of(value) for value in features], 0)
-    alike = tf.stack([is_alike(value) for value in features])
-    return tf.stack(
-        [tf.bitcast(all_hashes, tf.int64), tf.cast(alike, tf.int64)], 1
-    )
+def _digest(
+    counts: Sequence[int],
+    with_rows: Sequence[bool],
+    samples: np.ndarray,
+    *parts: np.ndarray,
+) -> np.ndarray:
+    """What is compared of a batch.
+
+    Args:
+        counts: parts of each feature.
+        with_rows: of each feature, whether it has one part, with a row for
+            each sample, or a scalar.
+        samples: their number.
+        *parts: of all features.
+
+    Returns:
+        int64 `[1 + features, 2]`: the samples; a hash of each feature, and 1
+        if all its rows are alike.
+    """
+    rest = iter(parts)
+    rows = [(int(samples), 0)]
+    for count, has_rows in zip(counts, with_rows, strict=True):
+        of_feature = [next(rest) for _ in range(count)]
+        blob = b"".join(part.tobytes() for part in of_feature)
+        known = hashlib.blake2b(blob, digest_size=8).digest()
+        alike = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
+        rows.append((int.from_bytes(known, "little", signed=True), int(alike)))
+    return np.array(rows, np.int64)
+
+
+def _repeats(blob: bytes, rows: int) -> bool:
+    return blob == blob[: len(blob) // max(rows, 1)] * rows
 
 
 def _judge(rows: np.ndarray, names: Sequence[str], may_differ: bool) -> None:
