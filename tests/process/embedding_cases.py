@@ -265,6 +265,11 @@ def hybrid(strategy, case):
     return result | train(model, layer.get_embedding_tables)
 
 
+def of_stock(case):
+    """A case with the same `stock`, which has one kind of table."""
+    return "/".join(["any", *case.split("/")[1:]])
+
+
 def stock(strategy, case, initial):
     """The same from stock ops, one process, a stock optimizer."""
     assert strategy is None

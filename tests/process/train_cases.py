@@ -174,6 +174,14 @@ def hybrid(strategy, case):
     return {**tables("initial"), **train(model), **tables("final")}
 
 
+def of_stock(case):
+    """A case with the same `stock`: only kernel regularizers ask where."""
+    placement, name, *rest = case.split("/")
+    if not rest:
+        placement = "row"
+    return "/".join([placement, name.removeprefix("keras_"), *rest])
+
+
 def stock(strategy, case, initial):
     """The same from stock ops, one process, stock optimizer."""
     assert strategy is None
@@ -182,8 +190,9 @@ def stock(strategy, case, initial):
             initial[f"initial/{layer}"], regularizers(case), name=layer
         )
     )
-    name = case.split("/")[1].removeprefix("keras_")
-    model.compile(optimizer(f"keras_{name}"), "mse", metrics=["mae"])
+    model.compile(
+        optimizer(f"keras_{case.split('/')[1]}"), "mse", metrics=["mae"]
+    )
     result = train(model)
     for layer in ("by_id", "by_value"):
         kernel = model.get_layer(layer).kernel
