@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures against ranks: order, limits of memory, the chart."""
 
-import subprocess
-import sys
 
 import pytest
 
@@ -78,18 +76,13 @@ def test_chart_is_a_png(tmp_path):
 
 
 @pytest.mark.process
-def test_a_small_run_writes_all_it_promises(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.scaling"),
-            *("--workload", "smoke", "--network", "loopback"),
-            *("--ranks", "1", "2", "--placements", "row"),
-            *("--steps", "5", "--limit", "100", "--memory"),
-            *("--output", str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
+def test_a_small_run_writes_all_it_promises(tmp_path, run_forking):
+    done = run_forking(
+        "benchmarks.scaling",
+        *("--workload", "smoke", "--network", "loopback"),
+        *("--ranks", "1", "2", "--placements", "row"),
+        *("--steps", "5", "--limit", "100", "--memory"),
+        *("--output", tmp_path),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = tmp_path.iterdir()
