@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures against ranks: order, limits of memory, the chart."""
 
-
 import pytest
 
 from benchmarks import report

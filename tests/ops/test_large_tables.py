@@ -38,7 +38,7 @@ def free_gigabytes() -> float:
 
 @pytest.mark.parametrize(
     ("program", "gigabytes"),
-    [("sgd_and_decay_of_bfloat16", 8.0), ("sgd_of_float32", 2.0)],
+    [("sgd_and_decay_of_bfloat16", 6.0), ("sgd_of_float32", 2.0)],
 )
 def test_in_a_process_of_its_own(program: str, gigabytes: float) -> None:
     free = free_gigabytes()
@@ -81,6 +81,16 @@ def assert_only_named_rows_changed(table: tf.Variable, value: float) -> None:
     assert not tf.cast(tf.gather(table, others), tf.float32).numpy().any()
 
 
+def count_numbers(table: tf.Variable, block: int = 2**17) -> int:
+    """How many are not zero, of all rows; a copy of all would need memory."""
+    starts = range(0, ROWS, block)
+    rows = [np.arange(i, min(i + block, ROWS)) for i in starts]
+    words = (
+        np.asarray(tf.gather(table, some)).view(np.uint16) for some in rows
+    )
+    return sum(int(np.count_nonzero(each)) for each in words)
+
+
 def sgd_and_decay_of_bfloat16() -> None:
     table = make_table(tf.bfloat16)
     grads = tf.fill([len(NAMED), DIM], -2.0)
@@ -88,10 +98,7 @@ def sgd_and_decay_of_bfloat16() -> None:
     assert_only_named_rows_changed(table, 2.0)
     optimizer_ops.scale_table(table, 0.5)
     assert_only_named_rows_changed(table, 1.0)
-    # Four numbers at a time: of all, those of the named rows.
-    words = np.asarray(table.read_value()).reshape(-1).view(np.uint64)
-    assert np.count_nonzero(words) == NAMED.size * DIM // 4
-    del words
+    assert count_numbers(table) == NAMED.size * DIM
     with pytest.raises(tf.errors.InvalidArgumentError, match="is outside the"):
         optimizer_ops.apply_row_sgd(
             table, np.array([ROWS]), tf.ones([1, DIM]), learning_rate=1.0
