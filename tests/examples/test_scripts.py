@@ -56,13 +56,17 @@ def test_many_tables(run_example: Run, tmp_path: pathlib.Path) -> None:
     ("script", "arguments", "result", "good"),
     [
         ("libsvm_logistic.py", (), "test loss", ("test accuracy", 0.75, 1)),
+        (
+            *("sasrec.py", ("--epochs", 3), "loss: [0-9.]+ to"),
+            ("among the first ten", 0.5, 1),
+        ),
         pytest.param(
             *("movielens.py", ("--epochs", 8), "test RMSE"),
             ("test RMSE", 0, 0.85),
             marks=needs_recommenders,
         ),
     ],
-    ids=["libsvm_logistic", "movielens"],
+    ids=["libsvm_logistic", "sasrec", "movielens"],
 )
 def test_without_files(
     run_example: Run,
