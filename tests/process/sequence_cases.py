@@ -89,7 +89,13 @@ def hybrid(strategy, case):
     return found
 
 
-def stock(strategy, case, ours):
+def of_stock(case):
+    """A case with the same `stock`, which has one kind of table."""
+    kind, _, rule = case.split("/")
+    return f"{kind}/any/{rule}"
+
+
+def stock(strategy, case, initial):
     """Keras's layer and optimizer, in one process."""
     assert strategy is None
     make, made = maker(keras.layers.Embedding)
