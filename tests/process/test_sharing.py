@@ -38,8 +38,8 @@ def alone(pools, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("keras", [3, 2])
-@pytest.mark.parametrize("ranks", [2, 3])
+# What depends on the Keras does not on the number of ranks.
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (3, 3), (2, 2)])
 @pytest.mark.parametrize("kind", SHARED)
 def test_sharing_changes_no_result(run_scenario, alone, ranks, keras, kind):
     expected = alone(keras, kind)
