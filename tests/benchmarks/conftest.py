@@ -29,12 +29,12 @@ def run_forking(
     python.chmod(0o700)
 
     def run(
-        module: str, *arguments: object
+        module: str, *arguments: object, ranks: int
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", _PROGRAM, str(python), module]
             + [str(argument) for argument in arguments],
-            env=servers.environment(keras=3, ranks=2),
+            env=servers.environment(3, ranks),
             capture_output=True,
             text=True,
             timeout=600,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,20 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("optimizer", kernels.OPTIMIZERS)
-def test_ours_and_stock(optimizer, tmp_path):
+def test_ours_and_stock(optimizer, tmp_path, run_forking):
     """They compute the same, or the run would end with an error."""
     output = tmp_path / "records.json"
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.kernels"),
-            *("--workloads", "smoke", "--optimizers", optimizer),
-            *("--threads", "1", "--rounds", "1", "--output", str(output)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    run = run_forking(
+        *("benchmarks.kernels", "--workloads", "smoke"),
+        *("--optimizers", optimizer, "--threads", "1", "--rounds", "1"),
+        *("--output", output),
+        ranks=1,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "fbgemm: skipped (no --fbgemm-python)" in run.stdout

@@ -93,7 +93,7 @@ def test_a_small_run_writes_all_it_promises(tmp_path):
 )
 def test_so_does_one_of_two_ranks(tmp_path, run_forking, variants):
     arguments = (*_SMALL, "--ranks", "2", "--variants", *variants)
-    done = run_forking(*_command(tmp_path, *arguments)[2:])
+    done = run_forking(*_command(tmp_path, *arguments)[2:], ranks=2)
     _check(done, tmp_path, 2, variants)
 
 
@@ -135,6 +135,7 @@ def test_parameter_servers_share_large_tables(tmp_path, run_forking):
         *("--workload", "timelines", "--optimizer", "adagrad"),
         *("--ranks", 2, "--variants", "parameter-server"),
         *("--batch", "8", "--steps", "5", "--limit", "100"),
+        ranks=2,
     )
     variant = _results(done, tmp_path)["parameter-server"]
     assert variant["status"] == "ok", variant["reason"]

@@ -82,6 +82,7 @@ def test_a_small_run_writes_all_it_promises(tmp_path, run_forking):
         *("--ranks", "1", "2", "--placements", "row"),
         *("--steps", "5", "--limit", "100", "--memory"),
         *("--output", tmp_path),
+        ranks=2,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = tmp_path.iterdir()
