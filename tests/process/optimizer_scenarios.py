@@ -83,7 +83,7 @@ class Model(keras.Model):
         return self.dense(tf.concat([part(ids) for part in self.parts], 1))
 
 
-def fitted(strategy, make, optimizer, infinite=False):
+def fitted(strategy, make, optimizer, infinite=False, trains=True):
     """The weights of a model that is trained on ids which occur again."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, SMALL // 2, [33, 3])
@@ -95,15 +95,25 @@ def fitted(strategy, make, optimizer, infinite=False):
         model = Model(make())
         arguments = {"jit_compile": False} if KERAS_3 else {}
         model.compile(optimizer(), "mse", **arguments)
+    if not trains:
+        return []
     model.fit(dataset, epochs=2, verbose=0)
     tables = [table for part in model.parts for table in part.tables()]
     return [np.array(w) for w in (*tables, *model.dense.get_weights())]
 
 
 def as_one_process(strategy, make, optimizer, **options):
-    expected = fitted(None, make, optimizer, **options)
+    """Compares with what rank 0 trains alone; others make the same model.
+
+    For Keras numbers the names of layers, which ranks have in common.
+    """
+    alone = strategy.rank == 0
+    expected = fitted(None, make, optimizer, trains=alone, **options)
     found = fitted(strategy, make, optimizer, **options)
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+    for i, value in enumerate(found):
+        everyone = strategy.gather(tf.constant(value[np.newaxis]), axis=0)
+        np.testing.assert_array_equal(everyone.numpy()[0], value, f"{i}")
+    for i, (a, b) in enumerate(zip(found, expected, strict=alone)):
         np.testing.assert_allclose(
             a, b, rtol=1e-4, atol=1e-5, err_msg=f"weight {i}"
         )
