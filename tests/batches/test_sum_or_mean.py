@@ -85,3 +85,73 @@ def test_sums_add_up_and_means_are_averaged(formula):
 def test_what_cannot_be_parted_is_refused(formula):
     with pytest.raises(ValueError, match="mixes a sum and a mean"):
         sums_and_rest(formula, X)
+
+
+def weights(x):
+    return tf.cast(x > 0.3, tf.float32)
+
+
+def kept(x):
+    return tf.reduce_sum(weights(x) * x * x)
+
+
+def weighted(x):
+    return kept(x) / tf.reduce_sum(weights(x))
+
+
+RATIOS = {
+    "mean of some": weighted,
+    "no nan": lambda x: tf.math.divide_no_nan(
+        kept(x), tf.cast(tf.math.count_nonzero(x > 0.3), tf.float32)
+    ),
+    "at least": lambda x: kept(x) / tf.maximum(1.0, tf.reduce_sum(weights(x))),
+    "and a little": lambda x: kept(x) / (tf.reduce_sum(weights(x)) + 1e-3),
+    "and a mean": lambda x: mean(x) - 2.0 * weighted(x),
+    "and a sum": lambda x: total(x) + weighted(x) / 3.0,
+    "and both": lambda x: tf.add_n([weighted(x), both(x), tf.constant(0.1)]),
+}
+
+
+@pytest.mark.parametrize("formula", RATIOS.values(), ids=RATIOS.keys())
+def test_means_of_what_a_mask_leaves_are_divided_by_all(formula):
+    def amount(terms):
+        each = [
+            t.value if t.factor is None else t.factor * t.value for t in terms
+        ]
+        return tf.add_n([tf.zeros([]), *each])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def step(x):
+        value = formula(x)
+        found = BatchGrowth().sums_in(value)
+        sums = [t for t in found if t.divisor is None]
+        (ratio,) = (t for t in found if t.divisor is not None)
+        of_all = ratio.divisor.of(tf.reduce_sum(weights(tf.constant(X))))
+        return (
+            value - amount(found),
+            amount(sums),
+            amount([ratio]),
+            ratio.divisor.part,
+            ratio.divisor.of(ratio.divisor.part),
+            of_all,
+        )
+
+    # Uneven in samples and in what the mask leaves.
+    rest, sums, value, part, own, of_all = np.transpose(
+        [[each.numpy() for each in step(x)] for x in (X[:3], X[3:])]
+    )
+    assert part.sum() == weights(X).numpy().sum()
+    shares = np.array([3, 5]) / 8
+    found = (rest * shares).sum() + sums.sum() + (value * own / of_all).sum()
+    np.testing.assert_allclose(found, formula(tf.constant(X)), rtol=1e-5)
+
+
+def test_numbers_of_samples_are_no_masks():
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def step(x):
+        places = tf.cast(tf.shape(x)[0] * tf.shape(x)[1], tf.float32)
+        for value in (total(x) / samples(x), total(x) / (2.0 * places)):
+            assert not BatchGrowth().sums_in(value)
+        return x
+
+    step(X)

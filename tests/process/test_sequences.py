@@ -10,6 +10,7 @@ CASES = [
     (2, 3, "gru4rec/row/sgd"),
     (4, 3, "gru4rec/row/sgd"),
     (2, 3, "sasrec/auto/sgd"),
+    (2, 3, "own_loss/row/sgd"),
     (4, 3, "bst/auto/sgd"),
     (2, 3, "hstu/row/sgd"),
     (2, 3, "gru4rec/row/sgd/regularized"),

@@ -15,6 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext.batches.divisors import Divisor
+from tfdist_ext.batches.divisors import divisor_of
 
 MEAN, SUM = 0, 1  # the power of the batch size a value grows with
 _MIXED = "mixed"  # a sum over samples plus something else
@@ -47,16 +49,20 @@ class Term:
     Attributes:
         value: the sum.
         factor: what the value contains of it, a scalar; None for 1.
+        divisor: what a sum has been divided by to give `value`, if that is a
+            sum over samples too; None for a sum.
     """
 
     value: tf.Tensor
     factor: tf.Tensor | None = None
+    divisor: Divisor | None = None
 
     def times(self, factor: tf.Tensor | float) -> Term:
         """The same sum, more of it."""
         factor = tf.cast(factor, self.value.dtype)
         own = self.factor
-        return Term(self.value, factor if own is None else own * factor)
+        factor = factor if own is None else own * factor
+        return dataclasses.replace(self, factor=factor)
 
 
 class BatchGrowth:
@@ -70,16 +76,19 @@ class BatchGrowth:
         self._samples = samples
         self._growth: dict[tuple[int, str], _Growth] = {}
         self._from_data: dict[tuple[int, str], bool] = {}
+        # Of divisors, what they count; see `whole_batch`.
+        self.ratios: dict[tuple[int, int, str], tf.Tensor] = {}
 
     def sums_in(self, value: tf.Tensor) -> list[Term]:
-        """The sums over samples that a value consists of.
+        """The sums over samples that a value consists of, also divided ones.
 
         Args:
             value: scalar tensor of a graph, or a tensor of which all elements
                 are to be added up.
 
         Returns:
-            Nothing for a mean, and for what cannot be told from one.
+            Nothing for a mean over the samples, and for what cannot be told
+            from one.
 
         Raises:
             ValueError: for a sum and a mean in one, which cannot be parted.
@@ -89,7 +98,35 @@ class BatchGrowth:
             return [Term(value)]
         if growth == SUM:
             return [Term(value)]
-        return self._parted(value) if growth == _MIXED else []
+        return self._parted(value) if growth == _MIXED else self._ratios(value)
+
+    def _ratios(self, value: tf.Tensor) -> list[Term]:
+        """The sums in a value that are divided by other sums of the data."""
+        if value.shape.rank != 0 or marks.growth(value) is not None:
+            return []
+        op = value.op
+        if op.type in _SAME:
+            return self._ratios(op.inputs[value.value_index])
+        if op.type == "Sub":
+            first, second = map(self._ratios, op.inputs)
+            return [*first, *(term.times(-1.0) for term in second)]
+        if op.type in _ADDITIONS - {"ConcatV2", "Pack"}:
+            return [t for each in op.inputs for t in self._ratios(each)]
+        if op.type in _QUOTIENTS and self.of(op.inputs[0]) == SUM:
+            divisor = divisor_of(op.inputs[1])
+            if divisor is not None and self.of(divisor.part) == SUM:
+                return [Term(value, divisor=divisor)]
+        if op.type not in _PRODUCTS | _QUOTIENTS:
+            return []
+        left, right = map(self._ratios, op.inputs)
+        if left and not right:
+            other = op.inputs[1]
+            if op.type in _QUOTIENTS:
+                other = tf.math.reciprocal_no_nan(other)
+            return [term.times(other) for term in left]
+        if right and not left and op.type in _PRODUCTS:
+            return [term.times(op.inputs[0]) for term in right]
+        return []
 
     def of(self, value: tf.Tensor) -> _Growth:
         """Growth of a value with the samples of the batch."""
@@ -206,7 +243,7 @@ class BatchGrowth:
         if growth == SUM:
             return [Term(value)]
         if growth == MEAN or _is_zero(value):
-            return []
+            return [] if _is_zero(value) else self._ratios(value)
         op = value.op
         parts = list(op.inputs)
         if op.type in ("Sum", "ConcatV2"):

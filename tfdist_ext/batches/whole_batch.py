@@ -10,9 +10,12 @@ loss by Keras or by hand. Sums over the samples are multiplied by
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext.batches.divisors import Divisor
 from tfdist_ext.batches.sum_or_mean import MEAN
 from tfdist_ext.batches.sum_or_mean import BatchGrowth
 from tfdist_ext.batches.sum_or_mean import Term
@@ -42,20 +45,25 @@ def share() -> tf.Tensor:
     return known[place]
 
 
-def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
-    """This rank's part of a sum over the ranks, by its part of the samples.
+def ratio_of_parts(
+    value: tf.Tensor, divisor: Divisor | None = None
+) -> tf.Tensor:
+    """This rank's part of a divisor of all ranks, by its part of the samples.
 
-    A mean that is divided by `value`, times this: the ranks' average of that
-    is divided by the sum.
+    A sum that is divided by this rank's divisor, times this: the ranks'
+    average of that is divided by the divisor of all.
 
     Args:
-        value: float32 scalar, of this rank.
+        value: float32 scalar, this rank's part of a sum.
+        divisor: what is made of the sum; None for the sum.
     """
     collectives = collectives_lib.active()
     assert collectives is not None
     own = samples()
     total, of_all = collectives.all_reduce([value, own], "batch/divisor")
-    return tf.math.divide_no_nan(value * of_all, total * own)
+    divisor = divisor or Divisor(value)
+    ratio = divisor.of(value) * of_all
+    return tf.math.divide_no_nan(ratio, divisor.of(total) * own)
 
 
 def samples() -> tf.Tensor:
@@ -89,7 +97,7 @@ def averageable(value: tf.Tensor) -> tf.Tensor:
     step = keras_step()
     terms = sums_in(step, value) if step else []
     for term in terms:
-        if term.value is value:
+        if term.value is value and term.divisor is None:
             value = total_of(value)
         else:
             value += excess(term) * term.value
@@ -98,9 +106,34 @@ def averageable(value: tf.Tensor) -> tf.Tensor:
 
 def excess(term: Term) -> tf.Tensor:
     """How often a sum has to be added to the value that contains it."""
-    more = tf.math.reciprocal_no_nan(share()) - 1.0
+    if term.divisor is None:
+        more = tf.math.reciprocal_no_nan(share()) - 1.0
+    else:
+        more = _ratio(term.divisor) - 1.0
     more = tf.cast(more, term.value.dtype)
     return more if term.factor is None else term.factor * more
+
+
+def _ratio(divisor: Divisor) -> tf.Tensor:
+    """`ratio_of_parts`, exchanged once for what is divided by the same."""
+    step = keras_step()
+    assert step is not None
+    known = growth_in(step).ratios
+    part = divisor.part
+    graph = tf.compat.v1.get_default_graph()
+    place = id(graph), id(part.graph), part.op.name
+    if place not in known:
+        single = dataclasses.replace(
+            divisor,
+            least=_single(divisor.least),
+            more=_single(divisor.more),
+        )
+        known[place] = ratio_of_parts(tf.cast(part, tf.float32), single)
+    return known[place]
+
+
+def _single(value: tf.Tensor | None) -> tf.Tensor | None:
+    return None if value is None else tf.cast(value, tf.float32)
 
 
 def total_of(value: tf.Tensor) -> tf.Tensor:

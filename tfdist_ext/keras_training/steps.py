@@ -197,7 +197,7 @@ def _averageable(
         weights = tf.nest.flatten(output_gradients)
     for i, weight in enumerate(list(weights)):
         for term in terms[i]:
-            if term.value is targets[i]:
+            if term.value is targets[i] and term.divisor is None:
                 weights[i] = whole_batch.total_of(weight)
             else:
                 targets.append(term.value)
