@@ -80,7 +80,7 @@ $(VENV)/.installed: $(REQUIREMENTS)
 test-asan: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(PYTEST) tests/ops -m 'not process and not fault'
@@ -91,6 +91,7 @@ test-tsan: build
 	TFDIST_VARIANT=tsan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_tsan.so \
 	TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66 \
+	    allocator_may_return_null=1 \
 	    suppressions=$(CURDIR)/build_ops/tsan_suppressions.txt" \
 	LD_PRELOAD="$(foreach lib,libtsan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \

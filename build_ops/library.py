@@ -245,7 +245,6 @@ def _link(
         *map(str, objects),
         *shlex.split(os.environ.get("LDFLAGS", "")),
         *tools.link_flags,
-        "-lgloo",
         *("-o", str(target)),
     ]
     if cuda:

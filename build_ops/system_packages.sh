@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs what pip cannot: a compiler, Gloo and Python's venv. Usage:
+# Installs what pip cannot: a compiler and Python's venv. Usage:
 #   build_ops/system_packages.sh PYTHON
 # Without root or passwordless sudo it says what to install and ends with 1.
 set -euo pipefail
@@ -21,14 +21,6 @@ fi
 missing=()
 command -v "${CXX:-g++}" >/dev/null || missing+=(g++)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
-if command -v "${CXX:-g++}" >/dev/null; then
-  # shellcheck disable=SC2086
-  echo '#include <gloo/context.h>' |
-    "${CXX:-g++}" ${CXXFLAGS:-} -std=c++17 -E -x c++ - >/dev/null 2>&1 ||
-    missing+=(libgloo-dev)
-elif [ ! -e /usr/include/gloo/context.h ]; then
-  missing+=(libgloo-dev)
-fi
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 install=(apt-get install -y --no-install-recommends "${missing[@]}")

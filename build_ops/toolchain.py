@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine offers: TensorFlow, the compilers, Gloo and CUDA."""
+"""What this machine offers: TensorFlow, the compilers and CUDA."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def find() -> Toolchain:
     """Looks for everything the build needs.
 
     Raises:
-        BuildError: TensorFlow, the compiler or Gloo is missing, or CUDA was
+        BuildError: TensorFlow or the compiler is missing, or CUDA was
             asked for by TFDIST_CUDA=1 and is missing.
     """
     tensorflow = _require_tensorflow()
@@ -79,7 +79,6 @@ def find() -> Toolchain:
             "one with CXX=..."
         )
     flags = tensorflow_flags()
-    _require_gloo(cxx)
     nvcc, cuda_reason = _choose_nvcc(flags["cuda"])
     return Toolchain(
         tensorflow=tensorflow,
@@ -140,25 +139,6 @@ def tensorflow_flags() -> dict[str, list[str]]:
     if done.returncode:
         raise BuildError(f"TensorFlow does not import:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _require_gloo(cxx: list[str]) -> None:
-    flags = shlex.split(os.environ.get("CXXFLAGS", ""))
-    done = subprocess.run(
-        [*cxx, *flags, "-std=c++17", "-E", "-x", "c++", "-", "-o", os.devnull],
-        input="#include <gloo/context.h>\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode:
-        raise BuildError(
-            "Gloo's headers are not found. On Debian and Ubuntu: `apt-get "
-            "install libgloo-dev`; elsewhere give their folder with "
-            "CXXFLAGS=-I... and the library's with LDFLAGS=-L... The compiler "
-            f"says:\n{done.stderr[-1000:]}"
-        )
 
 
 def _choose_nvcc(tensorflow_has_cuda: object) -> tuple[list[str] | None, str]:

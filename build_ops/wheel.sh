@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds a wheel, puts Gloo inside, and tries it where no source tree can help.
+# Builds a wheel, and tries it where no source tree can help.
 # Usage: build_ops/wheel.sh PYTHON BASE_PYTHON
 #   PYTHON       that of the environment with TensorFlow and auditwheel
 #   BASE_PYTHON  the one that makes the environment in which the wheel is tried
@@ -28,7 +28,7 @@ trap 'rm -rf "$trial"' EXIT
 cp examples/quickstart.py "$trial/"
 cd "$trial"
 unset PYTHONPATH
-# The source tree must not be what is tried, nor Debian's Gloo.
+# The source tree must not be what is tried.
 venv/bin/python - <<'EOF'
 import pathlib
 import sys

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks as threads of one process, for the fast tier."""
 
+import socket
 import threading
 
 from tfdist_ext.collectives.process_group import ProcessGroup
@@ -17,15 +18,14 @@ def run_on_ranks(world_size, function, timeout=20.0):
     Returns:
         The results in rank order. The first exception of a rank is raised.
     """
-    blobs = [b""] * world_size
-    everyone = threading.Barrier(world_size)
+    sockets = [[None] * world_size for _ in range(world_size)]
+    for rank in range(world_size):
+        for peer in range(rank):
+            messages, control = socket.socketpair(), socket.socketpair()
+            sockets[rank][peer] = messages[0], control[0]
+            sockets[peer][rank] = messages[1], control[1]
     results = [None] * world_size
     errors = []
-
-    def exchange(rank, blob):
-        blobs[rank] = blob
-        everyone.wait(timeout)
-        return list(blobs)
 
     def work(rank):
         try:
@@ -33,7 +33,7 @@ def run_on_ranks(world_size, function, timeout=20.0):
                 rank,
                 world_size,
                 [f"127.0.0.1:{7000 + peer}" for peer in range(world_size)],
-                lambda blob: exchange(rank, blob),
+                lambda: sockets[rank],
                 timeout=timeout,
             ) as group:
                 results[rank] = function(group)

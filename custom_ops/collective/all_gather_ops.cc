@@ -4,6 +4,7 @@
 
 #include "custom_ops/collective/collective_op.h"
 #include "custom_ops/collective/exchange.h"
+#include "custom_ops/common/allocate_output.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -49,7 +50,10 @@ struct AllGatherCall {
   void Post() {
     const Tensor& input = ctx->input(0);
     exchange->ExpectAll();
-    exchange->SendToAll(input.data(), input.TotalBytes());
+    for (int step = 1; step < operation->group->world_size(); ++step) {
+      exchange->SendRows(operation->group->PeerAfter(step), input.data(),
+                         input.dims() < 1 ? 0 : input.dim_size(0));
+    }
   }
 
   void Run() {
@@ -58,14 +62,12 @@ struct AllGatherCall {
     const int rank = operation->group->rank();
     const Tensor& input = ctx->input(0);
     Tensor* splits = nullptr;
-    CheckOk(ctx->allocate_output(1, tensorflow::TensorShape({world_size}),
-                                 &splits));
+    CheckOk(AllocateOutput(ctx, 1, {world_size}, &splits));
     auto rows = splits->vec<int64_t>();
     int64_t total = 0;
     for (int peer = 0; peer < world_size; ++peer) {
-      rows(peer) = peer == rank     ? input.dim_size(0)
-                   : row_bytes == 0 ? 0
-                                    : exchange->header(peer).bytes / row_bytes;
+      rows(peer) =
+          peer == rank ? input.dim_size(0) : exchange->header(peer).rows;
       total += rows(peer);
     }
     tensorflow::TensorShape shape = input.shape();
@@ -84,7 +86,7 @@ struct AllGatherCall {
       std::memcpy(own_place, input.data(), input.TotalBytes());
     }
     exchange->AwaitPayloads();
-    exchange->Finish();
+    exchange->AwaitSent();
   }
 };
 
@@ -100,7 +102,7 @@ class AllGatherOp : public CollectiveOp {
     const Tensor& input = ctx->input(0);
     Header header;
     header.dtype = input.dtype();
-    header.shape_hash = HashRowShape(input.shape());
+    SetRowShape(header, input.shape());
     header.agreed = call->row_bytes = RowBytes(input);
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
     if (input.dims() < 1) {

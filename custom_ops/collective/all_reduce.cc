@@ -18,8 +18,6 @@ namespace {
 constexpr size_t kSmallExtraBytes = size_t{64} << 10;
 constexpr size_t kSmallBytes = size_t{256} << 10;
 constexpr size_t kSegmentBytes = size_t{512} << 10;
-// Segments a peer may send ahead of the sum.
-constexpr size_t kWindow = 4;
 
 Header MakeHeader(const AllReduce::Options& options) {
   Header header;
@@ -27,6 +25,8 @@ Header MakeHeader(const AllReduce::Options& options) {
   header.agreed = options.count * options.element_bytes;
   header.shape_hash = options.shape_hash;
   header.weight = options.weight;
+  if (options.weighted) header.flags |= kWeightedFlag;
+  SetText(header.shapes, options.shapes.c_str());
   return header;
 }
 
@@ -48,6 +48,8 @@ bool AllReduce::IsSmall(size_t bytes, int world_size) {
 
 void AllReduce::Post() {
   exchange_.ExpectAll();
+  exchange_.SetExpectedBytes(small_ ? options_.count * options_.element_bytes
+                                    : ChunkOf(operation_.group->rank()).bytes);
   if (small_) {
     exchange_.SendToAll(options_.input,
                         options_.count * options_.element_bytes);
@@ -57,8 +59,9 @@ void AllReduce::Post() {
   for (int step = 1; step < operation_.group->world_size(); ++step) {
     const int peer = operation_.group->PeerAfter(step);
     const Chunk theirs = ChunkOf(peer);
-    exchange_.Send(peer, input + theirs.begin, SegmentBytes(theirs, 0));
+    exchange_.Send(peer, input + theirs.begin, theirs.bytes);
   }
+  ExpectReduced();
 }
 
 void AllReduce::Run() {
@@ -91,26 +94,16 @@ void AllReduce::ReadWeights() {
 
 void AllReduce::RunSmall() {
   const int world_size = operation_.group->world_size();
-  const size_t bytes = options_.count * options_.element_bytes;
   std::vector<const void*> inputs(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     inputs[rank] = rank == operation_.group->rank() ? options_.input
-                                                    : Payload(rank, bytes);
+                                                    : exchange_.Receive(rank);
   }
   exchange_.AwaitPayloads();
   exchange_.AwaitSent();  // the output may be the memory that is being sent
   sum_(options_.output, inputs.data(),
        weights_.empty() ? nullptr : weights_.data(), world_size, scale_,
        options_.count);
-  exchange_.Finish();
-}
-
-const uint8_t* AllReduce::Payload(int peer, size_t bytes) {
-  if (const uint8_t* payload = exchange_.InFrame(peer)) return payload;
-  std::shared_ptr<uint8_t> memory = operation_.group->scratch().Acquire(bytes);
-  operation_.Keep(memory);
-  exchange_.ReceiveInto(peer, memory.get());
-  return memory.get();
 }
 
 AllReduce::Chunk AllReduce::ChunkOf(int rank) const {
@@ -132,120 +125,70 @@ size_t AllReduce::SegmentBytes(const Chunk& chunk, size_t segment) const {
   return std::min(kSegmentBytes, chunk.bytes - segment * kSegmentBytes);
 }
 
-// The buffers of both phases by peer; null at this rank's own place.
-struct AllReduce::Phases {
-  explicit Phases(int world_size)
-      : scatter_out(world_size),
-        scatter_in(world_size),
-        gather_out(world_size),
-        gather_in(world_size),
-        first(world_size),
-        window(world_size) {}
-  std::vector<Buffer*> scatter_out, scatter_in, gather_out, gather_in;
-  std::vector<const uint8_t*> first;  // segments
-  std::vector<uint8_t*> window;       // of kWindow segments per peer
-  Chunk own;
-};
-
-void AllReduce::PostScatter(Phases& phases) {
-  const int world_size = operation_.group->world_size();
-  const int rank = operation_.group->rank();
-  auto* input = static_cast<uint8_t*>(const_cast<void*>(options_.input));
+// Into the output, which may be the input: what a peer has summed has left.
+void AllReduce::ExpectReduced() {
   auto* output = static_cast<uint8_t*>(options_.output);
-  phases.own = ChunkOf(rank);
-  // Nothing comes after the first of a single segment.
-  const size_t window =
-      phases.own.segments > 1
-          ? std::min(phases.own.segments, kWindow) * kSegmentBytes
-          : 0;
-  for (int step = 1; step < world_size; ++step) {
-    const int peer = operation_.group->PeerAfter(step);
+  reduced_.resize(operation_.group->world_size());
+  for (int step = 1; step < operation_.group->world_size(); ++step) {
+    const int peer = operation_.group->PeerBefore(step);
     const Chunk theirs = ChunkOf(peer);
-    phases.first[peer] = Payload(peer, SegmentBytes(phases.own, 0));
-    std::shared_ptr<uint8_t> memory =
-        operation_.group->scratch().Acquire(std::max<size_t>(window, 1));
-    operation_.Keep(memory);
-    phases.window[peer] = memory.get();
-    phases.scatter_in[peer] = operation_.MakeBuffer(memory.get(), window);
-    phases.scatter_out[peer] =
-        operation_.MakeBuffer(input + theirs.begin, theirs.bytes);
-    phases.gather_in[peer] =
-        operation_.MakeBuffer(output + theirs.begin, theirs.bytes);
-    phases.gather_out[peer] =
-        operation_.MakeBuffer(output + phases.own.begin, phases.own.bytes);
-    for (size_t s = 1; s < std::min(phases.own.segments, kWindow); ++s) {
-      operation_.PostReceive(phases.scatter_in[peer], peer, Stream::kRest,
-                             s * kSegmentBytes, SegmentBytes(phases.own, s));
-    }
     for (size_t s = 0; s < theirs.segments; ++s) {
-      operation_.PostReceive(phases.gather_in[peer], peer, Stream::kReduced,
-                             s * kSegmentBytes, SegmentBytes(theirs, s));
-    }
-    for (size_t s = 1; s < theirs.segments; ++s) {
-      operation_.PostSend(phases.scatter_out[peer], peer, Stream::kRest,
-                          s * kSegmentBytes, SegmentBytes(theirs, s));
+      Incoming* message = operation_.Expect(peer, s + 1);
+      operation_.Give(peer, message, output + theirs.begin + s * kSegmentBytes,
+                      SegmentBytes(theirs, s));
+      reduced_[peer].push_back(message);
     }
   }
 }
 
-void AllReduce::ReduceSegment(Phases& phases, size_t segment) {
+void AllReduce::ReduceSegment(const Chunk& own, size_t segment,
+                              const std::vector<const uint8_t*>& scattered) {
   const int world_size = operation_.group->world_size();
   const int rank = operation_.group->rank();
-  const size_t bytes = SegmentBytes(phases.own, segment);
+  const size_t bytes = SegmentBytes(own, segment);
   const size_t offset = segment * kSegmentBytes;
-  const size_t place = segment % kWindow * kSegmentBytes;
   std::vector<const void*> inputs(world_size);
   for (int peer = 0; peer < world_size; ++peer) {
-    if (peer == rank) {
-      inputs[peer] = static_cast<const uint8_t*>(options_.input) +
-                     phases.own.begin + offset;
-      continue;
+    if (peer != rank) {
+      exchange_.AwaitBytes(peer, offset + bytes, "reduce-scatter");
+      inputs[peer] = scattered[peer] + offset;
+    } else {
+      inputs[peer] =
+          static_cast<const uint8_t*>(options_.input) + own.begin + offset;
     }
-    if (segment == 0) {
-      inputs[peer] = phases.first[peer];
-      continue;
-    }
-    operation_.WaitReceive(phases.scatter_in[peer], peer, "reduce-scatter");
-    operation_.bytes_received += bytes;
-    operation_.group->CountReceived(bytes);
-    inputs[peer] = phases.window[peer] + place;
   }
-  sum_(static_cast<uint8_t*>(options_.output) + phases.own.begin + offset,
-       inputs.data(), weights_.empty() ? nullptr : weights_.data(), world_size,
-       scale_, bytes / options_.element_bytes);
+  uint8_t* sums = static_cast<uint8_t*>(options_.output) + own.begin + offset;
+  sum_(sums, inputs.data(), weights_.empty() ? nullptr : weights_.data(),
+       world_size, scale_, bytes / options_.element_bytes);
+  Header header = MakeHeader(options_);
+  header.part = segment + 1;
+  header.bytes = bytes;
   for (int step = 1; step < world_size; ++step) {
-    const int peer = operation_.group->PeerAfter(step);
-    operation_.PostSend(phases.gather_out[peer], peer, Stream::kReduced, offset,
-                        bytes);
-    if (segment + kWindow < phases.own.segments) {
-      operation_.PostReceive(phases.scatter_in[peer], peer, Stream::kRest,
-                             place,
-                             SegmentBytes(phases.own, segment + kWindow));
-    }
+    operation_.Send(operation_.group->PeerAfter(step), header, sums);
   }
 }
 
 void AllReduce::RunLarge() {
+  const int rank = operation_.group->rank();
   const int world_size = operation_.group->world_size();
-  Phases phases(world_size);
-  PostScatter(phases);
-  exchange_.AwaitPayloads();
-  for (size_t s = 0; s < phases.own.segments; ++s) ReduceSegment(phases, s);
+  const Chunk own = ChunkOf(rank);
+  std::vector<const uint8_t*> scattered(world_size);
   for (int peer = 0; peer < world_size; ++peer) {
-    if (peer == operation_.group->rank()) continue;
-    const Chunk theirs = ChunkOf(peer);
-    for (size_t s = 0; s < theirs.segments; ++s) {
-      operation_.WaitReceive(phases.gather_in[peer], peer, "all-gather");
-      if (s == 0) continue;  // the exchange waits for it
-      operation_.WaitSend(phases.scatter_out[peer], peer, "reduce-scatter");
-    }
-    operation_.bytes_received += theirs.bytes;
-    operation_.group->CountReceived(theirs.bytes);
-    for (size_t s = 0; s < phases.own.segments; ++s) {
-      operation_.WaitSend(phases.gather_out[peer], peer, "all-gather");
+    if (peer != rank) scattered[peer] = exchange_.Receive(peer);
+  }
+  for (size_t s = 0; s < own.segments; ++s) ReduceSegment(own, s, scattered);
+  AwaitReduced();
+  exchange_.AwaitPayloads();
+  exchange_.AwaitSent();
+}
+
+void AllReduce::AwaitReduced() {
+  for (size_t peer = 0; peer < reduced_.size(); ++peer) {
+    for (Incoming* message : reduced_[peer]) {
+      operation_.AwaitHeader(peer, message, "all-gather");
+      operation_.AwaitBytes(peer, message, message->header.bytes, "all-gather");
     }
   }
-  exchange_.Finish();
 }
 
 }  // namespace tfdist

@@ -3,6 +3,7 @@
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_ALL_REDUCE_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "custom_ops/collective/exchange.h"
@@ -20,9 +21,9 @@ namespace tfdist {
 //
 // Large: a direct reduce-scatter, then an all-gather. The elements are divided
 // into one *chunk* per rank, and chunks into *segments*. Everyone sends chunk j
-// to rank j, the first segment with the header; rank j sums segment after
-// segment in rank order and sends each sum to everyone at once, so both phases
-// overlap. Communication steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
+// to rank j; rank j sums segment after segment, as they come, in rank order,
+// and sends each sum to everyone at once, so both phases overlap. Communication
+// steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
 class AllReduce {
  public:
   struct Options {
@@ -32,6 +33,7 @@ class AllReduce {
     size_t element_bytes = 0;
     int32_t dtype = 0;
     uint64_t shape_hash = 0;
+    std::string shapes;  // for the error of a mismatch
     bool weighted = false;
     double weight = 1;
   };
@@ -50,24 +52,24 @@ class AllReduce {
     size_t bytes = 0;
     size_t segments = 0;
   };
-  struct Phases;
 
   void ReadWeights();
-  // What a peer sent with its header, there after AwaitPayloads.
-  const uint8_t* Payload(int peer, size_t bytes);
   void RunSmall();
   void RunLarge();
   Chunk ChunkOf(int rank) const;
   size_t SegmentBytes(const Chunk& chunk, size_t segment) const;
-  void PostScatter(Phases& phases);
-  void ReduceSegment(Phases& phases, size_t segment);
+  void ExpectReduced();
+  void AwaitReduced();
+  void ReduceSegment(const Chunk& own, size_t segment,
+                     const std::vector<const uint8_t*>& scattered);
 
   Operation& operation_;
   const Options options_;
   const SumFunction sum_;
   const bool small_;
   Exchange exchange_;
-  std::vector<float> weights_;  // empty: plain sum
+  std::vector<std::vector<Incoming*>> reduced_;  // by peer and segment
+  std::vector<float> weights_;                   // empty: plain sum
   float scale_ = 1;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "custom_ops/collective/all_reduce.h"
@@ -114,8 +115,11 @@ class AllReduceOp : public CollectiveOp {
       const Tensor& input = ctx->input(i);
       bytes += input.TotalBytes();
       call.options.count += input.NumElements();
-      call.options.shape_hash = call.options.shape_hash * 31 +
-                                static_cast<uint64_t>(input.NumElements());
+      call.options.shape_hash =
+          HashShape(input.shape(), 0, call.options.shape_hash);
+      if (call.options.shapes.size() < sizeof(Header::shapes)) {
+        call.options.shapes += (i > 0 ? " " : "") + input.shape().DebugString();
+      }
       TF_RETURN_IF_ERROR(ctx->forward_input_or_allocate_output(
           {i}, i, input.shape(), &call.outputs[i]));
     }
@@ -130,7 +134,13 @@ class AllReduceOp : public CollectiveOp {
       call.operation->Keep(ctx->input(0));
       call.operation->Keep(*call.outputs[0]);
     } else {
-      call.Pack(bytes);
+      try {
+        call.Pack(bytes);
+      } catch (const std::bad_alloc&) {
+        return absl::ResourceExhaustedError(
+            Message(call.operation->Name(), ": no memory for ", bytes,
+                    " bytes that travel together"));
+      }
     }
     call.reduce = std::make_unique<AllReduce>(*call.operation, options);
     if (!call.error.empty()) call.reduce->SetError(call.error);

@@ -5,6 +5,7 @@
 
 #include "custom_ops/collective/collective_op.h"
 #include "custom_ops/collective/exchange.h"
+#include "custom_ops/common/allocate_output.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -55,7 +56,7 @@ struct AllToAllCall {
     exchange->ExpectAll();
     for (int step = 1; step < operation->group->world_size(); ++step) {
       const int peer = operation->group->PeerAfter(step);
-      exchange->Send(peer, DataFor(peer), splits[peer] * row_bytes);
+      exchange->SendRows(peer, DataFor(peer), splits[peer]);
     }
   }
 
@@ -64,12 +65,11 @@ struct AllToAllCall {
     const int world_size = operation->group->world_size();
     const int rank = operation->group->rank();
     Tensor* recv_splits = nullptr;
-    CheckOk(ctx->allocate_output(1, tensorflow::TensorShape({world_size}),
-                                 &recv_splits));
+    CheckOk(AllocateOutput(ctx, 1, {world_size}, &recv_splits));
     auto rows = recv_splits->vec<int64_t>();
     int64_t total = 0;
     for (int peer = 0; peer < world_size; ++peer) {
-      rows(peer) = peer == rank ? splits[rank] : RowsFrom(peer);
+      rows(peer) = peer == rank ? splits[rank] : exchange->header(peer).rows;
       total += rows(peer);
     }
     tensorflow::TensorShape shape = ctx->input(0).shape();
@@ -86,11 +86,7 @@ struct AllToAllCall {
     }
     CopyOwn(own_place);  // while the peers' rows travel
     exchange->AwaitPayloads();
-    exchange->Finish();
-  }
-
-  int64_t RowsFrom(int peer) const {
-    return row_bytes == 0 ? 0 : exchange->header(peer).bytes / row_bytes;
+    exchange->AwaitSent();
   }
 
   const char* DataFor(int peer) const {
@@ -121,7 +117,7 @@ class AllToAllOp : public CollectiveOp {
         Check(input, ctx->input(1), call->operation->group->world_size());
     Header header;
     header.dtype = input.dtype();
-    header.shape_hash = HashRowShape(input.shape());
+    SetRowShape(header, input.shape());
     header.agreed = call->row_bytes = RowBytes(input);
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
     if (error.empty()) {

@@ -82,10 +82,16 @@ struct BroadcastCall {
       exchange->AwaitPayloads();
       Unpack();
     }
-    exchange->Finish();
+    exchange->AwaitSent();
   }
 
   void Unpack() const {
+    if (bytes < kShapeBytes) {
+      throw OperationError(
+          absl::InternalError(Message(operation->Name(), ": ", bytes,
+                                      " bytes, fewer than those of a shape")),
+          true);
+    }
     int64_t dims[kMaxDims + 1];
     std::memcpy(dims, message.get(), kShapeBytes);
     tensorflow::TensorShape shape;
@@ -157,7 +163,7 @@ struct BarrierCall {
 
   void Run() {
     exchange->AwaitHeaders();
-    exchange->Finish();
+    exchange->AwaitSent();
   }
 };
 
@@ -170,6 +176,7 @@ class BarrierOp : public CollectiveOp {
     call->operation = NewOperation(ctx, Kind::kBarrier);
     if (call->operation == nullptr) return done();
     call->exchange = std::make_unique<Exchange>(*call->operation, Header());
+    call->exchange->SetExpectedBytes(0);
     Start(ctx, std::move(call), true, std::move(done));
   }
 };

@@ -8,6 +8,8 @@
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
+#include "custom_ops/common/utf8.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
@@ -26,6 +28,9 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
       : AsyncOpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("group", &group_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("tag", &tag_));
+    OP_REQUIRES(ctx, tag_ >= 0 && tag_ < kPlanTag,
+                tensorflow::errors::InvalidArgument(
+                    "tag must be in [0, 2^62), received ", tag_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("label", &label_));
     // Not the name of the node, which may differ between ranks.
     if (label_.empty()) label_ = Message("tag ", tag_);
@@ -39,7 +44,7 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
   // Null, with the context's status set, if the group does not exist.
   std::shared_ptr<Operation> NewOperation(tensorflow::OpKernelContext* ctx,
                                           Kind kind) const {
-    std::shared_ptr<ProcessGroup> group = FindGroup(static_cast<int>(group_));
+    std::shared_ptr<ProcessGroup> group = FindGroup(group_);
     if (group == nullptr) {
       ctx->SetStatus(absl::FailedPreconditionError(
           Message(KindName(kind), " '", label_, "': no open process group ",
@@ -49,17 +54,32 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
     return std::make_shared<Operation>(std::move(group), kind, tag_, label_);
   }
 
-  // Runs `call->Post()` and `call->Run()`.
+  // Runs `call->Post()` and `call->Run()`. Ends early, with a CancelledError,
+  // when TensorFlow gives up the step: another op of it has failed on this
+  // rank.
   template <typename Call>
   static void Start(tensorflow::OpKernelContext* ctx,
                     std::shared_ptr<Call> call, bool post_inline,
                     DoneCallback done) {
-    ProcessGroup* group = call->operation->group.get();
-    group->Run(
-        call->operation, post_inline, [call] { call->Post(); },
+    const std::shared_ptr<Operation> operation = call->operation;
+    tensorflow::CancellationManager* manager = ctx->cancellation_manager();
+    tensorflow::CancellationToken token = 0;
+    if (manager != nullptr) {
+      token = manager->get_cancellation_token();
+      const bool registered = manager->RegisterCallback(
+          token, [operation] { operation->Cancel(); });
+      if (!registered) operation->Cancel();
+    }
+    operation->group->Run(
+        operation, post_inline, [call] { call->Post(); },
         [call] { call->Run(); },
-        [ctx, done = std::move(done)](const absl::Status& status) {
-          if (!status.ok()) ctx->SetStatus(status);
+        [ctx, manager, token,
+         done = std::move(done)](const absl::Status& status) {
+          if (manager != nullptr) manager->DeregisterCallback(token);
+          // Texts of peers are in it.
+          if (!status.ok()) {
+            ctx->SetStatus({status.code(), AsUtf8(status.message())});
+          }
           done();
         });
   }
@@ -73,7 +93,7 @@ inline std::shared_ptr<ProcessGroup> GroupOf(tensorflow::OpKernelContext* ctx) {
   const tensorflow::Tensor& handle = ctx->input(0);
   std::shared_ptr<ProcessGroup> group;
   if (handle.NumElements() == 1) {
-    group = FindGroup(static_cast<int>(handle.flat<int64_t>()(0)));
+    group = FindGroup(handle.flat<int64_t>()(0));
   }
   if (group == nullptr) {
     ctx->SetStatus(absl::FailedPreconditionError(
@@ -87,14 +107,23 @@ inline void CheckOk(const absl::Status& status) {
   if (!status.ok()) throw OperationError(status, true);
 }
 
-// Identifies the shape of a row: the dimensions after the first.
-inline uint64_t HashRowShape(const tensorflow::TensorShape& shape) {
-  uint64_t hash = static_cast<uint64_t>(shape.dims());
-  for (int i = 1; i < shape.dims(); ++i) {
+// Identifies the dimensions of a shape from `first` on.
+inline uint64_t HashShape(const tensorflow::TensorShape& shape, int first,
+                          uint64_t seed = 0) {
+  uint64_t hash = seed * 31 + static_cast<uint64_t>(shape.dims());
+  for (int i = first; i < shape.dims(); ++i) {
     hash =
         hash * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(shape.dim_size(i));
   }
   return hash;
+}
+
+// "rows of [2,3]"
+inline void SetRowShape(Header& header, const tensorflow::TensorShape& shape) {
+  header.shape_hash = HashShape(shape, 1);
+  tensorflow::TensorShape row;
+  for (int i = 1; i < shape.dims(); ++i) row.AddDim(shape.dim_size(i));
+  SetText(header.shapes, Message("rows of ", row.DebugString()).c_str());
 }
 
 inline uint64_t RowBytes(const tensorflow::Tensor& tensor) {

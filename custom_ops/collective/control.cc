@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 #include "tensorflow/core/platform/logging.h"
@@ -12,203 +13,154 @@ namespace tfdist {
 
 namespace {
 
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(1000);
-// How long a living peer may take to answer a ping or a goodbye.
+// How long peers may take to answer a goodbye.
 constexpr std::chrono::milliseconds kAnswerTime{2000};
-// Until a broken connection has been seen by the peer's control thread too.
-constexpr std::chrono::milliseconds kNoticeTime{1000};
-constexpr std::chrono::milliseconds kWatchPeriod{200};
-// The same while something waits for a rank that has left.
-constexpr std::chrono::milliseconds kLeavePeriod{20};
+// Until the end of a connection has been read by the transport's thread too.
+constexpr std::chrono::milliseconds kNoticeTime{1500};
 // Timeouts that a rank may spend outside of all collectives, alive, while
 // others wait for it: reading, saving and tracing take what they take.
 constexpr int kPatience = 5;
 
+// Codes of a pong.
+constexpr int32_t kInside = 0;
+constexpr int32_t kOutside = 1;  // in no collective
+constexpr int32_t kMoving = 2;   // in one, and its bytes move
+
 }  // namespace
 
-void ProcessGroup::StartControl(uint64_t digest) {
-  digest_ = digest;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
-    ControlPeer& state = peers_[peer];
-    state.buffer =
-        context_->createUnboundBuffer(&state.frame, sizeof(state.frame));
-    state.thread = std::thread(&ProcessGroup::Listen, this, peer);
+void ProcessGroup::SendControl(int peer, const ControlFrame& frame) {
+  try {
+    transport_.SendControl(peer, frame);
+  } catch (const std::exception&) {
+    // The peer is gone; the transport's thread finds out by itself.
   }
-  for (int peer = 0; peer < world_size(); ++peer) {
-    ControlFrame hello;
-    hello.type = Control::kHello;
-    hello.rank = rank();
-    hello.nonce = digest_;
-    if (peer != rank()) SendControl(peer, hello);
-  }
-  watchdog_ = std::thread(&ProcessGroup::Watch, this);
 }
 
-absl::Status ProcessGroup::AwaitHellos() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  auto silent = [&] {
-    for (int peer = 0; peer < world_size(); ++peer) {
-      if (peer != rank() && !peers_[peer].said_hello) return peer;
-    }
-    return -1;
-  };
-  changed_.wait_for(lock, std::chrono::duration<double>(options_.timeout),
-                    [&] { return failed() || silent() < 0; });
-  if (failed()) {
-    return absl::Status(
-        failure_code_, Message("rank ", rank(), " cannot connect: ", failure_));
+void ProcessGroup::SendControlToAll(const ControlFrame& frame) {
+  for (int step = 1; step < world_size(); ++step) {
+    SendControl(PeerAfter(step), frame);
   }
-  if (const int peer = silent(); peer >= 0) {
-    return absl::UnavailableError(Message("rank ", rank(), ": ", RankName(peer),
-                                          " is connected but says no hello"));
-  }
-  connected_ = true;
-  return absl::OkStatus();
 }
 
-void ProcessGroup::StopControl() {
+void ProcessGroup::SayGoodbye(const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (!started_) return;
   const bool in_use = !running_.empty();
   lock.unlock();
   if (in_use) {
     Fail(rank(), absl::StatusCode::kUnavailable,
-         Message(RankName(rank()), " closed its process group"));
+         Message(RankName(rank()), error.empty() ? " closed its process group"
+                                                 : " failed: " + error));
   }
-  if (watchdog_.joinable()) {
-    ControlFrame goodbye;
-    goodbye.type = Control::kGoodbye;
-    goodbye.rank = rank();
-    for (int peer = 0; peer < world_size(); ++peer) {
-      if (peer != rank()) SendControl(peer, goodbye);
-    }
-  }
+  ControlFrame goodbye;
+  goodbye.type = Control::kGoodbye;
+  goodbye.rank = rank();
+  SetText(goodbye.text, error.c_str());
+  SendControlToAll(goodbye);
   lock.lock();
   changed_.wait_for(lock, kAnswerTime, [&] {
-    return failed() ||
-           std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) {
-             return !peer.thread.joinable() || peer.said_goodbye || peer.lost;
-           });
+    for (int peer = 0; peer < world_size(); ++peer) {
+      const Peer& state = peers_[peer];
+      if (peer != rank() && !state.said_goodbye && !state.lost) return failed();
+    }
+    return true;
   });
-  closed_ = true;
-  changed_.notify_all();
-  for (ControlPeer& peer : peers_) {
-    if (peer.buffer != nullptr) peer.buffer->abortWaitRecv();
-  }
-  lock.unlock();
-  for (ControlPeer& peer : peers_) {
-    if (peer.thread.joinable()) peer.thread.join();
-  }
-  if (watchdog_.joinable()) watchdog_.join();
 }
 
-void ProcessGroup::Listen(int peer) {
-  ControlPeer& state = peers_[peer];
-  try {
-    state.buffer->recv(peer, kControlSlot);
-    while (state.buffer->waitRecv(nullptr, kForever)) {
-      ControlFrame frame = state.frame;
-      state.buffer->recv(peer, kControlSlot);
-      if (!OnControl(peer, frame)) return;
-    }
-  } catch (const std::exception& error) {
-    OnLost(peer, error.what());
-  }
-}
-
-bool ProcessGroup::OnControl(int peer, ControlFrame& frame) {
-  if (frame.magic != kMagic) {
-    Fail(peer, absl::StatusCode::kInternal,
-         Message(RankName(peer), " sent a control message of another build"));
-    return false;
-  }
+void ProcessGroup::OnControl(int peer, ControlFrame& frame) {
   switch (frame.type) {
-    case Control::kHello: {
-      if (frame.rank != peer || frame.nonce != digest_) {
-        Fail(peer, absl::StatusCode::kInvalidArgument,
-             Message(RankName(peer), " belongs to another process group (it ",
-                     "says rank ", frame.rank, ")"));
-        return false;
-      }
-      std::lock_guard<std::mutex> lock(mutex_);
-      peers_[peer].said_hello = true;
-      break;
-    }
-    case Control::kPing: {
-      const std::string asked = GetText(frame.text);
-      ControlFrame pong;
-      pong.type = Control::kPong;
-      pong.rank = rank();
-      pong.nonce = frame.nonce;
-      const std::string running = DescribeRunning();
-      pong.code = running.empty() ? 1 : 0;
-      const bool reached = running.find(asked) != std::string::npos;
-      SetText(
-          pong.text,
-          Message(reached ? "" : "has not reached it, ",
-                  running.empty() ? "is in no collective" : "is in ", running)
-              .c_str());
-      SendControl(peer, pong);
-      return true;
-    }
+    case Control::kPing:
+      return OnPing(peer, frame);
     case Control::kPong: {
       std::lock_guard<std::mutex> lock(mutex_);
       peers_[peer].pong = frame.nonce;
       peers_[peer].pong_text = GetText(frame.text);
-      peers_[peer].pong_outside = frame.code == 1;
-      break;
+      peers_[peer].pong_code = frame.code;
+      return;
     }
-    case Control::kAbort:
-      Fail(frame.rank >= 0 && frame.rank < world_size() ? frame.rank : peer,
-           static_cast<absl::StatusCode>(frame.code), GetText(frame.text));
-      return true;
+    case Control::kAbort: {
+      const bool is_rank = frame.rank >= 0 && frame.rank < world_size();
+      const auto code = static_cast<absl::StatusCode>(frame.code);
+      return Fail(
+          is_rank ? frame.rank : peer,
+          code == absl::StatusCode::kOk ? absl::StatusCode::kUnknown : code,
+          GetText(frame.text));
+    }
     case Control::kLeave:
-      OnLeave(peer, frame);
-      return true;
+      return OnLeave(peer, frame);
     case Control::kInsert:
     case Control::kInserted:
     case Control::kValue:
-      OnKey(peer, frame);
-      return true;
+      return OnKey(peer, frame);
     case Control::kGoodbye: {
       std::lock_guard<std::mutex> lock(mutex_);
       peers_[peer].said_goodbye = true;
-      break;
+      peers_[peer].error = GetText(frame.text);
+      changed_.notify_all();
+      return;
     }
   }
-  changed_.notify_all();
-  return true;
 }
 
-std::string ProcessGroup::GoneReason(int peer, const std::string& error) const {
-  if (peers_[peer].said_goodbye) {
-    return Message(RankName(peer),
-                   " has closed its process group and left (its script ended",
-                   " before this one's)");
+void ProcessGroup::OnPing(int peer, ControlFrame& frame) {
+  const std::string asked = GetText(frame.text);
+  const std::string running = DescribeRunning();
+  int64_t moved = 0;
+  for (int other = 0; other < world_size(); ++other) {
+    if (other != rank()) moved = std::max(moved, transport_.last_moved(other));
   }
-  return Message(RankName(peer), " is gone, its process died or was killed (",
-                 error, ")");
+  ControlFrame pong;
+  pong.type = Control::kPong;
+  pong.rank = rank();
+  pong.nonce = frame.nonce;
+  if (running.empty()) {
+    pong.code = kOutside;
+  } else {
+    const int64_t recently = Now() - Nanoseconds(options_.timeout / 2);
+    pong.code = moved > recently ? kMoving : kInside;
+  }
+  const bool reached = running.find(asked) != std::string::npos;
+  SetText(pong.text,
+          Message(reached ? "" : "has not reached it, ",
+                  running.empty() ? "is in no collective" : "is in ", running)
+              .c_str());
+  SendControl(peer, pong);
+}
+
+std::string ProcessGroup::GoneReason(int peer) const {
+  const Peer& state = peers_[peer];
+  if (!state.said_goodbye) {
+    return RankName(peer) + " is gone, its process died or was killed";
+  }
+  if (!state.error.empty()) return RankName(peer) + " failed: " + state.error;
+  return RankName(peer) +
+         " has closed its process group and left (its script ended before this"
+         " one's)";
 }
 
 void ProcessGroup::OnLost(int peer, const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
   peers_[peer].lost = true;
   changed_.notify_all();
-  // After a goodbye only operations that still need the peer fail.
-  if (closed_ || peers_[peer].said_goodbye) return;
-  const std::string reason = GoneReason(peer, error);
+  // After a goodbye only operations that still need the peer fail (OnTick).
+  if (closed_ || (peers_[peer].said_goodbye && error.empty())) return;
+  const std::string reason =
+      error.empty() ? GoneReason(peer)
+                    : Message(RankName(peer), " is not understood: ", error);
   lock.unlock();
-  Fail(peer, absl::StatusCode::kUnavailable, reason);
+  Fail(peer,
+       error.empty() ? absl::StatusCode::kUnavailable
+                     : absl::StatusCode::kInternal,
+       reason);
 }
 
-void ProcessGroup::OnBrokenPeer(int peer, const std::string& error) {
+void ProcessGroup::OnBrokenPeer(int peer) {
   std::unique_lock<std::mutex> lock(mutex_);
-  // The control thread may know better: the peer may have told whose death
-  // made it leave, just before it left.
+  // The peer may have told whose death made it leave, just before it left.
   changed_.wait_for(lock, kNoticeTime,
                     [&] { return failed() || peers_[peer].lost; });
   if (failed()) return;
-  const std::string reason = GoneReason(peer, error);
+  const std::string reason = GoneReason(peer);
   lock.unlock();
   Fail(peer, absl::StatusCode::kUnavailable, reason);
 }
@@ -227,9 +179,7 @@ void ProcessGroup::Fail(int culprit, absl::StatusCode code,
   abort.rank = culprit;
   abort.code = static_cast<int32_t>(code);
   SetText(abort.text, reason.c_str());
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer != rank()) SendControl(peer, abort);
-  }
+  SendControlToAll(abort);
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& operation : running_) operation->Abort();
   changed_.notify_all();
@@ -241,6 +191,9 @@ absl::Status ProcessGroup::FailureOf(const Operation& operation) {
       Message("rank ", rank(), ": ", operation.Describe(), " failed: ");
   if (failed()) return absl::Status(failure_code_, what + failure_);
   const auto cause = causes_.find(operation.generation);
+  if (cause == causes_.end() && operation.cancelled()) {
+    return absl::CancelledError(what + "another op of its step failed");
+  }
   if (cause == causes_.end()) {
     return absl::UnavailableError(what + "its connection broke");
   }
@@ -254,29 +207,27 @@ void ProcessGroup::Leave(const std::string& reason) {
   leave.rank = rank();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (failed() || closing_ || !connected_) return;
+    if (failed() || closing_ || !started_) return;
     leave.nonce = generation_++;
     told_ = false;
     // The first cause is everybody's.
     const auto cause =
         causes_.emplace(leave.nonce, Message(RankName(rank()), ": ", reason));
     SetText(leave.text, cause.first->second.c_str());
-    std::vector<std::unique_ptr<Channel>>& idle =
-        retired_[leave.nonce].channels;
-    for (auto& [tag, channel] : channels_) idle.push_back(std::move(channel));
     channels_.clear();
   }
+  SendControlToAll(leave);
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer != rank()) SendControl(peer, leave);
+    if (peer != rank()) transport_.inbox(peer).Retire(leave.nonce + 1);
   }
 }
 
 void ProcessGroup::OnLeave(int peer, ControlFrame& frame) {
   std::lock_guard<std::mutex> lock(mutex_);
-  causes_.emplace(frame.nonce, GetText(frame.text));
-  peers_[peer].generation = frame.nonce + 1;
-  FreeRetired();
-  changed_.notify_all();
+  const auto generation = static_cast<uint32_t>(frame.nonce);
+  causes_.emplace(generation, GetText(frame.text));
+  peers_[peer].generation = generation + 1;
+  ForgetCauses();
 }
 
 std::pair<std::string, bool> ProcessGroup::LeftBecause() const {
@@ -291,128 +242,132 @@ bool ProcessGroup::Stale(const Operation& operation) const {
   return operation.generation != generation_;
 }
 
-bool ProcessGroup::AbortWhatNobodyAnswers() {
-  bool any = false;
+void ProcessGroup::AbortWhatNobodyAnswers() {
   for (const auto& operation : running_) {
     const int peer = operation->waiting_for();
     const bool peer_left =
         peer >= 0 && peers_[peer].generation > operation->generation;
-    if (peer_left || operation->generation < generation_) {
-      operation->Abort();
-      any = true;
-    }
+    if (peer_left || operation->generation < generation_) operation->Abort();
   }
-  return any;
 }
 
-void ProcessGroup::FreeRetired() {
-  uint64_t oldest = generation_;
+int ProcessGroup::PeerAwaitedInVain() const {
+  for (const auto& operation : running_) {
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peers_[peer].lost && operation->WaitsFor(peer)) return peer;
+    }
+  }
+  return -1;
+}
+
+void ProcessGroup::ForgetCauses() {
+  uint32_t oldest = generation_;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer != rank()) oldest = std::min(oldest, peers_[peer].generation);
   }
   for (const auto& operation : running_) {
     oldest = std::min(oldest, operation->generation);
   }
-  // One more is kept: a message may still be on its way out.
-  while (!causes_.empty() && causes_.begin()->first + 1 < oldest) {
-    retired_.erase(causes_.begin()->first);
-    causes_.erase(causes_.begin());
-  }
+  causes_.erase(causes_.begin(), causes_.lower_bound(oldest));
 }
 
-void ProcessGroup::SendControl(int peer, ControlFrame frame) {
-  auto message =
-      std::make_unique<std::pair<ControlFrame, std::unique_ptr<Buffer>>>();
-  message->first = frame;
-  message->second =
-      context_->createUnboundBuffer(&message->first, sizeof(ControlFrame));
-  try {
-    message->second->send(peer, kControlSlot);
-  } catch (const std::exception&) {
-    // The peer is gone; its control thread deals with that.
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  control_sends_.push_back(std::move(message));
-}
-
-void ProcessGroup::Watch() {
+// Called while anything runs.
+void ProcessGroup::OnTick() {
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::chrono::duration<double> timeout(options_.timeout);
-  bool aborting = false;
-  while (!closed_) {
-    changed_.wait_for(lock, aborting ? kLeavePeriod : kWatchPeriod);
-    if (closed_ || failed()) continue;
-    aborting = AbortWhatNobodyAnswers();
-    std::shared_ptr<Operation> late;
-    const Clock::time_point now = Clock::now();
-    if (now - extended_ <= timeout) continue;
-    for (const auto& operation : running_) {
-      if (now - operation->start > timeout &&
-          (late == nullptr || operation->start < late->start)) {
-        late = operation;
-      }
-    }
-    if (late == nullptr) continue;
+  if (closed_ || failed()) return;
+  AbortWhatNobodyAnswers();
+  if (const int gone = PeerAwaitedInVain(); gone >= 0) {
+    const std::string reason = GoneReason(gone);
     lock.unlock();
-    OnDeadline(late);
-    lock.lock();
+    return Fail(gone, absl::StatusCode::kUnavailable, reason);
   }
+  const int64_t now = Now();
+  int64_t longest = 0;
+  for (const auto& operation : running_) {
+    longest = std::max(longest, now - LastMoved(*operation));
+  }
+  if (longest > Nanoseconds(options_.timeout / 2) &&
+      now - last_ping_ > Nanoseconds(options_.timeout / 4)) {
+    last_ping_ = now;
+    ControlFrame ping;
+    ping.type = Control::kPing;
+    ping.rank = rank();
+    ping.nonce = ++pings_;
+    SetText(ping.text, Late(0)->Name().c_str());
+    lock.unlock();
+    return SendControlToAll(ping);
+  }
+  const std::shared_ptr<Operation> late = Late(Nanoseconds(options_.timeout));
+  if (late == nullptr) return;
+  lock.unlock();
+  OnDeadline(late);
 }
 
-// Asks every peer what it is doing. Who does not answer is the one to blame:
-// the peer that `operation` waits for may itself wait for the silent one. For
-// the same reason any peer outside of the collectives is given time.
-void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
-  const uint64_t number = ++pings_;
-  ControlFrame ping;
-  ping.type = Control::kPing;
-  ping.rank = rank();
-  ping.nonce = number;
-  SetText(ping.text, operation->Name().c_str());
+// When an operation began, or the rank it waits for last sent or took bytes.
+int64_t ProcessGroup::LastMoved(const Operation& operation) const {
+  const int peer = operation.waiting_for();
+  const bool known = peer >= 0 && peer != rank();
+  return std::max(operation.start, known ? transport_.last_moved(peer) : 0);
+}
+
+std::shared_ptr<Operation> ProcessGroup::Late(int64_t than) const {
+  std::shared_ptr<Operation> late;
+  const int64_t now = Now();
+  for (const auto& operation : running_) {
+    if (now - LastMoved(*operation) > than &&
+        (late == nullptr || operation->start < late->start)) {
+      late = operation;
+    }
+  }
+  return late;
+}
+
+std::vector<int> ProcessGroup::SilentPeers() const {
+  std::vector<int> ranks;
+  const int64_t since = Now() - Nanoseconds(options_.timeout);
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer != rank()) SendControl(peer, ping);
-  }
-  std::unique_lock<std::mutex> lock(mutex_);
-  auto silent = [&] {
-    std::vector<int> ranks;
-    for (int peer = 0; peer < world_size(); ++peer) {
-      const ControlPeer& state = peers_[peer];
-      if (peer != rank() && state.pong != number && !state.said_goodbye) {
-        ranks.push_back(peer);
-      }
+    if (peer != rank() && !peers_[peer].said_goodbye &&
+        transport_.last_heard(peer) < since) {
+      ranks.push_back(peer);
     }
-    return ranks;
-  };
-  changed_.wait_for(lock, kAnswerTime,
-                    [&] { return failed() || silent().empty(); });
+  }
+  return ranks;
+}
+
+// Who has not been heard of for so long is the one to blame: the peer that
+// `operation` waits for may itself wait for the silent one. For the same reason
+// any peer outside of the collectives is given time, and one whose bytes move
+// all the time that it takes.
+void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
+  std::unique_lock<std::mutex> lock(mutex_);
   if (failed() || running_.count(operation) == 0) return;
-  std::vector<int> ranks = silent();
-  const double waited =
-      std::chrono::duration<double>(Clock::now() - operation->start).count();
+  const std::vector<int> silent = SilentPeers();
+  const double waited = static_cast<double>(Now() - operation->start) / 1e9;
   const double limit = kPatience * options_.timeout;
-  const int slow = ranks.empty() && waited < limit ? PeerOutside(number) : -1;
-  if (slow >= 0) {
-    extended_ = Clock::now();
-    lock.unlock();
+  const std::string after =
+      Message(" within ", std::round(waited * 10) / 10,
+              " s (timeout: ", options_.timeout, " s) of ", operation->Name());
+  int culprit = operation->waiting_for();
+  std::string reason;
+  if (!silent.empty()) {
+    culprit = silent[0];
+    for (int peer : silent) {
+      reason += (reason.empty() ? "" : " and ") + RankName(peer);
+    }
+    reason += Message(silent.size() > 1 ? " are" : " is", " silent", after,
+                      " and to a ping (stopped, hung or unreachable)");
+  } else if (!AllHaveAnswered() || PeerThatSays(kMoving) >= 0) {
+    return;
+  } else if (const int slow = PeerThatSays(kOutside);
+             slow >= 0 && waited < limit) {
+    if (Now() - last_warning_ < Nanoseconds(options_.timeout)) return;
+    last_warning_ = Now();
     LOG(WARNING) << "tfdist_ext: rank " << rank() << " has waited "
                  << std::round(waited) << " s in " << operation->Name() << ". "
                  << RankName(slow) << " is alive and in no collective: it "
                  << "reads, traces, saves or hangs. Waiting for " << limit
                  << " s in all.";
     return;
-  }
-  const std::string after =
-      Message(" within ", std::round(waited * 10) / 10,
-              " s (timeout: ", options_.timeout, " s) of ", operation->Name());
-  int culprit = operation->waiting_for();
-  std::string reason;
-  if (!ranks.empty()) {
-    culprit = ranks[0];
-    for (int peer : ranks) {
-      reason += (reason.empty() ? "" : " and ") + RankName(peer);
-    }
-    reason += Message(ranks.size() > 1 ? " are" : " is", " silent", after,
-                      " and to a ping (stopped, hung or unreachable)");
   } else if (culprit >= 0 && culprit != rank()) {
     reason = Message(RankName(culprit), " did not take part", after,
                      "; it is alive and ", peers_[culprit].pong_text);
@@ -424,9 +379,21 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   Fail(culprit, absl::StatusCode::kUnavailable, reason);
 }
 
-int ProcessGroup::PeerOutside(uint64_t ping) const {
+bool ProcessGroup::AllHaveAnswered() const {
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peers_[peer].pong == ping && peers_[peer].pong_outside) return peer;
+    const Peer& state = peers_[peer];
+    const bool answered = pings_ > 0 && state.pong == pings_;
+    if (peer != rank() && !answered && !state.said_goodbye) return false;
+  }
+  return true;
+}
+
+int ProcessGroup::PeerThatSays(int32_t code) const {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const Peer& state = peers_[peer];
+    if (pings_ > 0 && state.pong == pings_ && state.pong_code == code) {
+      return peer;
+    }
   }
   return -1;
 }

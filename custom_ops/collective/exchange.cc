@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/collective/exchange.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "custom_ops/collective/channel.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 #include "tensorflow/core/framework/types.h"
@@ -11,8 +13,13 @@ namespace tfdist {
 
 namespace {
 
-bool FitsFrame(uint64_t bytes, size_t capacity) {
-  return bytes <= capacity - sizeof(Header);
+constexpr size_t kLongestError = 2000;
+// How long a mismatch waits for the headers of those who may agree.
+constexpr std::chrono::milliseconds kPatience{1000};
+
+// Whether every rank says how many rows it sends.
+bool ByRow(Kind kind) {
+  return kind == Kind::kAllToAll || kind == Kind::kAllGather;
 }
 
 std::string Describe(const Header& header) {
@@ -25,9 +32,10 @@ std::string Describe(const Header& header) {
                         ? tensorflow::DataTypeString(dtype)
                         : Message("dtype ", header.dtype));
   }
-  const bool by_row =
-      header.kind == Kind::kAllToAll || header.kind == Kind::kAllGather;
-  text += Message(", ", header.agreed, by_row ? " bytes per row" : " bytes");
+  text += Message(", ", header.agreed,
+                  ByRow(header.kind) ? " bytes per row" : " bytes");
+  if (copy.shapes[0] != '\0') text += Message(", ", GetText(copy.shapes));
+  if ((header.flags & kWeightedFlag) != 0) text += ", weighted";
   if (header.kind == Kind::kBroadcast) text += Message(", root ", header.root);
   return text + ")";
 }
@@ -37,25 +45,18 @@ std::string Describe(const Header& header) {
 Exchange::Exchange(Operation& operation, Header header)
     : operation_(operation),
       header_(header),
-      headers_(operation.group->world_size()),
-      sent_(operation.group->world_size()) {
+      messages_(operation.group->world_size()) {
   header_.kind = operation.kind;
   SetText(header_.label, operation.label.c_str());
 }
 
 void Exchange::SetError(const std::string& error) {
-  // Short enough for any frame, so that nobody has to make room for it.
-  error_ = error.substr(0, ProcessGroup::kInitialFrame / 2);
+  error_ = error.substr(0, kLongestError);
   header_.flags |= kErrorFlag;
 }
 
 void Exchange::Expect(int peer) {
-  FrameBuffer& in = operation_.channel->peers[peer].in;
-  if (!in.posted) {
-    operation_.PostReceive(in.buffer.get(), peer, Stream::kFrame, 0,
-                           in.capacity);
-    in.posted = true;
-  }
+  messages_[peer] = operation_.Expect(peer, 0);
   expected_.push_back(peer);
 }
 
@@ -71,149 +72,136 @@ void Exchange::SendToAll(const void* data, size_t bytes) {
   }
 }
 
-void Exchange::Send(int peer, const void* data, size_t bytes) {
+void Exchange::Post(int peer, const void* data, size_t bytes, int64_t rows) {
   if (!error_.empty()) {
     data = error_.data();
     bytes = error_.size();
+    rows = 0;
   }
-  FrameBuffer& out = operation_.channel->peers[peer].out;
   header_.bytes = bytes;
-  header_.call = operation_.channel->calls;
-  size_t frame = sizeof(Header);
-  std::memcpy(out.memory.get(), &header_, sizeof(Header));
-  const bool fits = FitsFrame(bytes, out.capacity);
-  if (fits && bytes > 0) {
-    std::memcpy(out.memory.get() + frame, data, bytes);
-    frame += bytes;
-  }
-  sent_[peer] = bytes;
-  sending_.push_back(peer);
-  operation_.PostSend(out.buffer.get(), peer, Stream::kFrame, 0, frame);
-  if (!fits) {
-    rests_out_.push_back(
-        {peer, operation_.Send(peer, Stream::kRest, data, bytes)});
-  }
+  header_.rows = rows;
+  operation_.Send(peer, header_, data);
 }
 
 void Exchange::AwaitHeaders() {
   bool errors = !error_.empty();
   for (int peer : expected_) {
-    FrameBuffer& in = operation_.channel->peers[peer].in;
-    operation_.WaitReceive(in.buffer.get(), peer, "receive header");
-    in.posted = false;
-    std::memcpy(&headers_[peer], in.memory.get(), sizeof(Header));
+    operation_.AwaitHeader(peer, messages_[peer], "receive header");
     CheckHeader(peer);
-    uint64_t bytes = sizeof(Header);
-    if (InFrame(peer) != nullptr) bytes += headers_[peer].bytes;
-    operation_.bytes_received += bytes;
-    operation_.group->CountReceived(bytes);
-    errors = errors || (headers_[peer].flags & kErrorFlag) != 0;
+    errors = errors || (header(peer).flags & kErrorFlag) != 0;
   }
   if (errors) ThrowErrors();
 }
 
+bool Exchange::Agrees(const Header& one, const Header& other) const {
+  const bool excused = ((one.flags | other.flags) & kErrorFlag) != 0;
+  const bool lengths_agree = one.agreed == other.agreed &&
+                             one.shape_hash == other.shape_hash &&
+                             ((one.flags ^ other.flags) & kWeightedFlag) == 0;
+  const auto is_short = [](const Header& header) {
+    return (header.flags & kErrorFlag) == 0 || header.bytes <= kLongestError;
+  };
+  return one.kind == other.kind && one.dtype == other.dtype &&
+         one.root == other.root && (lengths_agree || excused) &&
+         is_short(one) && is_short(other) &&
+         std::strncmp(one.label, other.label, sizeof(one.label)) == 0;
+}
+
 void Exchange::CheckHeader(int peer) {
-  const Header& theirs = headers_[peer];
-  header_.call = operation_.channel->calls;
-  const bool lengths_agree = theirs.agreed == header_.agreed &&
-                             theirs.shape_hash == header_.shape_hash;
-  const bool excused = ((theirs.flags | header_.flags) & kErrorFlag) != 0;
-  if (theirs.magic == kMagic && theirs.kind == header_.kind &&
-      theirs.dtype == header_.dtype && theirs.root == header_.root &&
-      theirs.call == header_.call && (lengths_agree || excused) &&
-      std::strncmp(theirs.label, header_.label, sizeof(theirs.label)) == 0) {
-    return;
+  if (!Agrees(header_, header(peer))) Disagree();
+  if (((header_.flags | header(peer).flags) & kErrorFlag) == 0) {
+    CheckBytes(peer);
   }
+}
+
+// All ranks shall give the same reason, whoever sees it first: that of the
+// first two in their order. So all headers are looked at that come.
+void Exchange::Disagree() {
   ProcessGroup& group = *operation_.group;
-  operation_.group->Fail(
-      peer, absl::StatusCode::kInvalidArgument,
-      Message("ranks disagree about the operation with tag ", operation_.tag,
-              ": ", group.RankName(group.rank()), " runs ", Describe(header_),
-              ", ", group.RankName(peer), " runs ", Describe(theirs)));
+  header_.call = operation_.channel->calls;
+  std::vector<const Header*> headers(messages_.size());
+  headers[group.rank()] = &header_;
+  for (int peer : expected_) {
+    if (operation_.AwaitHeaderFor(kPatience, peer, messages_[peer])) {
+      headers[peer] = &header(peer);
+    }
+  }
+  const auto differ = [&](int a, int b) {
+    return headers[a] != nullptr && headers[b] != nullptr &&
+           !Agrees(*headers[a], *headers[b]);
+  };
+  int first = 0, other = 1;  // some pair differs, or this were not called
+  while (!differ(first, other)) {
+    if (++other == group.world_size()) other = ++first + 1;
+  }
+  group.Fail(other, absl::StatusCode::kInvalidArgument,
+             Message("ranks disagree about the operation with tag ",
+                     operation_.tag, ": ", group.RankName(first), " runs ",
+                     Describe(*headers[first]), ", ", group.RankName(other),
+                     " runs ", Describe(*headers[other])));
   throw OperationError(group.FailureOf(operation_), true);
 }
 
-// All messages are taken in first, so that the channel stays usable.
+void Exchange::CheckBytes(int peer) {
+  const uint64_t bytes = header(peer).bytes;
+  const int64_t rows = header(peer).rows;
+  const uint64_t row = header_.agreed;
+  const bool by_row = ByRow(header_.kind);
+  const bool rows_fit =
+      rows >= 0 && static_cast<uint64_t>(rows) <= kMostBytes &&
+      (row == 0 ? bytes == 0
+                : bytes % row == 0 && bytes / row == uint64_t(rows));
+  if ((!by_row || rows_fit) && bytes == expected_bytes_.value_or(bytes)) return;
+  ProcessGroup& group = *operation_.group;
+  group.Fail(peer, absl::StatusCode::kInternal,
+             Message(group.RankName(peer), " sent ", bytes, " bytes for ",
+                     Describe(header(peer)), ", expected ",
+                     by_row ? Message(rows, " rows of ", row)
+                            : Message(*expected_bytes_)));
+  throw OperationError(group.FailureOf(operation_), true);
+}
+
+// All messages are taken in first, so that the ranks stay in step.
 void Exchange::ThrowErrors() {
   std::string text = error_;
   if (!text.empty()) {
     text = Message("rank ", operation_.group->rank(), ": ", text);
   }
-  for (int peer : expected_) {
-    const Header& header = headers_[peer];
-    const uint8_t* payload = InFrame(peer);
-    if ((header.flags & kErrorFlag) != 0) {
-      text += Message(
-          text.empty() ? "" : "; ", "rank ", peer, ": ",
-          std::string(reinterpret_cast<const char*>(payload), header.bytes));
-    } else if (payload == nullptr) {
-      std::shared_ptr<uint8_t> memory =
-          operation_.group->scratch().Acquire(header.bytes);
-      operation_.Keep(memory);
-      ReceiveInto(peer, memory.get());
-    }
-  }
+  std::vector<const uint8_t*> payloads(messages_.size());
+  for (int peer : expected_) payloads[peer] = Receive(peer);
   AwaitPayloads();
-  Finish();
+  AwaitSent();
+  for (int peer : expected_) {
+    if ((header(peer).flags & kErrorFlag) == 0) continue;
+    text += Message(text.empty() ? "" : "; ", "rank ", peer, ": ",
+                    std::string(reinterpret_cast<const char*>(payloads[peer]),
+                                header(peer).bytes));
+  }
   throw OperationError(
       absl::InvalidArgumentError(Message(operation_.Name(), ": ", text)),
       false);
 }
 
-const uint8_t* Exchange::InFrame(int peer) const {
-  const FrameBuffer& in = operation_.channel->peers[peer].in;
-  return FitsFrame(headers_[peer].bytes, in.capacity)
-             ? in.memory.get() + sizeof(Header)
-             : nullptr;
+void Exchange::ReceiveInto(int peer, void* memory) {
+  if (header(peer).bytes == 0) return;
+  operation_.Give(peer, messages_[peer], memory, header(peer).bytes);
+  receiving_.push_back(peer);
 }
 
-void Exchange::ReceiveInto(int peer, void* memory) {
-  const uint64_t bytes = headers_[peer].bytes;
-  if (const uint8_t* payload = InFrame(peer)) {
-    if (bytes > 0) std::memcpy(memory, payload, bytes);
-    return;
-  }
-  rests_in_.push_back(
-      {peer, operation_.Receive(peer, Stream::kRest, memory, bytes)});
+const uint8_t* Exchange::Receive(int peer) {
+  receiving_.push_back(peer);
+  return operation_.TakeEarly(peer, messages_[peer]);
 }
 
 void Exchange::AwaitPayloads() {
-  for (const Rest& rest : rests_in_) {
-    operation_.WaitReceive(rest.buffer, rest.peer, "receive payload");
-    operation_.bytes_received += headers_[rest.peer].bytes;
-    operation_.group->CountReceived(headers_[rest.peer].bytes);
+  for (int peer : receiving_) {
+    AwaitBytes(peer, header(peer).bytes, "receive payload");
   }
-  rests_in_.clear();
+  receiving_.clear();
 }
 
-void Exchange::AwaitSent() {
-  ProcessGroup& group = *operation_.group;
-  for (int peer : sending_) {
-    FrameBuffer& out = operation_.channel->peers[peer].out;
-    operation_.WaitSend(out.buffer.get(), peer, "send header");
-    const size_t capacity = group.NextCapacity(out.capacity, sent_[peer]);
-    if (capacity != out.capacity) out.Resize(group.context(), capacity);
-  }
-  sending_.clear();
-  for (const Rest& rest : rests_out_) {
-    operation_.WaitSend(rest.buffer, rest.peer, "send payload");
-  }
-  rests_out_.clear();
-}
-
-void Exchange::Finish() {
-  AwaitSent();
-  ProcessGroup& group = *operation_.group;
-  for (int peer : expected_) {
-    FrameBuffer& in = operation_.channel->peers[peer].in;
-    const size_t capacity =
-        group.NextCapacity(in.capacity, headers_[peer].bytes);
-    if (capacity != in.capacity) in.Resize(group.context(), capacity);
-    operation_.PostReceive(in.buffer.get(), peer, Stream::kFrame, 0,
-                           in.capacity);
-    in.posted = true;
-  }
-  ++operation_.channel->calls;
+void Exchange::AwaitBytes(int peer, uint64_t bytes, const char* stage) {
+  operation_.AwaitBytes(peer, messages_[peer], bytes, stage);
 }
 
 }  // namespace tfdist

@@ -2,10 +2,11 @@
 #ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_EXCHANGE_H_
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_EXCHANGE_H_
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "custom_ops/collective/channel.h"
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/wire.h"
 
@@ -16,13 +17,12 @@ namespace tfdist {
 // A rank posts its messages, then awaits the headers, learns from them how much
 // comes, says where it shall go, and awaits the payloads:
 //
-//   post:  for each peer: Send(peer, data, bytes)
+//   post:  ExpectAll(); for each peer: Send(peer, data, bytes)
 //   body:  AwaitHeaders(); ReceiveInto(peer, memory)...; AwaitPayloads();
-//          Finish();
+//          AwaitSent();
 //
-// Communication steps: one when payloads fit into frames, else three one-way
-// trips (frame, "ready to receive", rest). Bytes on the wire: 128 per message
-// and the payload.
+// Communication steps: one, of any size. Bytes on the wire: sizeof(Header) per
+// message and the payload.
 class Exchange {
  public:
   // `header` is what all ranks must agree on; its `bytes` is set per message.
@@ -32,44 +32,51 @@ class Exchange {
   // of a payload, and the exchange ends with it on every rank.
   void SetError(const std::string& error);
 
-  // Posts the receives from those peers this rank shall hear, once.
+  // How many bytes every peer must send, where it is not for it to say.
+  void SetExpectedBytes(uint64_t bytes) { expected_bytes_ = bytes; }
+
+  // Those peers this rank shall hear, once each.
   void Expect(int peer);
   void ExpectAll();
-  // Posts a message; `data` must stay until Finish.
-  void Send(int peer, const void* data, size_t bytes);
+  // Posts a message; `data` must stay until AwaitSent.
+  void Send(int peer, const void* data, size_t bytes) {
+    Post(peer, data, bytes, 0);
+  }
+  // The same of rows of `agreed` bytes.
+  void SendRows(int peer, const void* data, int64_t rows) {
+    Post(peer, data, rows * header_.agreed, rows);
+  }
   void SendToAll(const void* data, size_t bytes);
 
   // Awaits and checks the headers of all expected peers. Throws the error of
   // any rank that has one, after taking in all messages.
   void AwaitHeaders();
-  const Header& header(int peer) const { return headers_[peer]; }
-  // The payload in the frame, valid until Finish; null if it comes as a rest.
-  const uint8_t* InFrame(int peer) const;
+  const Header& header(int peer) const { return messages_[peer]->header; }
   // Puts a payload into `memory`, of header(peer).bytes bytes.
   void ReceiveInto(int peer, void* memory);
+  // The same into memory of its own, which may still be filled.
+  const uint8_t* Receive(int peer);
   void AwaitPayloads();
+  // Awaits so many bytes of one payload.
+  void AwaitBytes(int peer, uint64_t bytes, const char* stage);
   // Awaits that all has been sent: `data` may change from then on.
-  void AwaitSent();
-  // Awaits that all has been sent, and readies the channel for its next use.
-  void Finish();
+  void AwaitSent() { operation_.AwaitSent("send"); }
 
  private:
-  struct Rest {
-    int peer;
-    Buffer* buffer;
-  };
+  void Post(int peer, const void* data, size_t bytes, int64_t rows);
+  bool Agrees(const Header& one, const Header& other) const;
   void CheckHeader(int peer);
+  [[noreturn]] void Disagree();
+  void CheckBytes(int peer);
   void ThrowErrors();
 
   Operation& operation_;
   Header header_;
   std::string error_;
-  std::vector<Header> headers_;  // of the peers
-  std::vector<uint64_t> sent_;   // payload bytes by peer
+  std::optional<uint64_t> expected_bytes_;
+  std::vector<Incoming*> messages_;  // by peer, null where none is expected
   std::vector<int> expected_;
-  std::vector<int> sending_;
-  std::vector<Rest> rests_in_;
-  std::vector<Rest> rests_out_;
+  std::vector<int> receiving_;
 };
 
 }  // namespace tfdist

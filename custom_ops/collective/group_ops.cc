@@ -22,40 +22,36 @@ using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("Tfdist>GroupOpen")
     .Input("addresses: string")
+    .Input("sockets: int32")
     .Output("group: int64")
-    .Output("blob: string")
     .Attr("rank: int >= 0")
-    .Attr("bind_address: string")
     .Attr("timeout: float")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Scalar());
-      c->set_output(1, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Opens this rank's end of a process group: its sockets listen.
+Makes a process group of connections to all other ranks.
 
 addresses: "host:port" of each rank, which error messages name.
+sockets: [ranks, 2], file descriptors of two connections to each rank, for
+  messages and for control; not read at this rank's place. The group owns them.
 group: the handle for all other ops.
-blob: the bytes the other ranks need to connect.
 rank: this rank.
-bind_address: the numeric address of this rank's host.
 timeout: seconds any operation may take.
 )doc");
 
-REGISTER_OP("Tfdist>GroupConnect")
-    .Input("group: int64")
-    .Input("blobs: string")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Connects to all ranks. blobs: that of each rank, in rank order.");
-
 REGISTER_OP("Tfdist>GroupClose")
     .Input("group: int64")
+    .Input("error: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Leaves the group in good order. Closing twice does nothing.");
+    .Doc(R"doc(
+Leaves the group in good order. Closing twice does nothing.
+
+error: what the program has failed with, for the others; empty if it has not.
+)doc");
 
 REGISTER_OP("Tfdist>GroupLeave")
     .Input("group: int64")
@@ -127,7 +123,6 @@ class GroupOpenOp : public OpKernel {
     float timeout = 0;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &rank));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("timeout", &timeout));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("bind_address", &options_.bind_address));
     OP_REQUIRES(ctx, std::isfinite(timeout) && timeout > 0,
                 tensorflow::errors::InvalidArgument(
                     "timeout must be positive, received ", timeout));
@@ -148,42 +143,35 @@ class GroupOpenOp : public OpKernel {
                     "a group needs two ranks or more and a rank below their "
                     "number, received rank ",
                     options.rank, " of ", options.world_size));
+    const auto sockets = ctx->input(1).flat<int32_t>();
+    OP_REQUIRES(ctx, sockets.size() == 2 * options.world_size,
+                tensorflow::errors::InvalidArgument(
+                    "sockets must have shape [", options.world_size,
+                    ", 2], received ", ctx->input(1).shape().DebugString()));
+    options.sockets.resize(options.world_size);
+    for (int peer = 0; peer < options.world_size; ++peer) {
+      if (peer == options.rank) continue;
+      OP_REQUIRES(
+          ctx, sockets(2 * peer) >= 0 && sockets(2 * peer + 1) >= 0,
+          tensorflow::errors::InvalidArgument(
+              "rank ", options.rank, " has no connections to rank ", peer));
+      options.sockets[peer] = {sockets(2 * peer), sockets(2 * peer + 1)};
+    }
     Tensor* handle = nullptr;
-    Tensor* blob = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({}), &blob));
     try {
       auto group = std::make_shared<ProcessGroup>(options);
-      blob->scalar<tstring>()() = group->AddressBlob();
+      group->Start();
       handle->scalar<int64_t>()() = RegisterGroup(std::move(group));
     } catch (const std::exception& error) {
       ctx->SetStatus(absl::UnavailableError(
-          Message("rank ", options.rank, " cannot listen on ",
-                  options.bind_address, " (the host of its address ",
-                  options.addresses[options.rank], "): ", error.what())));
+          Message("rank ", options.rank,
+                  " cannot use its connections: ", error.what())));
     }
   }
 
  private:
   GroupOptions options_;
-};
-
-class GroupConnectOp : public OpKernel {
- public:
-  using OpKernel::OpKernel;
-
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
-    if (group == nullptr) return;
-    const auto values = ctx->input(1).flat<tstring>();
-    std::vector<std::string> blobs;
-    for (int64_t i = 0; i < values.size(); ++i) blobs.emplace_back(values(i));
-    OP_REQUIRES(ctx, static_cast<int>(blobs.size()) == group->world_size(),
-                tensorflow::errors::InvalidArgument(
-                    "blobs must hold one entry per rank (", group->world_size(),
-                    "), received ", blobs.size()));
-    OP_REQUIRES_OK(ctx, group->Connect(blobs));
-  }
 };
 
 class GroupCloseOp : public OpKernel {
@@ -196,9 +184,14 @@ class GroupCloseOp : public OpKernel {
         ctx, handle.NumElements() == 1,
         tensorflow::errors::InvalidArgument("group must be a scalar, received ",
                                             handle.shape().DebugString()));
+    const Tensor& error = ctx->input(1);
+    OP_REQUIRES(
+        ctx, error.NumElements() == 1,
+        tensorflow::errors::InvalidArgument("error must be a scalar, received ",
+                                            error.shape().DebugString()));
     std::shared_ptr<ProcessGroup> group =
-        RemoveGroup(static_cast<int>(handle.flat<int64_t>()(0)));
-    if (group != nullptr) group->Close();
+        RemoveGroup(handle.flat<int64_t>()(0));
+    if (group != nullptr) group->Close(error.flat<tstring>()(0));
   }
 };
 
@@ -290,7 +283,7 @@ struct CheckPlanCall {
       exchange->ReceiveInto(peer, plans[peer].data());
     }
     exchange->AwaitPayloads();
-    exchange->Finish();
+    exchange->AwaitSent();
     std::string differences;
     for (int peer = 1; peer < world_size; ++peer) {
       if (plans[peer] != plans[0]) differences += Difference(plans, peer);
@@ -351,8 +344,6 @@ class CheckPlanOp : public CollectiveOp {
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>GroupOpen").Device(tensorflow::DEVICE_CPU),
                         GroupOpenOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Tfdist>GroupConnect").Device(tensorflow::DEVICE_CPU), GroupConnectOp);
 REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupClose").Device(tensorflow::DEVICE_CPU), GroupCloseOp);
 REGISTER_KERNEL_BUILDER(

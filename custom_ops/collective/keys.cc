@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 
@@ -55,9 +56,9 @@ absl::Status ProcessGroup::InsertKey(const std::string& key,
   lock.unlock();
   SendControl(0, frame);
   lock.lock();
-  changed_.wait_for(lock, std::chrono::duration<double>(options_.timeout), [&] {
-    return failed() || closing_ || inserted_.count(number) > 0;
-  });
+  changed_.wait_for(
+      lock, std::chrono::nanoseconds(Nanoseconds(options_.timeout)),
+      [&] { return failed() || closing_ || inserted_.count(number) > 0; });
   const auto answer = inserted_.find(number);
   if (answer == inserted_.end()) {
     return absl::UnavailableError(Message("rank ", rank(), ": no answer from ",
@@ -76,7 +77,8 @@ absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
     return failed() || closing_ || keys_.count(key) > 0;
   };
   if (seconds > 0) {
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), there);
+    changed_.wait_for(lock, std::chrono::nanoseconds(Nanoseconds(seconds)),
+                      there);
   } else {
     changed_.wait(lock, there);
   }

@@ -3,22 +3,12 @@
 
 #include <utility>
 
+#include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 
 namespace tfdist {
-
-namespace {
-
-// Gloo closes every connection when a wait of its own times out, which would
-// hide who was silent. The group's watchdog ends waits instead.
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(1000);
-// A wait that was aborted may have been over: Gloo looks at the abort first.
-// The watchdog aborts again and again, so what has come is seen at the next
-// try.
-constexpr int kTries = 4;
-
-}  // namespace
 
 Operation::Operation(std::shared_ptr<ProcessGroup> group, Kind kind,
                      int64_t tag, std::string label)
@@ -26,101 +16,142 @@ Operation::Operation(std::shared_ptr<ProcessGroup> group, Kind kind,
       kind(kind),
       tag(tag),
       label(std::move(label)),
-      start(Clock::now()) {}
+      start(Now()) {}
 
-Buffer* Operation::MakeBuffer(void* data, size_t total) {
-  buffers_.push_back(group->context().createUnboundBuffer(data, total));
-  return buffers_.back().get();
-}
-
-Buffer* Operation::Send(int peer, Stream stream, const void* data,
-                        size_t bytes) {
-  Buffer* buffer = MakeBuffer(const_cast<void*>(data), bytes);
-  PostSend(buffer, peer, stream, 0, bytes);
-  return buffer;
-}
-
-Buffer* Operation::Receive(int peer, Stream stream, void* data, size_t bytes) {
-  Buffer* buffer = MakeBuffer(data, bytes);
-  PostReceive(buffer, peer, stream, 0, bytes);
-  return buffer;
-}
-
-void Operation::PostSend(Buffer* buffer, int peer, Stream stream, size_t offset,
-                         size_t bytes) {
+void Operation::Send(int peer, const Header& header, const void* payload) {
+  sent_.emplace_back();
+  sent_.back().peer = peer;
+  Outgoing& message = sent_.back().message;
+  message.header = header;
+  message.header.kind = kind;
+  message.header.generation = generation;
+  message.header.tag = tag;
+  message.header.call = channel->calls;
+  SetText(message.header.label, label.c_str());
+  message.payload = static_cast<const uint8_t*>(payload);
+  message.sender = shared_from_this();
   try {
-    buffer->send(peer, SlotOf(generation, tag, stream), offset, bytes);
-  } catch (const std::exception& error) {
-    group->OnBrokenPeer(peer, error.what());
+    group->transport().Send(peer, &message);
+  } catch (const std::exception&) {
+    group->OnBrokenPeer(peer);
     throw OperationError(group->FailureOf(*this), true);
   }
-  bytes_sent += bytes;
-  group->CountSent(bytes);
+  bytes_sent += message.size();
+  group->CountSent(message.size());
 }
 
-void Operation::PostReceive(Buffer* buffer, int peer, Stream stream,
-                            size_t offset, size_t bytes) {
-  try {
-    buffer->recv(peer, SlotOf(generation, tag, stream), offset, bytes);
-  } catch (const std::exception& error) {
-    group->OnBrokenPeer(peer, error.what());
-    throw OperationError(group->FailureOf(*this), true);
+Incoming* Operation::Expect(int peer, uint32_t part) {
+  Incoming* message = group->transport().inbox(peer).Expect(
+      generation, tag, channel->calls, part, shared_from_this());
+  received_.push_back({peer, message});
+  return message;
+}
+
+void Operation::Give(int peer, Incoming* message, void* memory,
+                     uint64_t bytes) {
+  group->transport().inbox(peer).Give(message, memory, bytes);
+}
+
+const uint8_t* Operation::TakeEarly(int peer, Incoming* message) {
+  Keep(group->transport().inbox(peer).TakeEarly(message));
+  return scratch_.back().get();
+}
+
+void Operation::AwaitHeader(int peer, Incoming* message, const char* stage) {
+  Inbox& inbox = group->transport().inbox(peer);
+  Wait(peer, stage, [&] { return inbox.HasHeader(message); });
+  const uint64_t bytes = sizeof(Header) + message->header.bytes;
+  bytes_received += bytes;
+  group->CountReceived(bytes);
+}
+
+bool Operation::AwaitHeaderFor(std::chrono::milliseconds time, int peer,
+                               Incoming* message) {
+  Inbox& inbox = group->transport().inbox(peer);
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, time,
+                    [&] { return aborted_ || inbox.HasHeader(message); });
+  if (inbox.HasHeader(message)) return true;
+  if (!aborted_) return false;
+  lock.unlock();
+  throw OperationError(group->FailureOf(*this), group->failed());
+}
+
+void Operation::AwaitBytes(int peer, Incoming* message, uint64_t bytes,
+                           const char* stage) {
+  Inbox& inbox = group->transport().inbox(peer);
+  Wait(peer, stage, [&] { return inbox.Received(message) >= bytes; });
+}
+
+void Operation::AwaitSent(const char* stage) {
+  for (const Sent& sent : sent_) {
+    Wait(sent.peer, stage,
+         [&] { return sent.message.sent.load(std::memory_order_acquire); });
   }
 }
 
-void Operation::WaitReceive(Buffer* buffer, int peer, const char* stage) {
-  Wait(buffer, true, peer, stage);
-}
-
-void Operation::WaitSend(Buffer* buffer, int peer, const char* stage) {
-  Wait(buffer, false, peer, stage);
-}
-
-void Operation::Wait(Buffer* buffer, bool receive, int peer,
-                     const char* stage) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    peer_ = peer;
-    stage_ = stage;
-    current_ = buffer;
-    current_receives_ = receive;
-  }
-  // Whoever fails the group first marks it and then aborts what is current, so
-  // either this check or the abort is seen.
-  bool completed = false;
-  std::string error;
-  for (int i = 0; i < kTries && !completed && error.empty(); ++i) {
-    if (group->failed()) break;
-    try {
-      completed = receive ? buffer->waitRecv(nullptr, kForever)
-                          : buffer->waitSend(nullptr, kForever);
-    } catch (const std::exception& exception) {
-      error = exception.what();
-    }
-  }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    current_ = nullptr;
-  }
-  if (completed) return;
-  if (!error.empty()) group->OnBrokenPeer(peer, error);
+void Operation::Wait(int peer, const char* stage,
+                     const std::function<bool()>& over) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  peer_ = peer;
+  stage_ = stage;
+  over_ = &over;
+  changed_.wait(lock, [&] { return aborted_ || over(); });
+  over_ = nullptr;
+  if (over()) return;  // what is there counts, whoever has left since
+  lock.unlock();
   throw OperationError(group->FailureOf(*this), group->failed());
 }
 
 void Operation::Release() {
-  buffers_.clear();
+  for (Sent& sent : sent_) {
+    const auto gone = [&] {
+      return sent.message.sent.load(std::memory_order_acquire);
+    };
+    const auto taken_back = [&] {
+      const bool failed = group->failed();
+      if (cancelled() && !failed) return false;
+      return group->transport().TakeBack(sent.peer, &sent.message, failed);
+    };
+    while (!gone() && !taken_back()) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return gone() || group->failed(); });
+    }
+  }
+  for (const Received& received : received_) {
+    group->transport().inbox(received.peer).Remove(received.message);
+  }
+  sent_.clear();
+  received_.clear();
   scratch_.clear();
   tensors_.clear();
 }
 
+void Operation::Advance() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
 void Operation::Abort() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (current_ == nullptr) return;
-  if (current_receives_) {
-    current_->abortWaitRecv();
-  } else {
-    current_->abortWaitSend();
-  }
+  aborted_ = true;
+  changed_.notify_all();
+}
+
+void Operation::Cancel() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  aborted_ = cancelled_ = true;
+  changed_.notify_all();
+}
+
+bool Operation::cancelled() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return cancelled_;
+}
+
+bool Operation::WaitsFor(int peer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return over_ != nullptr && peer_ == peer && !(*over_)();
 }
 
 int Operation::waiting_for() const {

@@ -3,23 +3,28 @@
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
 
 #include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/data_link.h"
+#include "custom_ops/collective/inbox.h"
 #include "custom_ops/collective/wire.h"
 #include "tensorflow/core/framework/tensor.h"
 
 namespace tfdist {
 
 class ProcessGroup;
+struct Channel;
 
-// Ends an operation with a status. `group_lost` says whether messages may be
-// left half way, so that the group cannot go on.
+// Ends an operation with a status. `group_lost` says whether the group cannot
+// go on.
 class OperationError : public std::exception {
  public:
   OperationError(absl::Status status, bool group_lost)
@@ -30,46 +35,54 @@ class OperationError : public std::exception {
   const bool group_lost;
 };
 
-using Clock = std::chrono::steady_clock;
-
-// One call of a collective on this rank, from post to done. Owns the Gloo
-// buffers it posted and a reference to every tensor they point into: when the
-// group fails they outlive the call, because a peer may still write.
-class Operation {
+// One call of a collective on this rank, from post to done. Owns its messages
+// and a reference to every tensor they point into.
+class Operation : public Progress,
+                  public std::enable_shared_from_this<Operation> {
  public:
   Operation(std::shared_ptr<ProcessGroup> group, Kind kind, int64_t tag,
             std::string label);
 
-  // Posts `bytes` at `data` to or from a peer. The returned buffer can take
-  // further posts of the same direction and peer.
-  Buffer* Send(int peer, Stream stream, const void* data, size_t bytes);
-  Buffer* Receive(int peer, Stream stream, void* data, size_t bytes);
-  // Further posts on a buffer over [data, data + total).
-  Buffer* MakeBuffer(void* data, size_t total);
-  void PostSend(Buffer* buffer, int peer, Stream stream, size_t offset,
-                size_t bytes);
-  void PostReceive(Buffer* buffer, int peer, Stream stream, size_t offset,
-                   size_t bytes);
+  // Sends a header and the payload that it tells the size of. Both throw
+  // OperationError when the group fails.
+  void Send(int peer, const Header& header, const void* payload);
+  // The message `part` of this call from a peer, which may have come already.
+  Incoming* Expect(int peer, uint32_t part);
+  // Where its payload shall go; or that it stays where it comes to.
+  void Give(int peer, Incoming* message, void* memory, uint64_t bytes);
+  const uint8_t* TakeEarly(int peer, Incoming* message);
 
-  // Blocks until one post completes; throws OperationError when the group
-  // fails first. `stage` must be a string literal.
-  void WaitReceive(Buffer* buffer, int peer, const char* stage);
-  void WaitSend(Buffer* buffer, int peer, const char* stage);
+  // Blocks; throw OperationError when the group fails, or a rank leaves, first.
+  // `stage` must be a string literal.
+  void AwaitHeader(int peer, Incoming* message, const char* stage);
+  // Whether a header comes within some time; what else ends it throws likewise.
+  bool AwaitHeaderFor(std::chrono::milliseconds time, int peer,
+                      Incoming* message);
+  // Until so many bytes of the payload are there.
+  void AwaitBytes(int peer, Incoming* message, uint64_t bytes,
+                  const char* stage);
+  void AwaitSent(const char* stage);
 
-  // Keeps a tensor alive for as long as the buffers.
+  // Keeps a tensor alive for as long as the messages.
   void Keep(const tensorflow::Tensor& tensor) { tensors_.push_back(tensor); }
   void Keep(std::shared_ptr<uint8_t> scratch) {
     scratch_.push_back(std::move(scratch));
   }
 
-  // Lets buffers and tensors go once nothing is posted any more, before the
-  // consumers run: they may reuse a tensor that nobody else holds.
+  // Lets messages and tensors go: nobody reads or writes them afterwards. Waits
+  // for messages that have begun to leave, unless the group has failed, and for
+  // all of a cancelled operation: peers that do not know of it want them.
   void Release();
 
-  // Wakes the thread that waits in this operation, now or at its next wait.
+  // Something has come or gone.
+  void Advance() override;
+  // Ends the wait of this operation, now and at its next one.
   void Abort();
+  // The same for a reason that no peer knows of.
+  void Cancel();
+  bool cancelled() const;
 
-  // "all_to_all 'layer emb/ids' (tag 2, stage receive from rank 1)"
+  // "all_to_all 'layer emb/ids' (tag 2, stage receive header, rank 1)"
   std::string Describe() const;
   std::string Name() const;
 
@@ -77,26 +90,39 @@ class Operation {
   const Kind kind;
   const int64_t tag;
   const std::string label;
-  const Clock::time_point start;
-  uint64_t generation = 0;  // of the group when the operation was asked for
-  Channel* channel = nullptr;
+  const int64_t start;      // of the clock of Now()
+  uint32_t generation = 0;  // of the group when the operation was asked for
+  std::shared_ptr<Channel> channel;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
 
   int waiting_for() const;
+  // Whether it waits for something of `peer` that has not come.
+  bool WaitsFor(int peer) const;
 
  private:
-  void Wait(Buffer* buffer, bool receive, int peer, const char* stage);
+  struct Received {
+    int peer;
+    Incoming* message;
+  };
+  struct Sent {
+    int peer;
+    Outgoing message;
+  };
+  void Wait(int peer, const char* stage, const std::function<bool()>& over);
 
-  mutable std::mutex mutex_;  // guards the next four
-  Buffer* current_ = nullptr;
-  bool current_receives_ = false;
+  mutable std::mutex mutex_;  // guards the next six
+  std::condition_variable changed_;
+  bool aborted_ = false;
+  bool cancelled_ = false;
   int peer_ = -1;
   const char* stage_ = "start";
+  const std::function<bool()>* over_ = nullptr;  // of the wait
 
+  std::deque<Sent> sent_;  // messages do not move
+  std::vector<Received> received_;
   std::vector<tensorflow::Tensor> tensors_;
   std::vector<std::shared_ptr<uint8_t>> scratch_;
-  std::vector<std::unique_ptr<Buffer>> buffers_;
 };
 
 }  // namespace tfdist

@@ -1,25 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/collective/process_group.h"
 
-#include <gloo/transport/address.h>
-#include <gloo/transport/tcp/device.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/common/message.h"
 
 namespace tfdist {
 
 namespace {
-
-uint64_t Hash(uint64_t hash, const std::string& text) {
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
-  return hash;
-}
 
 bool DebugRequested() {
   const char* value = std::getenv("TFDIST_DEBUG");
@@ -31,113 +25,43 @@ bool DebugRequested() {
 ProcessGroup::ProcessGroup(GroupOptions options)
     : options_(std::move(options)),
       debug_(DebugRequested()),
-      peers_(options_.world_size) {
-  gloo::transport::tcp::attr attr;
-  attr.hostname = options_.bind_address;
-  device_ = gloo::transport::tcp::CreateDevice(attr);
-  context_ = device_->createContext(rank(), world_size());
-  // Gloo waits five times this long for a connection.
-  context_->setTimeout(std::chrono::milliseconds(
-      std::max<int64_t>(1, static_cast<int64_t>(options_.timeout * 200))));
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer != rank()) context_->createPair(peer);
-  }
-}
+      peers_(options_.world_size),
+      transport_(options_.sockets, scratch_) {}
 
 ProcessGroup::~ProcessGroup() { Close(); }
 
-std::string ProcessGroup::AddressBlob() const {
-  std::string blob;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
-    const std::vector<char> bytes = context_->getPair(peer)->address().bytes();
-    blob.append(bytes.data(), bytes.size());
+void ProcessGroup::Start() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    started_ = true;
   }
-  return blob;
+  transport_.Start(this);
 }
 
-absl::Status ProcessGroup::Connect(const std::vector<std::string>& blobs) {
-  uint64_t digest = 0xCBF29CE484222325u;
-  for (const std::string& blob : blobs) digest = Hash(digest, blob);
-  const size_t peer_count = world_size() - 1;
-  const size_t size = AddressBlob().size() / peer_count;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (blobs[peer].size() != size * peer_count) {
-      return absl::InvalidArgumentError(
-          Message("rank ", rank(), ": the address blob of rank ", peer, " has ",
-                  blobs[peer].size(), " bytes, expected ", size * peer_count));
-    }
-  }
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
-    // A rank's blob has no entry for itself.
-    const size_t place = rank() > peer ? rank() - 1 : rank();
-    const char* bytes = blobs[peer].data() + place * size;
-    try {
-      context_->getPair(peer)->connect(std::vector<char>(bytes, bytes + size));
-    } catch (const std::exception& error) {
-      return absl::UnavailableError(
-          Message("rank ", rank(), " cannot connect to ", RankName(peer), ": ",
-                  error.what()));
-    }
-  }
-  StartControl(digest);
-  return AwaitHellos();
-}
-
-void ProcessGroup::Close() {
+void ProcessGroup::Close(const std::string& error) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) return;
     closing_ = true;
+    changed_.notify_all();
   }
-  StopControl();
-  // Buffers before the pairs they are posted on, pairs before their device.
+  SayGoodbye(error);
   std::unique_lock<std::mutex> lock(mutex_);
   closed_ = true;
   changed_.wait_for(lock, std::chrono::seconds(5),
                     [&] { return running_.empty(); });
-  if (!running_.empty()) return;  // never seen; leaking beats crashing
-  for (ControlPeer& peer : peers_) peer.buffer.reset();
-  channels_.clear();
-  retired_.clear();
-  graveyard_.clear();
-  control_sends_.clear();
-  context_.reset();
-  device_.reset();
+  lock.unlock();
+  transport_.Stop();
 }
 
 std::string ProcessGroup::RankName(int rank) const {
   return Message("rank ", rank, " (", options_.addresses[rank], ")");
 }
 
-size_t ProcessGroup::MaximumFrame() const {
-  // Receives of frames are posted ahead, one per tag and peer: keep their sum
-  // per tag about 1 MB.
-  const size_t limit = (size_t{1} << 20) / world_size();
-  return std::max(kInitialFrame, std::min(limit, size_t{256} << 10));
-}
-
-size_t ProcessGroup::NextCapacity(size_t capacity, uint64_t bytes) const {
-  const size_t wanted =
-      std::min<uint64_t>(bytes + sizeof(Header), MaximumFrame());
-  while (capacity < wanted) capacity *= 2;
-  return capacity;
-}
-
-Channel* ProcessGroup::Acquire(Operation& operation) {
-  std::unique_ptr<Channel>& channel = channels_[operation.tag];
-  if (channel == nullptr) {
-    channel = std::make_unique<Channel>();
-    channel->tag = operation.tag;
-    channel->peers.resize(world_size());
-    for (int peer = 0; peer < world_size(); ++peer) {
-      if (peer == rank()) continue;
-      channel->peers[peer].in.Resize(*context_, kInitialFrame);
-      channel->peers[peer].out.Resize(*context_, kInitialFrame);
-    }
-  }
-  return channel.get();
+std::shared_ptr<Channel> ProcessGroup::Acquire(const Operation& operation) {
+  std::shared_ptr<Channel>& channel = channels_[operation.tag];
+  if (channel == nullptr) channel = std::make_shared<Channel>();
+  return channel;
 }
 
 void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
@@ -146,15 +70,16 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
   absl::Status refused;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (closing_ || !connected_) {
+    if (closing_ || !started_) {
       refused = absl::FailedPreconditionError(
           Message("rank ", rank(), ": ", operation->Name(),
                   " needs an open process group; this one is ",
-                  closing_ ? "closed" : "not connected"));
+                  closing_ ? "closed" : "not started"));
     } else {
       operation->generation = generation_;
       operation->channel = Acquire(*operation);
       running_.insert(operation);
+      transport_.Tick(true);
       if (operation->channel->busy) {
         operation->channel->waiting.push_back(
             [=] { Begin(operation, post_inline, post, body, done); });
@@ -191,24 +116,30 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
     }
   };
   absl::Status posted;
-  if (failed() || Stale(*operation)) {
+  if (failed() || Stale(*operation) || operation->cancelled()) {
     posted = FailureOf(*operation);
   } else if (post_inline) {
     posted = guarded(post);
   }
-  waiters_.Schedule([=] {
+  const auto run = [=] {
     absl::Status status = posted;
     if (status.ok() && !post_inline) status = guarded(post);
     if (status.ok()) status = guarded(body);
     Finish(operation, status, done);
-  });
+  };
+  try {
+    waiters_.Schedule(run);
+  } catch (const std::system_error& error) {
+    Fail(rank(), absl::StatusCode::kResourceExhausted,
+         Message(RankName(rank()), " cannot start a thread: ", error.what()));
+    Finish(operation, FailureOf(*operation), done);
+  }
 }
 
 void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
                           const absl::Status& status,
                           const std::function<void(absl::Status)>& done) {
-  const double seconds =
-      std::chrono::duration<double>(Clock::now() - operation->start).count();
+  const double seconds = static_cast<double>(Now() - operation->start) / 1e9;
   if (debug_) {
     Debug(*operation,
           Message(status.ok() ? "done" : "failed", " in ", seconds * 1e3,
@@ -223,24 +154,20 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     label.bytes += operation->bytes_sent;
     label.seconds += seconds;
   }
+  operation->Release();
   std::function<void()> next;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Channel& channel = *operation->channel;
+    ++channel.calls;
     if (channel.waiting.empty()) {
       channel.busy = false;
     } else {
       next = std::move(channel.waiting.front());
       channel.waiting.pop_front();
     }
-    if (failed()) {
-      graveyard_.push_back(operation);
-    } else if (!status.ok() && causes_.count(operation->generation) > 0) {
-      retired_[operation->generation].operations.push_back(operation);
-    } else {
-      operation->Release();
-    }
     running_.erase(operation);
+    if (running_.empty()) transport_.Tick(false);
     if (closing_) changed_.notify_all();
   }
   if (next) next();

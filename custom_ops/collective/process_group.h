@@ -2,9 +2,6 @@
 #ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_PROCESS_GROUP_H_
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_PROCESS_GROUP_H_
 
-#include <gloo/transport/context.h>
-#include <gloo/transport/device.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -13,7 +10,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -22,6 +18,7 @@
 #include "custom_ops/collective/channel.h"
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/scratch.h"
+#include "custom_ops/collective/transport.h"
 #include "custom_ops/collective/wire.h"
 #include "custom_ops/common/waiter_threads.h"
 
@@ -31,12 +28,11 @@ struct GroupOptions {
   int rank = 0;
   int world_size = 1;
   double timeout = 60;  // seconds, of every wait (see OnDeadline)
-  std::vector<std::string> addresses;  // "host:port" of each rank, for errors
-  std::string bind_address;            // numeric address of this rank's host
+  std::vector<std::string> addresses;    // "host:port" of each rank, for errors
+  std::vector<Transport::Pair> sockets;  // to each rank, connected
 };
 
-// What a group has done so far. Bytes are headers and payloads; Gloo adds 144
-// bytes of its own per message.
+// What a group has done so far. Bytes are headers and payloads.
 struct GroupStats {
   struct PerLabel {
     int64_t calls = 0;
@@ -54,8 +50,8 @@ struct GroupStats {
 // The ranks of one job, connected pairwise over TCP, as seen by one of them.
 //
 // Nothing here is global to the process: several groups, of different ranks
-// even, may live in one process. Life: constructor (sockets listen), Connect,
-// operations, Close. After a failure every operation ends with its reason.
+// even, may live in one process. Life: constructor, Start, operations, Close.
+// After a failure every operation ends with its reason.
 //
 // A rank that fails between operations (its file cannot be read, its program
 // raises) leaves the *generation* instead: whoever waits for it there learns
@@ -63,21 +59,23 @@ struct GroupStats {
 // message from every rank, so it ends well on all ranks or on none: what a rank
 // has sent before it left has come before the news that it left.
 //
-// Threads: Gloo's loop moves the bytes; a waiter thread per running operation
-// waits for them; a control thread per peer sees it die, and answers pings; the
-// watchdog turns an expired deadline into a reasoned failure.
-class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
+// Threads: the transport's moves the bytes, answers pings, sees peers die and
+// turns an expired deadline into a reasoned failure; a waiter thread per
+// running operation waits for its messages.
+class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
+                     private TransportListener {
  public:
-  // Throws std::exception when the host's address cannot be bound.
+  // Owns the sockets. Throws std::exception where they are none.
   explicit ProcessGroup(GroupOptions options);
   ~ProcessGroup();
 
-  // Where the peers find this rank; opaque bytes for Connect on the others.
-  std::string AddressBlob() const;
-  // Connects to all peers. `blobs[r]` is the blob of rank r.
-  absl::Status Connect(const std::vector<std::string>& blobs);
-  // Leaves in good order: peers are told, and awaited for a moment.
-  void Close();
+  void Start();
+  // In a forked process, which has no part in the group: closes its copies of
+  // the connections.
+  void CloseInChild() { transport_.CloseInChild(); }
+  // Leaves in good order: peers are told, and awaited for a moment. `error` is
+  // what the program has failed with, empty if it has not.
+  void Close(const std::string& error = "");
 
   int rank() const { return options_.rank; }
   int world_size() const { return options_.world_size; }
@@ -101,19 +99,15 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
            std::function<void()> post, std::function<void()> body,
            std::function<void(absl::Status)> done);
 
-  gloo::transport::Context& context() { return *context_; }
+  Transport& transport() { return transport_; }
   ScratchPool& scratch() { return scratch_; }
-  size_t MaximumFrame() const;
-  // After a frame of a message of `bytes`: the capacity both ends use next.
-  size_t NextCapacity(size_t capacity, uint64_t bytes) const;
-  static constexpr size_t kInitialFrame = 4096;
 
   // Failure. The first reason counts; peers are told it and waits end.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   void Fail(int culprit, absl::StatusCode code, const std::string& reason);
-  // Gloo refused or broke an operation with `peer`: waits until the peer's
-  // control thread has said why, and fails the group.
-  void OnBrokenPeer(int peer, const std::string& error);
+  // A connection with `peer` broke: waits until the transport's thread has read
+  // why, and fails the group.
+  void OnBrokenPeer(int peer);
   // The group's failure, or why a rank left, told for one operation.
   absl::Status FailureOf(const Operation& operation);
 
@@ -136,27 +130,18 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   void CountReceived(uint64_t bytes);
 
  private:
-  struct ControlPeer {
-    ControlFrame frame;
-    std::unique_ptr<Buffer> buffer;
-    std::thread thread;
-    bool said_hello = false;
+  struct Peer {
     bool said_goodbye = false;
+    std::string error;  // with which it said so
     bool lost = false;
-    uint64_t pong = 0;
+    uint64_t pong = 0;  // the last ping that it has answered
     std::string pong_text;
-    bool pong_outside = false;  // of all collectives
-    uint64_t generation = 0;    // the first that it has not left
-  };
-  // Channels and operations of a generation that was left: Gloo may still hold
-  // their buffers until all peers are past it.
-  struct Retired {
-    std::vector<std::unique_ptr<Channel>> channels;
-    std::vector<std::shared_ptr<Operation>> operations;
+    int32_t pong_code = 0;
+    uint32_t generation = 0;  // the first that it has not left
   };
 
   // process_group.cc
-  Channel* Acquire(Operation& operation);
+  std::shared_ptr<Channel> Acquire(const Operation& operation);
   void Begin(std::shared_ptr<Operation> operation, bool post_inline,
              std::function<void()> post, std::function<void()> body,
              std::function<void(absl::Status)> done);
@@ -166,24 +151,27 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
   void Debug(const Operation& operation, const std::string& text) const;
 
   // control.cc
-  void StartControl(uint64_t digest);
-  void StopControl();
-  absl::Status AwaitHellos();
-  void Listen(int peer);
-  bool OnControl(int peer, ControlFrame& frame);
-  void OnLost(int peer, const std::string& error);
-  void SendControl(int peer, ControlFrame frame);
+  void OnControl(int peer, ControlFrame& frame) override;
+  void OnLost(int peer, const std::string& error) override;
+  void OnTick() override;
+  void SendControl(int peer, const ControlFrame& frame);
+  void SendControlToAll(const ControlFrame& frame);
+  void SayGoodbye(const std::string& error);
+  void OnPing(int peer, ControlFrame& frame);
   void OnLeave(int peer, ControlFrame& frame);
   bool Stale(const Operation& operation) const;
   // With mutex_ held.
-  bool AbortWhatNobodyAnswers();  // whether there was any
-  void FreeRetired();
-  void Watch();
+  void AbortWhatNobodyAnswers();
+  int64_t LastMoved(const Operation& operation) const;
+  std::shared_ptr<Operation> Late(int64_t than) const;  // nanoseconds
+  std::vector<int> SilentPeers() const;
+  bool AllHaveAnswered() const;
+  int PeerThatSays(int32_t code) const;  // in the last pong, or -1
+  void ForgetCauses();
   void OnDeadline(const std::shared_ptr<Operation>& operation);
-  // A peer that answered this ping and was in no collective then, or -1.
-  int PeerOutside(uint64_t ping) const;
   std::string DescribeRunning() const;
-  std::string GoneReason(int peer, const std::string& error) const;
+  int PeerAwaitedInVain() const;
+  std::string GoneReason(int peer) const;
 
   // keys.cc
   bool Insert(const std::string& key, const std::string& value);
@@ -191,49 +179,41 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup> {
 
   const GroupOptions options_;
   const bool debug_;
-  std::shared_ptr<gloo::transport::Device> device_;
-  std::shared_ptr<gloo::transport::Context> context_;
   ScratchPool scratch_;
   WaiterThreads waiters_;
 
   std::atomic<bool> failed_{false};
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all up to the next
   std::condition_variable changed_;
-  bool connected_ = false;
+  bool started_ = false;
   bool closing_ = false;
   bool closed_ = false;
   absl::StatusCode failure_code_ = absl::StatusCode::kOk;
   std::string failure_;
-  std::unordered_map<int64_t, std::unique_ptr<Channel>> channels_;
+  std::unordered_map<int64_t, std::shared_ptr<Channel>> channels_;
   std::set<std::shared_ptr<Operation>> running_;
-  // Failed operations: Gloo may still hold their buffers (see Operation).
-  std::vector<std::shared_ptr<Operation>> graveyard_;
-  std::vector<ControlPeer> peers_;
-  // Control messages stay until the group ends: Gloo cannot tell without
-  // waiting that one has left. They are few: hello, goodbye, pings, aborts.
-  std::vector<std::unique_ptr<std::pair<ControlFrame, std::unique_ptr<Buffer>>>>
-      control_sends_;
-  std::thread watchdog_;
-  Clock::time_point extended_;  // when a slow peer was last given time
-  uint64_t generation_ = 0;
-  std::map<uint64_t, std::string> causes_;  // by generation that was left
+  std::vector<Peer> peers_;
+  uint32_t generation_ = 0;
+  std::map<uint32_t, std::string> causes_;  // by generation that was left
   bool told_ = false;  // an operation of this generation has ended with its own
-  std::map<uint64_t, Retired> retired_;
-  uint64_t digest_ = 0;
   uint64_t pings_ = 0;
+  int64_t last_ping_ = 0;  // of the clock of Now()
+  int64_t last_warning_ = 0;
   std::map<std::string, std::string> keys_;
   uint64_t inserts_ = 0;               // requests to rank 0
   std::map<uint64_t, bool> inserted_;  // its answers: whether it is new
 
   mutable std::mutex stats_mutex_;
   GroupStats stats_;
+
+  Transport transport_;  // last: its thread uses all others
 };
 
 // The groups of this process by handle; ops find theirs here. Never destroyed:
 // its threads may run until the process ends.
-int RegisterGroup(std::shared_ptr<ProcessGroup> group);
-std::shared_ptr<ProcessGroup> FindGroup(int handle);
-std::shared_ptr<ProcessGroup> RemoveGroup(int handle);
+int64_t RegisterGroup(std::shared_ptr<ProcessGroup> group);
+std::shared_ptr<ProcessGroup> FindGroup(int64_t handle);
+std::shared_ptr<ProcessGroup> RemoveGroup(int64_t handle);
 
 }  // namespace tfdist
 

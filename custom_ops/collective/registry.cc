@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <pthread.h>
+
 #include "custom_ops/collective/process_group.h"
 
 namespace tfdist {
@@ -7,32 +9,53 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  int next = 0;
-  std::map<int, std::shared_ptr<ProcessGroup>> groups;
+  int64_t next = 0;
+  std::map<int64_t, std::shared_ptr<ProcessGroup>> groups;
 };
 
+Registry& TheRegistry();
+
+// A forked process has no part in the groups of the process it came from: it
+// closes its copies of the connections, or the peers would not see that one
+// die. The groups themselves, whose threads it lacks, it never touches again.
+void PrepareFork() { TheRegistry().mutex.lock(); }
+void AfterForkInParent() { TheRegistry().mutex.unlock(); }
+void AfterForkInChild() {
+  Registry& registry = TheRegistry();
+  for (auto& [handle, group] : registry.groups) {
+    group->CloseInChild();
+    new std::shared_ptr<ProcessGroup>(std::move(group));
+  }
+  registry.groups.clear();
+  registry.mutex.unlock();
+}
+
 Registry& TheRegistry() {
-  static Registry* registry = new Registry;
+  static Registry* registry = [] {
+    auto* made = new Registry;
+    pthread_atfork(PrepareFork, AfterForkInParent, AfterForkInChild);
+    return made;
+  }();
   return *registry;
 }
 
 }  // namespace
 
-int RegisterGroup(std::shared_ptr<ProcessGroup> group) {
+int64_t RegisterGroup(std::shared_ptr<ProcessGroup> group) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   registry.groups[registry.next] = std::move(group);
   return registry.next++;
 }
 
-std::shared_ptr<ProcessGroup> FindGroup(int handle) {
+std::shared_ptr<ProcessGroup> FindGroup(int64_t handle) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   auto found = registry.groups.find(handle);
   return found == registry.groups.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<ProcessGroup> RemoveGroup(int handle) {
+std::shared_ptr<ProcessGroup> RemoveGroup(int64_t handle) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   auto found = registry.groups.find(handle);

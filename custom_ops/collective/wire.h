@@ -10,12 +10,14 @@ namespace tfdist {
 // What travels between two ranks. All ranks run the same build on machines of
 // the same byte order; `magic` catches anything else.
 //
-// A message of a collective is a *frame*, a Header followed by the payload if
-// that fits into the frame's capacity, and otherwise a *rest*, the payload as a
-// message of its own. Receives of frames are posted before they are needed, so
-// a frame is one one-way trip; a rest is received straight into its tensor.
+// Two connections join a pair of ranks. One carries messages of collectives,
+// each a Header and its payload; the other control frames, which therefore
+// never queue behind payload. Nothing is asked for before it is sent: whoever
+// is not ready for a message yet keeps it (see Inbox).
 
-constexpr uint32_t kMagic = 0x74664431;  // "tfD1"
+constexpr uint32_t kMagic = 0x74664434;  // "tfD4"
+// More than any tensor: a longer payload is no message of ours.
+constexpr uint64_t kMostBytes = uint64_t{1} << 44;
 
 enum class Kind : uint16_t {
   kAllToAll = 1,
@@ -47,43 +49,39 @@ inline const char* KindName(Kind kind) {
 // The payload is the text of a user error on the sending rank, which every
 // receiver raises as well.
 constexpr uint16_t kErrorFlag = 1;
+// The sender weighs its tensors.
+constexpr uint16_t kWeightedFlag = 2;
 
 struct Header {
   uint32_t magic = kMagic;
   Kind kind = Kind::kBarrier;
   uint16_t flags = 0;
+  int64_t tag = 0;     // of the exchange
+  uint64_t call = 0;   // how many calls this tag has had on the rank
+  uint64_t bytes = 0;  // payload of this message
+  int64_t rows = 0;    // in it, of an all_to_all or all_gather
+  // Messages of another generation (see ProcessGroup::Leave) never match.
+  uint32_t generation = 0;
+  uint32_t part = 0;  // of the call: 0 is the first message
   int32_t dtype = 0;
   int32_t root = 0;         // of a broadcast
-  uint64_t call = 0;        // how many calls this tag has had on the rank
-  uint64_t bytes = 0;       // payload of this message
   uint64_t agreed = 0;      // must be equal on all ranks: row bytes, or total
   uint64_t shape_hash = 0;  // must be equal on all ranks
   double weight = 1;        // of this rank in a weighted all_reduce
   char label[72] = {};      // for the error of a mismatch
+  char shapes[40] = {};     // likewise
 };
-static_assert(sizeof(Header) == 128, "the header is part of the protocol");
+static_assert(sizeof(Header) == 192, "the header is part of the protocol");
 
-// A slot is (tag, which of the tag's message streams). Slot 0 is control.
-enum class Stream : uint64_t { kFrame = 0, kRest = 1, kReduced = 2 };
+// The tag of the library itself; those of the `tag` attribute are below.
+constexpr int64_t kPlanTag = int64_t{1} << 62;
 
-constexpr uint64_t kControlSlot = 0;
-
-// Messages of another generation (see ProcessGroup::Leave) never match.
-inline uint64_t SlotOf(uint64_t generation, int64_t tag, Stream stream) {
-  return generation << 46 | (static_cast<uint64_t>(tag) + 1) << 4 |
-         static_cast<uint64_t>(stream);
-}
-
-// Tags of the library itself, out of reach of the `tag` attribute (32 bits).
-constexpr int64_t kPlanTag = int64_t{1} << 40;
-
-// Control messages: one stream per pair of ranks, received all the time.
 enum class Control : uint32_t {
-  kHello = 1,    // first message: are we in the same group?
   kPing = 2,     // are you alive, and what are you waiting for?
   kPong = 3,     // `text` says it; `code` is 1 for a rank in no collective
   kAbort = 4,    // the group failed: `rank` is the culprit, `text` the reason
-  kGoodbye = 5,  // this rank closes its group in good order
+  kGoodbye = 5,  // this rank closes its group in good order; `text` says why if
+                 // its program has failed
   kLeave = 6,    // this rank takes no further part in a generation: `rank` is
                  // whose failure made it leave, `text` the reason
   // The store of keys that rank 0 keeps. `text` holds key and value, each
@@ -95,11 +93,10 @@ enum class Control : uint32_t {
 
 struct ControlFrame {
   uint32_t magic = kMagic;
-  Control type = Control::kHello;
+  Control type = Control::kPing;
   int32_t rank = -1;
   int32_t code = 0;    // absl::StatusCode of an abort; see kPong
-  uint64_t nonce = 0;  // the group's digest in a hello, the generation in a
-                       // leave, the ping's number else
+  uint64_t nonce = 0;  // the generation in a leave, the ping's number else
   char text[1000] = {};
 };
 static_assert(sizeof(ControlFrame) == 1024, "part of the protocol");

@@ -28,17 +28,21 @@ WaiterThreads::~WaiterThreads() {
 }
 
 void WaiterThreads::Schedule(std::function<void()> task) {
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->tasks.push_back(std::move(task));
-  if (state_->idle >= state_->tasks.size()) {
-    state_->wake.notify_one();
-    return;
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->idle > state_->tasks.size()) {
+      state_->tasks.push_back(std::move(task));
+      state_->wake.notify_one();
+      return;
+    }
   }
-  lock.unlock();
-  std::thread(&WaiterThreads::Work, state_).detach();
+  std::thread(&WaiterThreads::Work, state_, std::move(task)).detach();
 }
 
-void WaiterThreads::Work(std::shared_ptr<State> state) {
+void WaiterThreads::Work(std::shared_ptr<State> state,
+                         std::function<void()> first) {
+  first();
+  first = nullptr;
   std::unique_lock<std::mutex> lock(state->mutex);
   while (true) {
     while (!state->tasks.empty()) {

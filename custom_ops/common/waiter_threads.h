@@ -19,11 +19,12 @@ class WaiterThreads {
   WaiterThreads(const WaiterThreads&) = delete;
   WaiterThreads& operator=(const WaiterThreads&) = delete;
 
+  // Throws std::system_error where no thread can be made; `task` is not run.
   void Schedule(std::function<void()> task);
 
  private:
   struct State;
-  static void Work(std::shared_ptr<State> state);
+  static void Work(std::shared_ptr<State> state, std::function<void()> first);
 
   const std::shared_ptr<State> state_;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/combine_functor.h"
 #include "custom_ops/embedding/placement_plan.h"
@@ -218,8 +219,7 @@ class CombineOp : public CombineBase {
                   InvalidArgument("samples[", f, "]=", counts(f),
                                   " must be at least 0"));
       Tensor* result = nullptr;
-      OP_REQUIRES_OK(ctx, ctx->allocate_output(
-                              f, TensorShape({counts(f), dim(f)}), &result));
+      OP_REQUIRES_OK(ctx, AllocateOutput(ctx, f, {counts(f), dim(f)}, &result));
       results.push_back(static_cast<float*>(result->data()));
       limits.push_back(counts(f));
     }
@@ -270,8 +270,7 @@ class CombineGradOp : public CombineBase {
     float scale;
     OP_REQUIRES_OK(ctx, ReadScale(ctx->input(grads.size() + 2), &scale));
     Tensor* values = nullptr;
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(0, TensorShape({numbers}), &values));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {numbers}, &values));
     struct Part {
       const CombineColumns* columns;
       const CombineSection* section;

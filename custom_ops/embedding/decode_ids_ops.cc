@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/embedding/id_section.h"
@@ -190,10 +191,9 @@ class DecodeIdsOp : public OpKernel {
     const int64_t features = plan_.features().size();
     Tensor* served = nullptr;
     Tensor* samples = nullptr;
-    TF_RETURN_IF_ERROR(ctx->allocate_output(
-        3, TensorShape({plan_.world_size(), features}), &served));
     TF_RETURN_IF_ERROR(
-        ctx->allocate_output(4, TensorShape({plan_.world_size()}), &samples));
+        AllocateOutput(ctx, 3, {plan_.world_size(), features}, &served));
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, 4, {plan_.world_size()}, &samples));
     served->matrix<int64_t>().setZero();
     for (const Part& part : parts) {
       served->matrix<int64_t>()(part.source, part.feature) =
@@ -222,11 +222,10 @@ class DecodeIdsOp : public OpKernel {
     Tensor* row_splits = nullptr;
     Tensor* rows = nullptr;
     Tensor* weights = nullptr;
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, 0, {samples + 1}, &row_splits));
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, 1, {entries}, &rows));
     TF_RETURN_IF_ERROR(
-        ctx->allocate_output(0, TensorShape({samples + 1}), &row_splits));
-    TF_RETURN_IF_ERROR(ctx->allocate_output(1, TensorShape({entries}), &rows));
-    TF_RETURN_IF_ERROR(ctx->allocate_output(
-        2, TensorShape({weighted ? entries : 0}), &weights));
+        AllocateOutput(ctx, 2, {weighted ? entries : 0}, &weights));
     auto* splits_out = static_cast<int64_t*>(row_splits->data());
     auto* rows_out = static_cast<int64_t*>(rows->data());
     auto* weights_out =

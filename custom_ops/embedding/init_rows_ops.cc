@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/counter_random.h"
 #include "custom_ops/common/huge_pages.h"
 #include "custom_ops/common/parallel_tasks.h"
@@ -119,8 +120,7 @@ class InitRowsOp : public OpKernel {
     const int64_t num_rows = block_.local_rows;
     const int64_t local_dim = block_.local_dim;
     Tensor* output = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(
-                            0, TensorShape({num_rows, local_dim}), &output));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {num_rows, local_dim}, &output));
     auto* data = static_cast<float*>(output->data());
     AdviseHugePages(data, output->TotalBytes());
     const RotatedMod placement(block_.row_parts);

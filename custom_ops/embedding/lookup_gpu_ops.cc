@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_blocks.h"
 #include "custom_ops/embedding/lookup_functor_gpu.h"
@@ -64,12 +65,10 @@ class LookupGpuOp : public OpKernel {
                                          ctx->input(count_ + 3),
                                          feature_tables_, widths, &found));
     Tensor* values = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({found.values}), &values));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {found.values}, &values));
     Tensor* send_splits = nullptr;
     const int64_t ranks = found.send_splits.size();
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(1, TensorShape({ranks}), &send_splits));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {ranks}, &send_splits));
     std::copy(found.send_splits.begin(), found.send_splits.end(),
               send_splits->vec<int64_t>().data());
     for (const LookupBlock& block : found.blocks) {

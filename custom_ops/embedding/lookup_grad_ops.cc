@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/common/radix_sort.h"
 #include "custom_ops/embedding/id_lists.h"
@@ -244,11 +245,11 @@ class LookupGradOp : public OpKernel {
   absl::Status AllocateOutputs(OpKernelContext* ctx, int t, int64_t unique,
                                int64_t** rows, float** row_grads) const {
     Tensor* output = nullptr;
-    TF_RETURN_IF_ERROR(ctx->allocate_output(t, TensorShape({unique}), &output));
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, t, {unique}, &output));
     *rows = static_cast<int64_t*>(output->data());
     const int tables = static_cast<int>(widths_.size());
-    TF_RETURN_IF_ERROR(ctx->allocate_output(
-        tables + t, TensorShape({unique, widths_[t]}), &output));
+    TF_RETURN_IF_ERROR(
+        AllocateOutput(ctx, tables + t, {unique, widths_[t]}, &output));
     *row_grads = static_cast<float*>(output->data());
     return absl::OkStatus();
   }

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_blocks.h"
 #include "custom_ops/embedding/lookup_functor.h"
@@ -136,11 +137,9 @@ class LookupOp : public OpKernel {
                               tables.Widths(), &found));
     Tensor* values = nullptr;
     Tensor* send_splits = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({found.values}), &values));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {found.values}, &values));
     const int64_t ranks = found.send_splits.size();
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(1, TensorShape({ranks}), &send_splits));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {ranks}, &send_splits));
     std::copy(found.send_splits.begin(), found.send_splits.end(),
               send_splits->vec<int64_t>().data());
     OP_REQUIRES_OK(ctx, Sum(ctx, tables, found, values));

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/embedding/bad_id.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "tensorflow/core/framework/op.h"
@@ -127,12 +128,11 @@ class MergeIdsOp : public OpKernel {
     Tensor* row_splits = nullptr;
     Tensor* rows = nullptr;
     Tensor* weights = nullptr;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(
-                            0, TensorShape({lists.samples + 1}), &row_splits));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({count}), &rows));
+    OP_REQUIRES_OK(ctx,
+                   AllocateOutput(ctx, 0, {lists.samples + 1}, &row_splits));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {count}, &rows));
     OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(2, TensorShape({lists.weighted ? count : 0}),
-                                  &weights));
+        ctx, AllocateOutput(ctx, 2, {lists.weighted ? count : 0}, &weights));
     int64_t* next_split = row_splits->vec<int64_t>().data();
     int64_t* rows_out = rows->vec<int64_t>().data();
     float* weights_out = weights->vec<float>().data();

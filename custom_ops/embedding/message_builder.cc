@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/header_bytes.h"
 
@@ -81,8 +82,7 @@ absl::Status MessageBuilder::WritePayload(
   std::vector<std::vector<int64_t>> places(sections_.size());
   std::vector<int64_t> starts;
   Tensor* splits = nullptr;
-  TF_RETURN_IF_ERROR(
-      ctx->allocate_output(1, TensorShape({plan_.world_size()}), &splits));
+  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 1, {plan_.world_size()}, &splits));
   int64_t end = 0;
   for (int64_t rank = 0; rank < plan_.world_size(); ++rank) {
     starts.push_back(end);
@@ -97,7 +97,7 @@ absl::Status MessageBuilder::WritePayload(
     splits->vec<int64_t>()(rank) = end - starts.back();
   }
   Tensor* payload = nullptr;
-  TF_RETURN_IF_ERROR(ctx->allocate_output(0, TensorShape({end}), &payload));
+  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 0, {end}, &payload));
   auto* out = static_cast<uint8_t*>(payload->data());
   for (const int64_t start : starts) {
     std::memcpy(out + start, header, header_size);
@@ -119,8 +119,8 @@ absl::Status MessageBuilder::WriteSamples(
     tensorflow::OpKernelContext* ctx) const {
   const int64_t features = entries_.size();
   Tensor* splits = nullptr;
-  TF_RETURN_IF_ERROR(ctx->allocate_output(
-      3, TensorShape({plan_.world_size(), features}), &splits));
+  TF_RETURN_IF_ERROR(
+      AllocateOutput(ctx, 3, {plan_.world_size(), features}, &splits));
   auto sizes = splits->matrix<int64_t>();
   sizes.setZero();
   int64_t total = 0;
@@ -133,8 +133,7 @@ absl::Status MessageBuilder::WriteSamples(
     }
   }
   Tensor* sample_ids = nullptr;
-  TF_RETURN_IF_ERROR(
-      ctx->allocate_output(2, TensorShape({total}), &sample_ids));
+  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 2, {total}, &sample_ids));
   auto* out = static_cast<int32_t*>(sample_ids->data());
   for (int64_t rank = 0; rank < plan_.world_size(); ++rank) {
     for (size_t f = 0; f < first_section_.size(); ++f) {

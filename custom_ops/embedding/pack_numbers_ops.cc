@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/embedding/number_codec.h"
 #include "tensorflow/core/framework/op.h"
@@ -127,8 +128,7 @@ class PackNumbersOp : public OpKernel {
     int64_t total = 0;
     for (int64_t i = 0; i < receivers; ++i) total += bytes(i);
     Tensor* payload = nullptr;
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(0, TensorShape({total}), &payload));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {total}, &payload));
     auto* out = static_cast<uint8_t*>(payload->data());
     for (int64_t i = 0; i < receivers; ++i) {
       std::memcpy(out, messages[i].get(), bytes(i));
@@ -167,8 +167,7 @@ class UnpackNumbersOp : public OpKernel {
       ends[i] = data += size;
     }
     Tensor* values = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({first[senders]}), &values));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {first[senders]}, &values));
     const NumberFormat format = FormatOf(values->dtype());
     auto* out = static_cast<uint8_t*>(values->data());
     std::vector<const char*> errors(senders, nullptr);

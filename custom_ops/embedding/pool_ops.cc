@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/radix_sort.h"
 #include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_functor.h"
@@ -114,8 +115,7 @@ class PoolOp : public OpKernel {
     const int64_t samples = row_splits.NumElements() - 1;
     const int64_t width = matrix.dim_size(1);
     Tensor* pooled = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({samples, width}), &pooled));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {samples, width}, &pooled));
     SumAll(ctx,
            {static_cast<const float*>(matrix.data()), width,
             static_cast<const int64_t*>(row_splits.data()),
@@ -182,8 +182,7 @@ class PoolGradOp : public OpKernel {
                     " samples. Received shape: ", grad.shape().DebugString()));
     const int64_t width = grad.dim_size(1);
     Tensor* matrix_grad = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({rows, width}), &matrix_grad));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {rows, width}, &matrix_grad));
     EntriesByPosition entries;
     Transpose(static_cast<const int64_t*>(row_splits.data()), samples,
               static_cast<const int64_t*>(positions.data()),

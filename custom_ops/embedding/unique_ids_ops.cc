@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/unique_rows.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -54,8 +55,7 @@ class UniqueIdsOp : public OpKernel {
     const UniqueRows found(ids.vec<int64_t>().data(), count,
                            positions->vec<int64_t>().data());
     Tensor* unique = nullptr;
-    OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({found.size()}), &unique));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {found.size()}, &unique));
     std::copy_n(found.rows(), found.size(), unique->vec<int64_t>().data());
   }
 };

@@ -30,10 +30,9 @@ def test_one_rank_needs_nothing():
         ({"rank": 2, "world_size": 2}, "rank=2"),
         ({"rank": 0, "world_size": 2, "addresses": ["a:1"]}, "a:1"),
         ({"rank": 0, "world_size": 1, "timeout": 0}, "timeout=0"),
-        ({"rank": 0, "world_size": 1, "transport": "x"}, "transport='x'"),
         (
             {"rank": 0, "world_size": 2, "addresses": ["127.0.0.1:1"] * 2},
-            "exchange",
+            "`connect`",
         ),
     ],
 )
@@ -42,48 +41,29 @@ def test_bad_arguments(arguments, message):
         ProcessGroup(**arguments)
 
 
-def test_host_of_another_machine_cannot_be_bound():
-    with pytest.raises(tf.errors.UnavailableError, match=r"192\.0\.2\.1"):
-        ProcessGroup(0, 2, ["192.0.2.1:1", "192.0.2.2:1"], lambda blob: [])
+@pytest.mark.parametrize("what", ["nothing", "a file", "a number"])
+def test_what_is_no_connection_is_refused(what, tmp_path):
+    def connect():
+        path = tmp_path / "file"
+        path.touch()
+        if what == "a number":  # of no open file
+            return [None, (Numbered(12345), Numbered(12346))]
+        if what == "nothing":
+            return [None, (Numbered(-2), Numbered(-3))]
+        return [None, (Numbered(os.open(path, 0)), Numbered(os.open(path, 0)))]
+
+    with pytest.raises(tf.errors.OpError, match=r"rank 0 .* connections"):
+        ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, connect)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_listens_on_its_own_address_only(world_size):
-    """This process's sockets in the listening state, as the kernel says."""
+class Numbered:
+    """Stands for a socket of this number."""
 
-    def listening():
-        files = pathlib.Path("/proc/self/fd")
-        own = {os.readlink(file) for file in files.iterdir() if file.exists()}
-        rows = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
-        rows = [row.split() for row in rows]
-        ours = [row for row in rows if f"socket:[{row[9]}]" in own]
-        return {row[1] for row in ours if row[3] == "0A"}
+    def __init__(self, number):
+        self.number = number
 
-    before = listening()
-    blobs = []
-
-    def exchange(blob):
-        blobs.append(blob)
-        new = listening() - before
-        assert len(new) == world_size - 1
-        assert all(address.startswith("0100007F:") for address in new)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        addresses = [f"127.0.0.1:{i}" for i in range(world_size)]
-        ProcessGroup(0, world_size, addresses, exchange)
-    assert len(blobs) == 1
-    assert listening() <= before
-
-
-def test_wrong_number_of_blobs():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="received 1"):
-        ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, lambda blob: [blob])
-
-
-def test_malformed_blob():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="rank 1"):
-        ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, lambda blob: [blob, b"x"])
+    def detach(self):
+        return self.number
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -133,7 +113,7 @@ def test_stats_count_messages_and_bytes(world_size):
         payload = 3 * (world_size - 1) * 100 * 8 * 4
         calls, sent, seconds = stats.labels["emb"]
         assert calls == stats.calls == 3
-        assert payload < sent == stats.bytes_sent < payload * 1.1 + 2000
+        assert payload < sent == stats.bytes_sent < payload * 1.1 + 2500
         assert stats.bytes_received == stats.bytes_sent
         assert stats.messages_sent == 3 * (world_size - 1)
         assert 0 < seconds < 60
@@ -188,6 +168,6 @@ def test_debug_lines(value):
     for rank in range(2):
         start = f"r{rank} | all_reduce 'dense' tag=6 start"
         end = rf"r{rank} \| all_reduce 'dense' tag=6 done in [\d.e-]+ ms, "
-        end += r"sent 136 B, received 136 B"
+        end += r"sent 200 B, received 200 B"
         assert (start in done.stderr) == (value == "1")
         assert bool(re.search(end, done.stderr)) == (value == "1")

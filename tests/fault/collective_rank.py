@@ -9,24 +9,18 @@ class, message, Unix time) when an operation has failed.
 """
 
 import json
+import os
 import pathlib
+import signal
 import sys
 import time
 
 import tensorflow as tf
 
+from tests import meeting_files
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-
-
-def exchange_files(folder, rank, world_size, blob):
-    partial = folder / f"partial.{rank}"
-    partial.write_bytes(blob)
-    partial.rename(folder / f"blob.{rank}")
-    paths = [folder / f"blob.{peer}" for peer in range(world_size)]
-    while not all(path.exists() for path in paths):
-        time.sleep(0.02)
-    return [path.read_bytes() for path in paths]
+from tfdist_ext.rendezvous import mesh
 
 
 def small(group, step):
@@ -90,6 +84,49 @@ def leaving(group, step):
     return small(group, step)
 
 
+def failing(group, step):
+    """After a few steps an op of the last rank's step fails beside another."""
+    if step < 3 or group.rank < group.world_size - 1:
+        return small(group, step)
+
+    def fail():
+        time.sleep(0.5)  # the exchange has begun
+        raise RuntimeError("too many")
+
+    @tf.function
+    def fails_while_it_waits():
+        collective_ops.all_gather(
+            group, tf.zeros([1]), tag=12, label="layer apart"
+        )
+        tf.py_function(fail, [], [])
+
+    try:
+        fails_while_it_waits()
+    except tf.errors.UnknownError as error:
+        raise ValueError("no step") from error
+
+
+def dying_parent(group, step):
+    """After a few steps the last rank dies; a child of it lives on."""
+    if step == 3 and group.rank == group.world_size - 1:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return small(group, step)
+
+
+def ending_child(group, step):
+    """Children of all ranks end, as Python does; only then the last rank."""
+    if step in (3, 4):
+        if (child := os.fork()) == 0:
+            sys.exit(0)  # runs what is registered with atexit
+        assert os.waitpid(child, 0)[1] == 0
+    if step == 50 and group.rank == group.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return small(group, step)
+
+
 def disagreeing(group, step):
     """After a few steps the last rank runs another op under the tag."""
     if step == 3 and group.rank == group.world_size - 1:
@@ -104,11 +141,12 @@ def main():
     rank, world_size = int(rank), int(world_size)
     folder = pathlib.Path(sys.argv[5])
     hosts = sys.argv[6:] or ["127.0.0.1"] * world_size
+    addresses = meeting_files.addresses(folder, rank, hosts)
     group = ProcessGroup(
         rank,
         world_size,
-        [f"{host}:{9000 + peer}" for peer, host in enumerate(hosts)],
-        lambda blob: exchange_files(folder, rank, world_size, blob),
+        addresses,
+        lambda: mesh.connect(rank, addresses, secret=b"", timeout=60),
         timeout=float(timeout),
     )
     step = 0
@@ -122,6 +160,7 @@ def main():
             break
         step += 1
     result = {
+        "step": step,
         "class": type(first).__name__,
         "message": first.message,
         "time": time.time(),

@@ -86,13 +86,14 @@ def results(folder, ranks, limit):
     return [json.loads(path.read_text()) for path in paths]
 
 
-def assert_blames(result, rank, label, host="127.0.0.1"):
+def assert_blames(result, rank, label, folder, host="127.0.0.1"):
     """The error names the failed rank, its address, the op and the stage."""
+    port = (folder / "port").read_text() if rank == 0 else 9000 + rank
     assert result["class"] == "UnavailableError"
-    assert f"rank {rank} ({host}:{9000 + rank})" in result["message"]
+    assert f"rank {rank} ({host}:{port})" in result["message"]
     assert label in result["message"]
     assert "stage " in result["message"]
-    assert f"rank {rank} ({host}:{9000 + rank})" in result["later"]
+    assert f"rank {rank} ({host}:{port})" in result["later"]
     assert result["later_seconds"] < 1
 
 
@@ -105,7 +106,7 @@ def test_kill(running_ranks, scenario, world_size, victim, tmp_path):
         send(tmp_path, victim, signal.SIGKILL)
         survivors = [rank for rank in range(world_size) if rank != victim]
         for result in results(tmp_path, survivors, DETECTION_LIMIT + 5):
-            assert_blames(result, victim, "'layer ")
+            assert_blames(result, victim, "'layer ", tmp_path)
             assert "died or was killed" in result["message"]
             assert result["time"] - killed < DETECTION_LIMIT
         for rank in survivors:
@@ -123,7 +124,7 @@ def test_stop(running_ranks, scenario, world_size, victim, tmp_path):
         survivors = [rank for rank in range(world_size) if rank != victim]
         limit = timeout + DETECTION_LIMIT
         for result in results(tmp_path, survivors, limit + 5):
-            assert_blames(result, victim, "'layer ")
+            assert_blames(result, victim, "'layer ", tmp_path)
             assert "silent" in result["message"]
             assert "(timeout: 3 s)" in result["message"]
             assert timeout - 1 < result["time"] - stopped < limit
@@ -154,7 +155,9 @@ def test_link_down(running_ranks, scenario, world_size, victim, tmp_path):
         survivors = [rank for rank in range(world_size) if rank != victim]
         limit = timeout + DETECTION_LIMIT
         for result in results(tmp_path, survivors, limit + 5):
-            assert_blames(result, victim, "'layer ", net.hosts[victim])
+            assert_blames(
+                result, victim, "'layer ", tmp_path, net.hosts[victim]
+            )
             assert result["time"] - down < limit
         (cut_off,) = results(tmp_path, [victim], limit + 5)
         assert cut_off["class"] == "UnavailableError"
@@ -167,8 +170,8 @@ def test_kill_reaches_those_who_wait_for_survivors(running_ranks, tmp_path):
         send(tmp_path, 3, signal.SIGKILL)
         first, second, third = results(tmp_path, range(3), DETECTION_LIMIT + 5)
         for result in (first, second):
-            assert_blames(result, 3, "'of the waiting'")
-        assert_blames(third, 3, "'of the sleeper'")
+            assert_blames(result, 3, "'of the waiting'", tmp_path)
+        assert_blames(third, 3, "'of the sleeper'", tmp_path)
         for result in (first, second, third):
             assert result["time"] - killed < DETECTION_LIMIT
 
@@ -185,7 +188,7 @@ def test_absent_rank_is_told_from_a_silent_one(running_ranks, tmp_path):
     with running_ranks("absent", 3, timeout):
         limit = 5 * timeout + DETECTION_LIMIT
         for result in results(tmp_path, range(2), limit):
-            assert_blames(result, 2, "'layer dense/bucket'")
+            assert_blames(result, 2, "'layer dense/bucket'", tmp_path)
             assert "is alive and has not reached it" in result["message"]
             assert "(timeout: 2 s)" in result["message"]
         for rank in range(2):
@@ -220,8 +223,18 @@ def test_ranks_that_wait_for_each_other_fail_after_one_timeout(
 def test_rank_that_ends_early(running_ranks, tmp_path):
     with running_ranks("leaving", 3, 60):
         for result in results(tmp_path, range(2), DETECTION_LIMIT):
-            assert_blames(result, 2, "'layer dense/bucket'")
+            assert_blames(result, 2, "'layer dense/bucket'", tmp_path)
             assert "left" in result["message"]
+
+
+def test_rank_whose_step_fails(running_ranks, tmp_path):
+    """At once there, though an exchange of the step waits; then on all."""
+    with running_ranks("failing", 3, 60):
+        for result in results(tmp_path, [0, 1], 15):
+            assert_blames(result, 2, "'layer dense/bucket'", tmp_path)
+            assert "failed: ValueError: no step" in result["message"]
+    output = (tmp_path / "output.2").read_text()
+    assert "too many" in output
 
 
 def test_different_ops_under_one_tag(running_ranks, tmp_path):
@@ -231,3 +244,15 @@ def test_different_ops_under_one_tag(running_ranks, tmp_path):
             assert "all_reduce 'layer dense/bucket'" in result["message"]
             assert "all_gather 'layer other'" in result["message"]
             assert "rank 2 (" in result["message"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "steps"), [("dying_parent", 3), ("ending_child", 50)]
+)
+def test_children_have_no_part(running_ranks, scenario, steps, tmp_path):
+    """They keep nobody's connection open, and close none."""
+    with running_ranks(scenario, 2, 60):
+        (result,) = results(tmp_path, [0], DETECTION_LIMIT + 5)
+        assert_blames(result, 1, "'layer dense/bucket'", tmp_path)
+        assert "died or was killed" in result["message"]
+        assert result["step"] == steps

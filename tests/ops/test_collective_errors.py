@@ -76,6 +76,59 @@ def test_different_shapes_in_an_all_reduce():
         assert "400004 bytes" in message
 
 
+@pytest.mark.parametrize(
+    ("shapes", "named"),
+    [
+        ([[2, 1, 32], [1, 33, 1]], ["[2,1,32]", "[1,33,1]"]),
+        ([[2, 3], [3, 2]], ["[2,3]", "[3,2]"]),
+        ([[400, 300], [300, 400]], ["[400,300]", "[300,400]"]),
+    ],
+)
+def test_equal_sizes_of_other_shapes(shapes, named):
+    def run(group):
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            collective_ops.all_reduce(
+                group, [tf.zeros(shapes[group.rank])], tag=2, label="dense"
+            )
+        return error.value.message
+
+    for message in run_on_ranks(2, run):
+        assert all(shape in message for shape in named), message
+
+
+@pytest.mark.parametrize("size", [3, 500_000])
+def test_a_weight_on_one_rank_only(size):
+    def run(group):
+        weight = tf.constant(1.0) if group.rank else None
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            collective_ops.all_reduce(
+                group, [tf.zeros([size])], tag=2, label="a", weight=weight
+            )
+        return error.value.message
+
+    for message in run_on_ranks(2, run):
+        assert re.search(r"rank 1 \([^)]*\) runs .*weighted", message), message
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_give_the_first_reason_of_a_mismatch(world_size):
+    def run(group):
+        for step in range(5):
+            last = step == 4 and group.rank == world_size - 1
+            try:
+                collective_ops.all_reduce(
+                    group, [tf.zeros([2 if last else 3])], tag=2, label="a"
+                )
+            except tf.errors.OpError as error:
+                return error.message.partition("failed: ")[2].split(" [")[0]
+        raise AssertionError("no rank has noticed")
+
+    for _ in range(10):
+        reasons = set(run_on_ranks(world_size, run))
+        assert len(reasons) == 1, reasons
+        assert "disagree" in reasons.pop()
+
+
 def test_weighted_sum_needs_a_floating_dtype():
     def run(group):
         with pytest.raises(tf.errors.InvalidArgumentError, match="int32"):

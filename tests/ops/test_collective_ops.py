@@ -68,6 +68,28 @@ def test_all_to_all(world_size, graph, dtype):
 
 
 @every_world_size
+def test_rows_of_no_bytes_are_counted(world_size):
+    def exchange(group):
+        rows = 5 + group.rank
+        _, gathered = collective_ops.all_gather(
+            group, tf.zeros([rows, 0]), tag=2
+        )
+        splits = tf.range(world_size, dtype=tf.int64) + group.rank
+        output, received = collective_ops.all_to_all(
+            group, tf.zeros([tf.reduce_sum(splits), 0]), splits, tag=4
+        )
+        return gathered, output.shape, received
+
+    for rank, (gathered, shape, received) in enumerate(
+        run_on_ranks(world_size, exchange)
+    ):
+        assert gathered.numpy().tolist() == [5 + r for r in range(world_size)]
+        expected = [rank + peer for peer in range(world_size)]
+        assert received.numpy().tolist() == expected
+        assert shape == (sum(expected), 0)
+
+
+@every_world_size
 def test_all_to_all_sizes_change_from_call_to_call(world_size):
     """Frames grow, shrink below their capacity, and exceed the largest."""
     sizes = [0, 1, 900, 3, 70_000, 0, 20_000, 300_000, 5, 70_000, 1, 300_000]

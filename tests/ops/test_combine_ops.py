@@ -311,6 +311,7 @@ def test_many_samples_on_many_ranks(samples):
         (6, [0, 1], [[1]], [2]),  # a rank too few
         (6, [0, 1], [[1], [1]], [2, 2]),  # samples of two features
         (6, [0, 1], [[1], [1]], [-2]),  # negative samples
+        (6, [0, 1], [[1], [1]], [1 << 62]),  # more than a shape may have
     ],
 )
 def test_malformed_inputs_are_refused(parts, ids, splits, samples):

@@ -149,3 +149,20 @@ def test_cell_outside_of_the_table_is_refused():
             init_ops.init_rows(
                 seed=1, distribution="zeros", **{**CELL, **wrong}
             )
+
+
+def test_more_elements_than_can_be_counted_are_refused():
+    """2^70: the shape alone would end the process."""
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        init_ops.init_rows(
+            seed=1,
+            rows=1 << 40,
+            row_part=0,
+            row_parts=1,
+            local_rows=1 << 40,
+            first_column=0,
+            local_dim=1 << 30,
+            distribution="zeros",
+            a=0.0,
+            b=0.0,
+        )

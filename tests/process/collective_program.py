@@ -9,25 +9,16 @@ import json
 import os
 import pathlib
 import sys
-import time
 
 import numpy as np
 import tensorflow as tf
 
+from tests import meeting_files
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.rendezvous import mesh
 
 STEPS = 20
-
-
-def exchange_files(folder, rank, world_size, blob):
-    partial = folder / f"partial.{rank}"
-    partial.write_bytes(blob)
-    partial.rename(folder / f"blob.{rank}")
-    paths = [folder / f"blob.{peer}" for peer in range(world_size)]
-    while not all(path.exists() for path in paths):
-        time.sleep(0.02)
-    return [path.read_bytes() for path in paths]
 
 
 def check_step(group, step_function, step):
@@ -48,11 +39,13 @@ def main():
     config = json.loads(os.environ["TF_CONFIG"])
     rank, world_size = config["task"]["index"], len(config["cluster"]["worker"])
     folder = pathlib.Path(sys.argv[1])
+    hosts = ["127.0.0.1"] * world_size
+    addresses = meeting_files.addresses(folder, rank, hosts)
     group = ProcessGroup(
         rank,
         world_size,
-        [f"127.0.0.1:{9000 + peer}" for peer in range(world_size)],
-        lambda blob: exchange_files(folder, rank, world_size, blob),
+        addresses,
+        lambda: mesh.connect(rank, addresses, secret=b"", timeout=60),
         timeout=60,
     )
     group.check_same(["all_to_all rows", "all_reduce total"])

@@ -144,4 +144,4 @@ class Turns:
 def brief(error: BaseException) -> str:
     """An error in a message to the other ranks, which has little room."""
     text = getattr(error, "message", None) or str(error)
-    return f"{type(error).__name__}: {text.strip()[:700]}"
+    return f"{type(error).__name__}: {text.strip()[:700]}".rstrip(": ")

@@ -101,8 +101,10 @@ class Collectives:
             yield step
         finally:
             self._steps.pop()
-        if not tf.executing_eagerly():
-            self._compare_exchanges(tuple(step.exchanges))
+        if step.exchanges and not tf.executing_eagerly():
+            # With their numbers and its role the tags are equal too.
+            lines = (f"step {step.role}", *step.exchanges)
+            self._compare_exchanges(lines)
 
     @contextlib.contextmanager
     def rehearsing(self, graph: tf.Graph) -> Iterator[None]:
@@ -193,7 +195,7 @@ class Collectives:
     def _compare_exchanges(self, lines: tuple[str, ...]) -> None:
         # Ranks trace new exchanges at the same step; those that only have new
         # shapes (a last, smaller batch) are known already and cost nothing.
-        if lines and lines not in self._known_exchanges:
+        if lines not in self._known_exchanges:
             with tf.init_scope():
                 self.group.check_same(list(lines))
             self._known_exchanges.add(lines)

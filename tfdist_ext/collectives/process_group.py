@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
+import socket
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist_ext.collectives.calls import brief
 from tfdist_ext.ops import group_ops
-from tfdist_ext.rendezvous.addresses import bind_address
 
-Exchange = Callable[[bytes], Sequence[bytes]]
+Connect = Callable[[], Sequence[tuple[socket.socket, socket.socket] | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,7 @@ class GroupStats:
     """What a process group has done so far.
 
     Attributes:
-        bytes_sent: to all ranks together, without the transport's framing.
+        bytes_sent: to all ranks together, headers and payloads.
         bytes_received: likewise.
         messages_sent: to all ranks together.
         messages_received: likewise.
@@ -47,8 +50,7 @@ class ProcessGroup:
     Attributes:
         rank: of this process.
         world_size: number of ranks.
-        addresses: "host:port" of each rank. The host of this rank's own is
-            the one it listens on; all are named in errors.
+        addresses: "host:port" of each rank, which errors name.
         timeout: seconds an operation may take before it fails everywhere;
             five times that while a rank is alive and in no operation.
         handle: number by which the ops find the group.
@@ -59,27 +61,24 @@ class ProcessGroup:
         rank: int,
         world_size: int,
         addresses: Sequence[str] = (),
-        exchange: Exchange | None = None,
+        connect: Connect | None = None,
         timeout: float = 60.0,
-        transport: str = "gloo",
     ) -> None:
-        """Connects to all ranks; every rank must do so at the same time.
+        """Makes a group of connections to all ranks.
 
         Args:
             rank: of this process.
             world_size: number of ranks.
             addresses: "host:port" of each rank.
-            exchange: gets this rank's few bytes of network addresses and
-                returns those of all ranks in rank order. Called once; not
-                needed with one rank.
-            timeout: seconds, of connecting and of every operation.
-            transport: "gloo", the only one so far.
+            connect: returns by rank two connections to it, for messages and
+                for control, None for this rank; every rank must call it at
+                the same time. Not needed with one rank.
+            timeout: seconds, of every operation.
 
         Raises:
             ValueError: a bad argument.
-            tf.errors.UnavailableError: a rank cannot be reached.
         """
-        _check(rank, world_size, addresses, timeout, transport)
+        _check(rank, world_size, addresses, timeout)
         self.rank = rank
         self.world_size = world_size
         self.addresses = tuple(addresses)
@@ -87,17 +86,13 @@ class ProcessGroup:
         self.handle = -1
         if world_size == 1:
             return
-        if exchange is None:
-            raise ValueError(f"{world_size} ranks need an `exchange` function.")
-        self.handle, blob = group_ops.group_open(
-            rank, self.addresses, bind_address(addresses[rank]), timeout
+        if connect is None:
+            raise ValueError(f"{world_size} ranks need a `connect` function.")
+        self._process = os.getpid()
+        self.handle = group_ops.group_open(
+            rank, self.addresses, connect(), timeout
         )
-        atexit.register(self.close)
-        try:
-            group_ops.group_connect(self.handle, exchange(blob))
-        except BaseException:
-            self.close()
-            raise
+        atexit.register(self._close_at_exit)
 
     def check_same(self, entries: Sequence[str]) -> None:
         """Compares what the ranks are about to run; all must call this.
@@ -178,11 +173,21 @@ class ProcessGroup:
 
         Runs by itself when Python exits. A closed group has no statistics.
         """
-        if self.handle < 0:
-            return
-        atexit.unregister(self.close)
+        self._close("")
+
+    def _close_at_exit(self) -> None:
+        # What has ended the program: the others shall know it. A person at a
+        # prompt goes on after an error.
+        error = getattr(sys, "last_value", None)
+        ended_it = error is not None and not hasattr(sys, "ps1")
+        self._close(brief(error) if ended_it else "")
+
+    def _close(self, error: str) -> None:
+        if self.handle < 0 or os.getpid() != self._process:
+            return  # a forked process has no part in the group
+        atexit.unregister(self._close_at_exit)
         handle, self.handle = self.handle, -1
-        group_ops.group_close(handle)
+        group_ops.group_close(handle, error)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -202,7 +207,6 @@ def _check(
     world_size: int,
     addresses: Sequence[str],
     timeout: float,
-    transport: str,
 ) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -217,8 +221,4 @@ def _check(
         raise ValueError(
             f"timeout must be a positive number of seconds. Received: "
             f"timeout={timeout}"
-        )
-    if transport != "gloo":
-        raise ValueError(
-            f"transport must be 'gloo'. Received: transport={transport!r}"
         )

@@ -16,8 +16,9 @@ from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.launcher import ports
 from tfdist_ext.rendezvous import addresses as addresses_lib
-from tfdist_ext.rendezvous import ranks
+from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous import secret as secret_lib
+from tfdist_ext.rendezvous.listening import Listening
 
 
 def share_a_host(addresses: Sequence[str]) -> bool:
@@ -41,7 +42,8 @@ def connect(
 
     Raises:
         RuntimeError: the ranks did not meet.
-        ValueError: the secret of the job cannot be read.
+        ValueError: the secret of the job cannot be read, or the environment
+            names no interface or ports of this host.
     """
     addresses, rank = cluster.addresses, cluster.rank
     if len(addresses) < 2:
@@ -55,13 +57,13 @@ def connect(
         rank=rank,
         world_size=len(addresses),
         addresses=addresses,
-        exchange=lambda blob: ranks.meet(
+        connect=lambda: mesh.connect(
             rank,
             addresses,
-            blob,
             secret=secret,
             timeout=startup_timeout,
             reuse_port=ports.HELD_VARIABLE in os.environ,
+            listening=Listening.of(os.environ),
         ),
         timeout=timeout,
     )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,41 +24,47 @@ _COUNTERS = (
 
 
 def group_open(
-    rank: int, addresses: Sequence[str], bind_address: str, timeout: float
-) -> tuple[int, bytes]:
-    """Opens this rank's end of a group.
+    rank: int,
+    addresses: Sequence[str],
+    connections: Sequence[tuple[socket.socket, socket.socket] | None],
+    timeout: float,
+) -> int:
+    """Makes this rank's end of a group, which owns the connections.
 
     Args:
         rank: of this process.
         addresses: "host:port" of each rank, for errors.
-        bind_address: numeric address to listen on.
+        connections: two to each rank, for messages and for control.
         timeout: seconds of every wait.
 
     Returns:
-        The group's handle, and bytes that the other ranks need to connect.
+        The group's handle.
     """
+    numbers = [
+        (-1, -1) if pair is None else (pair[0].detach(), pair[1].detach())
+        for pair in connections
+    ]
     with tf.init_scope(), tf.device("CPU:0"):
-        handle, blob = library().tfdist_group_open(
+        handle = library().tfdist_group_open(
             addresses=list(addresses),
+            sockets=tf.constant(numbers, tf.int32),
             rank=rank,
-            bind_address=bind_address,
             timeout=timeout,
         )
-    return int(handle), bytes(blob.numpy())
+    return int(handle)
 
 
-def group_connect(handle: int, blobs: Sequence[bytes]) -> None:
-    """Connects to all ranks, `blobs[r]` being the bytes of rank r."""
+def group_close(handle: int, error: str = "") -> None:
+    """Leaves the group; the handle is worth nothing afterwards.
+
+    Args:
+        handle: of the group.
+        error: what the program has failed with, empty if it has not.
+    """
     with tf.init_scope(), tf.device("CPU:0"):
-        library().tfdist_group_connect(
-            group=tf.constant(handle, tf.int64), blobs=list(blobs)
+        library().tfdist_group_close(
+            group=tf.constant(handle, tf.int64), error=error
         )
-
-
-def group_close(handle: int) -> None:
-    """Leaves the group; the handle is worth nothing afterwards."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        library().tfdist_group_close(group=tf.constant(handle, tf.int64))
 
 
 def group_leave(handle: int, reason: str) -> None:

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "custom_ops/collective/data_link.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "custom_ops/collective/clock.h"
+#include "custom_ops/common/message.h"
+
+namespace tfdist {
+
+namespace {
+
+constexpr int kMostParts = 32;  // of one call of the system
+
+iovec Part(const void* data, size_t bytes) {
+  return {const_cast<void*>(data), bytes};
+}
+
+}  // namespace
+
+bool DataLink::Send(Outgoing* message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(message);
+  // Behind others it leaves in its turn.
+  return queue_.size() > 1 || Write();
+}
+
+bool DataLink::OnWritable() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return Write();
+}
+
+bool DataLink::Write() {
+  if (broken_) return false;
+  while (!queue_.empty()) {
+    iovec parts[kMostParts];
+    int count = 0;
+    for (Outgoing* message : queue_) {
+      if (count + 2 > kMostParts) break;
+      const uint64_t payload_sent =
+          std::max<uint64_t>(message->offset, sizeof(Header)) - sizeof(Header);
+      if (message->offset < sizeof(Header)) {
+        const auto* header = reinterpret_cast<const uint8_t*>(&message->header);
+        parts[count++] =
+            Part(header + message->offset, sizeof(Header) - message->offset);
+      }
+      if (payload_sent < message->header.bytes) {
+        parts[count++] = Part(message->payload + payload_sent,
+                              message->header.bytes - payload_sent);
+      }
+    }
+    size_t written = socket_.Write(parts, count);
+    if (written == 0) return true;
+    Moved();
+    while (written > 0) {
+      Outgoing* message = queue_.front();
+      const uint64_t part =
+          std::min<uint64_t>(written, message->size() - message->offset);
+      message->offset += part;
+      written -= part;
+      if (message->offset < message->size()) break;
+      queue_.pop_front();
+      // From here on the message may be gone.
+      const std::shared_ptr<Progress> sender = std::move(message->sender);
+      message->sent.store(true, std::memory_order_release);
+      if (sender != nullptr) sender->Advance();
+    }
+  }
+  return false;
+}
+
+bool DataLink::TakeBack(Outgoing* message, bool broken) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  broken_ = broken_ || broken;
+  const auto found = std::find(queue_.begin(), queue_.end(), message);
+  if (found == queue_.end()) return true;
+  if (message->offset > 0 && !broken) return false;
+  queue_.erase(found);
+  return true;
+}
+
+bool DataLink::OnReadable() {
+  for (size_t taken = 0; taken < kTurn;) {
+    if (current_ == nullptr && TakeHeader()) continue;
+    const size_t size = current_ != nullptr ? ReadPayload() : ReadStaged();
+    if (size == 0) return false;
+    taken += size;
+  }
+  return true;
+}
+
+// Takes a header out of what is staged; false if there is none yet.
+bool DataLink::TakeHeader() {
+  if (end_ - begin_ < sizeof(Header)) return false;
+  Header header;
+  std::memcpy(&header, staged_.data() + begin_, sizeof(Header));
+  begin_ += sizeof(Header);
+  if (header.magic != kMagic || header.bytes > kMostBytes) {
+    throw ProtocolError("it sent a message of another build");
+  }
+  Incoming* message = inbox_.Begin(header);
+  if (message == nullptr) {
+    throw ProtocolError(Message("it sent a message twice or of another size (",
+                                KindName(header.kind), " '",
+                                GetText(header.label), "')"));
+  }
+  if (header.bytes > 0) {
+    current_ = message;
+    left_ = header.bytes;
+  }
+  return true;
+}
+
+// What is staged first, then from the connection, past the payload into the
+// staging memory: most often the next header comes by the same call.
+size_t DataLink::ReadPayload() {
+  uint8_t* memory = inbox_.Claim(current_);
+  size_t got = std::min<uint64_t>(end_ - begin_, left_);
+  size_t taken = got;
+  if (got > 0) {
+    std::memcpy(memory, staged_.data() + begin_, got);
+    begin_ += got;
+  } else {
+    const size_t wanted = std::min<uint64_t>(left_, kRead);
+    const iovec parts[] = {Part(memory, wanted),
+                           Part(staged_.data(), staged_.size())};
+    begin_ = end_ = 0;
+    try {
+      taken = socket_.Read(parts, wanted == left_ ? 2 : 1);
+    } catch (...) {
+      inbox_.Advance(current_, 0);
+      throw;
+    }
+    got = std::min(taken, wanted);
+    end_ = taken - got;
+    if (taken > 0) Moved();
+  }
+  left_ -= got;
+  Incoming* message = current_;
+  if (left_ == 0) current_ = nullptr;
+  inbox_.Advance(message, got);  // afterwards it may be gone
+  return taken;
+}
+
+size_t DataLink::ReadStaged() {
+  std::memmove(staged_.data(), staged_.data() + begin_, end_ - begin_);
+  end_ -= begin_;
+  begin_ = 0;
+  const iovec part = Part(staged_.data() + end_, staged_.size() - end_);
+  const size_t size = socket_.Read(&part, 1);
+  end_ += size;
+  if (size > 0) Moved();
+  return size;
+}
+
+void DataLink::Moved() { last_moved_.store(Now()); }
+
+}  // namespace tfdist

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "custom_ops/collective/inbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace tfdist {
+
+Incoming* Inbox::Expect(uint32_t generation, int64_t tag, uint64_t call,
+                        uint32_t part, std::shared_ptr<Progress> receiver) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<Incoming>& message = messages_[{generation, tag, call, part}];
+  if (message == nullptr) {
+    message = std::make_unique<Incoming>();
+    message->header.generation = generation;
+    message->header.tag = tag;
+    message->header.call = call;
+    message->header.part = part;
+  }
+  message->receiver = std::move(receiver);
+  return message.get();
+}
+
+void Inbox::Remove(Incoming* message) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_.wait(lock, [&] { return !message->busy; });
+  if (message->header_here && !message->complete()) {
+    message->abandoned = true;
+    message->receiver = nullptr;
+    message->memory = nullptr;
+    return;
+  }
+  messages_.erase(KeyOf(message->header));
+}
+
+bool Inbox::HasHeader(const Incoming* message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return message->header_here;
+}
+
+uint64_t Inbox::Received(const Incoming* message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return message->received;
+}
+
+void Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_.wait(lock, [&] { return !message->busy; });
+  message->memory = static_cast<uint8_t*>(memory);
+  message->wanted = bytes;
+  if (message->early == nullptr) return;
+  const std::shared_ptr<uint8_t> early = std::move(message->early);
+  const uint64_t size = message->received;
+  message->busy = size > 0;  // nobody else writes meanwhile
+  lock.unlock();
+  if (size == 0) return;
+  std::memcpy(memory, early.get(), size);
+  lock.lock();
+  message->busy = false;
+  idle_.notify_all();
+}
+
+std::shared_ptr<uint8_t> Inbox::TakeEarly(Incoming* message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  EarlyMemory(message);
+  return message->early;
+}
+
+void Inbox::Retire(uint32_t generation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = messages_.begin(); it != messages_.end();) {
+    const Incoming& message = *it->second;
+    const bool old = message.header.generation < generation;
+    const bool free = message.receiver == nullptr && message.complete();
+    it = old && free ? messages_.erase(it) : std::next(it);
+  }
+  generation_ = generation;
+}
+
+Incoming* Inbox::Begin(const Header& header) {
+  std::shared_ptr<Progress> receiver;
+  Incoming* found = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_ptr<Incoming>& message = messages_[KeyOf(header)];
+    if (message == nullptr) message = std::make_unique<Incoming>();
+    if (message->header_here) return nullptr;
+    const bool fits = message->memory == nullptr || message->abandoned ||
+                      message->wanted == header.bytes;
+    if (!fits) return nullptr;
+    message->header = header;
+    message->header_here = true;
+    receiver = message->receiver;
+    found = message.get();
+  }
+  if (receiver != nullptr) receiver->Advance();
+  return found;
+}
+
+uint8_t* Inbox::Claim(Incoming* message) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  idle_.wait(lock, [&] { return !message->busy; });  // a copy of Give
+  uint8_t* memory = message->memory;
+  if (memory == nullptr) memory = EarlyMemory(message);
+  message->busy = true;
+  return memory + message->received;
+}
+
+void Inbox::Advance(Incoming* message, uint64_t bytes) {
+  std::shared_ptr<Progress> receiver;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    message->busy = false;
+    message->received += bytes;
+    receiver = message->receiver;
+    const bool old = message->header.generation < generation_;
+    const bool unwanted =
+        message->abandoned || (old && message->receiver == nullptr);
+    if (unwanted && message->complete()) {
+      messages_.erase(KeyOf(message->header));
+    }
+    idle_.notify_all();
+  }
+  if (receiver != nullptr) receiver->Advance();
+}
+
+uint8_t* Inbox::EarlyMemory(Incoming* message) {
+  if (message->early == nullptr) {
+    const uint64_t bytes = std::max<uint64_t>(message->header.bytes, 1);
+    message->early = scratch_.Acquire(bytes);
+  }
+  return message->early.get();
+}
+
+}  // namespace tfdist

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_TRANSPORT_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_TRANSPORT_H_
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "custom_ops/collective/control_link.h"
+#include "custom_ops/collective/data_link.h"
+#include "custom_ops/collective/scratch.h"
+
+namespace tfdist {
+
+// What a transport tells, on its own thread and with no lock held.
+class TransportListener {
+ public:
+  virtual ~TransportListener() = default;
+  virtual void OnControl(int peer, ControlFrame& frame) = 0;
+  // Once per peer; nothing comes from it afterwards. `why` is empty where its
+  // connections have ended, and says what it has sent if that makes no sense.
+  virtual void OnLost(int peer, const std::string& why) = 0;
+  // Every `kTick`, while anybody has asked for it.
+  virtual void OnTick() = 0;
+};
+
+// The connections to all peers, and the one thread that serves them.
+//
+// Nothing is global, and nothing listens: sockets come connected, from whoever
+// has made sure of who is at the other end.
+class Transport {
+ public:
+  struct Pair {
+    int data = -1;  // file descriptors, -1 at this rank's own place
+    int control = -1;
+  };
+  static constexpr int kTickMilliseconds = 50;
+
+  // Owns all descriptors from now on. Throws std::system_error.
+  Transport(const std::vector<Pair>& sockets, ScratchPool& scratch);
+  ~Transport();
+
+  // Begins to listen. `listener` must outlive Stop.
+  void Start(TransportListener* listener);
+  // Ends the thread; what was not sent is lost. Not on the thread itself.
+  void Stop();
+  // In a forked process, where the thread is not: closes what is open there.
+  void CloseInChild();
+
+  Inbox& inbox(int peer) { return links_[peer]->data.inbox(); }
+  // Throw ConnectionLost; see DataLink and ControlLink.
+  void Send(int peer, Outgoing* message);
+  bool TakeBack(int peer, Outgoing* message, bool broken);
+  void SendControl(int peer, const ControlFrame& frame);
+  // When anything came from a peer last, and when bytes of messages moved.
+  int64_t last_heard(int peer) const;
+  int64_t last_moved(int peer) const { return links_[peer]->data.last_moved(); }
+  // Whether OnTick is called: not while nothing runs.
+  void Tick(bool on);
+
+ private:
+  struct Link {
+    Link(Socket data, Socket control, ScratchPool& scratch)
+        : data(std::move(data), scratch), control(std::move(control)) {}
+    DataLink data;
+    ControlLink control;
+    // Of the transport's thread: lost, or when the connection for messages has
+    // ended. The other may still tell why.
+    bool lost = false;
+    int64_t data_ended = 0;
+  };
+
+  void Loop();
+  void Serve(int peer, bool control, uint32_t events);
+  void ReadControl(int peer);
+  void LoseWhoIsSilent();
+  void Lose(int peer, const std::string& why);
+  void Watch(int fd, uint64_t tag, uint32_t events, bool anew);
+  void Wake();
+
+  std::vector<std::unique_ptr<Link>> links_;
+  int poller_ = -1;
+  int wake_ = -1;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> ticking_{false};
+  bool ending_ = false;  // of the thread: a connection has ended, see Link
+  TransportListener* listener_ = nullptr;
+  std::thread thread_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_TRANSPORT_H_

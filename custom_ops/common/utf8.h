@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_COMMON_UTF8_H_
+#define TFDIST_CUSTOM_OPS_COMMON_UTF8_H_
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace tfdist {
+
+// `text` with a '?' for each byte that is of no UTF-8 character: Python refuses
+// an error whose text is not UTF-8, and a text from a peer may be anything, be
+// it cut within a character.
+std::string AsUtf8(absl::string_view text);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COMMON_UTF8_H_

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of two whose peer is a pair of bare sockets, for the test to write."""
+
+import socket
+import struct
+
+import tensorflow as tf
+
+from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.ops import collective_ops
+
+# Header of custom_ops/collective/wire.h.
+HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
+MAGIC, ALL_REDUCE, FLOAT = 0x74664434, 3, 1
+NUMBERS = 5
+# Dimensions of [5], as `HashShape` mixes them.
+SHAPE = (1 * 0x9E3779B97F4A7C15 + NUMBERS) % (1 << 64)
+FIELDS = (
+    *("magic", "kind", "flags", "tag", "call", "bytes", "rows"),
+    *("generation", "part", "dtype", "root", "agreed", "shape", "weight"),
+    *("label", "shapes"),
+)
+
+
+def good_header(tag):
+    return {
+        "magic": MAGIC,
+        "kind": ALL_REDUCE,
+        "flags": 0,
+        "tag": tag,
+        "call": 0,
+        "bytes": 4 * NUMBERS,
+        "rows": 0,
+        "generation": 0,
+        "part": 0,
+        "dtype": FLOAT,
+        "root": 0,
+        "agreed": 4 * NUMBERS,
+        "shape": SHAPE,
+        "weight": 1.0,
+        "label": b"sum",
+        "shapes": b"[5]",
+    }
+
+
+def pack(header):
+    return HEADER.pack(*(header[name] for name in FIELDS))
+
+
+class Rank:
+    def __init__(self, timeout=20.0):
+        ours, self.peer = zip(
+            socket.socketpair(), socket.socketpair(), strict=True
+        )
+        self.group = ProcessGroup(
+            0, 2, ["a:1", "b:1"], lambda: [None, ours], timeout
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for end in self.peer:
+            end.close()
+        self.group.close()
+
+    def sum(self, tag=2):
+        x = tf.range(NUMBERS, dtype=tf.float32)
+        (total,) = collective_ops.all_reduce(
+            self.group, [x], tag=tag, label="sum"
+        )
+        return total.numpy()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of exchanges: different ones, and the same on all ranks."""
+
+import pytest
+import tensorflow as tf
+
+from tests.thread_ranks import run_on_ranks
+from tfdist_ext.collectives.calls import Turns
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.step import Step
+from tfdist_ext.collectives.tags import Tags
+
+
+def test_no_two_exchanges_share_a_tag():
+    tags = Tags(Turns())
+    step = Step(tf.constant(1.0), weighted=False, role="train")
+    labels = [f"layer_{layer}/ids" for layer in range(50_000)]
+    found = {tags.take(step, label, "sum", tf.float32) for label in 4 * labels}
+    assert len(found) == 4 * len(labels)
+    assert all(tag % 2 == 0 and 0 <= tag < 1 << 62 for tag in found)
+
+
+def test_steps_of_other_names_are_found_when_they_are_traced():
+    """Their tags differ, so they would wait for each other."""
+
+    def program(group):
+        collectives = Collectives(group)
+
+        @tf.function
+        def traced():
+            step = Step(
+                tf.constant(1.0), weighted=False, role=f"train_{group.rank}"
+            )
+            with collectives.stepping(step):
+                return collectives.all_reduce([tf.ones([2])], "dense")[0]
+
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            traced()
+        return str(error.value)
+
+    for message in run_on_ranks(2, program):
+        assert "'step train_0'" in message
+        assert "'step train_1'" in message

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rank gets two connections to every other, where its host says."""
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+
+import pytest
+
+from tfdist_ext.rendezvous import mesh
+from tfdist_ext.rendezvous.listening import Listening
+
+LIMIT = 60.0
+
+
+def connect_all(addresses, listening=None, secrets=None, timeout=LIMIT):
+    """Connections, or the error, of every rank; all run at once."""
+    outcomes = [None] * len(addresses)
+
+    def call(rank):
+        try:
+            outcomes[rank] = mesh.connect(
+                rank,
+                addresses,
+                secret=secrets[rank] if secrets else b"s",
+                timeout=timeout,
+                listening=listening[rank] if listening else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            outcomes[rank] = error
+
+    threads = [
+        threading.Thread(target=call, args=(rank,), daemon=True)
+        for rank in range(len(addresses))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    return outcomes
+
+
+def addresses_of(host, count, port):
+    host = f"[{host}]" if ":" in host else host
+    return [f"{host}:{port if rank == 0 else rank}" for rank in range(count)]
+
+
+@contextlib.contextmanager
+def closing(outcomes):
+    """Closes all connections; an error among them fails the test."""
+    try:
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        yield outcomes
+    finally:
+        for outcome in outcomes:
+            for pair in outcome if isinstance(outcome, list) else ():
+                for connection in pair or ():
+                    connection.close()
+
+
+def assert_joined(meshes):
+    """What a rank writes to another comes out there, and nowhere else."""
+    count = len(meshes)
+    for rank, peer in itertools.permutations(range(count), 2):
+        for kind in range(2):
+            text = f"{rank} {peer} {kind}".encode()
+            meshes[rank][peer][kind].sendall(text)
+            assert meshes[peer][rank][kind].recv(100) == text
+    assert all(meshes[rank][rank] is None for rank in range(count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 11])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_all_pairs_are_joined(count, host, free_port):
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    addresses = addresses_of(host, count, free_port())
+    with closing(connect_all(addresses)) as meshes:
+        assert_joined(meshes)
+
+
+def test_ranks_listen_by_their_interface_in_their_range(free_port):
+    """Any address of the loopback network stands for one more interface."""
+    ports = range(free_port(), 65536)
+    listening = [
+        Listening("127.0.0.9"),
+        Listening("lo", ports),
+        Listening("127.0.0.7", ports),
+    ]
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+    with closing(connect_all(addresses, listening)) as meshes:
+        assert_joined(meshes)
+        hosts = {
+            (rank, peer): meshes[rank][peer][0].getpeername()
+            for rank in range(3)
+            for peer in range(rank)
+        }
+        assert hosts[1, 0][0] == hosts[2, 0][0] == "127.0.0.9"
+        assert hosts[2, 1][0] == "127.0.0.1"
+        assert hosts[2, 1][1] in ports[:100]
+
+
+def test_other_secrets_do_not_meet(free_port):
+    addresses = addresses_of("127.0.0.1", 2, free_port())
+    outcomes = connect_all(addresses, secrets=[b"a", b"b"], timeout=2)
+    assert "secret" in str(outcomes[1])
+    assert "rank 1" in str(outcomes[0])
+
+
+def test_a_taken_range_is_named(free_port):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        only = Listening(ports=range(port, port + 1))
+        addresses = addresses_of("127.0.0.1", 2, free_port())
+        outcomes = connect_all(addresses, [Listening(), only], timeout=2)
+    assert f"TFDIST_PORT_RANGE={port}-{port} are taken" in str(outcomes[1])
+    assert "rank 1 (127.0.0.1:1) cannot listen" in str(outcomes[1])
+
+
+def test_listening_of_an_environment():
+    nothing = Listening.of({"TFDIST_PORT_RANGE": ""})
+    assert nothing == Listening()
+    assert nothing.host("localhost:1") == "127.0.0.1"
+    given = Listening.of(
+        {"TFDIST_INTERFACE": "lo", "TFDIST_PORT_RANGE": "20000-20009"}
+    )
+    assert given == Listening("lo", range(20000, 20010))
+    assert given.host("10.1.2.3:1") == "127.0.0.1"
+    assert Listening.of({"TFDIST_PORT_RANGE": "80"}).ports == range(80, 81)
+    assert Listening("fe80::1").host("") == "fe80::1"
+
+
+@pytest.mark.parametrize("text", ["x", "-5", "0-3", "9-8", "1-70000", "1-2-3"])
+def test_a_range_that_is_none_is_named(text):
+    with pytest.raises(ValueError, match=f"TFDIST_PORT_RANGE={text}"):
+        Listening.of({"TFDIST_PORT_RANGE": text})
+
+
+def test_an_interface_that_is_none_is_named():
+    with pytest.raises(ValueError, match=r"TFDIST_INTERFACE=eth77 .* lo"):
+        Listening("eth77").host("127.0.0.1:1")
+
+
+def test_an_address_of_another_host_is_named(free_port):
+    addresses = addresses_of("127.0.0.1", 2, free_port())
+    start = time.monotonic()
+    outcomes = connect_all(
+        addresses, [Listening("127.0.0.1"), Listening("192.0.2.1")], timeout=2
+    )
+    assert "rank 1 (127.0.0.1:1) cannot listen on 192.0.2.1" in str(outcomes[1])
+    assert "rank 1" in str(outcomes[0])
+    assert time.monotonic() - start < 20
