@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.rendezvous.connection import Connection
 
 # Header of custom_ops/collective/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
@@ -53,7 +54,7 @@ class Rank:
             socket.socketpair(), socket.socketpair(), strict=True
         )
         self.group = ProcessGroup(
-            0, 2, ["a:1", "b:1"], lambda: [None, ours], timeout
+            0, 2, ["a:1", "b:1"], lambda: [None, Connection(*ours)], timeout
         )
 
     def __enter__(self):

@@ -5,6 +5,8 @@ import socket
 import threading
 
 from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.rendezvous import same_host
+from tfdist_ext.rendezvous.connection import Connection
 
 
 def run_on_ranks(world_size, function, timeout=20.0):
@@ -22,8 +24,11 @@ def run_on_ranks(world_size, function, timeout=20.0):
     for rank in range(world_size):
         for peer in range(rank):
             messages, control = socket.socketpair(), socket.socketpair()
-            sockets[rank][peer] = messages[0], control[0]
-            sockets[peer][rank] = messages[1], control[1]
+            # Some pairs are on one host, some are not.
+            near = (rank + peer) % 2 == 1
+            shared = same_host.make_pair() if near else (None, None)
+            sockets[peer][rank] = Connection(messages[0], control[0], shared[0])
+            sockets[rank][peer] = Connection(messages[1], control[1], shared[1])
     results = [None] * world_size
     errors = []
 

@@ -54,9 +54,8 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
     return std::make_shared<Operation>(std::move(group), kind, tag_, label_);
   }
 
-  // Runs `call->Post()` and `call->Run()`. Ends early, with a CancelledError,
-  // when TensorFlow gives up the step: another op of it has failed on this
-  // rank.
+  // Runs `call->Post()` and `call->Run()`. Ends early if TensorFlow has given
+  // up the step: another op of it has failed on this rank.
   template <typename Call>
   static void Start(tensorflow::OpKernelContext* ctx,
                     std::shared_ptr<Call> call, bool post_inline,

@@ -21,6 +21,11 @@ constexpr std::chrono::milliseconds kNoticeTime{1500};
 // others wait for it: reading, saving and tracing take what they take.
 constexpr int kPatience = 5;
 
+// How long an operation goes on that TensorFlow has cancelled: most often all
+// ranks see the same error in the same step, and are in step afterwards if each
+// ends what it has begun.
+constexpr int64_t kGrace = 1'000'000'000;
+
 // Codes of a pong.
 constexpr int32_t kInside = 0;
 constexpr int32_t kOutside = 1;  // in no collective
@@ -191,7 +196,7 @@ absl::Status ProcessGroup::FailureOf(const Operation& operation) {
       Message("rank ", rank(), ": ", operation.Describe(), " failed: ");
   if (failed()) return absl::Status(failure_code_, what + failure_);
   const auto cause = causes_.find(operation.generation);
-  if (cause == causes_.end() && operation.cancelled()) {
+  if (cause == causes_.end() && operation.given_up()) {
     return absl::CancelledError(what + "another op of its step failed");
   }
   if (cause == causes_.end()) {
@@ -260,6 +265,15 @@ int ProcessGroup::PeerAwaitedInVain() const {
   return -1;
 }
 
+std::shared_ptr<Operation> ProcessGroup::NotWantedAnyMore() const {
+  for (const auto& operation : running_) {
+    const int64_t cancelled = operation->cancelled_at();
+    const bool over = cancelled > 0 && Now() - cancelled > kGrace;
+    if (over && !operation->given_up()) return operation;
+  }
+  return nullptr;
+}
+
 void ProcessGroup::ForgetCauses() {
   uint32_t oldest = generation_;
   for (int peer = 0; peer < world_size(); ++peer) {
@@ -280,6 +294,15 @@ void ProcessGroup::OnTick() {
     const std::string reason = GoneReason(gone);
     lock.unlock();
     return Fail(gone, absl::StatusCode::kUnavailable, reason);
+  }
+  if (const auto unwanted = NotWantedAnyMore(); unwanted != nullptr) {
+    if (leaves_) return unwanted->GiveUp();
+    lock.unlock();
+    return Fail(rank(), absl::StatusCode::kUnavailable,
+                Message(RankName(rank()),
+                        " failed: another op of its step did "
+                        "(see its output), while ",
+                        unwanted->Name(), " waited"));
   }
   const int64_t now = Now();
   int64_t longest = 0;

@@ -23,15 +23,31 @@ bool DataLink::Send(Outgoing* message) {
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back(message);
   // Behind others it leaves in its turn.
-  return queue_.size() > 1 || Write();
+  return queue_.size() > 1 || WriteQueue();
 }
 
 bool DataLink::OnWritable() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return Write();
+  return WriteQueue();
 }
 
-bool DataLink::Write() {
+size_t DataLink::Write(const iovec* parts, int count) {
+  return rings_ ? rings_->Write(parts, count) : socket_.Write(parts, count);
+}
+
+size_t DataLink::Read(const iovec* parts, int count) {
+  return rings_ ? rings_->Read(parts, count) : socket_.Read(parts, count);
+}
+
+void DataLink::OnEnd() {
+  uint8_t byte;
+  const iovec part = Part(&byte, 1);
+  if (socket_.Read(&part, 1) > 0) {
+    throw ProtocolError("it sends beside the memory of both ranks");
+  }
+}
+
+bool DataLink::WriteQueue() {
   if (broken_) return false;
   while (!queue_.empty()) {
     iovec parts[kMostParts];
@@ -50,7 +66,7 @@ bool DataLink::Write() {
                               message->header.bytes - payload_sent);
       }
     }
-    size_t written = socket_.Write(parts, count);
+    size_t written = Write(parts, count);
     if (written == 0) return true;
     Moved();
     while (written > 0) {
@@ -127,7 +143,7 @@ size_t DataLink::ReadPayload() {
                            Part(staged_.data(), staged_.size())};
     begin_ = end_ = 0;
     try {
-      taken = socket_.Read(parts, wanted == left_ ? 2 : 1);
+      taken = Read(parts, wanted == left_ ? 2 : 1);
     } catch (...) {
       inbox_.Advance(current_, 0);
       throw;
@@ -148,7 +164,7 @@ size_t DataLink::ReadStaged() {
   end_ -= begin_;
   begin_ = 0;
   const iovec part = Part(staged_.data() + end_, staged_.size() - end_);
-  const size_t size = socket_.Read(&part, 1);
+  const size_t size = Read(&part, 1);
   end_ += size;
   if (size > 0) Moved();
   return size;

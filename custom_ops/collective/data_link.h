@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "custom_ops/collective/inbox.h"
+#include "custom_ops/collective/shared_rings.h"
 #include "custom_ops/collective/socket.h"
 #include "custom_ops/collective/wire.h"
 
@@ -27,18 +28,26 @@ struct Outgoing {
   uint64_t size() const { return sizeof(Header) + header.bytes; }
 };
 
-// The messages between this rank and one peer, over a connection of their own.
+// The messages between this rank and one peer, over a connection of their own,
+// or through memory if they share some: the connection then only tells when the
+// peer ends.
 //
 // A message leaves on the caller's thread if nothing waits before it and the
 // system takes it, and otherwise when the connection can be written to again.
 // What waits leaves together, many messages in one call of the system.
 class DataLink {
  public:
-  DataLink(Socket socket, ScratchPool& scratch)
-      : socket_(std::move(socket)), inbox_(scratch), staged_(kStaged) {}
+  DataLink(Socket socket, std::unique_ptr<SharedRings> rings,
+           ScratchPool& scratch)
+      : socket_(std::move(socket)),
+        rings_(std::move(rings)),
+        inbox_(scratch),
+        staged_(rings_ == nullptr ? kStaged : sizeof(Header)) {}
 
   Inbox& inbox() { return inbox_; }
   int fd() const { return socket_.fd(); }
+  // Null where there is no memory of both.
+  const SharedRings* rings() const { return rings_.get(); }
 
   // Hands a message over; it may be sent already when this returns. Returns
   // whether something is left for OnWritable.
@@ -53,6 +62,8 @@ class DataLink {
   // have come than it took in one turn.
   bool OnReadable();
   bool OnWritable();  // whether more is left
+  // Something has come over the connection beside the memory: its end.
+  void OnEnd();
 
   // Of the clock of Now(), when bytes moved last, in either direction.
   int64_t last_moved() const { return last_moved_.load(); }
@@ -63,13 +74,16 @@ class DataLink {
   static constexpr size_t kRead = size_t{1} << 20;
   static constexpr size_t kTurn = size_t{4} << 20;
 
-  bool Write();  // with mutex_ held; whether something is left
+  size_t Write(const iovec* parts, int count);
+  size_t Read(const iovec* parts, int count);
+  bool WriteQueue();  // with mutex_ held; whether something is left
   size_t ReadPayload();
   size_t ReadStaged();
   bool TakeHeader();
   void Moved();
 
   Socket socket_;
+  const std::unique_ptr<SharedRings> rings_;
   Inbox inbox_;
 
   std::mutex mutex_;  // guards what is on its way out

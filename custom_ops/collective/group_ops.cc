@@ -23,6 +23,7 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("Tfdist>GroupOpen")
     .Input("addresses: string")
     .Input("sockets: int32")
+    .Input("shared: int32")
     .Output("group: int64")
     .Attr("rank: int >= 0")
     .Attr("timeout: float")
@@ -37,6 +38,9 @@ Makes a process group of connections to all other ranks.
 addresses: "host:port" of each rank, which error messages name.
 sockets: [ranks, 2], file descriptors of two connections to each rank, for
   messages and for control; not read at this rank's place. The group owns them.
+shared: [ranks, 3], likewise of the memory that this rank and another share, of
+  the eventfd that wakes this rank and of that which wakes the other; -1 where
+  they share none.
 group: the handle for all other ops.
 rank: this rank.
 timeout: seconds any operation may take.
@@ -65,6 +69,18 @@ Every operation that waits for this rank fails at once, on every rank. All meet
 again in the operations that come after each of them has left.
 
 reason: what failed here, unless another rank has left for a reason before.
+)doc");
+
+REGISTER_OP("Tfdist>GroupLeaves")
+    .Input("group: int64")
+    .Input("leaves: bool")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Says whether GroupLeave is called if what this rank does now fails.
+
+An exchange that waits when another op of its step fails then ends alone. It is
+the end of the group otherwise: ranks that are not in step must not go on.
 )doc");
 
 REGISTER_OP("Tfdist>GroupLeft")
@@ -148,6 +164,11 @@ class GroupOpenOp : public OpKernel {
                 tensorflow::errors::InvalidArgument(
                     "sockets must have shape [", options.world_size,
                     ", 2], received ", ctx->input(1).shape().DebugString()));
+    const auto shared = ctx->input(2).flat<int32_t>();
+    OP_REQUIRES(ctx, shared.size() == 3 * options.world_size,
+                tensorflow::errors::InvalidArgument(
+                    "shared must have shape [", options.world_size,
+                    ", 3], received ", ctx->input(2).shape().DebugString()));
     options.sockets.resize(options.world_size);
     for (int peer = 0; peer < options.world_size; ++peer) {
       if (peer == options.rank) continue;
@@ -155,7 +176,10 @@ class GroupOpenOp : public OpKernel {
           ctx, sockets(2 * peer) >= 0 && sockets(2 * peer + 1) >= 0,
           tensorflow::errors::InvalidArgument(
               "rank ", options.rank, " has no connections to rank ", peer));
-      options.sockets[peer] = {sockets(2 * peer), sockets(2 * peer + 1)};
+      options.sockets[peer] = {sockets(2 * peer),
+                               sockets(2 * peer + 1),
+                               {shared(3 * peer), shared(3 * peer + 1),
+                                shared(3 * peer + 2), options.rank < peer}};
     }
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
@@ -208,6 +232,22 @@ class GroupLeaveOp : public OpKernel {
                     "reason must be a scalar, received ",
                     reason.shape().DebugString()));
     group->Leave(reason.flat<tstring>()(0));
+  }
+};
+
+class GroupLeavesOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::shared_ptr<ProcessGroup> group = GroupOf(ctx);
+    if (group == nullptr) return;
+    const Tensor& leaves = ctx->input(1);
+    OP_REQUIRES(ctx, leaves.NumElements() == 1,
+                tensorflow::errors::InvalidArgument(
+                    "leaves must be a scalar, received ",
+                    leaves.shape().DebugString()));
+    group->SetLeaves(leaves.flat<bool>()(0));
   }
 };
 
@@ -348,6 +388,8 @@ REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupClose").Device(tensorflow::DEVICE_CPU), GroupCloseOp);
 REGISTER_KERNEL_BUILDER(
     Name("Tfdist>GroupLeave").Device(tensorflow::DEVICE_CPU), GroupLeaveOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>GroupLeaves").Device(tensorflow::DEVICE_CPU), GroupLeavesOp);
 REGISTER_KERNEL_BUILDER(Name("Tfdist>GroupLeft").Device(tensorflow::DEVICE_CPU),
                         GroupLeftOp);
 REGISTER_KERNEL_BUILDER(

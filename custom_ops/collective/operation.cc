@@ -110,7 +110,7 @@ void Operation::Release() {
     };
     const auto taken_back = [&] {
       const bool failed = group->failed();
-      if (cancelled() && !failed) return false;
+      if (given_up() && !failed) return false;
       return group->transport().TakeBack(sent.peer, &sent.message, failed);
     };
     while (!gone() && !taken_back()) {
@@ -138,15 +138,17 @@ void Operation::Abort() {
   changed_.notify_all();
 }
 
-void Operation::Cancel() {
+void Operation::Cancel() { cancelled_at_ = Now(); }
+
+void Operation::GiveUp() {
   std::lock_guard<std::mutex> lock(mutex_);
-  aborted_ = cancelled_ = true;
+  aborted_ = given_up_ = true;
   changed_.notify_all();
 }
 
-bool Operation::cancelled() const {
+bool Operation::given_up() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return cancelled_;
+  return given_up_;
 }
 
 bool Operation::WaitsFor(int peer) const {

@@ -2,6 +2,7 @@
 #ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -71,16 +72,19 @@ class Operation : public Progress,
 
   // Lets messages and tensors go: nobody reads or writes them afterwards. Waits
   // for messages that have begun to leave, unless the group has failed, and for
-  // all of a cancelled operation: peers that do not know of it want them.
+  // all of an operation that is given up: peers that do not know want them.
   void Release();
 
   // Something has come or gone.
   void Advance() override;
   // Ends the wait of this operation, now and at its next one.
   void Abort();
-  // The same for a reason that no peer knows of.
+  // Says that nobody here wants its result any more, of which the peers do not
+  // know; and ends it for that reason.
   void Cancel();
-  bool cancelled() const;
+  void GiveUp();
+  int64_t cancelled_at() const { return cancelled_at_; }  // of Now(), or 0
+  bool given_up() const;
 
   // "all_to_all 'layer emb/ids' (tag 2, stage receive header, rank 1)"
   std::string Describe() const;
@@ -114,11 +118,12 @@ class Operation : public Progress,
   mutable std::mutex mutex_;  // guards the next six
   std::condition_variable changed_;
   bool aborted_ = false;
-  bool cancelled_ = false;
+  bool given_up_ = false;
   int peer_ = -1;
   const char* stage_ = "start";
   const std::function<bool()>* over_ = nullptr;  // of the wait
 
+  std::atomic<int64_t> cancelled_at_{0};
   std::deque<Sent> sent_;  // messages do not move
   std::vector<Received> received_;
   std::vector<tensorflow::Tensor> tensors_;

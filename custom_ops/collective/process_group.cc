@@ -116,7 +116,7 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
     }
   };
   absl::Status posted;
-  if (failed() || Stale(*operation) || operation->cancelled()) {
+  if (failed() || Stale(*operation) || operation->given_up()) {
     posted = FailureOf(*operation);
   } else if (post_inline) {
     posted = guarded(post);

@@ -115,6 +115,8 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   // gives way to that of a peer that has left before. Operations that still run
   // end. Those that come after belong to the next generation.
   void Leave(const std::string& reason);
+  // Whether Leave is called if what this rank does now fails.
+  void SetLeaves(bool leaves) { leaves_ = leaves; }
   // Why a peer has left this generation, or nothing; and whether an operation
   // of this rank has ended with it.
   std::pair<std::string, bool> LeftBecause() const;
@@ -171,6 +173,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void OnDeadline(const std::shared_ptr<Operation>& operation);
   std::string DescribeRunning() const;
   int PeerAwaitedInVain() const;
+  std::shared_ptr<Operation> NotWantedAnyMore() const;
   std::string GoneReason(int peer) const;
 
   // keys.cc
@@ -183,6 +186,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   WaiterThreads waiters_;
 
   std::atomic<bool> failed_{false};
+  std::atomic<bool> leaves_{false};
   mutable std::mutex mutex_;  // guards all up to the next
   std::condition_variable changed_;
   bool started_ = false;

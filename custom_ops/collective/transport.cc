@@ -19,10 +19,6 @@ namespace {
 constexpr uint64_t kWake = ~uint64_t{0};
 constexpr int64_t kPatience = 1'000'000'000;
 
-uint64_t TagOf(int peer, bool control) {
-  return static_cast<uint64_t>(peer) << 1 | (control ? 1 : 0);
-}
-
 int CheckFd(int fd, const char* what) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
   return fd;
@@ -30,13 +26,20 @@ int CheckFd(int fd, const char* what) {
 
 }  // namespace
 
+uint64_t Transport::TagOf(int peer, Source source) {
+  return static_cast<uint64_t>(peer) << 2 | static_cast<uint64_t>(source);
+}
+
 Transport::Transport(const std::vector<Pair>& sockets, ScratchPool& scratch) {
-  // All are owned before anything can fail.
+  // All are owned before anything else can fail.
   std::vector<Socket> data(sockets.size()), control(sockets.size());
+  std::vector<std::unique_ptr<SharedRings>> rings(sockets.size());
   for (size_t peer = 0; peer < sockets.size(); ++peer) {
     if (sockets[peer].data < 0 && sockets[peer].control < 0) continue;
     data[peer] = Socket(sockets[peer].data);
     control[peer] = Socket(sockets[peer].control);
+    if (sockets[peer].shared.memory < 0) continue;
+    rings[peer] = std::make_unique<SharedRings>(sockets[peer].shared);
   }
   poller_ = CheckFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   wake_ = CheckFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
@@ -44,8 +47,9 @@ Transport::Transport(const std::vector<Pair>& sockets, ScratchPool& scratch) {
   links_.resize(sockets.size());
   for (size_t peer = 0; peer < sockets.size(); ++peer) {
     if (data[peer].fd() < 0) continue;
-    links_[peer] = std::make_unique<Link>(std::move(data[peer]),
-                                          std::move(control[peer]), scratch);
+    links_[peer] =
+        std::make_unique<Link>(std::move(data[peer]), std::move(control[peer]),
+                               std::move(rings[peer]), scratch);
   }
 }
 
@@ -58,9 +62,15 @@ Transport::~Transport() {
 void Transport::Start(TransportListener* listener) {
   listener_ = listener;
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-    if (links_[peer] == nullptr) continue;
-    Watch(links_[peer]->data.fd(), TagOf(peer, false), EPOLLIN, true);
-    Watch(links_[peer]->control.fd(), TagOf(peer, true), EPOLLIN, true);
+    const Link* link = links_[peer].get();
+    if (link == nullptr) continue;
+    Watch(link->data.fd(), TagOf(peer, Source::kData), EPOLLIN, true);
+    Watch(link->control.fd(), TagOf(peer, Source::kControl), EPOLLIN, true);
+    const SharedRings* rings = link->data.rings();
+    if (rings == nullptr) continue;
+    // Every ring of a bell is an event; nobody need read it.
+    Watch(rings->bell(), TagOf(peer, Source::kBell), EPOLLIN | EPOLLET, true);
+    rings->RingOwnBell();  // there may be something already
   }
   thread_ = std::thread(&Transport::Loop, this);
 }
@@ -76,6 +86,7 @@ void Transport::CloseInChild() {
     if (link == nullptr) continue;
     close(link->data.fd());
     close(link->control.fd());
+    if (link->data.rings() != nullptr) link->data.rings()->CloseInChild();
   }
   close(poller_);
   close(wake_);
@@ -83,8 +94,9 @@ void Transport::CloseInChild() {
 
 void Transport::Send(int peer, Outgoing* message) {
   DataLink& link = links_[peer]->data;
-  if (link.Send(message)) {
-    Watch(link.fd(), TagOf(peer, false), EPOLLIN | EPOLLOUT, false);
+  const bool left = link.Send(message);
+  if (left && link.rings() == nullptr) {
+    Watch(link.fd(), TagOf(peer, Source::kData), EPOLLIN | EPOLLOUT, false);
   }
 }
 
@@ -95,7 +107,7 @@ bool Transport::TakeBack(int peer, Outgoing* message, bool broken) {
 void Transport::SendControl(int peer, const ControlFrame& frame) {
   ControlLink& link = links_[peer]->control;
   if (link.Send(frame)) {
-    Watch(link.fd(), TagOf(peer, true), EPOLLIN | EPOLLOUT, false);
+    Watch(link.fd(), TagOf(peer, Source::kControl), EPOLLIN | EPOLLOUT, false);
   }
 }
 
@@ -134,7 +146,8 @@ void Transport::Loop() {
         uint64_t value;
         while (read(wake_, &value, sizeof(value)) > 0) continue;
       } else {
-        Serve(static_cast<int>(tag >> 1), (tag & 1) != 0, events[i].events);
+        Serve(static_cast<int>(tag >> 2), static_cast<Source>(tag & 3),
+              events[i].events);
       }
     }
     if (ending_) LoseWhoIsSilent();
@@ -145,30 +158,22 @@ void Transport::Loop() {
   }
 }
 
-void Transport::Serve(int peer, bool control, uint32_t events) {
+void Transport::Serve(int peer, Source source, uint32_t events) {
   Link& link = *links_[peer];
   if (link.lost) return;
-  const int fd = control ? link.control.fd() : link.data.fd();
   try {
     // What has come first: it may say why the peer is gone.
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-      if (control) {
+      if (source == Source::kControl) {
         ReadControl(peer);
       } else {
-        link.data.OnReadable();
+        ReadData(peer, source);
       }
     }
-    if (events & EPOLLOUT) {
-      // Watched for no more before looking: whoever adds something in between
-      // watches again.
-      Watch(fd, TagOf(peer, control), EPOLLIN, false);
-      const bool left =
-          control ? link.control.OnWritable() : link.data.OnWritable();
-      if (left) Watch(fd, TagOf(peer, control), EPOLLIN | EPOLLOUT, false);
-    }
+    if (events & EPOLLOUT || source == Source::kBell) WriteMore(peer, source);
   } catch (const ConnectionLost&) {
-    if (control) return Lose(peer, "");
-    epoll_ctl(poller_, EPOLL_CTL_DEL, fd, nullptr);
+    if (source == Source::kControl) return Lose(peer, "");
+    epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.fd(), nullptr);
     link.data_ended = Now();
     ending_ = true;
   } catch (const std::bad_alloc&) {
@@ -176,6 +181,30 @@ void Transport::Serve(int peer, bool control, uint32_t events) {
   } catch (const std::exception& error) {
     Lose(peer, error.what());
   }
+}
+
+void Transport::ReadData(int peer, Source source) {
+  DataLink& link = links_[peer]->data;
+  if (source == Source::kData && link.rings() != nullptr) return link.OnEnd();
+  const bool more = link.OnReadable();
+  // Of a connection the system tells again.
+  if (more && source == Source::kBell) link.rings()->RingOwnBell();
+}
+
+void Transport::WriteMore(int peer, Source source) {
+  Link& link = *links_[peer];
+  if (source == Source::kBell) {
+    link.data.OnWritable();  // the bell tells when there is room again
+    return;
+  }
+  const bool control = source == Source::kControl;
+  const int fd = control ? link.control.fd() : link.data.fd();
+  // Watched for no more before looking: whoever adds something in between
+  // watches again.
+  Watch(fd, TagOf(peer, source), EPOLLIN, false);
+  const bool left =
+      control ? link.control.OnWritable() : link.data.OnWritable();
+  if (left) Watch(fd, TagOf(peer, source), EPOLLIN | EPOLLOUT, false);
 }
 
 // Those whose connection for messages has ended, while the other one has said
@@ -213,6 +242,9 @@ void Transport::Lose(int peer, const std::string& why) {
   }
   epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.fd(), nullptr);
   epoll_ctl(poller_, EPOLL_CTL_DEL, link.control.fd(), nullptr);
+  if (link.data.rings() != nullptr) {
+    epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.rings()->bell(), nullptr);
+  }
   listener_->OnLost(peer, why);
 }
 

@@ -11,6 +11,7 @@
 #include "custom_ops/collective/control_link.h"
 #include "custom_ops/collective/data_link.h"
 #include "custom_ops/collective/scratch.h"
+#include "custom_ops/collective/shared_rings.h"
 
 namespace tfdist {
 
@@ -35,6 +36,7 @@ class Transport {
   struct Pair {
     int data = -1;  // file descriptors, -1 at this rank's own place
     int control = -1;
+    SharedRings::Files shared;  // none where `memory` is -1
   };
   static constexpr int kTickMilliseconds = 50;
 
@@ -62,8 +64,10 @@ class Transport {
 
  private:
   struct Link {
-    Link(Socket data, Socket control, ScratchPool& scratch)
-        : data(std::move(data), scratch), control(std::move(control)) {}
+    Link(Socket data, Socket control, std::unique_ptr<SharedRings> rings,
+         ScratchPool& scratch)
+        : data(std::move(data), std::move(rings), scratch),
+          control(std::move(control)) {}
     DataLink data;
     ControlLink control;
     // Of the transport's thread: lost, or when the connection for messages has
@@ -73,8 +77,14 @@ class Transport {
   };
 
   void Loop();
-  void Serve(int peer, bool control, uint32_t events);
+  // What is watched of a peer.
+  enum class Source : uint64_t { kData, kControl, kBell };
+  static uint64_t TagOf(int peer, Source source);
+
+  void Serve(int peer, Source source, uint32_t events);
+  void ReadData(int peer, Source source);
   void ReadControl(int peer);
+  void WriteMore(int peer, Source source);
   void LoseWhoIsSilent();
   void Lose(int peer, const std::string& why);
   void Watch(int fd, uint64_t tag, uint32_t events, bool anew);

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that fails does not wait for its exchanges."""
 
+import re
 import threading
 import time
 
@@ -40,33 +41,61 @@ CASES = [
 ]
 
 
+def failing_step(exchange, group, x):
+    def fail():
+        time.sleep(0.5)  # the exchanges have begun
+        raise ValueError("too many")
+
+    @tf.function
+    def step():
+        exchange(group, x, 2)
+        exchange(group, x, 2)  # waits for the first
+        tf.py_function(fail, [], [])
+
+    return step
+
+
+@pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize(("kind", "size"), CASES)
-def test_an_exchange_ends_when_its_step_fails(kind, size):
-    """Its peer does not learn of it, and gets what the rank has sent."""
+def test_an_exchange_ends_when_its_step_fails(kind, size, leaves):
+    """Its peer gets what was sent, if the rank will leave, or the reason."""
     exchange = EXCHANGES[kind]
     failed = threading.Event()
 
     def program(group):
         x = tf.ones([size])
-
-        def fail():
-            time.sleep(0.5)  # the exchanges have begun
-            raise ValueError("too many")
-
-        @tf.function
-        def step():
-            exchange(group, x, 2)
-            exchange(group, x, 2)  # waits for the first
-            tf.py_function(fail, [], [])
-
         if group.rank == 1:
+            group.will_leave(leaves)
             start = time.monotonic()
             with pytest.raises(tf.errors.InvalidArgumentError, match="many"):
-                step()
+                failing_step(exchange, group, x)()
             failed.set()
             return time.monotonic() - start
         assert failed.wait(30)
-        exchange(group, x, 2)
+        if leaves:
+            exchange(group, x, 2)
+            return 0
+        with pytest.raises(tf.errors.UnavailableError) as error:
+            exchange(group, x, 2)
+        expected = r"rank 1 \([^)]*\) failed: another op .* 'waits' waited"
+        assert re.search(expected, str(error.value)), str(error.value)
         return 0
 
     assert max(run_on_ranks(2, program, timeout=60)) < 15
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_ranks_whose_steps_fail_alike_stay_in_step(kind):
+    """Each ends what it has begun, though nobody wants it any more."""
+    exchange = EXCHANGES[kind]
+
+    def program(group):
+        results = []
+        for _ in range(3):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="many"):
+                failing_step(exchange, group, tf.ones([4]))()
+            result = exchange(group, tf.fill([4], float(group.rank)), 2)
+            results.append(float(tf.reduce_sum(result)))
+        return results
+
+    assert run_on_ranks(2, program) == [[4.0] * 3] * 2

@@ -4,6 +4,7 @@
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ from tests.thread_ranks import run_on_ranks
 from tfdist_ext.collectives.process_group import GroupStats
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.rendezvous.connection import Connection
+from tfdist_ext.rendezvous.same_host import SharedMemory
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,16 +44,23 @@ def test_bad_arguments(arguments, message):
         ProcessGroup(**arguments)
 
 
-@pytest.mark.parametrize("what", ["nothing", "a file", "a number"])
+@pytest.mark.parametrize("what", ["nothing", "a file", "a number", "memory"])
 def test_what_is_no_connection_is_refused(what, tmp_path):
     def connect():
         path = tmp_path / "file"
         path.touch()
-        if what == "a number":  # of no open file
-            return [None, (Numbered(12345), Numbered(12346))]
-        if what == "nothing":
-            return [None, (Numbered(-2), Numbered(-3))]
-        return [None, (Numbered(os.open(path, 0)), Numbered(os.open(path, 0)))]
+        if what == "memory":  # that is none of ours
+            pairs = [socket.socketpair() for _ in range(2)]
+            shared = SharedMemory(
+                os.open(path, 0), os.eventfd(0), os.eventfd(0)
+            )
+            return [None, Connection(*(pair[0] for pair in pairs), shared)]
+        numbers = {
+            "a number": (12345, 12346),  # of no open file
+            "nothing": (-2, -3),
+            "a file": (os.open(path, 0), os.open(path, 0)),
+        }[what]
+        return [None, Connection(*map(Numbered, numbers))]
 
     with pytest.raises(tf.errors.OpError, match=r"rank 0 .* connections"):
         ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, connect)

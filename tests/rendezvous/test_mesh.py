@@ -3,6 +3,8 @@
 
 import contextlib
 import itertools
+import os
+import pathlib
 import socket
 import threading
 import time
@@ -15,7 +17,9 @@ from tfdist_ext.rendezvous.listening import Listening
 LIMIT = 60.0
 
 
-def connect_all(addresses, listening=None, secrets=None, timeout=LIMIT):
+def connect_all(
+    addresses, listening=None, secrets=None, timeout=LIMIT, share=None
+):
     """Connections, or the error, of every rank; all run at once."""
     outcomes = [None] * len(addresses)
 
@@ -27,6 +31,7 @@ def connect_all(addresses, listening=None, secrets=None, timeout=LIMIT):
                 secret=secrets[rank] if secrets else b"s",
                 timeout=timeout,
                 listening=listening[rank] if listening else None,
+                share_memory=share is None or share[rank],
             )
         except (RuntimeError, ValueError) as error:
             outcomes[rank] = error
@@ -58,8 +63,9 @@ def closing(outcomes):
     finally:
         for outcome in outcomes:
             for pair in outcome if isinstance(outcome, list) else ():
-                for connection in pair or ():
-                    connection.close()
+                for each in pair or ():
+                    if each is not None:
+                        each.close()
 
 
 def assert_joined(meshes):
@@ -73,6 +79,24 @@ def assert_joined(meshes):
     assert all(meshes[rank][rank] is None for rank in range(count))
 
 
+def assert_shared(meshes, share):
+    """Both ranks of a pair have the same memory, and ring each other."""
+    for rank, peer in itertools.permutations(range(len(meshes)), 2):
+        if not (share[rank] and share[peer]):
+            assert meshes[rank][peer].shared is None
+            continue
+        assert_same_memory(meshes, rank, peer)
+
+
+def assert_same_memory(meshes, rank, peer):
+    ours, theirs = meshes[rank][peer].shared, meshes[peer][rank].shared
+    os.eventfd_write(ours.peer_bell, 1)
+    assert os.eventfd_read(theirs.bell) == 1
+    text = f"{rank} {peer}".encode()
+    os.pwrite(ours.memory, text, 100)
+    assert os.pread(theirs.memory, len(text), 100) == text
+
+
 @pytest.mark.parametrize("count", [2, 3, 11])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_all_pairs_are_joined(count, host, free_port):
@@ -81,6 +105,82 @@ def test_all_pairs_are_joined(count, host, free_port):
     addresses = addresses_of(host, count, free_port())
     with closing(connect_all(addresses)) as meshes:
         assert_joined(meshes)
+        assert_shared(meshes, [True] * count)
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_memory_is_shared_where_both_want_it(without, free_port):
+    share = [rank != without for rank in range(3)]
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+    with closing(connect_all(addresses, share=share)) as meshes:
+        assert_joined(meshes)
+        assert_shared(meshes, share)
+
+
+def test_without_memory_ranks_talk_by_tcp(free_port, monkeypatch, caplog):
+    """A container may allow none; it is said once per rank."""
+
+    def none_is_left(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", none_is_left)
+    files = len(os.listdir("/proc/self/fd"))
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+    with closing(connect_all(addresses)) as meshes:
+        assert_joined(meshes)
+        assert_shared(meshes, [False] * 3)
+    assert sorted(r.getMessage() for r in caplog.records) == [
+        "tfdist_ext: rank 1 shares no memory with ranks [0] of this host "
+        "(other namespaces, or none is left): they talk by TCP.",
+        "tfdist_ext: rank 2 shares no memory with ranks [0, 1] of this host "
+        "(other namespaces, or none is left): they talk by TCP.",
+    ]
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_strangers_get_no_memory(free_port):
+    """Who finds the Unix socket, and has no token, is not heard.
+
+    A crowd of them may keep the ranks from sharing, and not from meeting.
+    """
+    stop = threading.Event()
+
+    def knock_at_all():
+        while not stop.wait(0.001):
+            lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
+            for line in lines:
+                if "@tfdist-" not in line:
+                    continue
+                with (
+                    contextlib.suppress(OSError),
+                    socket.socket(socket.AF_UNIX) as stranger,
+                ):
+                    stranger.setblocking(False)
+                    stranger.connect("\0" + line.split("@")[1].strip())
+                    socket.send_fds(stranger, [b"x" * 32], [1, 1, 1])
+
+    thread = threading.Thread(target=knock_at_all)
+    thread.start()
+    try:
+        for _ in range(10):
+            addresses = addresses_of("127.0.0.1", 3, free_port())
+            with closing(connect_all(addresses)) as meshes:
+                assert_joined(meshes)
+                shared = [
+                    {
+                        peer
+                        for peer in range(3)
+                        if peer != rank and mesh[peer].shared
+                    }
+                    for rank, mesh in enumerate(meshes)
+                ]
+                for rank, peer in itertools.permutations(range(3), 2):
+                    assert (peer in shared[rank]) == (rank in shared[peer])
+                    if peer in shared[rank]:
+                        assert_same_memory(meshes, rank, peer)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_ranks_listen_by_their_interface_in_their_range(free_port):

@@ -121,7 +121,9 @@ class Collectives:
             self._steps.pop()
 
     @contextlib.contextmanager
-    def together(self, what: str, all_end: bool = False) -> Iterator[None]:
+    def together(
+        self, what: str, all_end: bool = False, steps: bool = True
+    ) -> Iterator[None]:
         """What all ranks do together, until all have or one has failed.
 
         When a rank raises inside, the others learn its error at their next
@@ -140,6 +142,7 @@ class Collectives:
             what: is done, for the errors of the other ranks.
             all_end: whether no rank shall go on before all have come to the
                 end.
+            steps: whether functions with exchanges may be run inside.
 
         Raises:
             tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
@@ -149,6 +152,8 @@ class Collectives:
         outermost = self._depth == 0
         if outermost:
             self._catch_up()
+            if steps:
+                self.group.will_leave(True)
         self._depth += 1
         try:
             yield
@@ -160,6 +165,8 @@ class Collectives:
             raise
         finally:
             self._depth -= 1
+            if outermost and steps:
+                self.group.will_leave(False)
 
     def give_up(self, what: str, error: BaseException) -> None:
         """Ends on all ranks what they do together; they may do another thing.
@@ -178,7 +185,7 @@ class Collectives:
     ) -> contextlib.AbstractContextManager[None]:
         """A context for an exchange: alone, it is done `together`."""
         if self._depth == 0 and tf.executing_eagerly():
-            return self.together(label)
+            return self.together(label, steps=False)
         return contextlib.nullcontext()
 
     def _catch_up(self) -> None:
@@ -389,12 +396,3 @@ def sum_over_ranks(
     if peers is None or len(peers) == collectives.group.world_size:
         return collectives.all_reduce([tensor], label)[0]
     return collectives.sum_over_peers(tensor, peers, label)
-
-
-def is_gradient_reduction() -> bool:
-    """Whether an all-reduce asked for now is one of gradients.
-
-    Sums asked for while a tape records belong to the forward pass (a
-    synchronised batch normalisation, for example).
-    """
-    return not internals.is_recording()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -14,8 +13,9 @@ from typing import Any
 
 from tfdist_ext.collectives.calls import brief
 from tfdist_ext.ops import group_ops
+from tfdist_ext.rendezvous.connection import Connection
 
-Connect = Callable[[], Sequence[tuple[socket.socket, socket.socket] | None]]
+Connect = Callable[[], Sequence[Connection | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ProcessGroup:
             rank: of this process.
             world_size: number of ranks.
             addresses: "host:port" of each rank.
-            connect: returns by rank two connections to it, for messages and
-                for control, None for this rank; every rank must call it at
-                the same time. Not needed with one rank.
+            connect: returns by rank what joins this one to it, None for this
+                rank; every rank must call it at the same time. Not needed
+                with one rank.
             timeout: seconds, of every operation.
 
         Raises:
@@ -89,8 +89,18 @@ class ProcessGroup:
         if connect is None:
             raise ValueError(f"{world_size} ranks need a `connect` function.")
         self._process = os.getpid()
+        connections = connect()
         self.handle = group_ops.group_open(
-            rank, self.addresses, connect(), timeout
+            rank,
+            self.addresses,
+            [each and (each.messages, each.control) for each in connections],
+            [
+                dataclasses.astuple(each.shared)
+                if each and each.shared
+                else None
+                for each in connections
+            ],
+            timeout,
         )
         atexit.register(self._close_at_exit)
 
@@ -121,6 +131,16 @@ class ProcessGroup:
         """
         if self.handle >= 0:
             group_ops.group_leave(self.handle, reason)
+
+    def will_leave(self, leaves: bool) -> None:
+        """Says whether `leave` is called if what this rank does now fails.
+
+        Args:
+            leaves: if not, the group ends with a step that fails while an
+                exchange of it waits: ranks out of step must not go on.
+        """
+        if self.handle >= 0:
+            group_ops.group_leaves(self.handle, leaves)
 
     def left(self) -> tuple[str, bool]:
         """Why another rank has left what this one still takes part in.
@@ -179,8 +199,9 @@ class ProcessGroup:
         # What has ended the program: the others shall know it. A person at a
         # prompt goes on after an error.
         error = getattr(sys, "last_value", None)
-        ended_it = error is not None and not hasattr(sys, "ps1")
-        self._close(brief(error) if ended_it else "")
+        if error is None or hasattr(sys, "ps1"):
+            return self._close("")
+        self._close(brief(error))
 
     def _close(self, error: str) -> None:
         if self.handle < 0 or os.getpid() != self._process:

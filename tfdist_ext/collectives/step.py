@@ -129,3 +129,12 @@ def is_keras_loop(fn: Any) -> bool:
         return getattr(method, "__name__", None) in _KERAS_STEPS
     module = getattr(fn, "__module__", None) or ""
     return module.split(".")[0] in ("keras", "tf_keras")
+
+
+def is_gradient_reduction() -> bool:
+    """Whether an all-reduce asked for now is one of gradients.
+
+    Sums asked for while a tape records belong to the forward pass (a
+    synchronised batch normalisation, for example).
+    """
+    return not internals.is_recording()

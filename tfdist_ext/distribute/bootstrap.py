@@ -19,6 +19,7 @@ from tfdist_ext.rendezvous import addresses as addresses_lib
 from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous import secret as secret_lib
 from tfdist_ext.rendezvous.listening import Listening
+from tfdist_ext.tables import choices
 
 
 def share_a_host(addresses: Sequence[str]) -> bool:
@@ -28,7 +29,10 @@ def share_a_host(addresses: Sequence[str]) -> bool:
 
 
 def connect(
-    cluster: Cluster, timeout: float, startup_timeout: float
+    cluster: Cluster,
+    timeout: float,
+    startup_timeout: float,
+    transport: choices.Transport,
 ) -> ProcessGroup | None:
     """Connects the ranks to each other.
 
@@ -36,6 +40,7 @@ def connect(
         cluster: the ranks.
         timeout: seconds, of the process group.
         startup_timeout: seconds that ranks wait for each other to start.
+        transport: whether ranks of one host talk through memory.
 
     Returns:
         The connected process group; None for a process that trains alone.
@@ -64,6 +69,7 @@ def connect(
             timeout=startup_timeout,
             reuse_port=ports.HELD_VARIABLE in os.environ,
             listening=Listening.of(os.environ),
+            share_memory=transport == "auto",
         ),
         timeout=timeout,
     )

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.collectives import step as step_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
 from tfdist_ext.distribute.cluster import Cluster
@@ -235,7 +235,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         gradients_only = (
             label == "gradients"
             and not backward
-            and collectives_lib.is_gradient_reduction()
+            and step_lib.is_gradient_reduction()
         )
         # Means weigh by samples, so that a rank without any does not count
         # (its batch normalisation has taken the mean of nothing). In Keras's

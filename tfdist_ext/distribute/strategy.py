@@ -81,11 +81,13 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         measure: whether ranks measure their links and memory once, in less
             than a second, for the plans of tables (`measure_machine`).
             Otherwise plans are made for the defaults of `tfdist_ext.plan`.
+        transport: "auto" lets ranks of one host talk through memory, 2 MiB
+            for each two, where their containers allow it; "tcp" never does.
 
     Raises:
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
-            chief and workers, another `gradient_dtype`, or `error_feedback`
-            where nothing is rounded.
+            chief and workers, another `gradient_dtype` or `transport`, or
+            `error_feedback` where nothing is rounded.
         RuntimeError: another launcher has started several processes and set
             no TF_CONFIG, rank 0's port is taken, or not all ranks came within
             `startup_timeout`.
@@ -101,11 +103,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         gradient_dtype: choices.WireDtype = "float32",
         error_feedback: bool = False,
         measure: bool = False,
+        transport: choices.Transport = "auto",
     ) -> None:
         where = type(self).__name__
-        checks.one_of(
-            "gradient_dtype", gradient_dtype, choices.WIRE_DTYPES, where
-        )
+        dtypes = choices.WIRE_DTYPES
+        checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
+        checks.one_of("transport", transport, choices.TRANSPORTS, where)
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
@@ -117,7 +120,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         )
         cluster = cluster_lib.read(resolver)
-        group = bootstrap.connect(cluster, timeout, startup_timeout)
+        group = bootstrap.connect(cluster, timeout, startup_timeout, transport)
         self.collectives: Collectives | None = None
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
@@ -370,10 +373,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             ValueError: for a layer that has no kernel, or several tables.
         """
         variable = whole_tables.kernel_of(layer)
-        if path is not None:
-            whole_tables.write(variable, self.collectives, path)
-            return None
-        return whole_tables.gather(variable, self.collectives)
+        if path is None:
+            return whole_tables.gather(variable, self.collectives)
+        whole_tables.write(variable, self.collectives, path)
+        return None
 
     def statistics(self) -> dict[str, Any]:
         """What the process group has sent, received and waited for.

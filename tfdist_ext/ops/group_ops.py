@@ -27,6 +27,7 @@ def group_open(
     rank: int,
     addresses: Sequence[str],
     connections: Sequence[tuple[socket.socket, socket.socket] | None],
+    shared: Sequence[tuple[int, int, int] | None],
     timeout: float,
 ) -> int:
     """Makes this rank's end of a group, which owns the connections.
@@ -35,6 +36,8 @@ def group_open(
         rank: of this process.
         addresses: "host:port" of each rank, for errors.
         connections: two to each rank, for messages and for control.
+        shared: file descriptors of the memory that this rank shares with
+            another, and of the bells of the two; the group owns them too.
         timeout: seconds of every wait.
 
     Returns:
@@ -48,6 +51,9 @@ def group_open(
         handle = library().tfdist_group_open(
             addresses=list(addresses),
             sockets=tf.constant(numbers, tf.int32),
+            shared=tf.constant(
+                [each or (-1, -1, -1) for each in shared], tf.int32
+            ),
             rank=rank,
             timeout=timeout,
         )
@@ -72,6 +78,14 @@ def group_leave(handle: int, reason: str) -> None:
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_leave(
             group=tf.constant(handle, tf.int64), reason=reason
+        )
+
+
+def group_leaves(handle: int, leaves: bool) -> None:
+    """Says whether this rank leaves if what it does now fails."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        library().tfdist_group_leaves(
+            group=tf.constant(handle, tf.int64), leaves=leaves
         )
 
 

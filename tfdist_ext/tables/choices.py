@@ -24,6 +24,8 @@ TableDtype = Literal["float32", "bfloat16"]
 # Of numbers between ranks, and how they are rounded to 16 bits.
 WireDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
+# Between ranks of one host: through memory that they share, where they can.
+Transport = Literal["auto", "tcp"]
 
 # The last two of them are the names of keras-rs: partitioned in whatever way,
 # and an ordinary variable on every rank.
@@ -33,6 +35,7 @@ POLICIES: tuple[str, ...] = get_args(OutOfRange)
 TABLE_DTYPES: tuple[str, ...] = get_args(TableDtype)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 # Shorter names of placements, accepted wherever a placement is named.
 _SHORT = {

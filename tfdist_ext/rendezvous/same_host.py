@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that ranks of one host share, agreed upon over their connections.
+
+A rank whose abstract Unix socket another one reaches is on the same host, and
+in the same network namespace if containers divide it. The later of the two
+makes the memory and two bells and passes them over:
+
+    later -> earlier    (connection)   "S" and a random token, or "T": TCP
+    later -> earlier    (Unix socket)  the token; memory, its bell, the other's
+    earlier -> later    (connection)   "Y" if that has come, else "N"
+
+Without the token, which only the authenticated connection tells, nobody is
+listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+
+# Bytes of one ring, a power of two: it should stay in a core's cache.
+RING_BYTES = 1 << 20
+_PAGE = 4096
+_TOKEN_BYTES = 32
+_FILES = 3
+_PATIENCE = 2.0  # seconds, with one who is on this host
+
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """File descriptors of what two ranks share, on one of them.
+
+    Attributes:
+        memory: of two rings of bytes.
+        bell: eventfd that wakes this rank.
+        peer_bell: eventfd that wakes the other one.
+    """
+
+    memory: int
+    bell: int
+    peer_bell: int
+
+    def close(self) -> None:
+        """Closes what was not handed over."""
+        for descriptor in (self.memory, self.bell, self.peer_bell):
+            os.close(descriptor)
+
+
+def make_pair() -> tuple[SharedMemory, SharedMemory]:
+    """Memory for two ranks, as each of them sees it.
+
+    Raises:
+        OSError: there is not so much memory, or too many files are open.
+    """
+    with contextlib.ExitStack() as unfinished:
+
+        def keep(descriptor: int) -> int:
+            unfinished.callback(os.close, descriptor)
+            return descriptor
+
+        size = 2 * (_PAGE + RING_BYTES)
+        memory = keep(
+            os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        )
+        os.posix_fallocate(memory, 0, size)  # or a write to it might kill
+        seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
+        fcntl.fcntl(memory, _F_ADD_SEALS, seals)
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        bells = [keep(os.eventfd(0, flags)) for _ in range(2)]
+        second = [keep(os.dup(each)) for each in (memory, *reversed(bells))]
+        unfinished.pop_all()
+    return SharedMemory(memory, *bells), SharedMemory(*second)
+
+
+class Neighbours:
+    """Finds the ranks of this host; used once, while all connect.
+
+    Attributes:
+        name: by which others reach this rank; empty if it shares no memory.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        """Listens on an abstract Unix socket.
+
+        Args:
+            wanted: whether this rank shares memory at all.
+        """
+        self.name = ""
+        self._listener: socket.socket | None = None
+        if not wanted or not hasattr(os, "eventfd"):
+            return
+        with contextlib.suppress(OSError):
+            name = f"tfdist-{secrets.token_hex(16)}"
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(f"\0{name}")
+            self._listener.listen(128)
+            self._listener.settimeout(0)
+            self.name = name
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def __enter__(self) -> Neighbours:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def share(
+        self,
+        earlier: Mapping[int, tuple[socket.socket, str]],
+        later: Mapping[int, socket.socket],
+        deadline: float,
+    ) -> dict[int, SharedMemory]:
+        """Shares memory with the ranks of this host.
+
+        Args:
+            earlier: by rank the connection to it, and its name.
+            later: by rank the connection to it.
+            deadline: of `time.monotonic()`.
+
+        Returns:
+            What is shared, by rank.
+
+        Raises:
+            OSError: a rank has ended, or does not answer in time.
+        """
+        shared: dict[int, SharedMemory] = {}
+        try:
+            for rank, (connection, name) in earlier.items():
+                made = self._offer(connection, name)
+                if made is not None:
+                    shared[rank] = made
+            self._accept(later, shared, deadline)
+            for rank in shared.keys() & earlier.keys():
+                if _read(earlier[rank][0], 1, deadline) != b"Y":
+                    shared.pop(rank).close()
+        except BaseException:
+            for made in shared.values():
+                made.close()
+            raise
+        return shared
+
+    def _offer(
+        self, connection: socket.socket, name: str
+    ) -> SharedMemory | None:
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            if not self.name or not name:
+                raise OSError("one of the two wants none")
+            with socket.socket(socket.AF_UNIX) as there:
+                there.settimeout(_PATIENCE)
+                there.connect(f"\0{name}")
+                theirs, ours = make_pair()
+                with contextlib.closing(theirs):
+                    files = [theirs.memory, theirs.bell, theirs.peer_bell]
+                    try:
+                        socket.send_fds(there, [token], files)
+                    except OSError:
+                        ours.close()
+                        raise
+        except OSError:
+            connection.sendall(b"T" + token)
+            return None
+        connection.sendall(b"S" + token)
+        return ours
+
+    def _accept(
+        self,
+        later: Mapping[int, socket.socket],
+        shared: dict[int, SharedMemory],
+        deadline: float,
+    ) -> None:
+        """Adds to `shared` what the later ranks of this host offer."""
+        offers = {}
+        for rank, connection in later.items():
+            offer = _read(connection, 1 + _TOKEN_BYTES, deadline)
+            if offer[:1] == b"S":
+                offers[offer[1:]] = rank
+        missing = dict(offers)
+        # They have connected and sent before they said so.
+        while missing and self._listener is not None:
+            try:
+                guest, _ = self._listener.accept()
+            except OSError:
+                break
+            token, files = _receive(guest)
+            if token in missing and len(files) == _FILES:
+                shared[missing.pop(token)] = SharedMemory(*files)
+            else:  # a stranger
+                for descriptor in files:
+                    os.close(descriptor)
+        for rank in offers.values():
+            later[rank].sendall(b"Y" if rank in shared else b"N")
+
+
+def _receive(guest: socket.socket) -> tuple[bytes, list[int]]:
+    """A token and files; nothing of who has not sent them yet."""
+    with guest:
+        guest.setblocking(False)
+        try:
+            token, files, _, _ = socket.recv_fds(guest, _TOKEN_BYTES, _FILES)
+        except OSError:
+            return b"", []
+        return token, list(files)
+
+
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    try:
+        while len(data) < size:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            part = connection.recv(size - len(data))
+            if not part:
+                raise ConnectionError("it has ended")
+            data += part
+    finally:
+        connection.settimeout(None)
+    return data
