@@ -158,6 +158,12 @@ def means_allowed(loss: Any, allowed: bool) -> Iterator[None]:
         loss._allow_sum_over_batch_size = own
 
 
+def symbolic(shape: Sequence[int | None], dtype: str, ragged: bool) -> Any:
+    """A result of a layer in Keras 3, whose older versions know no ragged."""
+    options = {"ragged": True} if ragged else {}
+    return keras.KerasTensor(shape, dtype=dtype, **options)
+
+
 def mask_of(value: Any) -> tf.Tensor | None:
     """What Keras says of a result that counts in a loss; None for all."""
     return getattr(value, "_keras_mask", None)

@@ -18,6 +18,7 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.sparse_layer import SparseLayer
@@ -352,9 +353,7 @@ class DistributedEmbedding(SparseLayer):
         """The symbolic outputs (Keras 3)."""
         return self._configs.pack(
             [
-                keras.KerasTensor(
-                    shape, dtype=self.compute_dtype, ragged=ragged
-                )
+                symbolic(shape, self.compute_dtype, ragged)
                 for shape, ragged in self._configs.symbolic(inputs)
             ]
         )

@@ -15,6 +15,7 @@ from tfdist_ext.batches.outline import Outline
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.layers import id_outlines
 from tfdist_ext.layers import one_table
 from tfdist_ext.layers import sparse_inputs
@@ -254,11 +255,9 @@ class Embedding(OneTable):
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
         """The symbolic output (Keras 3)."""
-        return keras.KerasTensor(
-            self.compute_output_shape(inputs.shape),
-            dtype=self.compute_dtype,
-            ragged=getattr(inputs, "ragged", False),
-        )
+        shape = self.compute_output_shape(inputs.shape)
+        ragged = getattr(inputs, "ragged", False)
+        return symbolic(shape, self.compute_dtype, ragged)
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""

@@ -14,6 +14,7 @@ from tfdist_ext.batches.outline import Outline
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
+from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import id_outlines
 from tfdist_ext.layers import one_table
@@ -236,7 +237,7 @@ class FullSparse(OneTable):
         first = tf.nest.flatten(inputs)[0]
         shape = self.compute_output_shape(first.shape)
         ragged = len(shape) > 2 and getattr(first, "ragged", False)
-        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
+        return symbolic(shape, self.compute_dtype, ragged)
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again."""
