@@ -84,6 +84,31 @@ def test_static_batch_size_stays_static():
     assert local.element_spec.shape == (2,)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_static_shapes_of_samples_stay_static(known):
+    """Keras builds a model of them; without, it reads a batch of the data."""
+
+    def components(x):
+        size = tf.size(x, tf.int64)
+        row = tf.stack([tf.range(size), tf.zeros_like(x)], 1)
+        ones = tf.ones([size, 3])
+        return {
+            "dense": tf.ensure_shape(tf.tile(x[:, None], [1, 4]), [None, 4]),
+            "sparse": tf.SparseTensor(row, x, tf.stack([size, 6])),
+            "wide": tf.SparseTensor(
+                tf.concat([row, row[:, :1]], 1), x, tf.stack([size, 5, size])
+            ),
+            "ragged": tf.RaggedTensor.from_row_lengths(ones, tf.ones_like(x)),
+        }
+
+    dataset = tf.data.Dataset.range(7).batch(4).map(components)
+    if not known:
+        dataset = dataset.filter(lambda x: True)
+    local = input.distribute(dataset, Together(0, 2), "input")
+    for name, spec in dataset.element_spec.items():
+        assert local.element_spec[name].shape.as_list() == spec.shape.as_list()
+
+
 def test_shorter_rank_is_padded_with_empty_batches():
     dataset = tf.data.Dataset.from_tensor_slices(
         {

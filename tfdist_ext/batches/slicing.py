@@ -134,10 +134,11 @@ def _cut_sparse(
         tf.concat([[first], tf.zeros_like(rest)], 0),
         tf.concat([[count], rest], 0),
     )
-    samples_static = value.shape[0]
-    if samples_static is None or value.shape.rank is None:
+    if value.shape.rank is None:
         return piece
-    size = _size(samples_static, rank, world_size) or None
+    size = value.shape[0]
+    if size is not None:
+        size = _size(size, rank, world_size) or None
     return _with_static_shape(piece, [size, *value.shape[1:]])
 
 
