@@ -7,6 +7,7 @@ what a rank puts in, what must come out, stock's call and ours.
 """
 
 import dataclasses
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -41,23 +42,39 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
     for name, numbers in context.options["sweep"]:
         collective = COLLECTIVES[name]
         calls = {
-            "stock": collective.stock(strategies["stock"], context.ranks),
-            "hybrid": collective.hybrid(strategies["hybrid"], context.ranks),
+            side: getattr(collective, side)(strategy, context.ranks)
+            for side, strategy in strategies.items()
+            if strategy is not None
         }
-        calls = {k: v for k, v in calls.items() if strategies[k] is not None}
         records.append(_measure(context, name, numbers, calls))
     return {"records": records}
 
 
 def _make_strategies(context: rank.RankContext) -> dict[str, Any]:
-    # Ours first: it sets timeouts that TensorFlow reads only once.
-    hybrid = None
+    strategies: dict[str, Any] = dict.fromkeys(("stock", "hybrid"))
+    if "stock" in context.options["sides"]:  # first of all that TensorFlow does
+        strategies["stock"] = tf.distribute.MultiWorkerMirroredStrategy()
     if "hybrid" in context.options["sides"]:
         import tfdist_ext
 
-        hybrid = tfdist_ext.HybridParallelStrategy()
-    stock = tf.distribute.MultiWorkerMirroredStrategy()
-    return {"stock": stock, "hybrid": hybrid}
+        strategies["hybrid"] = tfdist_ext.HybridParallelStrategy(
+            cluster_resolver=_own_cluster(context)
+        )
+    return strategies
+
+
+def _own_cluster(
+    context: rank.RankContext,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """The ranks on another port: TensorFlow's server has that of TF_CONFIG."""
+    with socket.create_server((context.hosts[context.rank], 0)) as free:
+        port = context.agree("port", free.getsockname()[1])
+    workers = [f"{host}:{port + i}" for i, host in enumerate(context.hosts)]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": workers}),
+        task_type="worker",
+        task_id=context.rank,
+    )
 
 
 def _measure(

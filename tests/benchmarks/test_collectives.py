@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import collectives
 from benchmarks import exchange_rates
+from benchmarks import launch
+from benchmarks import network
 
 
 def _record(collective, numbers, stock, hybrid):
@@ -88,3 +90,24 @@ def test_expected_all_to_all_is_the_transposition(ranks):
             )
     # Every slice differs, so a mix-up shows.
     assert len(np.unique(np.concatenate(sent)[:, 0])) == ranks * ranks
+
+
+@pytest.mark.process
+def test_stock_and_ours_take_turns_in_the_same_processes(tmp_path):
+    """Both have exact results, or the job fails."""
+    options = {
+        "sides": ["stock", "hybrid"],
+        "seconds": 0.01,
+        "turns": 2,
+        "sweep": [("all_reduce", 4), ("all_to_all", 4)],
+    }
+    outcome = launch.run_job(
+        "collectives", options, network.loopback(2), tmp_path / "job", 120
+    )
+    assert outcome.status == "ok", outcome.reason
+    for record in collectives.worst_ranks(
+        [result["records"] for result in outcome.results]
+    ):
+        assert record["error"] == 0
+        assert 0 < record["hybrid"]["min"] <= record["hybrid"]["p50"]
+        assert 0 < record["stock"]["min"] <= record["stock"]["p50"]
