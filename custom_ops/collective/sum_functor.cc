@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
+#include "custom_ops/common/half_floats.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace tfdist {
@@ -15,50 +15,68 @@ namespace {
 // and `out` is written only after all inputs of the block have been read.
 constexpr size_t kBlock = 1024;
 
+// How numbers of a type are summed: in themselves, or in float.
 template <typename T>
-using Accumulator =
-    std::conditional_t<std::is_same<T, Eigen::half>::value ||
-                           std::is_same<T, Eigen::bfloat16>::value,
-                       float, T>;
+struct Summed {
+  using Sum = T;
+  static const T* Read(const T* in, size_t, T*) { return in; }
+  static void Write(const T* sums, size_t count, T* out) {
+    std::copy_n(sums, count, out);
+  }
+};
 
+template <typename T, void (*widen)(const uint16_t*, size_t, float*),
+          void (*narrow)(const float*, size_t, uint16_t*)>
+struct SummedInFloat {
+  using Sum = float;
+  static const float* Read(const T* in, size_t count, float* block) {
+    widen(reinterpret_cast<const uint16_t*>(in), count, block);
+    return block;
+  }
+  static void Write(const float* sums, size_t count, T* out) {
+    narrow(sums, count, reinterpret_cast<uint16_t*>(out));
+  }
+};
+
+template <>
+struct Summed<Eigen::half>
+    : SummedInFloat<Eigen::half, WidenFloat16, NarrowToFloat16> {};
+template <>
+struct Summed<Eigen::bfloat16>
+    : SummedInFloat<Eigen::bfloat16, WidenBfloat16, NarrowToBfloat16> {};
+
+// Not cloned for other processors, whose fused multiply-add rounds otherwise:
+// where every rank sums all, the ranks must get the same bits.
 template <typename T>
 void Sum(void* out, const void* const* inputs, const float* weights,
          int input_count, float scale, size_t count) {
-  using A = Accumulator<T>;
+  using A = typename Summed<T>::Sum;
   alignas(64) A sums[kBlock];
+  alignas(64) A block[kBlock];
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t size = std::min(kBlock, count - begin);
     bool first = true;
     for (int k = 0; k < input_count; ++k) {
+      if (weights != nullptr && weights[k] == 0) continue;
       const T* input = static_cast<const T*>(inputs[k]) + begin;
+      const A* values = Summed<T>::Read(input, size, block);
       if (weights == nullptr && first) {
-        for (size_t i = 0; i < size; ++i) sums[i] = static_cast<A>(input[i]);
+        std::copy_n(values, size, sums);
       } else if (weights == nullptr) {
-        for (size_t i = 0; i < size; ++i) sums[i] += static_cast<A>(input[i]);
-      } else if (weights[k] == 0) {
-        continue;
+        for (size_t i = 0; i < size; ++i) sums[i] += values[i];
       } else if (const A weight = static_cast<A>(weights[k]); first) {
-        for (size_t i = 0; i < size; ++i) {
-          sums[i] = weight * static_cast<A>(input[i]);
-        }
+        for (size_t i = 0; i < size; ++i) sums[i] = weight * values[i];
       } else {
-        for (size_t i = 0; i < size; ++i) {
-          sums[i] += weight * static_cast<A>(input[i]);
-        }
+        for (size_t i = 0; i < size; ++i) sums[i] += weight * values[i];
       }
       first = false;
     }
-    T* result = static_cast<T*>(out) + begin;
-    if (first) {
-      std::fill(result, result + size, static_cast<T>(0));
-    } else if (weights == nullptr) {
-      for (size_t i = 0; i < size; ++i) result[i] = static_cast<T>(sums[i]);
-    } else {
+    if (first) std::fill_n(sums, size, A{0});
+    if (!first && weights != nullptr) {
       const A factor = static_cast<A>(scale);
-      for (size_t i = 0; i < size; ++i) {
-        result[i] = static_cast<T>(factor * sums[i]);
-      }
+      for (size_t i = 0; i < size; ++i) sums[i] *= factor;
     }
+    Summed<T>::Write(sums, size, static_cast<T*>(out) + begin);
   }
 }
 

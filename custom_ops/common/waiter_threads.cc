@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/common/waiter_threads.h"
 
+#include <cfenv>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -41,6 +42,9 @@ void WaiterThreads::Schedule(std::function<void()> task) {
 
 void WaiterThreads::Work(std::shared_ptr<State> state,
                          std::function<void()> first) {
+  // A thread inherits how floats are computed, and TensorFlow's threads take
+  // subnormal numbers for zeros: no sum may depend on who has made its thread.
+  std::fesetenv(FE_DFL_ENV);
   first();
   first = nullptr;
   std::unique_lock<std::mutex> lock(state->mutex);
