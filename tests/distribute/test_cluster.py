@@ -2,6 +2,7 @@
 """What is wrong with TF_CONFIG, or its absence, is said before the start."""
 
 import json
+import os
 
 import pytest
 import tensorflow as tf
@@ -12,16 +13,12 @@ _FIRST = {"type": "worker", "index": 0}
 OTHERS = [
     ("horovodrun", {"HOROVOD_SIZE": "2"}),
     ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}),
-    ("MVAPICH2", {"MV2_COMM_WORLD_SIZE": "4"}),
     ("MPICH", {"PMI_SIZE": "16", "PMI_RANK": "3"}),
     ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}),
     ("PMIx", {"PMIX_RANK": "1"}),
 ]
 ALONE = [
     {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
-    {"PMI_SIZE": "", "HOROVOD_SIZE": "many"},
-    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # sbatch
-    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},  # salloc's terminal
     {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "3333"},  # srun --pty
 ]
 
@@ -33,9 +30,10 @@ def config(workers, task=_FIRST, **jobs):
 @pytest.fixture
 def read(monkeypatch):
     """Reads a TF_CONFIG, None for none, beside other variables."""
-    both = [variables for _, variables in OTHERS] + ALONE
-    for name in set().union(*both):
-        monkeypatch.delenv(name, raising=False)
+    launchers = "HOROVOD_", "OMPI_", "PMI", "SLURM_", "MASTER_"
+    for name in tuple(os.environ):
+        if name.startswith(launchers) or name.endswith(("RANK", "SIZE")):
+            monkeypatch.delenv(name)
 
     def read(text, **variables):
         monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -119,7 +117,7 @@ def test_an_address_of_another_host_is_not_ours(read):
 
 
 @pytest.mark.parametrize(("launcher", "variables"), OTHERS)
-def test_processes_of_another_launcher_do_not_train_apart(
+def test_processes_that_cannot_meet_do_not_train_apart(
     read, launcher, variables
 ):
     first = next(iter(variables))
@@ -129,6 +127,18 @@ def test_processes_of_another_launcher_do_not_train_apart(
             read(text, **variables)
     # Who names the ranks knows what he does, be it one.
     assert read(config(["127.0.0.1:4001"]), **variables).addresses
+
+
+def test_processes_of_another_launcher_are_ranks(read):
+    local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    variables = {"RANK": "1", "WORLD_SIZE": "3", **local, "MASTER_ADDR": "n9"}
+    found = read(None, **variables)
+    assert (found.job, found.index, found.rank) == ("worker", 1, 1)
+    assert found.addresses[0] == found.launched.master == "n9:29500"
+    assert len(found.addresses) == 3
+    # TF_CONFIG wins.
+    both = read(config(["127.0.0.1:4001"]), **variables)
+    assert both.launched is None and both.addresses == ["127.0.0.1:4001"]
 
 
 @pytest.mark.parametrize("variables", ALONE)

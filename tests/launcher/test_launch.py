@@ -220,11 +220,22 @@ def test_what_cannot_be_started_is_said_without_a_traceback(program) -> None:
     assert done.stderr.startswith("tfdist-run: cannot start 2 ranks: ")
 
 
-def test_jobs_do_not_train_apart_under_another_launcher(program) -> None:
-    script = program("print(len(CONFIG['cluster']['worker']))")
-    refused = launch("-n", "2", script, OMPI_COMM_WORLD_SIZE="2")
+def test_one_rank_runs_under_another_launcher(program, tmp_path) -> None:
+    path = tmp_path / "rank.py"
+    path.write_text(
+        "import os; print('TF_CONFIG' in os.environ, os.environ['RANK'])"
+    )
+    placed = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "127.0.0.1"}
+    done = launch(str(path), **placed)
+    assert (done.returncode, done.stdout) == (0, "[2] False 2\n"), done.stderr
+    refused = launch("-n", "2", str(path), **placed)
     assert refused.returncode == 2
-    assert "unset OMPI_COMM_WORLD_SIZE" in refused.stderr
+    assert "has started tfdist-run 4 times" in refused.stderr
+    assert "unset WORLD_SIZE" in refused.stderr
+    lost = launch(str(path), OMPI_COMM_WORLD_SIZE="2")
+    assert lost.returncode == 2
+    assert "OMPI_COMM_WORLD_RANK is missing" in lost.stderr
+    script = program("print(len(CONFIG['cluster']['worker']))")
     alone = {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2"}
     assert launch(script, **alone).stdout == "1\n"
 

@@ -3,6 +3,7 @@
 
 One step on 1, 11 and 16 ranks must give the same tables and biases. On 16 it
 is a graph; on 11, where most of the time would be spent on tracing, it is not.
+The 11 have no TF_CONFIG, but what mpirun tells its processes.
 
 TensorFlow is loaded once and the ranks are forked, before it has started any
 thread: 16 ranks then need seconds and little memory.
@@ -26,14 +27,35 @@ keras = tf.keras
 ROWS, UNITS, BATCH = 35, 16, 40
 
 
-def cluster_of(ranks, addresses):
-    """TF_CONFIG of each rank; with 16 the first one is the chief."""
-    chief = addresses[:1] if ranks == 16 else []
+def environments(ranks, addresses):
+    """Says to each rank which it is; with 16 the first one is the chief."""
+    if ranks == 1:
+        return [{}]
+    if ranks == 11:
+        return [of_mpi(rank, ranks) for rank in range(ranks)]
+    chief = addresses[:1]
     workers = addresses[len(chief) :]
     cluster = {"worker": workers, **({"chief": chief} if chief else {})}
     tasks = [{"type": "chief", "index": 0} for _ in chief]
     tasks += [{"type": "worker", "index": i} for i in range(len(workers))]
-    return [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    configs = [{"cluster": cluster, "task": task} for task in tasks]
+    return [
+        {"TF_CONFIG": json.dumps(config), "TFDIST_PORT_IS_HELD": "1"}
+        for config in configs
+    ]
+
+
+def of_mpi(rank, ranks):
+    """What mpirun tells a process on the one host of its job."""
+    values = {"RANK": rank, "SIZE": ranks}
+    local = {f"LOCAL_{name}": value for name, value in values.items()}
+    return {
+        "PMIX_NAMESPACE": f"start_program {os.getpid()}",
+        **{
+            f"OMPI_COMM_WORLD_{name}": str(value)
+            for name, value in {**values, **local}.items()
+        },
+    }
 
 
 def train(eagerly):
@@ -57,18 +79,18 @@ def train(eagerly):
     tables = [strategy.gather_table(layer) for layer in sparse]
     if strategy.process_group is not None:
         strategy.process_group.close()  # a forked process runs no atexit
-    return [logs["loss"], *tables, *top.get_weights()], strategy.rank
+    result = [logs["loss"], *tables, *top.get_weights()]
+    return result, strategy.rank, strategy.world_size
 
 
-def start(config, body):
+def start(environment, body):
     """Forks a process that is a rank and runs `body`; returns its number."""
     if (pid := os.fork()) != 0:
         return pid
     code = 1
     try:
         os.environ.update(OMP_NUM_THREADS="1", TF_NUM_INTRAOP_THREADS="1")
-        if config is not None:
-            os.environ["TF_CONFIG"] = config
+        os.environ.update(environment)
         body()
         code = 0
     except BaseException:
@@ -94,13 +116,13 @@ def check_taken_port():
         task = {"type": "worker", "index": 0}
         cluster = {"worker": [address, "127.0.0.1:1"]}
         config = json.dumps({"cluster": cluster, "task": task})
-        assert os.waitpid(start(config, body), 0)[1] == 0
+        environment = {"TF_CONFIG": config}
+        assert os.waitpid(start(environment, body), 0)[1] == 0
 
 
 def train_as(rank, path, eagerly):
-    """Trains on a port that is held for this rank."""
-    os.environ["TFDIST_PORT_IS_HELD"] = "1"
-    result, own_rank = train(eagerly)
+    """Trains and writes what has come of it."""
+    result, own_rank, _ = train(eagerly)
     assert own_rank == rank, (own_rank, rank)
     np.savez(path, *result)
 
@@ -110,11 +132,10 @@ def run(ranks, folder, eagerly):
     paths = [f"{folder}/{ranks}-{rank}.npz" for rank in range(ranks)]
     with ports.reserve(ranks, "127.0.0.1") as reserved:
         addresses = [f"127.0.0.1:{port}" for port in reserved]
-        configs = cluster_of(ranks, addresses) if ranks > 1 else [None]
         pids = [
-            start(config, functools.partial(train_as, rank, path, eagerly))
-            for rank, (config, path) in enumerate(
-                zip(configs, paths, strict=True)
+            start(each, functools.partial(train_as, rank, path, eagerly))
+            for rank, (each, path) in enumerate(
+                zip(environments(ranks, addresses), paths, strict=True)
             )
         ]
         codes = [os.waitpid(pid, 0)[1] for pid in pids]

@@ -87,7 +87,10 @@ def test_a_taken_port_names_the_address(free_port):
     [
         ({"secret": b"guess"}, "Set the same TFDIST_SECRET"),
         ({"rank": 2}, "Give every process its own task index"),
-        ({"addresses": ["127.0.0.1:9"]}, "its TF_CONFIG names other ranks"),
+        (
+            {"addresses": ["127.0.0.1:9"]},
+            "its TF_CONFIG or launcher names other",
+        ),
     ],
 )
 def test_who_is_refused_learns_what_to_do(change, remedy, free_port):

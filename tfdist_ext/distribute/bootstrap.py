@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a TF_CONFIG cluster find each other at start-up.
+"""How ranks that know their addresses connect at start-up.
 
 TensorFlow's own server takes no part: it would listen on all interfaces and
 run any op that anybody sends.
@@ -56,8 +56,9 @@ def connect(
     if share_a_host(addresses):
         internals.stop_spinning()
     secret = secret_lib.find(os.environ)
-    if rank == 0 and not secret:
-        _warn_of_strangers(addresses[0])
+    warned = cluster.launched is not None
+    if rank == 0 and not (secret or warned):
+        warn_of_strangers(addresses[0])
     return ProcessGroup(
         rank=rank,
         world_size=len(addresses),
@@ -75,7 +76,15 @@ def connect(
     )
 
 
-def _warn_of_strangers(address: str) -> None:
+def warn_of_strangers(address: str) -> None:
+    """Warns where ranks have no secret and others reach them.
+
+    Args:
+        address: "host:port" of rank 0.
+
+    Raises:
+        ValueError: its host has no address.
+    """
     if not addresses_lib.is_loopback(addresses_lib.bind_address(address)):
         warnings.warn(
             f"Whoever reaches {address} while the ranks start may join this "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that TF_CONFIG names, checked before any of them starts."""
+"""The ranks that TF_CONFIG or a launcher names, checked before they start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.launcher import other_launchers
+from tfdist_ext.launcher import launched as launched_lib
 from tfdist_ext.rendezvous.addresses import bind_address
 
 _EXAMPLE = (
@@ -31,11 +31,13 @@ class Cluster:
             a process that trains alone.
         job: of this process, "" if alone.
         index: of this process within the job.
+        launched: what a launcher says that has set no TF_CONFIG.
     """
 
     jobs: Mapping[str, list[str]]
     job: str = ""
     index: int = 0
+    launched: launched_lib.Launched | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -62,8 +64,8 @@ def read(resolver: Any) -> Cluster:
 
     Raises:
         ValueError: TF_CONFIG is malformed, or its tasks cannot be ranks.
-        RuntimeError: there is none, but another launcher has started several
-            processes.
+        RuntimeError: there is none, and another launcher has started several
+            processes, but not said how they meet.
     """
     if isinstance(
         resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
@@ -76,8 +78,7 @@ def read(resolver: Any) -> Cluster:
         raise _malformed(str(error)) from error
     jobs = {name: found[name] for name in sorted(found)}
     if not jobs:
-        _refuse_to_train_apart(index)
-        return Cluster({})
+        return _read_launched(index)
     _check_jobs(jobs, job, index)
     cluster = Cluster(jobs, job, index)
     _check_addresses(cluster)
@@ -102,27 +103,22 @@ def _check_json(text: str) -> None:
         raise _malformed(f"it holds a {type(config).__name__}, not an object")
 
 
-def _refuse_to_train_apart(index: int | None) -> None:
-    """Refuses a lone process that is meant to be one of several.
+def _read_launched(index: int | None) -> Cluster:
+    """Reads without a cluster in TF_CONFIG what a launcher says.
 
     Raises:
-        ValueError: it has a task index above 0, but no cluster.
-        RuntimeError: another launcher has started it beside others.
+        ValueError: TF_CONFIG has a task index above 0.
+        RuntimeError: another launcher has started this process beside others,
+            but not said how they meet.
     """
     if index:
         raise _malformed(f"it names task {index}, but no cluster")
-    launch = other_launchers.found(os.environ)
-    if launch is not None:
-        raise RuntimeError(
-            f"This process is one of {launch.processes} or more that "
-            f"{launch.launcher} has started ({launch.variable}), and there is "
-            "no TF_CONFIG to tell where the others are: each would train "
-            "alone. Start the program with tfdist-run instead, `tfdist-run -n "
-            f"{launch.processes} train.py`, on several hosts once on each "
-            "with --nnodes, --node-rank and --master; or set TF_CONFIG for "
-            "every process. To train alone on purpose, unset "
-            f"{launch.variable.partition('=')[0]}."
-        )
+    launched = launched_lib.read(os.environ)
+    if launched is None:
+        return Cluster({})
+    return Cluster(
+        {"worker": launched.names}, "worker", launched.rank, launched
+    )
 
 
 def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:

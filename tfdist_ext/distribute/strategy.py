@@ -25,6 +25,7 @@ from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
+from tfdist_ext.distribute import locating
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
@@ -52,8 +53,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Dense variables are mirrored on all ranks and their gradients summed;
     tables of `tfdist_ext.layers` are partitioned over the ranks. One process
-    per rank, launched by TF_CONFIG; without it, one process that gives the
-    same results.
+    per rank, started with TF_CONFIG, as by `tfdist-run`, or by srun, mpirun
+    and such; without any, one process that gives the same results.
 
         strategy = tfdist_ext.HybridParallelStrategy()
         with strategy.scope():
@@ -69,7 +70,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             and in no exchange (it reads, traces, saves), the others warn
             and wait for up to five times as long.
         startup_timeout: seconds that ranks wait for each other to start.
-        cluster_resolver: as of the stock strategy; default TF_CONFIG.
+        cluster_resolver: as of the stock strategy; default TF_CONFIG,
+            else what srun, mpirun and such say.
         gradient_dtype: in which float32 gradients of dense layers travel:
             "float32", or "bfloat16" or "float16" for half the bytes. They
             are rounded on the way and added up in float32; all ranks get
@@ -88,9 +90,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
             chief and workers, another `gradient_dtype` or `transport`, or
             `error_feedback` where nothing is rounded.
-        RuntimeError: another launcher has started several processes and set
-            no TF_CONFIG, rank 0's port is taken, or not all ranks came within
-            `startup_timeout`.
+        RuntimeError: another launcher has started several processes and not
+            said how they meet, rank 0's port is taken, or not all ranks came
+            within `startup_timeout`.
     """
 
     def __init__(
@@ -115,11 +117,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 " Received: error_feedback=True with gradient_dtype="
                 "'float32'. Set gradient_dtype='bfloat16', or leave it out."
             )
-        resolver = (
-            cluster_resolver
-            or tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        )
-        cluster = cluster_lib.read(resolver)
+        resolver, cluster = locating.locate(cluster_resolver, startup_timeout)
         group = bootstrap.connect(cluster, timeout, startup_timeout, transport)
         self.collectives: Collectives | None = None
         if group is not None:

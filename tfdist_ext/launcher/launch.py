@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         local_ranks.run, grace=options.grace, log_dir=options.log_dir
     )
     try:
-        if "TF_CONFIG" in os.environ:
+        if "TF_CONFIG" in os.environ or options.launched is not None:
             return run([_rank_under_manager(options)])
         if options.nnodes == 1:
             with ports.reserve(options.n, LOOPBACK) as reserved:
@@ -143,7 +143,11 @@ def _ranks(
 
 
 def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
-    """Describes the one rank whose place a cluster manager has set."""
+    """Describes the one rank whose place somebody else has set."""
+    own = dict(options.env)
+    if (launched := options.launched) is not None:
+        where = f"started by {launched.launcher}"
+        return local_ranks.Rank(launched.rank, where, _command(options), own)
     try:
         config = json.loads(os.environ["TF_CONFIG"])
         rank = int(config["task"]["index"])
@@ -156,7 +160,7 @@ def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
     ):
         rank = 0  # The program itself will say what is wrong with it.
     return local_ranks.Rank(
-        rank, "address in TF_CONFIG", _command(options), dict(options.env)
+        rank, "address in TF_CONFIG", _command(options), own
     )
 
 

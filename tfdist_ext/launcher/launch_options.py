@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from collections.abc import Sequence
 
-from tfdist_ext.launcher import other_launchers
+from tfdist_ext.launcher import launched as launched_lib
+from tfdist_ext.launcher.variables import LaunchError
 
 DESCRIPTION = """\
 Starts the ranks of a distributed TensorFlow program on this host, each as one
@@ -26,8 +27,8 @@ Several hosts: the same command on each, with its own --node-rank.
   host0$ tfdist-run -n 4 --nnodes 2 --node-rank 0 --master host0:7000 train.py
   host1$ tfdist-run -n 4 --nnodes 2 --node-rank 1 --master host0:7000 train.py
 
-Where a cluster manager has set TF_CONFIG, it is taken as it is and one rank
-is started."""
+Where a cluster manager has set TF_CONFIG, or srun, mpirun and such have started
+tfdist-run for every rank, one rank is started, which is told so itself."""
 
 # Of ranks per host, and of hosts: more addresses than a message can hold.
 _MOST = 4096
@@ -38,6 +39,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     Args:
         arguments: without the program's name; None for `sys.argv`.
+
+    Returns:
+        The options, and as `launched` the rank for which another launcher
+        has started this one, or None.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -51,24 +56,26 @@ def _check(
     environment: Mapping[str, str],
 ) -> None:
     """Ends with a message where options contradict each other."""
-    placed = "TF_CONFIG" in environment
-    if placed and (options.n not in (None, 1) or options.nnodes != 1):
+    several = options.nnodes > 1
+    options.launched = None
+    if "TF_CONFIG" in environment:
+        variable = "TF_CONFIG"
+        placed = "TF_CONFIG is set, so a cluster manager has placed this rank"
+    elif launched := None if several else _launched(parser, environment):
+        options.launched = launched
+        variable = launched.variable.partition("=")[0]
+        placed = (
+            f"{launched.launcher} has started tfdist-run {launched.size} times "
+            f"({launched.variable}), once for every rank"
+        )
+    else:
+        variable = placed = ""
+    if placed and (options.n not in (None, 1) or several):
         parser.error(
-            "TF_CONFIG is set, so a cluster manager has placed this rank, but "
-            f"-n {options.n or 1} --nnodes {options.nnodes} asks for more "
-            "ranks. Leave -n and --nnodes out, or unset TF_CONFIG."
+            f"{placed}, but -n {options.n or 1} --nnodes {options.nnodes} asks "
+            f"for more ranks. Leave -n and --nnodes out, or unset {variable}."
         )
     options.n = options.n or 1
-    several = options.nnodes > 1
-    launch = other_launchers.found(environment)
-    if launch is not None and not placed and not several:
-        parser.error(
-            f"{launch.launcher} has started tfdist-run {launch.processes} or "
-            f"more times ({launch.variable}), and each would train a job of "
-            "its own. Start it once on every host, with --nnodes, --node-rank "
-            "and --master where there are several. To train separate jobs on "
-            f"purpose, unset {launch.variable.partition('=')[0]}."
-        )
     if several and (options.master is None or options.node_rank is None):
         parser.error("--nnodes needs --node-rank and --master HOST:PORT")
     if not several and (options.master or options.node_rank):
@@ -78,6 +85,16 @@ def _check(
             f"--node-rank must be in [0, {options.nnodes}). "
             f"Received: {options.node_rank}"
         )
+
+
+def _launched(
+    parser: argparse.ArgumentParser, environment: Mapping[str, str]
+) -> launched_lib.Launched | None:
+    """The rank for which another launcher has started this one."""
+    try:
+        return launched_lib.read(environment)
+    except LaunchError as error:
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:

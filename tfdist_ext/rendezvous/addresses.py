@@ -13,6 +13,11 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join(host: str, port: int) -> str:
+    """An address of host and port, with brackets around one of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind_address(address: str) -> str:
     """Numeric form of the host in "host:port", IPv4 if it has one.
 

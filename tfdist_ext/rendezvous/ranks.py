@@ -30,9 +30,9 @@ _REMEDIES = {
         "hosts"
     ),
     handshake.Verdict.OTHER_JOB: (
-        "it belongs to another job: its TF_CONFIG names other ranks, or its "
-        "tfdist_ext is another version. All ranks need the same list of "
-        "addresses, and two jobs different ports"
+        "it belongs to another job: its TF_CONFIG or launcher names other "
+        "ranks, or its tfdist_ext is another version. All ranks need the same "
+        "list of addresses, and two jobs different ports"
     ),
     handshake.Verdict.TAKEN: (
         "another process has come there with the number of this rank. Give "
@@ -158,7 +158,7 @@ def _open(
             f"rank 0 cannot listen at its address {addresses[0]!r}: {error}. "
             "Perhaps another process has the port: one of an earlier run, or "
             "one with the same task index. Give every process its own index, "
-            "and every job a free port."
+            "and every job a free port, in TF_CONFIG or as MASTER_PORT."
         ) from error
 
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that know only where the first one listens learn where all are."""
+
+import concurrent.futures
+import socket
+
+import pytest
+
+from tfdist_ext.distribute import cluster as cluster_lib
+from tfdist_ext.distribute import locating
+from tfdist_ext.launcher.launched import Launched
+
+
+def cluster(rank, size, master, local_size):
+    launched = Launched("srun", rank, size, 0, local_size, master, "7.0", "")
+    return cluster_lib.Cluster(
+        {"worker": launched.names}, "worker", rank, launched
+    )
+
+
+@pytest.fixture(autouse=True)
+def given(monkeypatch):
+    """What a test gives as resolver is what was read."""
+    monkeypatch.setattr(cluster_lib, "read", lambda given: given)
+    monkeypatch.delenv("TFDIST_SECRET", raising=False)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("size", [2, 11])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_all_ranks_know_all_addresses(size, host):
+    port = free_port()
+    given = [cluster(r, size, f"{host}:{port}", 1) for r in range(size)]
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(lambda each: locating.locate(each, 20), given))
+    expected = [f"127.0.0.1:{port + rank}" for rank in range(size)]
+    for rank, (resolver, located) in enumerate(found):
+        assert located.addresses == expected
+        assert located.rank == rank
+        assert resolver.cluster_spec().as_dict() == {"worker": expected}
+        assert (resolver.task_type, resolver.task_id) == ("worker", rank)
+
+
+def test_ranks_of_another_job_are_strangers():
+    master = f"127.0.0.1:{free_port()}"
+    first = cluster(0, 2, master, 2)
+    other = Launched("srun", 1, 2, 1, 2, master, "8.0", "")
+    second = cluster_lib.Cluster({"worker": other.names}, "worker", 1, other)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        meeting = threads.submit(locating.locate, first, 2)
+        with pytest.raises(RuntimeError, match="another job"):
+            locating.locate(second, 2)
+        with pytest.raises(RuntimeError, match="process 1 of srun, job 7"):
+            meeting.result()
+
+
+def test_rank_0_says_that_others_would_not_reach_it(monkeypatch):
+    # TEST-NET-1, nobody's address.
+    with pytest.raises(ValueError, match=r"no address of its.*MASTER_ADDR"):
+        locating.locate(cluster(0, 2, "192.0.2.7:7000", 1), 1)
+    with pytest.raises(ValueError, match="cannot be resolved"):
+        locating.locate(cluster(1, 2, "no.such.host.invalid:7000", 1), 1)
+    # Debian's own name for a host in its /etc/hosts.
+    monkeypatch.setattr(
+        locating.addresses_lib, "bind_address", lambda _: "127.0.1.1"
+    )
+    with pytest.raises(ValueError, match=r"'n9'.*127\.0\.1\.1.*MASTER_ADDR"):
+        locating.locate(cluster(0, 2, "n9:7000", 1), 1)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mpirun, srun and others start trains as one job, where they are."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.process import slurm_of_one_node
+
+PROGRAM = pathlib.Path(__file__).with_name("launched_program.py")
+LIMIT = 300.0
+RUN = [sys.executable, "-m", "tfdist_ext.launch"]
+
+
+def started(folder, *command, **environment):
+    """Runs a command line that ends in our program; the files it leaves."""
+    folder.mkdir()
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(folder)],
+        env={**os.environ, "TF_NUM_INTRAOP_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return {
+        path.stem: list(np.load(path).values()) for path in folder.iterdir()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process trains."""
+    folder = tmp_path_factory.mktemp("alone") / "results"
+    return started(folder, sys.executable)["0-of-1"]
+
+
+def check(found, alone):
+    assert set(found) == {"0-of-2", "1-of-2"}
+    for result in found.values():
+        for a, b in zip(result, alone, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def mpirun_command():
+    """The command line of either kind of MPI, or why there is none."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun is installed")
+    version = subprocess.run(
+        ["mpirun", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    if "Open MPI" in version:
+        return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    return ["mpirun", "-n", "2"]
+
+
+@pytest.mark.parametrize("command", [[sys.executable], RUN])
+def test_mpirun(tmp_path, alone, command):
+    found = started(tmp_path / "results", *mpirun_command(), *command)
+    check(found, alone)
+
+
+@pytest.mark.parametrize("command", [[sys.executable], RUN])
+def test_srun(tmp_path, alone, command):
+    if why := slurm_of_one_node.why_not():
+        pytest.skip(why)
+    (tmp_path / "slurm").mkdir()
+    with slurm_of_one_node.started(tmp_path / "slurm") as environment:
+        found = started(
+            tmp_path / "results", "srun", "-n2", *command, **environment
+        )
+    check(found, alone)

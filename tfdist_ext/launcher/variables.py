@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables by which launchers tell a process which rank it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+MASTER_VARIABLE = "MASTER_ADDR"
+PORT_VARIABLE = "MASTER_PORT"
+_MOST = 1 << 20  # ranks
+
+
+class LaunchError(RuntimeError):
+    """The environment says that there are others, but not how to meet them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """The variables of a launcher.
+
+    Attributes:
+        launcher: its name.
+        size: number of processes. The batch script of a Slurm job has
+            SLURM_NTASKS although it is one process; SLURM_STEP_NUM_TASKS is
+            of what srun has started.
+        rank: of a process.
+        local_size: processes on its host.
+        local_rank: among those.
+        job: tells jobs apart; the first of these that is there.
+    """
+
+    launcher: str
+    size: str
+    rank: str
+    local_size: str
+    local_rank: str
+    job: tuple[str, ...] = ()
+
+
+SLURM = Variables(
+    "srun",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_LOCALID",
+)
+MPICH = Variables(
+    "mpirun (MPICH, Intel MPI)",
+    "PMI_SIZE",
+    "PMI_RANK",
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+)
+TORCH = Variables(
+    "a launcher like torchrun",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_RANK",
+    ("TORCHELASTIC_RUN_ID",),
+)
+KUBERNETES = Variables(
+    "an indexed job of Kubernetes",
+    "WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_RANK",
+)
+PMIX = Variables("a PMIx launcher", "PMIX_SIZE", "PMIX_RANK", "", "")
+# The first that is there counts: srun may have started what mpirun needs.
+ENGINES = (
+    Variables(
+        "horovodrun",
+        "HOROVOD_SIZE",
+        "HOROVOD_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+    ),
+    Variables(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Variables(
+        "mpirun (MVAPICH2)",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+    MPICH,
+    SLURM,
+)
+
+
+def numbers(
+    environment: Mapping[str, str], variables: Variables
+) -> tuple[int, int] | None:
+    """Reads rank and size.
+
+    Args:
+        environment: of the process.
+        variables: of the launcher.
+
+    Returns:
+        Both; None for a process that is alone.
+
+    Raises:
+        LaunchError: one of them is missing, or they contradict each other.
+    """
+    size = number(environment, variables.size, variables)
+    rank = number(environment, variables.rank, variables)
+    if size is None and rank:
+        why = f"{variables.size} is missing"
+        raise unusable(environment, variables, why, variables.rank)
+    if size is None or (size == 1 and not rank):
+        return None
+    if rank is None:
+        raise unusable(environment, variables, f"{variables.rank} is missing")
+    if not rank < size <= _MOST:
+        why = f"the rank must be at least 0 and below the size, at most {_MOST}"
+        raise unusable(environment, variables, why, variables.rank)
+    return rank, size
+
+
+def local_numbers(
+    environment: Mapping[str, str], variables: Variables, size: int
+) -> tuple[int, int]:
+    """Reads rank and size on this host; who is told nothing is alone there.
+
+    Args:
+        environment: of the process.
+        variables: of the launcher.
+        size: of all hosts.
+
+    Raises:
+        LaunchError: they contradict each other.
+    """
+    local_size = number(environment, variables.local_size, variables)
+    local_rank = number(environment, variables.local_rank, variables)
+    if local_size is None:
+        return 0, 1
+    local_rank = local_rank or 0
+    if not local_rank < local_size <= size:
+        names = variables.local_size, variables.local_rank
+        why = "they contradict each other"
+        raise unusable(environment, variables, why, *names)
+    return local_rank, local_size
+
+
+def number(
+    environment: Mapping[str, str], name: str, variables: Variables
+) -> int | None:
+    """What a variable says; None for one that is empty or not there.
+
+    Raises:
+        LaunchError: it is no number.
+    """
+    text = environment.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
+        why = f"{name} is no number of processes"
+        raise unusable(environment, variables, why, name)
+    return int(text)
+
+
+def master_port(
+    environment: Mapping[str, str], variables: Variables, default: int
+) -> int:
+    """The port where rank 0 listens, MASTER_PORT if that is given.
+
+    Raises:
+        LaunchError: it is no port.
+    """
+    text = environment.get(PORT_VARIABLE) or str(default)
+    port = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 0 < port < 1 << 16:
+        why = f"{PORT_VARIABLE} must be a port from 1 to 65535"
+        raise unusable(environment, variables, why, PORT_VARIABLE)
+    return port
+
+
+def no_master(
+    environment: Mapping[str, str],
+    variables: Variables,
+    *names: str,
+    why: str = "the ranks are on several hosts, or may be",
+) -> LaunchError:
+    """An error for ranks that do not know the host of the first."""
+    return unusable(
+        environment,
+        variables,
+        f"{why}, and nothing tells where rank 0 runs. Set {MASTER_VARIABLE} to "
+        "the address by which the others reach the host of rank 0, the same "
+        f"for all, as by `export {MASTER_VARIABLE}=HOST` and `mpirun -x "
+        f"{MASTER_VARIABLE}` ({PORT_VARIABLE} may name a free port there)",
+        *names,
+    )
+
+
+def unusable(
+    environment: Mapping[str, str],
+    variables: Variables,
+    why: str,
+    *names: str,
+) -> LaunchError:
+    """An error that says what is wrong, what was read and what to do.
+
+    Args:
+        environment: of the process.
+        variables: of the launcher.
+        why: what is wrong, without a full stop.
+        names: of variables to show beside that of the size.
+    """
+    received = {
+        name: environment[name][:200]
+        for name in (variables.size, *names)
+        if environment.get(name)
+    }
+    shown = ", ".join(f"{name}={text}" for name, text in received.items())
+    return LaunchError(
+        f"{variables.launcher} has started this process as one of several, "
+        f"but they cannot meet: {why}. Received: {shown}. Or start the program "
+        "by `tfdist-run -n RANKS train.py`, on several hosts once on each with "
+        "--nnodes, --node-rank and --master; or set TF_CONFIG for every "
+        f"process. To train alone on purpose, unset {next(iter(received))}."
+    )
