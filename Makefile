@@ -31,12 +31,12 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan \
-    test-tsan coverage build library environment lint format docs wheel bench clean
+    test-tsan fuzz coverage build library environment lint format docs wheel bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan test-tsan coverage wheel bench clean'
+	    'test-asan test-tsan fuzz coverage wheel bench clean'
 
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
@@ -77,13 +77,24 @@ $(VENV)/.installed: $(REQUIREMENTS)
 # LD_PRELOAD because AddressSanitizer must be loaded before Python, and libstdc++
 # with it so that it finds the exceptions it wraps. TensorFlow and Python keep
 # memory until the end: leaks would say nothing about the ops.
+WITH_ASAN = TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
+	    $(shell $(CXX) -print-file-name=$(lib)))"
 test-asan: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
-	TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
-	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so.6,\
-	    $(shell $(CXX) -print-file-name=$(lib)))" \
-	$(PYTEST) tests/ops -m 'not process and not fault'
+	$(WITH_ASAN) $(PYTEST) tests/ops tests/collectives \
+	    -m 'not process and not fault'
+
+# For a night: damaged handshakes, messages, ids and plans, so many of each.
+FUZZ_INPUTS = 1000000
+fuzz: build
+	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
+	TFDIST_FUZZ_INPUTS=$(FUZZ_INPUTS) $(WITH_ASAN) $(BIN)/python -m pytest \
+	    tests/rendezvous/test_handshake.py tests/ops/test_malformed_ids.py \
+	    tests/collectives/test_damaged_messages.py \
+	    tests/planner/test_damaged_plans.py
 
 # Ranks as threads of one process. TensorFlow and Python are not instrumented;
 # what only they do is not looked at.

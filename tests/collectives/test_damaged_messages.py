@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests import fuzzing
 from tests.bare_peer import HEADER
 from tests.bare_peer import NUMBERS
 from tests.bare_peer import Rank
@@ -106,7 +107,7 @@ def damaged(generator):
 def test_damaged_messages_end_with_a_reason(seed):
     """10,000 messages over all; the connection then ends."""
     generator = random.Random(seed)
-    for _ in range(625):
+    for _ in range(fuzzing.inputs(10_000, parts=4 * 4)):
         with Rank() as rank:
             messages = b"".join(damaged(generator) for _ in range(4))
             control = generator.randbytes(generator.choice((0, 0, 7, 1024)))

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is done to a plan's file: a plan, or a ValueError, and soon."""
 
+import contextlib
 import copy
 import json
+import random
 import time
 
 import pytest
 
+from tests import fuzzing
 from tests.planner import planned
 from tfdist_ext.planner import plan as plan_lib
 from tfdist_ext.tables.placement import TablePlacement
@@ -84,6 +87,33 @@ def test_a_damaged_plan_is_a_plan_or_refused(content):
             raise AssertionError(f"{path} = {str(value)[:50]}") from error
         assert time.monotonic() - begin < LIMIT, (path, value)
     assert refused > 1000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_damaged_in_several_places(content, seed):
+    generator = random.Random(seed)
+    text = json.dumps(content)
+    values = [v for v in VALUES if not isinstance(v, list | dict)]
+    values += [[], {}, [0, 0], {"a": 1}]
+    refused = 0
+    rounds = fuzzing.inputs(1000, parts=4)
+    for _ in range(rounds):
+        changed = json.loads(text)
+        for path in generator.sample(list(places(changed)), 3):
+            # An earlier change may have taken the place away.
+            with contextlib.suppress(LookupError, TypeError, AttributeError):
+                inner = changed
+                for key in path[:-1]:
+                    inner = inner[key]
+                inner[path[-1]] = copy.deepcopy(generator.choice(values))
+        try:
+            plan = plan_lib.ShardingPlan.from_dict(changed)
+            assert plan.summary() and plan.to_dict()
+        except ValueError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(str(changed)[:2000]) from error
+    assert refused > rounds // 3
 
 
 @pytest.mark.parametrize(

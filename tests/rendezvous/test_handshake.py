@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests import fuzzing
 from tfdist_ext.rendezvous import handshake
 from tfdist_ext.rendezvous.handshake import Job
 from tfdist_ext.rendezvous.handshake import RefusedError
@@ -114,7 +115,7 @@ def fuzz(random_bytes, good):
 def test_no_damaged_message_gets_in(seed):
     """10,000 in all, in every place of the handshake."""
     generator = random.Random(seed)
-    for i in range(2500):
+    for i in range(fuzzing.inputs(10_000, parts=4)):
         connector = handshake.connect(JOB, 1)
         listener = handshake.listen(JOB, welcome)
         next(listener)
