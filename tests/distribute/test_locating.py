@@ -2,12 +2,17 @@
 """Ranks that know only where the first one listens learn where all are."""
 
 import concurrent.futures
+import dataclasses
+import http.server
 import socket
+import threading
+import time
 
 import pytest
 
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute import locating
+from tfdist_ext.launcher import key_value_store
 from tfdist_ext.launcher.launched import Launched
 
 
@@ -43,6 +48,61 @@ def test_all_ranks_know_all_addresses(size, host):
         assert located.rank == rank
         assert resolver.cluster_spec().as_dict() == {"worker": expected}
         assert (resolver.task_type, resolver.task_id) == ("worker", rank)
+
+
+@pytest.fixture
+def store():
+    """The address of a store like that of horovodrun."""
+    kept = {}
+
+    class Store(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self):
+            length = int(self.headers["Content-Length"])
+            kept[self.path] = self.rfile.read(length)
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self):
+            self.send_response(200 if self.path in kept else 404)
+            self.end_headers()
+            self.wfile.write(kept.get(self.path, b""))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_store_tells_where_rank_0_is(store):
+    def locate(rank):
+        time.sleep(0.3 if rank == 0 else 0)  # the others have to wait
+        given = cluster(rank, 3, f":{port}", 1)
+        launched = dataclasses.replace(given.launched, store=store)
+        given = dataclasses.replace(given, launched=launched)
+        return locating.locate(given, 20)[1].addresses
+
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(locate, range(3)))
+    assert found == [[f"127.0.0.1:{port + rank}" for rank in range(3)]] * 3
+
+
+def test_a_store_that_does_not_tell_is_named(store):
+    where = locating.addresses_lib.split(store)
+    with pytest.raises(RuntimeError, match=r"rank 0 has not told.*=0\.2 s"):
+        key_value_store.get(where, 0.2)
+    nobody = ("127.0.0.1", free_port())
+    for ask in (
+        lambda: key_value_store.get(nobody, 1),
+        lambda: key_value_store.put(nobody, "n9"),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot be used.*MASTER_ADDR"):
+            ask()
 
 
 def test_ranks_of_another_job_are_strangers():

@@ -191,7 +191,10 @@ WRONG = [
     # Without the host of rank 0.
     (open_mpi(1, 2, 0, 1), "nothing tells where rank 0 runs.*-x MASTER_ADDR"),
     (mpich(2, 4, 0, 2), "MPICH.*nothing tells where rank 0 runs"),
-    (horovodrun(1, 2, 0, 1), "nothing tells where rank 0 runs"),
+    (
+        horovodrun(1, 2, 0, 1, HOROVOD_GLOO_RENDEZVOUS_ADDR=""),
+        "horovodrun.*nothing tells where rank 0 runs",
+    ),
     ({"RANK": "1", "WORLD_SIZE": "2"}, "nothing tells where rank 0 runs"),
     (
         {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"},
@@ -252,6 +255,14 @@ def test_all_ranks_come_to_one_port_of_their_job():
     }
     assert len(ports) > 90  # a few may share one: they are hashed
     assert min(ports) >= 20000 and max(ports) < 32000  # no ephemeral ones
+
+
+def test_horovodrun_keeps_a_store_that_tells_the_host_of_rank_0():
+    assert read(horovodrun(1, 2, 1, 2)).store == ""
+    several = read(horovodrun(1, 2, 0, 1))
+    assert several.store == "10.0.0.1:38211"
+    assert several.master.partition(":")[0] == ""
+    assert not read(horovodrun(1, 2, 0, 1, MASTER_ADDR="n9")).store
 
 
 def test_a_port_can_be_chosen():

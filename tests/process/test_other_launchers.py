@@ -48,22 +48,32 @@ def check(found, alone):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def mpirun_command():
-    """The command line of either kind of MPI, or why there is none."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("no mpirun is installed")
-    version = subprocess.run(
-        ["mpirun", "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    if "Open MPI" in version:
-        return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    return ["mpirun", "-n", "2"]
+MPI = {
+    "mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"],
+    "mpiexec.hydra": [],  # of MPICH and Intel MPI
+}
 
 
 @pytest.mark.parametrize("command", [[sys.executable], RUN])
-def test_mpirun(tmp_path, alone, command):
-    found = started(tmp_path / "results", *mpirun_command(), *command)
-    check(found, alone)
+@pytest.mark.parametrize("mpi", MPI)
+def test_mpirun(tmp_path, alone, mpi, command):
+    if shutil.which(mpi) is None:
+        pytest.skip(f"no {mpi} is installed")
+    start = [mpi, *MPI[mpi], "-n", "2"]
+    check(started(tmp_path / "results", *start, *command), alone)
+
+
+@pytest.mark.parametrize("hosts", ["localhost:2", "localhost:1,127.0.0.1:1"])
+def test_horovodrun(tmp_path, alone, hosts):
+    pytest.importorskip("horovod.runner", reason="no horovodrun is installed")
+    # Its own library may be left out: only the launcher is needed.
+    run = (
+        "import sys, horovod.runner.launch as launch;"
+        "launch.gloo_built = lambda verbose=False: True;"
+        "sys.exit(launch.run_commandline())"
+    )
+    start = [sys.executable, "-c", run, "-np", "2", "-H", hosts]
+    check(started(tmp_path / "results", *start, sys.executable), alone)
 
 
 @pytest.mark.parametrize("command", [[sys.executable], RUN])

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import cluster as cluster_lib
 from tfdist_ext.distribute.cluster import Cluster
+from tfdist_ext.launcher import key_value_store
 from tfdist_ext.launcher.launched import Launched
 from tfdist_ext.rendezvous import addresses as addresses_lib
 from tfdist_ext.rendezvous import ranks
@@ -46,6 +47,8 @@ def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     launched = cluster.launched
     if launched is None:
         return resolver, cluster
+    if launched.store:
+        launched = _ask_store(launched, timeout)
     own_host = _own_host(launched)
     secret = secret_lib.find(os.environ)
     if launched.rank == 0 and not secret:
@@ -69,13 +72,31 @@ def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     return known, dataclasses.replace(cluster, jobs=jobs)
 
 
+def _ask_store(launched: Launched, timeout: float) -> Launched:
+    """Learns the host of rank 0, which tells it the store of horovodrun."""
+    store = addresses_lib.split(launched.store)
+    if launched.rank == 0:
+        host = _way_to(launched.store)
+        key_value_store.put(store, host)
+    else:
+        host = key_value_store.get(store, timeout)
+    port = addresses_lib.split(launched.master)[1]
+    return dataclasses.replace(launched, master=addresses_lib.join(host, port))
+
+
 def _own_host(launched: Launched) -> str:
     """Numeric address of this host on the way to rank 0's."""
+    if launched.rank != 0:
+        return _way_to(launched.master)
     numeric = addresses_lib.bind_address(launched.master)
-    port = addresses_lib.split(launched.master)[1]
-    if launched.rank == 0:
-        _check_first(launched, numeric)
-        return numeric
+    _check_first(launched, numeric)
+    return numeric
+
+
+def _way_to(address: str) -> str:
+    """Numeric address of this host by which an address is reached."""
+    numeric = addresses_lib.bind_address(address)
+    port = addresses_lib.split(address)[1]
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((numeric, port))  # sends nothing

@@ -39,9 +39,11 @@ class Launched:
         size: how many there are, at least 2.
         local_rank: of this process among those of its host.
         local_size: how many those are; `size` where all run on one host.
-        master: "host:port" at which rank 0 listens while the ranks start.
+        master: "host:port" at which rank 0 listens while the ranks start;
+            ":port" where a store tells the host.
         job: by which it is told from others.
         variable: the environment variable that tells the size, and its value.
+        store: "host:port" of the store of horovodrun, where the ranks need it.
     """
 
     launcher: str
@@ -52,6 +54,7 @@ class Launched:
     master: str
     job: str
     variable: str
+    store: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +141,10 @@ def _of_mpi(
     size: int,
 ) -> Launched:
     local = variables_lib.local_numbers(environment, variables, size)
-    host = _host(environment, variables, size, local[1])
+    store = ""
+    if variables is variables_lib.HOROVOD and local[1] < size:
+        store = _store(environment)
+    host = "" if store else _host(environment, variables, size, local[1])
     job = _first_of(environment, variables.job) or outside.launcher()
     port = variables_lib.master_port(environment, variables, _port_of(job))
     return Launched(
@@ -149,7 +155,18 @@ def _of_mpi(
         master=addresses_lib.join(host, port),
         job=job,
         variable=f"{variables.size}={size}",
+        store=store,
     )
+
+
+def _store(environment: Mapping[str, str]) -> str:
+    """Where horovodrun keeps a store; empty where nobody needs it."""
+    variables = variables_lib.HOROVOD
+    host = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+    name = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    port = variables_lib.number(environment, name, variables)
+    given = environment.get(variables_lib.MASTER_VARIABLE)
+    return addresses_lib.join(host, port) if host and port and not given else ""
 
 
 def _of_slurm(

@@ -68,16 +68,17 @@ KUBERNETES = Variables(
     "LOCAL_RANK",
 )
 PMIX = Variables("a PMIx launcher", "PMIX_SIZE", "PMIX_RANK", "", "")
+HOROVOD = Variables(
+    "horovodrun",
+    "HOROVOD_SIZE",
+    "HOROVOD_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+)
 # The first that is there counts: srun may have started what mpirun needs.
 ENGINES = (
-    Variables(
-        "horovodrun",
-        "HOROVOD_SIZE",
-        "HOROVOD_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
-    ),
+    HOROVOD,
     Variables(
         "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_SIZE",
