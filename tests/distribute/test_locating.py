@@ -27,6 +27,8 @@ def cluster(rank, size, master, local_size):
 def given(monkeypatch):
     """What a test gives as resolver is what was read."""
     monkeypatch.setattr(cluster_lib, "read", lambda given: given)
+    # Not of this process, which other tests share.
+    monkeypatch.setattr(locating.host_share, "take", lambda _: None)
     monkeypatch.delenv("TFDIST_SECRET", raising=False)
 
 

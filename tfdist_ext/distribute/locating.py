@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import cluster as cluster_lib
+from tfdist_ext.distribute import host_share
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.launcher import key_value_store
 from tfdist_ext.launcher.launched import Launched
@@ -29,6 +30,8 @@ from tfdist_ext.rendezvous import secret as secret_lib
 
 def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     """Finds the ranks, by TF_CONFIG or what else a launcher has said.
+
+    In the latter case this rank also takes its share of its host.
 
     Args:
         resolver: the user's; None for that of TF_CONFIG.
@@ -47,6 +50,7 @@ def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     launched = cluster.launched
     if launched is None:
         return resolver, cluster
+    host_share.take(launched)
     if launched.store:
         launched = _ask_store(launched, timeout)
     own_host = _own_host(launched)
