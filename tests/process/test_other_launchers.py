@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.process import slurm_of_one_node
+from tfdist_ext.launcher import surroundings
 
 PROGRAM = pathlib.Path(__file__).with_name("launched_program.py")
 LIMIT = 300.0
@@ -77,7 +78,7 @@ def test_horovodrun(tmp_path, alone, hosts):
 
 
 @pytest.mark.parametrize("command", [[sys.executable], RUN])
-def test_srun(tmp_path, alone, command):
+def test_srun(tmp_path, alone, command, monkeypatch):
     if why := slurm_of_one_node.why_not():
         pytest.skip(why)
     (tmp_path / "slurm").mkdir()
@@ -85,4 +86,7 @@ def test_srun(tmp_path, alone, command):
         found = started(
             tmp_path / "results", "srun", "-n2", *command, **environment
         )
+        monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
+        hosts = surroundings.slurm_host_names("n[9-11],m1")
     check(found, alone)
+    assert hosts == ["n9", "n10", "n11", "m1"]
