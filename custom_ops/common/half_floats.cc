@@ -1,33 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/common/half_floats.h"
 
-#include <cstring>
-
+#include "custom_ops/common/float_bits.h"
 #include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
 
 namespace {
 
-constexpr uint32_t kSign = 0x80000000;
-constexpr uint32_t kInfinity = 0x7F800000;
 // Bits of a float that a float16 does not have, and what its exponent is less.
 constexpr uint32_t kCutBits = 13;
 constexpr uint32_t kExponentShift = (127 - 15) << 23;
 constexpr uint32_t kLeastNormal = 0x38800000;  // 2^-14, of a float16
 constexpr uint32_t kTooHigh = 0x47800000;      // 2^16
-
-TFDIST_INLINE uint32_t BitsOf(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-TFDIST_INLINE float FloatOf(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // Written so that no compiler makes a branch of it, which it would not
 // vectorise: an operation on floats left out might not trap.

@@ -1,28 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/embedding/round_functor.h"
 
-#include <cstring>
-
 #include "custom_ops/common/counter_random.h"
+#include "custom_ops/common/float_bits.h"
 #include "custom_ops/common/target_clones.h"
 
 namespace tfdist {
 namespace {
-
-constexpr uint32_t kSign = 0x80000000;
-constexpr uint32_t kInfinity = 0x7F800000;
-
-TFDIST_INLINE uint32_t BitsOf(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-TFDIST_INLINE float FloatOf(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // Two words of key from a seed: neighbouring seeds get unrelated keys.
 TFDIST_INLINE uint64_t KeyOf(uint64_t seed) {
