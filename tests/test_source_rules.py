@@ -73,6 +73,14 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
+    "losses": {"batches", "collectives", "keras_internals"},
+    "retrieval": {
+        "collectives",
+        "keras_internals",
+        "marks",
+        "sharding",
+        "tables",
+    },
     "saving": {
         "collectives",
         "keras_internals",
@@ -90,6 +98,7 @@ ROOMS = {
         "optimizers",
         "planner",
         "prefetch",
+        "retrieval",
         "sharding",
         "tables",
     },
@@ -123,6 +132,7 @@ PUBLIC = {
         "TablePlacement",
         "__version__",
         "layers",
+        "losses",
         "measure_machine",
         "optimizers",
         "plan",
@@ -132,10 +142,12 @@ PUBLIC = {
         "Embedding",
         "FeatureConfig",
         "FullSparse",
+        "ShardedTopK",
         "SharedExchange",
         "TableConfig",
         "Wire",
     },
+    "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
     "tfdist_ext.optimizers": {
         "SGD",
         "Adagrad",
@@ -351,6 +363,7 @@ def test_plans_are_made_without_tensorflow() -> None:
     loading = {
         "HybridParallelStrategy",
         "layers",
+        "losses",
         "measure_machine",
         "optimizers",
     }

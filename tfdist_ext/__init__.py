@@ -11,6 +11,7 @@ from typing import Any
 
 if TYPE_CHECKING:
     from tfdist_ext import layers
+    from tfdist_ext import losses
     from tfdist_ext import optimizers
     from tfdist_ext.collectives.measuring import measure_machine
     from tfdist_ext.distribute.strategy import HybridParallelStrategy
@@ -31,6 +32,7 @@ __all__ = [
     "TablePlacement",
     "__version__",
     "layers",
+    "losses",
     "measure_machine",
     "optimizers",
     "plan",

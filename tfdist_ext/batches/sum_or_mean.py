@@ -76,6 +76,8 @@ class BatchGrowth:
         self._samples = samples
         self._growth: dict[tuple[int, str], _Growth] = {}
         self._from_data: dict[tuple[int, str], bool] = {}
+        # Rows of which belong to samples of all ranks.
+        self._gathered: set[tuple[int, str]] = set()
         # Of divisors, what they count; see `whole_batch`.
         self.ratios: dict[tuple[int, int, str], tf.Tensor] = {}
 
@@ -146,6 +148,8 @@ class BatchGrowth:
                 self._from_data[_key(op)] = _is_input(op) or any(
                     self._from_data[_key(each.op)] for each in op.inputs
                 )
+                if self._is_gathered(op):
+                    self._gathered.add(_key(op))
                 known[_key(op)] = self._of_op(op)
         return self._growth[_key(value.op)]
 
@@ -216,9 +220,23 @@ class BatchGrowth:
             return self._of_sizes(op.inputs[0])
         return [MEAN] if op.type == "Const" else []
 
+    def _is_gathered(self, op: tf.Operation) -> bool:
+        """Whether an op's rows are those of all ranks, on each of them."""
+        if op.type == "Tfdist>AllGather":
+            return True
+        if op.type == "Slice" or (
+            # Of the first dimension: a rank may take its own rows.
+            op.type == "StridedSlice" and not op.get_attr("begin_mask") & 1
+        ):
+            return False
+        inputs = [_key(each.op) for each in op.inputs]
+        return any(key in self._gathered for key in inputs) and not any(
+            map(self._is_batched, op.inputs)
+        )
+
     def _is_batched(self, value: tf.Tensor) -> bool:
-        """Whether the first dimension counts samples."""
-        if not value.shape.rank:
+        """Whether the first dimension counts samples of this rank."""
+        if not value.shape.rank or _key(value.op) in self._gathered:
             return False
         if value.shape[0] is None:
             return True

@@ -289,14 +289,19 @@ class Collectives:
 
     def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Concatenates the ranks' tensors along axis 0, uneven allowed."""
+        return self.all_gather_parts(tensor, label)[0]
+
+    def all_gather_parts(
+        self, tensor: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `all_gather`; and int64 `[world_size]`, the rows of each rank."""
         with self._exchanging(label):
-            gathered, _ = collective_ops.all_gather(
+            return collective_ops.all_gather(
                 self.group,
                 tensor,
                 tag=self.tag(label, "all_gather", tensor.dtype),
                 label=label,
             )
-        return gathered
 
     def all_to_all(
         self, tensor: tf.Tensor, send_splits: tf.Tensor, label: str
@@ -378,21 +383,3 @@ class Collectives:
 def active() -> Collectives | None:
     """Collectives of the strategy in scope; None with a single process."""
     return getattr(tf.distribute.get_strategy(), "collectives", None)
-
-
-def sum_over_ranks(
-    tensor: tf.Tensor, label: str, peers: Sequence[int] | None = None
-) -> tf.Tensor:
-    """Sum of `tensor` over the ranks of the strategy in scope.
-
-    Args:
-        tensor: of the same shape on all ranks that are summed.
-        label: names the exchange in errors.
-        peers: see `Collectives.sum_over_peers`; None for all ranks.
-    """
-    collectives = active()
-    if collectives is None:
-        return tensor
-    if peers is None or len(peers) == collectives.group.world_size:
-        return collectives.all_reduce([tensor], label)[0]
-    return collectives.sum_over_peers(tensor, peers, label)

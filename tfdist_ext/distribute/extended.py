@@ -89,7 +89,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             kwargs.get("synchronization") == tf.VariableSynchronization.NONE
         )
         local = spec is not None or unsynchronized
-        if not local or self.collectives is None:
+        if not (local and (unsynchronized or self.collectives)):
             if _is_moving_average(kwargs):
                 kwargs["aggregation"] = tf.VariableAggregation.MEAN
             return super()._create_variable(next_creator, **kwargs)
@@ -103,7 +103,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         # A slot may start with the table's values.
         with tf.device(device), kernel_reads.allowed():
             variable = next_creator(**kwargs)
-        if spec is not None:
+        if spec is not None and self.collectives is not None:
             sharded_variable.mark(variable, spec, self.collectives)
         return variable
 

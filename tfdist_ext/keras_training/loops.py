@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.sums import sum_over_ranks
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -85,7 +86,7 @@ def _finite_everywhere(original: Any, optimizer: Any, grads: Any) -> Any:
     infinite alone.
     """
     finite = original(optimizer, grads)
-    return collectives_lib.sum_over_ranks(
+    return sum_over_ranks(
         tf.cast(tf.logical_not(finite), tf.float32), "gradients/finite"
     ) == tf.constant(0.0)
 

@@ -5,6 +5,7 @@ from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.embedding import Embedding
 from tfdist_ext.layers.full_sparse import FullSparse
+from tfdist_ext.layers.sharded_top_k import ShardedTopK
 from tfdist_ext.layers.shared_exchange import SharedExchange
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -14,6 +15,7 @@ __all__ = [
     "Embedding",
     "FeatureConfig",
     "FullSparse",
+    "ShardedTopK",
     "SharedExchange",
     "TableConfig",
     "Wire",

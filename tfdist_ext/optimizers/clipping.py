@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.collectives.collectives import sum_over_ranks
+from tfdist_ext.collectives.sums import sum_over_ranks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of all ranks, of any dtype: strings travel as their bytes."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist_ext.collectives.collectives import Collectives
+
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_TRAVEL = (*_FLOATS, tf.int32, tf.int64, tf.uint8)
+
+
+def is_known(dtype: tf.DType) -> bool:
+    """Whether values of a dtype can be gathered."""
+    return bool(
+        dtype in (*_FLOATS, tf.string, tf.bool)
+        or (dtype.is_integer and not dtype.is_quantized)
+    )
+
+
+def all_gather(
+    collectives: Collectives, x: tf.Tensor, label: str
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Concatenates the ranks' rows, in the order of the ranks.
+
+        rank 0 has ["a"], rank 1 has ["b", "c"]
+        both get ["a", "b", "c"], sizes [1, 2]
+
+    Args:
+        collectives: of the strategy; all ranks must call.
+        x: `[n, ...]` of a dtype that `is_known`; n may differ.
+        label: names the exchange in errors.
+
+    Returns:
+        `[sum of n, ...]`, and int64 `[world_size]`, the rows of each rank.
+    """
+    dtype = x.dtype
+    if dtype == tf.string:
+        return _strings(collectives, x, label)
+    if dtype in _TRAVEL:
+        return collectives.all_gather_parts(x, label)
+    if dtype == tf.bool or dtype.size == 1:
+        rows = tf.cast(x, tf.uint8)
+    else:
+        rows = tf.bitcast(x, tf.uint8)
+    rows, sizes = collectives.all_gather_parts(rows, label)
+    if dtype == tf.bool or dtype.size == 1:
+        return tf.cast(rows, dtype), sizes
+    return tf.bitcast(rows, dtype), sizes
+
+
+def _strings(
+    collectives: Collectives, x: tf.Tensor, label: str
+) -> tuple[tf.Tensor, tf.Tensor]:
+    letters = tf.strings.bytes_split(tf.reshape(x, [-1]))
+    codes = tf.io.decode_raw(letters.flat_values, tf.uint8)
+    codes = collectives.all_gather(tf.reshape(codes, [-1]), f"{label}/bytes")
+    lengths = tf.reshape(letters.row_lengths(), tf.shape(x))
+    lengths, sizes = collectives.all_gather_parts(lengths, f"{label}/lengths")
+    every = tf.constant([bytes([code]) for code in range(256)])
+    owners = tf.repeat(
+        tf.range(tf.size(lengths, tf.int64)), tf.reshape(lengths, [-1])
+    )
+    flat = tf.strings.unsorted_segment_join(
+        tf.gather(every, tf.cast(codes, tf.int32)), owners, tf.size(lengths)
+    )
+    rows = tf.reshape(flat, tf.shape(lengths))
+    rows.set_shape([None, *x.shape[1:]])
+    return rows, sizes

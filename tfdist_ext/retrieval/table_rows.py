@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a table as candidates: they stay on the ranks that own them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.retrieval.search import Part
+from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.shard_spec import ShardSpec
+
+
+class TableRows:
+    """Candidates that are rows of a table, as they are at every search.
+
+    Args:
+        variable: a shard, or a variable that every rank has.
+        rows: int64 `[n]`, which rows are candidates; None for all in order.
+        name: of the layer that searches, for errors.
+
+    Raises:
+        ValueError: for rows that the table has not.
+    """
+
+    def __init__(self, variable: Any, rows: Any, name: str) -> None:
+        self.variable = variable
+        self._name = name
+        self._places: dict[ShardSpec, tuple[tf.Tensor, tf.Tensor]] = {}
+        spec = marks.shard_spec(variable)
+        size = spec.rows if spec else int(variable.shape[0])
+        self.dim = spec.dim if spec else int(variable.shape[1])
+        self.rows = None
+        self.count = size
+        if rows is not None:
+            self.rows = np.asarray(rows, np.int64)
+            self.count = len(self.rows)
+            wrong = self.rows[(self.rows < 0) | (self.rows >= size)]
+            if self.rows.ndim != 1 or wrong.size:
+                raise ValueError(
+                    f"Argument `rows` must be [n] numbers of rows in [0, "
+                    f"{size}). Received: shape {self.rows.shape}, with "
+                    f"{wrong[:5].tolist()} (layer '{name}')."
+                )
+
+    def part(self, collectives: Collectives | None) -> Part:
+        """What this rank scores now; all ranks must call."""
+        spec = marks.shard_spec(self.variable)
+        if spec is None or collectives is None:
+            return self._whole()
+        if not tf.executing_eagerly():
+            marks.fix(self.variable)  # a graph relies on where rows are
+        local = value_of(self.variable).read_value()
+        first, end = 0, spec.local_rows
+        if spec.column_parts > 1:
+            local, first, end = self._full_rows(local, spec, collectives)
+        if spec not in self._places:
+            with tf.init_scope():
+                self._places[spec] = self._placed(spec, first, end)
+        chosen, positions = self._places[spec]
+        if self.rows is None:
+            return Part(local[: tf.size(positions)], positions, False)
+        return Part(tf.gather(local, chosen), positions, False)
+
+    def _whole(self) -> Part:
+        with kernel_reads.allowed():
+            rows = tf.convert_to_tensor(value_of(self.variable))
+        if self.rows is not None:
+            rows = tf.gather(rows, self.rows)
+        return Part(rows, tf.range(self.count, dtype=tf.int64), True)
+
+    def _placed(
+        self, spec: ShardSpec, first: int, end: int
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Which of this rank's rows are candidates, and their positions.
+
+        Args:
+            spec: of the rank's part.
+            first: the first of the part's local rows that this rank scores.
+            end: the one after the last.
+        """
+        none = np.zeros([0], np.int64)
+        if spec.cell is None:
+            chosen, positions = none, none
+        elif self.rows is None:
+            args = (spec.cell[0], spec.row_parts, spec.rows, first, end)
+            chosen, positions = none, rotated_mod.ids_of_part(*args)
+        else:
+            local = rotated_mod.local_row(self.rows, spec.row_parts)
+            part = rotated_mod.part_of(self.rows, spec.row_parts)
+            mine = (part == spec.cell[0]) & (local >= first) & (local < end)
+            chosen, positions = local[mine] - first, np.flatnonzero(mine)
+        return tf.constant(chosen, tf.int64), tf.constant(positions, tf.int64)
+
+    def _full_rows(
+        self, local: tf.Tensor, spec: ShardSpec, collectives: Collectives
+    ) -> tuple[tf.Tensor, int, int]:
+        """All columns of some rows, of parts that hold columns.
+
+        The ranks that hold columns of the same rows share these out: each
+        gets the other columns of its share. That is fewer numbers than their
+        scores would be, and every score is summed in the order of one process.
+
+        Returns:
+            `[m, dim]`, and which of the part's local rows they are.
+        """
+        peers = spec.row_peers
+        ends = [
+            (i + 1) * spec.local_rows // max(len(peers), 1)
+            for i in range(len(peers))
+        ]
+        sizes = dict(zip(peers, np.diff([0, *ends]), strict=True))
+        splits = [
+            int(sizes.get(rank, 0)) * spec.local_dim
+            for rank in range(spec.world_size)
+        ]
+        flat, _ = collectives.all_to_all(
+            tf.reshape(local, [-1]),
+            tf.constant(splits, tf.int64),
+            f"{self._name}/columns",
+        )
+        if spec.cell is None:
+            return tf.zeros([0, spec.dim], local.dtype), 0, 0
+        share = int(sizes[spec.rank])
+        first = ends[spec.cell[1]] - share
+        widths = {peer: spec.at(peer).local_dim for peer in peers}
+        # Parts come in the order of the ranks, columns in that of the peers.
+        parts = tf.split(flat, [share * widths[p] for p in sorted(peers)])
+        by_peer = dict(zip(sorted(peers), parts, strict=True))
+        columns = [tf.reshape(by_peer[p], [share, widths[p]]) for p in peers]
+        return tf.concat(columns, axis=1), first, first + share
