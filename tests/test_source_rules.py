@@ -11,6 +11,9 @@ import sys
 
 import pytest
 
+from tests.rooms import PUBLIC
+from tests.rooms import ROOMS
+from tests.rooms import WITHOUT_TENSORFLOW
 from tests.source_files import COMMENT
 from tests.source_files import PACKAGE
 from tests.source_files import ROOT
@@ -18,144 +21,6 @@ from tests.source_files import imported_modules
 from tests.source_files import sources
 from tests.source_files import texts
 from tests.source_files import tracked
-
-# The rooms of the package from the ground up, and what each may import. A
-# room imports rooms above its own line only, so no import runs back up.
-ROOMS = {
-    "version": set(),
-    "tables": set(),
-    "rendezvous": {"version"},
-    "launcher": {"rendezvous"},
-    "planner": {"tables"},
-    "keras_internals": set(),
-    "marks": {"keras_internals", "tables"},
-    "wrapping": {"marks"},
-    "tensorflow_internals": set(),
-    "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
-    "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
-    "batches": {"collectives", "marks"},
-    "optimizers": {"collectives", "keras_internals", "marks", "ops"},
-    "sharding": {
-        "collectives",
-        "keras_internals",
-        "marks",
-        "ops",
-        "optimizers",
-        "planner",
-        "tables",
-        "tensorflow_internals",
-        "wrapping",
-    },
-    "checkpoints": {
-        "collectives",
-        "keras_internals",
-        "marks",
-        "tensorflow_internals",
-        "wrapping",
-    },
-    "prefetch": {"batches", "tensorflow_internals"},
-    "embedding": {
-        "batches",
-        "collectives",
-        "keras_internals",
-        "marks",
-        "ops",
-        "prefetch",
-        "tables",
-        "tensorflow_internals",
-    },
-    "keras_training": {
-        "batches",
-        "collectives",
-        "embedding",
-        "keras_internals",
-        "marks",
-        "tensorflow_internals",
-        "wrapping",
-    },
-    "losses": {"batches", "collectives", "keras_internals"},
-    "retrieval": {
-        "collectives",
-        "keras_internals",
-        "marks",
-        "sharding",
-        "tables",
-    },
-    "saving": {
-        "collectives",
-        "keras_internals",
-        "marks",
-        "sharding",
-        "tensorflow_internals",
-        "wrapping",
-    },
-    "layers": {
-        "batches",
-        "collectives",
-        "embedding",
-        "keras_internals",
-        "marks",
-        "optimizers",
-        "planner",
-        "prefetch",
-        "retrieval",
-        "sharding",
-        "tables",
-    },
-    "distribute": {
-        "batches",
-        "checkpoints",
-        "collectives",
-        "keras_training",
-        "launcher",
-        "layers",
-        "marks",
-        "ops",
-        "optimizers",
-        "prefetch",
-        "rendezvous",
-        "saving",
-        "sharding",
-        "tables",
-        "tensorflow_internals",
-    },
-}
-WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "tables")
-
-PUBLIC = {
-    "tfdist_ext": {
-        "FeatureConfig",
-        "HybridParallelStrategy",
-        "Machine",
-        "ShardingPlan",
-        "TableConfig",
-        "TablePlacement",
-        "__version__",
-        "layers",
-        "losses",
-        "measure_machine",
-        "optimizers",
-        "plan",
-    },
-    "tfdist_ext.layers": {
-        "DistributedEmbedding",
-        "Embedding",
-        "FeatureConfig",
-        "FullSparse",
-        "ShardedTopK",
-        "SharedExchange",
-        "TableConfig",
-        "Wire",
-    },
-    "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
-    "tfdist_ext.optimizers": {
-        "SGD",
-        "Adagrad",
-        "Adam",
-        "Ftrl",
-        "RowWiseAdagrad",
-    },
-}
 
 SPDX = "SPDX-License-Identifier: Apache-2.0"
 MACHINE = re.compile(

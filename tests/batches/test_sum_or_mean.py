@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a number of a step is over the whole batch, from those of its parts."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist_ext.batches.sum_or_mean import BatchGrowth
+from tfdist_ext.ops import collective_ops
 
 X = np.random.default_rng(1).normal(size=[8, 3]).astype(np.float32)
 
@@ -155,3 +158,22 @@ def test_numbers_of_samples_are_no_masks():
         return x
 
     step(X)
+
+
+def test_rows_of_all_ranks_are_no_samples_of_one():
+    """A sum of them is the same on all ranks, and so is their number."""
+    group = types.SimpleNamespace(world_size=2, handle=-1)
+
+    def terms(formula):
+        with tf.Graph().as_default():
+            x = tf.compat.v1.placeholder(tf.float32, [None, 3])
+            rows, _ = collective_ops.all_gather(group, x, tag=2)
+            return len(BatchGrowth().sums_in(formula(x, rows)))
+
+    assert terms(lambda x, rows: tf.reduce_sum(tf.abs(rows))) == 0
+    assert terms(lambda x, rows: total(x) / samples(x)) == 0
+    assert terms(lambda x, rows: total(x) / samples(rows)) == 1
+    assert terms(lambda x, rows: total(x @ tf.transpose(rows))) == 1
+    # A rank's own among them.
+    assert terms(lambda x, rows: total(rows[: tf.shape(x)[0]])) == 1
+    assert terms(lambda x, rows: total(rows[:, :2])) == 0

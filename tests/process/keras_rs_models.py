@@ -4,11 +4,10 @@
 import keras
 import keras_rs
 import tensorflow as tf
+from data import histories
 from retrieval_models import DIM
 from retrieval_models import SAMPLES
 from retrieval_models import read
-
-from data import histories
 
 BruteForce = keras_rs.layers.BruteForceRetrieval
 Retrieval = None  # keras-rs has none: examples write their loss

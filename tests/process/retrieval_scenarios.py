@@ -11,6 +11,7 @@ from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import ShardedTopK
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.losses import Retrieval
 from tfdist_ext.losses import gather_candidates
 from tfdist_ext.retrieval import search
 from tfdist_ext.tables.placement import TablePlacement
@@ -89,6 +90,78 @@ def gradients_are_sums_over_the_ranks(strategy, folder):
     np.testing.assert_allclose(found, expected[first[rank] : first[rank + 1]])
 
 
+OPTIONS = {
+    "sum": {},
+    "mean": {"loss": "mean"},
+    "hard": {"num_hard_negatives": 3, "temperature": 0.5},
+    "all are hard": {"num_hard_negatives": 0},
+    "hits": {"remove_accidental_hits": True},
+}
+GIVEN = {
+    "weights": ["sample_weight"],
+    "chances": ["candidate_sampling_probability"],
+    "mask": ["score_mask"],
+}
+
+
+def losses(task, queries, candidates, inputs):
+    """The sum of what a task gives, and its gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch([queries, candidates])
+        value = tf.reduce_sum(task(queries, candidates, **inputs))
+    return value, tape.gradient(value, [queries, candidates])
+
+
+def tasks_are_those_of_one_process(strategy, folder):
+    """Losses add up and gradients agree, for each option; ties go alike."""
+    rank, ranks = strategy.rank, strategy.world_size
+    sizes = [3 * (each + 1) for each in range(ranks)]
+    total, mine = sum(sizes), slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    queries, candidates = whole_numbers(1, total, 4), whole_numbers(2, total, 4)
+    rng = np.random.default_rng(3)
+    whole = {
+        "sample_weight": rng.random(total, np.float32),
+        "candidate_sampling_probability": rng.random(total, np.float32),
+        "candidate_ids": np.array([f"id {i % 5}" for i in range(total)]),
+        "score_mask": rng.random([total, total]) < 0.7,
+    }
+    own = {name: value[mine] for name, value in whole.items()}
+    own["score_mask"] = np.roll(own["score_mask"], -mine.start, axis=1)
+    each = keras.losses.CategoricalCrossentropy(True, reduction="none")
+    cases = [(name, [], queries) for name in OPTIONS]
+    cases += [("sum", given, queries) for given in GIVEN.values()]
+    heads = whole_numbers(4, total, 2, 4)
+    for name, given, asked in [*cases, ("sum", [], heads)]:
+        options = dict(OPTIONS[name])
+        if options.pop("loss", None):
+            options["loss"] = each
+        if "remove_accidental_hits" in options:
+            given = ["candidate_ids"]
+        task = Retrieval(**options)
+        expected, gradients = losses(
+            task,
+            *map(tf.constant, (asked, candidates)),
+            {key: whole[key] for key in given},
+        )
+        found, parts = strategy.run(
+            losses,
+            (
+                task,
+                *(tf.constant(x[mine]) for x in (asked, candidates)),
+                {key: own[key] for key in given},
+            ),
+        )
+        assert np.isfinite(found)
+        everyone = strategy.collectives.all_reduce([found], "losses")
+        np.testing.assert_allclose(everyone[0], expected, 1e-5, err_msg=name)
+        for part, gradient in zip(parts, gradients, strict=True):
+            np.testing.assert_allclose(
+                part, gradient[mine], 1e-4, 1e-5, err_msg=name
+            )
+    with pytest.raises(ValueError, match="needs `candidate_ids`"):
+        Retrieval(remove_accidental_hits=True)(queries, candidates)
+
+
 def whole_numbers(seed, *shape):
     """Few, so that many scores are equal, and sums of them exact."""
     values = np.random.default_rng(seed).integers(-2, 3, shape)
@@ -146,9 +219,9 @@ def finds_in_every_placement(strategy, folder):
             layer.set_weights([table + 1])
             check(index(queries), queries, table + 1, 3)
             layer.set_weights([table])
-        cells, search._CELLS = search._CELLS, 12 * ranks
+        cells, search.CELLS = search.CELLS, 12 * ranks
         check(index(queries), queries, table, 3)
-        search._CELLS = cells
+        search.CELLS = cells
     ids, rows = some.gather()
     np.testing.assert_array_equal(ids, names)
     np.testing.assert_array_equal(rows, table[chosen])
@@ -201,7 +274,9 @@ def finds_what_towers_compute(strategy, folder):
     with strategy.scope():
         embedding = Embedding(ROWS, DIM, start(7), sharding="row_wise")
         double = keras.layers.Dense(
-            DIM, use_bias=False, kernel_initializer=keras.initializers.Identity(2)
+            DIM,
+            use_bias=False,
+            kernel_initializer=keras.initializers.Identity(2),
         )
         tower = keras.Sequential([embedding, double])
         index = ShardedTopK(k=6)

@@ -8,14 +8,13 @@ searches in, are what a port changes.
 import numpy as np
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
+from data import histories
 from retrieval_models import DIM
 from retrieval_models import SAMPLES
 from retrieval_models import dense
 from retrieval_models import movielens
 from retrieval_models import named
 from retrieval_models import read
-
-from data import histories
 
 Retrieval = tfrs.tasks.Retrieval
 BruteForce = tfrs.layers.factorized_top_k.BruteForce

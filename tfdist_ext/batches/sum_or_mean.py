@@ -224,11 +224,8 @@ class BatchGrowth:
         """Whether an op's rows are those of all ranks, on each of them."""
         if op.type == "Tfdist>AllGather":
             return True
-        if op.type == "Slice" or (
-            # Of the first dimension: a rank may take its own rows.
-            op.type == "StridedSlice" and not op.get_attr("begin_mask") & 1
-        ):
-            return False
+        if op.type in ("Slice", "StridedSlice") and not _keeps_rows(op):
+            return False  # a rank may take its own rows
         inputs = [_key(each.op) for each in op.inputs]
         return any(key in self._gathered for key in inputs) and not any(
             map(self._is_batched, op.inputs)
@@ -320,6 +317,14 @@ def _is_input(op: tf.Operation) -> bool:
     if op.type == "Placeholder":
         return bool(op.outputs[0].dtype not in (tf.resource, tf.variant))
     return op.type in _INPUTS
+
+
+def _keeps_rows(op: tf.Operation) -> bool:
+    """Whether a slice has all of the first dimension, as far as is known."""
+    if op.type == "Slice":
+        return False
+    both = op.get_attr("begin_mask") & op.get_attr("end_mask")
+    return bool((both | op.get_attr("ellipsis_mask")) & 1)
 
 
 def _is_of_sizes(op: tf.Operation) -> bool:

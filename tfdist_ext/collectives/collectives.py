@@ -294,7 +294,7 @@ class Collectives:
     def all_gather_parts(
         self, tensor: tf.Tensor, label: str
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """As `all_gather`; and int64 `[world_size]`, the rows of each rank."""
+        """Gathers; also returns int64 `[world_size]`, the rows of each."""
         with self._exchanging(label):
             return collective_ops.all_gather(
                 self.group,

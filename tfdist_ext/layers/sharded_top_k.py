@@ -18,6 +18,7 @@ from tfdist_ext.retrieval import own_rows
 from tfdist_ext.retrieval import search
 from tfdist_ext.retrieval.own_rows import OwnRows
 from tfdist_ext.retrieval.table_rows import TableRows
+from tfdist_ext.retrieval.table_rows import variable_of
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import checks
 
@@ -156,7 +157,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"(layer '{self.name}')."
             )
         candidates = tf.convert_to_tensor(candidates)
-        _check_rows(candidates, identifiers, self.name)
+        own_rows.check_rows(candidates, identifiers, self.name)
         mine = own_rows.slice_of(candidates, self._collectives)
         found = OwnRows([mine], None, self._collectives)
         self._hold(candidates, found, identifiers)
@@ -165,7 +166,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def update_candidates(
         self, candidate_embeddings: Any, candidate_ids: Any = None
     ) -> None:
-        """As `index`, by the name that keras-rs has for it."""
+        """Takes other candidates, by the name that keras-rs has for `index`."""
         self.index(candidate_embeddings, candidate_ids)
 
     def index_from_dataset(
@@ -215,20 +216,20 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         if self._collectives is None:
             self._held.variables = variables
 
-    def _candidates(self) -> TableRows | OwnRows:
+    def _source(self) -> TableRows | OwnRows:
         if self._given is None:
             raise ValueError(
                 f"Layer '{self.name}' has no candidates: call its `index`."
             )
         if self._found is None:
-            variable = _variable_of(self._given, self._table)
+            variable = variable_of(self._given, self._table)
             if self._collectives is None:
                 self._collectives = marks.collectives_of_shard(
                     value_of(variable)
                 )
             self._found = TableRows(variable, self._rows, self.name)
             self._track([value_of(variable)])
-            _check_ids(self._found.count, self._ids, self.name)
+            own_rows.check_ids(self._found.count, self._ids, self.name)
         return self._found
 
     def call(self, queries: Any, k: int | None = None) -> Any:
@@ -256,7 +257,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         if self.query_model is not None:
             queries = self.query_model(queries)
         queries = tf.stop_gradient(tf.convert_to_tensor(queries))
-        candidates = self._candidates()
+        candidates = self._source()
         if k > candidates.count or queries.shape[-1] != candidates.dim:
             raise ValueError(
                 f"Layer '{self.name}' has {candidates.count} candidates of "
@@ -335,7 +336,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         Returns:
             The identifiers `[n]` and the rows `[n, dim]`.
         """
-        found, ranks = self._candidates(), self._collectives
+        found, ranks = self._source(), self._collectives
         if isinstance(found, TableRows):
             rows = whole_tables.gather(found.variable, ranks)
             rows = rows if found.rows is None else rows[found.rows]
@@ -354,50 +355,5 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return config
 
 
-class _Held(tf.__internal__.tracking.AutoTrackable):  # type: ignore[misc]
+class _Held(tf.__internal__.tracking.AutoTrackable):
     """Variables that are no weights of a layer."""
-
-
-def _variable_of(given: Any, table: str | None) -> Any:
-    """The table that candidates were given as."""
-    if not isinstance(given, keras.layers.Layer):
-        return given
-    if not given.built:
-        raise ValueError(
-            f"Layer '{given.name}', whose rows are candidates, is not built: "
-            "call it before, or build it in `strategy.scope()`."
-        )
-    if not hasattr(given, "get_embedding_tables"):
-        return whole_tables.kernel_of(given)
-    tables = {
-        config.table.name: feature.table for config, feature in given.lookups()
-    }
-    if table is None and len(tables) == 1:
-        (table,) = tables
-    if table not in tables:
-        raise ValueError(
-            f"Argument `table` must name one of the tables of layer "
-            f"'{given.name}', {sorted(tables)}. Received: table={table!r}."
-        )
-    return given.table_variables()[tables[table]]
-
-
-def _check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
-    if candidates.shape.rank != 2 or not candidates.dtype.is_floating:
-        raise ValueError(
-            "Candidates must be rows [n, dim] of floating numbers. Received: "
-            f"shape {candidates.shape}, dtype {candidates.dtype.name} (layer "
-            f"'{name}')."
-        )
-    _check_ids(int(candidates.shape[0]), identifiers, name)
-
-
-def _check_ids(count: int, identifiers: Any, name: str) -> None:
-    if identifiers is None:
-        return
-    shape = tuple(tf.convert_to_tensor(identifiers).shape)
-    if shape != (count,):
-        raise ValueError(
-            f"Identifiers must be one for each of the {count} candidates. "
-            f"Received: shape {shape} (layer '{name}')."
-        )

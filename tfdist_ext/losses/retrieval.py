@@ -121,11 +121,8 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
                 "remove_accidental_hits=True needs `candidate_ids`, by which "
                 f"hits are told ({type(self).__name__} '{self.name}')."
             )
-        scores, first = _scores(query_embeddings, candidate_embeddings)
+        scores, labels, first = _scores(query_embeddings, candidate_embeddings)
         queries = tf.shape(scores)[0]
-        labels = tf.one_hot(
-            first + tf.range(queries), tf.shape(scores)[1], dtype=scores.dtype
-        )
         if self._temperature is not None:
             scores /= self._temperature
         if candidate_sampling_probability is not None:
@@ -133,10 +130,7 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
             chances = tf.clip_by_value(chances, 1e-6, 1.0)
             scores -= tf.cast(tf.math.log(chances), scores.dtype)
         if self._remove_accidental_hits:
-            every, _ = in_order(candidate_ids)
-            own = tf.convert_to_tensor(candidate_ids)[:queries]
-            same = tf.equal(own[:, tf.newaxis], every[tf.newaxis, :])
-            scores -= _FAR * (tf.cast(same, scores.dtype) - labels)
+            scores -= _FAR * _hits(candidate_ids, labels)
         if score_mask is not None:
             mask = _as_in_batch(score_mask, first, scores)
             scores = tf.where(mask, scores, tf.cast(-_FAR, scores.dtype))
@@ -145,32 +139,39 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         loss = self._loss(labels, scores, sample_weight=sample_weight)
         for metric in self._loss_metrics:
             metric.update_state(loss)
-        if compute_metrics and query_embeddings.shape.rank == 2:
-            for metric in self._factorized_metrics:
-                metric.update_state(
-                    query_embeddings,
-                    candidate_embeddings[:queries],
-                    true_candidate_ids=(
-                        None
-                        if candidate_ids is None
-                        else tf.convert_to_tensor(candidate_ids)[:queries]
-                    ),
-                    sample_weight=sample_weight,
-                )
         if compute_batch_metrics:
             for metric in self._batch_metrics:
                 metric.update_state(labels, scores, sample_weight=sample_weight)
+        if compute_metrics and query_embeddings.shape.rank == 2:
+            if candidate_ids is not None:
+                candidate_ids = tf.convert_to_tensor(candidate_ids)[:queries]
+            own = candidate_embeddings[:queries]  # more are negatives
+            self._update_factorized(
+                query_embeddings, own, candidate_ids, sample_weight
+            )
         return loss
+
+    def _update_factorized(
+        self, queries: Any, candidates: Any, ids: Any, weights: Any
+    ) -> None:
+        for metric in self._factorized_metrics:
+            metric.update_state(
+                queries,
+                candidates,
+                true_candidate_ids=ids,
+                sample_weight=weights,
+            )
 
 
 def _scores(
     queries: tf.Tensor, candidates: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor | int]:
-    """Products with the candidates of all ranks, and which is this one's first.
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | int]:
+    """Products with the candidates of all ranks, labels, the first own column.
 
     At least float32, where numbers as far as `_FAR` can be told.
     """
     candidates, first = in_order(candidates)
+    first = 0 if first is None else first
     if queries.shape.rank == 3:
         scores = tf.einsum("qne,ce->qnc", queries, candidates)
         scores = tf.reduce_max(scores, axis=1)
@@ -178,7 +179,18 @@ def _scores(
         scores = tf.matmul(queries, candidates, transpose_b=True)
     if scores.dtype.size < tf.float32.size:
         scores = tf.cast(scores, tf.float32)
-    return scores, 0 if first is None else first
+    columns = first + tf.range(tf.shape(scores)[0])
+    labels = tf.one_hot(columns, tf.shape(scores)[1], dtype=scores.dtype)
+    return scores, labels, first
+
+
+def _hits(ids: Any, labels: tf.Tensor) -> tf.Tensor:
+    """1 where a negative has the id of the query's own candidate, else 0."""
+    ids = tf.convert_to_tensor(ids)
+    every, _ = in_order(ids)
+    own = ids[: tf.shape(labels)[0], tf.newaxis]
+    same = tf.equal(own, every[tf.newaxis, :])
+    return tf.cast(same, labels.dtype) - labels
 
 
 def _as_in_batch(

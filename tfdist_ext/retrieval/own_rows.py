@@ -86,7 +86,7 @@ def _variable(value: tf.Tensor) -> tf.Variable:
 def _positions(
     sizes: Sequence[int], collectives: Collectives | None
 ) -> tuple[tf.Tensor, int]:
-    """Of this rank's rows among all, and how many there are."""
+    """The positions of this rank's rows among all, and how many there are."""
     mine = tf.constant([list(sizes)], tf.int64)
     rank = 0
     if collectives is not None:
@@ -105,13 +105,12 @@ def _positions(
 def _in_order(
     mine: tf.Tensor, positions: tf.Tensor, collectives: Collectives | None
 ) -> tf.Tensor:
-    """Of all candidates, by position, what each rank has of its own."""
+    """What the ranks have of their candidates, for all, by position."""
     if collectives is None:
         return mine
     every, _ = any_dtype.all_gather(collectives, mine, "candidates/all")
     places = collectives.all_gather(positions, "candidates/positions")
     return tf.gather(every, tf.argsort(places))
-
 
 
 def of_all_alike(
@@ -168,3 +167,34 @@ def slice_of(batch: Any, collectives: Collectives | None) -> tf.Tensor:
     rank, ranks = collectives.group.rank, collectives.group.world_size
     number = int(batch.shape[0])
     return batch[rank * number // ranks : (rank + 1) * number // ranks]
+
+
+def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
+    """Refuses what are no candidates with their identifiers.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if candidates.shape.rank != 2 or not candidates.dtype.is_floating:
+        raise ValueError(
+            "Candidates must be rows [n, dim] of floating numbers. Received: "
+            f"shape {candidates.shape}, dtype {candidates.dtype.name} (layer "
+            f"'{name}')."
+        )
+    check_ids(int(candidates.shape[0]), identifiers, name)
+
+
+def check_ids(count: int, identifiers: Any, name: str) -> None:
+    """Refuses identifiers that are not one for each candidate.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if identifiers is None:
+        return
+    shape = tuple(tf.convert_to_tensor(identifiers).shape)
+    if shape != (count,):
+        raise ValueError(
+            f"Identifiers must be one for each of the {count} candidates. "
+            f"Received: shape {shape} (layer '{name}')."
+        )

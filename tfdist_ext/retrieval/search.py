@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext.collectives.collectives import Collectives
 
 # Scores at a time, 64 MB.
-_CELLS = 1 << 24
+CELLS = 1 << 24
 # Queries at a time are a multiple of it: products of few queries are summed in
 # another order, and a score shall not depend on who else asks.
 _QUERIES = 16
@@ -96,7 +96,7 @@ def _best_here(
     asked, rows = tf.shape(queries)[0], tf.shape(part.rows)[0]
     queries = tf.pad(queries, [[0, -asked % _QUERIES], [0, 0]])
     number = tf.shape(queries)[0]
-    block = tf.maximum(_CELLS // tf.maximum(number, 1), 1)
+    block = tf.maximum(CELLS // tf.maximum(number, 1), 1)
     lowest = tf.constant(queries.dtype.as_numpy_dtype("-inf"), queries.dtype)
     nowhere = tf.constant(_NOWHERE, tf.int64)
 

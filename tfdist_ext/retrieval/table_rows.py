@@ -13,6 +13,7 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.retrieval.search import Part
 from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -135,3 +136,35 @@ class TableRows:
         by_peer = dict(zip(sorted(peers), parts, strict=True))
         columns = [tf.reshape(by_peer[p], [share, widths[p]]) for p in peers]
         return tf.concat(columns, axis=1), first, first + share
+
+
+def variable_of(given: Any, table: str | None) -> Any:
+    """The table that candidates were given as.
+
+    Args:
+        given: a layer, or its variable.
+        table: its name, if the layer has several.
+
+    Raises:
+        ValueError: for a layer that is not built, or without that table.
+    """
+    if not isinstance(given, tf.keras.layers.Layer):
+        return given
+    if not given.built:
+        raise ValueError(
+            f"Layer '{given.name}', whose rows are candidates, is not built: "
+            "call it before, or build it in `strategy.scope()`."
+        )
+    if not hasattr(given, "get_embedding_tables"):
+        return whole_tables.kernel_of(given)
+    tables = {
+        config.table.name: feature.table for config, feature in given.lookups()
+    }
+    if table is None and len(tables) == 1:
+        (table,) = tables
+    if table not in tables:
+        raise ValueError(
+            f"Argument `table` must name one of the tables of layer "
+            f"'{given.name}', {sorted(tables)}. Received: table={table!r}."
+        )
+    return given.table_variables()[tables[table]]
