@@ -257,6 +257,24 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         if self.query_model is not None:
             queries = self.query_model(queries)
         queries = tf.stop_gradient(tf.convert_to_tensor(queries))
+        shape = tf.shape(queries)[:-1]
+        if is_symbolic_build() or is_shape_inference():
+            # Nothing is run, and candidates may not be built.
+            count = k + excluded
+            found = tf.zeros([tf.reduce_prod(shape), count], tf.int64)
+            scores = tf.cast(found, _scored(queries.dtype))
+        else:
+            count, scores, found = self._search(queries, k, excluded)
+        shape = tf.concat([shape, [count]], axis=0)
+        static = [*queries.shape[:-1], count]
+        scores = tf.ensure_shape(tf.reshape(scores, shape), static)
+        ids = tf.reshape(self._named(found), shape)
+        return scores, tf.ensure_shape(ids, static)
+
+    def _search(
+        self, queries: tf.Tensor, k: int, excluded: int
+    ) -> tuple[int, tf.Tensor, tf.Tensor]:
+        """How many are found for each of `[n, dim]`, scores and positions."""
         candidates = self._source()
         if k > candidates.count or queries.shape[-1] != candidates.dim:
             raise ValueError(
@@ -264,29 +282,15 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"{candidates.dim} columns. Received: k={k}, queries of shape "
                 f"{queries.shape}."
             )
-        k = min(k + excluded, candidates.count)
+        count = min(k + excluded, candidates.count)
         flat = tf.reshape(queries, [-1, candidates.dim])
-        if flat.dtype.size < tf.float32.size:
-            flat = tf.cast(flat, tf.float32)
-        scores, positions = self._search(flat, k, candidates)
-        shape = tf.concat([tf.shape(queries)[:-1], [k]], axis=0)
-        static = [*queries.shape[:-1], k]
-        scores = tf.ensure_shape(tf.reshape(scores, shape), static)
-        ids = tf.reshape(self._named(positions), shape)
-        return scores, tf.ensure_shape(ids, static)
-
-    def _search(
-        self, queries: tf.Tensor, k: int, candidates: TableRows | OwnRows
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        if is_symbolic_build() or is_shape_inference():
-            size = tf.stack([tf.shape(queries)[0], k])
-            return tf.zeros(size, queries.dtype), tf.zeros(size, tf.int64)
+        flat = tf.cast(flat, _scored(queries.dtype))
         part = candidates.part(self._collectives)
         scores, positions = search.best(
-            queries, part, k, self._collectives, self.name
+            flat, part, count, self._collectives, self.name
         )
         # Of scores that are no numbers, anything may be found.
-        return scores, tf.minimum(positions, candidates.count - 1)
+        return count, scores, tf.minimum(positions, candidates.count - 1)
 
     def _named(self, positions: tf.Tensor) -> tf.Tensor:
         if self._ids is None:
@@ -357,3 +361,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
 class _Held(tf.__internal__.tracking.AutoTrackable):
     """Variables that are no weights of a layer."""
+
+
+def _scored(dtype: tf.DType) -> tf.DType:
+    """The dtype of scores for queries of a dtype: at least single."""
+    return dtype if dtype.size >= tf.float32.size else tf.float32

@@ -116,11 +116,6 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         Raises:
             ValueError: without `candidate_ids`, where hits are to be removed.
         """
-        if self._remove_accidental_hits and candidate_ids is None:
-            raise ValueError(
-                "remove_accidental_hits=True needs `candidate_ids`, by which "
-                f"hits are told ({type(self).__name__} '{self.name}')."
-            )
         scores, labels, first = _scores(query_embeddings, candidate_embeddings)
         queries = tf.shape(scores)[0]
         if self._temperature is not None:
@@ -130,18 +125,16 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
             chances = tf.clip_by_value(chances, 1e-6, 1.0)
             scores -= tf.cast(tf.math.log(chances), scores.dtype)
         if self._remove_accidental_hits:
-            scores -= _FAR * _hits(candidate_ids, labels)
+            scores -= _FAR * _hits(candidate_ids, labels, self.name)
         if score_mask is not None:
-            mask = _as_in_batch(score_mask, first, scores)
-            scores = tf.where(mask, scores, tf.cast(-_FAR, scores.dtype))
+            scores = _masked(scores, score_mask, first)
         if (self._num_hard_negatives or 0) > 0:
             scores, labels = _hardest(scores, labels, self._num_hard_negatives)
         loss = self._loss(labels, scores, sample_weight=sample_weight)
         for metric in self._loss_metrics:
             metric.update_state(loss)
-        if compute_batch_metrics:
-            for metric in self._batch_metrics:
-                metric.update_state(labels, scores, sample_weight=sample_weight)
+        for metric in self._batch_metrics if compute_batch_metrics else []:
+            metric.update_state(labels, scores, sample_weight=sample_weight)
         if compute_metrics and query_embeddings.shape.rank == 2:
             if candidate_ids is not None:
                 candidate_ids = tf.convert_to_tensor(candidate_ids)[:queries]
@@ -184,8 +177,13 @@ def _scores(
     return scores, labels, first
 
 
-def _hits(ids: Any, labels: tf.Tensor) -> tf.Tensor:
+def _hits(ids: Any, labels: tf.Tensor, name: str) -> tf.Tensor:
     """1 where a negative has the id of the query's own candidate, else 0."""
+    if ids is None:
+        raise ValueError(
+            "remove_accidental_hits=True needs `candidate_ids`, by which hits "
+            f"are told (Retrieval '{name}')."
+        )
     ids = tf.convert_to_tensor(ids)
     every, _ = in_order(ids)
     own = ids[: tf.shape(labels)[0], tf.newaxis]
@@ -193,23 +191,18 @@ def _hits(ids: Any, labels: tf.Tensor) -> tf.Tensor:
     return tf.cast(same, labels.dtype) - labels
 
 
-def _as_in_batch(
-    mask: tf.Tensor, first: tf.Tensor | int, scores: tf.Tensor
-) -> tf.Tensor:
-    """A mask whose columns begin with this rank's own, in order."""
+def _masked(scores: tf.Tensor, mask: Any, first: tf.Tensor | int) -> tf.Tensor:
+    """Scores without those that a mask, this rank's columns first, leaves."""
     mask = tf.cast(mask, tf.bool)
-    with tf.control_dependencies(
-        [
-            tf.debugging.assert_equal(
-                tf.shape(mask),
-                tf.shape(scores),
-                "`score_mask` needs a row for each query of this rank and a "
-                "column for each candidate of all ranks, in the order of "
-                "gather_candidates.",
-            )
-        ]
-    ):
-        return tf.roll(mask, first, axis=1)
+    check = tf.debugging.assert_equal(
+        tf.shape(mask),
+        tf.shape(scores),
+        "`score_mask` needs a row for each query of this rank and a column "
+        "for each candidate of all ranks, in the order of gather_candidates.",
+    )
+    with tf.control_dependencies([] if check is None else [check]):
+        mask = tf.roll(mask, first, axis=1)
+    return tf.where(mask, scores, tf.cast(-_FAR, scores.dtype))
 
 
 def _hardest(
