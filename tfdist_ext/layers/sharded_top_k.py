@@ -166,7 +166,12 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def update_candidates(
         self, candidate_embeddings: Any, candidate_ids: Any = None
     ) -> None:
-        """Takes other candidates, by the name that keras-rs has for `index`."""
+        """Takes other candidates, by the name that keras-rs has for `index`.
+
+        Args:
+            candidate_embeddings: its `candidates`.
+            candidate_ids: its `identifiers`.
+        """
         self.index(candidate_embeddings, candidate_ids)
 
     def index_from_dataset(
