@@ -71,6 +71,16 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
+    "serving": {
+        "collectives",
+        "embedding",
+        "keras_internals",
+        "saving",
+        "sharding",
+        "tables",
+        "tensorflow_internals",
+        "wrapping",
+    },
     "layers": {
         "batches",
         "collectives",
@@ -81,6 +91,7 @@ ROOMS = {
         "planner",
         "prefetch",
         "retrieval",
+        "serving",
         "sharding",
         "tables",
     },
@@ -118,6 +129,7 @@ PUBLIC = {
         "measure_machine",
         "optimizers",
         "plan",
+        "export",
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfdist_ext.planner.machine import Machine
     from tfdist_ext.planner.plan import ShardingPlan
     from tfdist_ext.planner.plan import plan
+    from tfdist_ext.serving.exporting import export
     from tfdist_ext.tables.placement import TablePlacement
     from tfdist_ext.tables.table_config import FeatureConfig
     from tfdist_ext.tables.table_config import TableConfig
@@ -31,6 +32,7 @@ __all__ = [
     "TableConfig",
     "TablePlacement",
     "__version__",
+    "export",
     "layers",
     "losses",
     "measure_machine",
@@ -47,6 +49,7 @@ def __getattr__(name: str) -> Any:
         "ShardingPlan": "planner.plan",
         "TableConfig": "tables.table_config",
         "TablePlacement": "tables.placement",
+        "export": "serving.exporting",
         "measure_machine": "collectives.measuring",
         "plan": "planner.plan",
     }

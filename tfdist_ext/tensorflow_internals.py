@@ -42,6 +42,8 @@ saved_model_save = save
 Strategy = distribute_lib.Strategy
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
+# A function of that module: is given all ops before they are saved.
+VERIFY_OPS = "_verify_ops"
 
 
 def keep_as_written(package: str) -> None:
@@ -182,13 +184,29 @@ def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
 
 def op_types(dataset: tf.data.Dataset) -> set[str]:
     """Types of the ops in the functions of a dataset and of its inputs."""
-    found: set[str] = set()
-    for graph in functions_of(dataset):
-        definition = graph.as_graph_def()
-        library = definition.library.function
-        for nodes in (definition.node, *(f.node_def for f in library)):
-            found.update(node.op for node in nodes)
-    return found
+    graphs = functions_of(dataset)
+    return set().union(*(ops_of(each.as_graph_def()) for each in graphs))
+
+
+def ops_of(definition: Any) -> set[str]:
+    """Types of the ops in a `GraphDef` and in the functions that it calls."""
+    library = definition.library.function
+    return {
+        node.op
+        for nodes in (definition.node, *(f.node_def for f in library))
+        for node in nodes
+    }
+
+
+def components(value: Any) -> list[tf.Variable]:
+    """The plain variables that a variable consists of; none of another object.
+
+    Args:
+        value: of TensorFlow: a variable, one that is distributed, or anything.
+    """
+    if isinstance(value, DistributedValues):
+        return [each for each in value.values if isinstance(each, tf.Variable)]
+    return [value] if isinstance(value, tf.Variable) else []
 
 
 def keep_in_list(values: list[Any], keeps: Callable[[Any], bool]) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
@@ -29,6 +28,7 @@ from tfdist_ext.checkpoints import reading
 from tfdist_ext.checkpoints import writing
 from tfdist_ext.checkpoints.saved_objects import collectives_of
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import text_of_first_rank
 from tfdist_ext.wrapping import wrap
 
 
@@ -166,19 +166,15 @@ def _same_folder(manager: Any, first: dict[str, Any]) -> bool:
 def _state_of_first_rank(
     manager: Any, collectives: Collectives
 ) -> dict[str, Any]:
-    state = b""
-    if _is_first(collectives):
-        state = json.dumps(
-            {
-                "folder": os.path.abspath(manager.directory),
-                "kept": list(manager._maybe_delete.items()),
-                "preserved": manager._last_preserved_timestamp,
-            }
-        ).encode()
-    gathered = collectives.all_gather(
-        tf.constant(np.frombuffer(state, np.uint8)), "checkpoint/manager"
+    state = json.dumps(
+        {
+            "folder": os.path.abspath(manager.directory),
+            "kept": list(manager._maybe_delete.items()),
+            "preserved": manager._last_preserved_timestamp,
+        }
     )
-    found: dict[str, Any] = json.loads(gathered.numpy().tobytes())
+    told = text_of_first_rank(state, collectives, "checkpoint/manager")
+    found: dict[str, Any] = json.loads(told)
     return found
 
 

@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.checkpoints import saved_objects
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import text_of_first_rank
 
 gfile = tf.io.gfile
 
@@ -42,7 +42,8 @@ def save(
     """
     options = options or tf.train.CheckpointOptions()
     group = collectives.group
-    prefix = _prefix_of_first_rank(file_prefix, collectives)
+    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
     files = _files(saver, options, collectives)
     counts = _counts(prefix, files, collectives)
     folder = f"{prefix}_ranks"
@@ -254,12 +255,3 @@ def _remove(folder: str) -> None:
     # Left by a save in which a rank died; its parts are of no use.
     if gfile.exists(folder):
         gfile.rmtree(folder)
-
-
-def _prefix_of_first_rank(file_prefix: Any, collectives: Collectives) -> str:
-    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix))
-    encoded = np.frombuffer(
-        mine if collectives.group.rank == 0 else b"", np.uint8
-    )
-    prefix = collectives.all_gather(tf.constant(encoded), "checkpoint/prefix")
-    return str(prefix.numpy().tobytes().decode())

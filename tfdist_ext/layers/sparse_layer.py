@@ -20,6 +20,7 @@ from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.serving import routes
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
@@ -30,6 +31,9 @@ keras = tf.keras
 # For `add_weight`: tf_keras would round a weight to the compute dtype of a
 # mixed policy wherever it is read.
 KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
+
+
+routes.install()
 
 
 def _field_of_wire(field: str) -> Any:

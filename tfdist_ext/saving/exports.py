@@ -90,9 +90,7 @@ def refuse(shard: Any, where: str) -> NoReturn:
     assert spec is not None
     raise ValueError(
         f"A model with partitioned tables cannot be exported {where} by "
-        f"{spec.world_size} ranks. Received: table '{spec.table}'. Save a "
-        "checkpoint (or .keras) and export from one process, or give plain "
-        "layers the tables that strategy.gather_table(layer) or "
-        "layer.get_embedding_tables() returns: see 'Serving' in "
-        "docs/checkpoints.md."
+        f"{spec.world_size} ranks. Received: table '{spec.table}'. Call "
+        "tfdist_ext.export(model, path), on all ranks: it writes a SavedModel "
+        "of TensorFlow's own ops, which others convert. See docs/serving.md."
     )

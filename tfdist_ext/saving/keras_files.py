@@ -179,10 +179,10 @@ def _check_overwrite(save: _Save) -> None:
 
 
 def _export(save: _Save) -> None:
+    if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
+        save.write(save.filepath)  # by tf.saved_model.save
+        return
     shards = model_shards.shards_of(save.model)
     if shards:
         exports.refuse(shards[0], f"to '{save.filepath}'")
-    if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
-        save.write(save.filepath)  # by tf.saved_model.save
-    else:
-        write_once(save.collectives, save.filepath, save.write)
+    write_once(save.collectives, save.filepath, save.write)

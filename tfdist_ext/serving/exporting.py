@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as SavedModels that any TensorFlow loads and serves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from typing import Literal
+
+import tensorflow as tf
+
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.saving import model_shards
+from tfdist_ext.serving import writing
+from tfdist_ext.serving.served_model import ServedModel
+from tfdist_ext.serving.served_table import TABLE_DTYPES
+from tfdist_ext.tables import checks
+
+TableDtype = Literal["float32", "bfloat16", "int8"]
+
+
+def export(
+    model: Any,
+    path: str | os.PathLike[str],
+    table_dtype: TableDtype = "float32",
+    *,
+    inputs: Any = None,
+) -> None:
+    """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
+
+    TensorFlow Serving, `tf.saved_model.load`, `saved_model_cli` and
+    TensorFlow's C API load it without this package. Every rank writes its
+    part of the tables, which are never gathered: a rank needs memory for a few
+    blocks of 64 MiB. With float32 the model predicts what `predict` does, but
+    for the order in which the rows of a sample are summed.
+
+    The model's `serve` takes what the model takes; the signature
+    `serving_default` takes tensors by name: see docs/serving.md.
+
+    Args:
+        model: of Keras, built; its call with `training=False` is exported.
+        path: of the folder. A SavedModel that is there is replaced when the
+            new one is complete.
+        table_dtype: in which tables are served: "float32", "bfloat16", or
+            "int8" with a float32 scale for every row, which is 4 bytes more.
+        inputs: what the model takes: a nest of `tf.TensorSpec`,
+            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch of
+            which they can be learnt. Functional and Sequential models know
+            it, and models of tf_keras that have been called.
+
+    Raises:
+        ValueError: for arguments outside of these, a model whose inputs are
+            not known, or whose call does what plain ops cannot.
+        FileExistsError: if something else lies at the path.
+        OSError: if a rank cannot write, or rank 0 does not see what others
+            have written. Nothing is changed then.
+    """
+    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
+    if not isinstance(model, tf.keras.Model):
+        raise ValueError(
+            "Argument `model` must be a model of Keras. Received: "
+            f"{type(model).__name__}. Put the layer into a keras.Sequential."
+        )
+    collectives = model_shards.collectives_of(model)
+    path = os.fspath(path)
+    if collectives is None:
+        _export(model, path, table_dtype, inputs, None)
+        return
+    with collectives.together(f"export to '{path}'", all_end=True):
+        _export(model, path, table_dtype, inputs, collectives)
+
+
+def _export(
+    model: Any,
+    path: str,
+    table_dtype: TableDtype,
+    inputs: Any,
+    collectives: Collectives | None,
+) -> None:
+    served = ServedModel(model, inputs, table_dtype)
+    if collectives is not None:
+        collectives.group.check_same(
+            [f"{name} {table.rows}" for name, table in served.tables.items()]
+        )
+    path = text_of_first_rank(path, collectives, "export/path")
+    writing.write(served, served.signatures(), path, collectives)

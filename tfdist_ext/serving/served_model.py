@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model traced once more, of stock ops, with the tables that it reads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.embedding import stock_lookup
+from tfdist_ext.embedding.rehearsal import Lookup
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.serving import signature
+from tfdist_ext.serving.served_table import ServedTable
+
+# Ops of the compiled library.
+_OURS = "Tfdist>"
+
+
+class ServedModel(tf.Module):
+    """What is saved: a function, what it reads, and its signature.
+
+    Attributes:
+        serve: the model's call in inference, of a nest of inputs.
+        tables: a `ServedTable` for every table that it reads, by name.
+        dense: other variables that it reads.
+        dense_values: reads what they are to hold; all ranks must call.
+        resources: hash tables and such that it reads.
+    """
+
+    def __init__(self, model: Any, inputs: Any, table_dtype: str) -> None:
+        super().__init__()
+        self._table_dtype = table_dtype
+        # Not attributes of their own: TensorFlow would save all in them.
+        made: dict[int, ServedTable] = {}
+
+        def answer(lookup: Lookup) -> list[tf.Tensor]:
+            return [
+                stock_lookup.look_up(
+                    lists,
+                    feature,
+                    _table(made, lookup, feature, table_dtype).rows_of,
+                )
+                for lists, feature in zip(
+                    lookup.ids, lookup.features, strict=True
+                )
+            ]
+
+        def call(given: Any) -> Any:
+            with _replica_of(model), stock_lookup.answering(answer):
+                return model(given, training=False)
+
+        specs = signature.inputs_of(model, inputs)
+        self.serve = tf.function(call, input_signature=[specs])
+        traced = out_of_scopes(self.serve.get_concrete_function)
+        _check_ops(model, traced.graph)
+        self.tables = {table.table_name: table for table in made.values()}
+        read = {id(outer) for outer, _ in traced.graph.captures}
+        owners = list(_variables(model, traced.graph, read, made))
+        self.dense = [component for _, component in owners]
+        self.dense_values = lambda: [_read(owner) for owner, _ in owners]
+        self.resources = [
+            each
+            for each in tf.train.TrackableView(model).descendants()
+            if isinstance(each, tf.saved_model.experimental.TrackableResource)
+            and id(each.resource_handle) in read
+        ]
+        self._specs = specs
+
+    def signatures(self) -> dict[str, Any]:
+        """The functions that servers call by name."""
+        nest = self._specs
+        names = signature.names_of_inputs(nest)
+        specs = tf.nest.flatten(nest)
+
+        @tf.function
+        def serving_default(**flat: tf.Tensor) -> dict[str, tf.Tensor]:
+            leaves = signature.packed(names, specs, flat)
+            outputs = self.serve(tf.nest.pack_sequence_as(nest, leaves))
+            leaves = tf.nest.flatten(outputs)
+            return signature.flattened(
+                signature.names_of_outputs(outputs), leaves
+            )
+
+        arguments = signature.flat_specs(names, specs)
+        traced = out_of_scopes(
+            lambda: serving_default.get_concrete_function(**arguments)
+        )
+        return {"serving_default": traced}
+
+
+def _table(
+    made: dict[int, ServedTable], lookup: Lookup, feature: Any, dtype: str
+) -> ServedTable:
+    source = value_of(lookup.tables[feature.table])
+    if id(source) not in made:
+        known = {table.table_name for table in made.values()}
+        name, number = feature.spec.table, 1
+        while name in known:
+            name, number = f"{feature.spec.table}_{number}", number + 1
+        with tf.init_scope():
+            made[id(source)] = ServedTable(name, feature.spec, dtype, source)
+    return made[id(source)]
+
+
+def out_of_scopes(call: Callable[[], Any]) -> Any:
+    """Calls out of the scope of any strategy, whose variables would be its."""
+    if not tf.distribute.has_strategy():
+        return call()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+def _replica_of(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context in which variables of the model are those of one replica."""
+    strategy = getattr(model, "distribute_strategy", None)
+    if strategy in (None, tf.distribute.get_strategy()):
+        return contextlib.nullcontext()
+    return tf.distribute.ReplicaContext(strategy, 0)
+
+
+def our_ops(definition: Any) -> list[str]:
+    """The ops of this package that a `GraphDef` has."""
+    found = internals.ops_of(definition)
+    return sorted(op for op in found if op.startswith(_OURS))
+
+
+def _check_ops(model: Any, graph: tf.Graph) -> None:
+    found = our_ops(graph.as_graph_def())
+    if found:
+        raise ValueError(
+            f"Model '{model.name}' cannot be exported: its call runs "
+            f"{', '.join(found)}, which nothing but this package can. Only "
+            "lookups of layers become stock ops. Take exchanges between ranks "
+            "out of what the model does with training=False."
+        )
+
+
+def _variables(
+    model: Any, graph: Any, read: set[int], made: dict[int, ServedTable]
+) -> Iterator[tuple[Any, tf.Variable]]:
+    """Variables that a graph reads, tables left out, and the plain ones."""
+    known = {
+        id(variable.handle)
+        for table in made.values()
+        for variable in (table.values, table.scales)
+        if variable is not None
+    }
+    candidates = [
+        *tf.train.TrackableView(model).descendants(),
+        *sorted(graph.variables, key=lambda variable: variable.name),
+    ]
+    # What is distributed first: its components are among the descendants.
+    candidates.sort(
+        key=lambda each: (
+            not isinstance(value_of(each), internals.DistributedValues)
+        )
+    )
+    for owner in map(value_of, candidates):
+        for component in internals.components(owner):
+            handle = id(component.handle)
+            if handle in read and handle not in known:
+                known.add(handle)
+                yield owner, component
+
+
+def _read(variable: Any) -> tf.Tensor:
+    """What a variable is saved as, the mean of those that ranks have."""
+    if isinstance(variable, internals.SyncOnReadVariable):
+        with variable.distribute_strategy.scope():
+            return tf.convert_to_tensor(variable)
+    (component, *_) = internals.components(variable)
+    return component.read_value()

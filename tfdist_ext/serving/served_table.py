@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table as it is served: variables of stock TensorFlow, and their rows.
+
+A kind of table whose keys are no row numbers would be another class with
+`rows_of`, `encoded` and `variables`, for instance one that asks a hash table
+of TensorFlow for the row first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.tables.shard_spec import ShardSpec
+
+TABLE_DTYPES = ("float32", "bfloat16", "int8")
+
+
+class ServedTable(tf.Module):
+    """A table `[rows, dim]`, empty until its file is written.
+
+    Attributes:
+        values: variable `[None, dim]` of float32, bfloat16 or int8.
+        scales: of int8, float32 `[None]`, what the numbers of a row are
+            multiplied by; None otherwise.
+        rows: of the whole table.
+        source: the variable of the training that it is made of.
+    """
+
+    def __init__(
+        self, name: str, spec: ShardSpec, dtype: str, source: Any
+    ) -> None:
+        super().__init__()
+        self.table_name, self.rows, self.dim = name, spec.rows, spec.dim
+        # In a function, so that TensorFlow does not save it as well.
+        self.source = lambda: source
+        self.values = tf.Variable(
+            tf.zeros([0, spec.dim], dtype),
+            trainable=False,
+            shape=[None, spec.dim],
+            name="values",
+        )
+        self.scales = None
+        if dtype == "int8":
+            self.scales = tf.Variable(
+                tf.zeros([0]), trainable=False, shape=[None], name="scales"
+            )
+
+    def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
+        """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
+        # Read by rows: a read of all would make every update copy the table.
+        rows = tf.cast(tf.gather(self.values, ids), tf.float32)
+        if self.scales is not None:
+            rows *= tf.gather(self.scales, ids)[:, tf.newaxis]
+        return rows
+
+    def encoded(self, block: np.ndarray) -> dict[str, np.ndarray]:
+        """Numbers of rows `[n, dim]` as the variables hold them, by name."""
+        if self.scales is None:
+            return {"values": block.astype(self.values.dtype.as_numpy_dtype)}
+        block = block.astype(np.float32)
+        scales = np.abs(block).max(1) / np.float32(127)
+        divisors = np.where(scales > 0, scales, 1)[:, np.newaxis]
+        return {
+            "values": np.rint(block / divisors).astype(np.int8),
+            "scales": scales,
+        }

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SavedModel whose tables all ranks write.
+
+Rank 0 saves the graph with empty tables. Then every rank writes blocks of
+rows as slices of them, each to files of its own, and rank 0 merges the
+indexes of all. That happens in a folder beside the path, which is renamed
+when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.serving.served_model import ServedModel
+from tfdist_ext.serving.served_table import ServedTable
+from tfdist_ext.sharding.row_blocks import row_blocks
+
+gfile = tf.io.gfile
+_VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
+
+
+def write(
+    served: ServedModel,
+    signatures: Any,
+    path: str,
+    collectives: Collectives | None,
+) -> None:
+    """Writes a SavedModel; all ranks must call.
+
+    Args:
+        served: of this rank.
+        signatures: functions, by name.
+        path: of the folder, the same on all ranks.
+        collectives: of the strategy; None in one process.
+    """
+    first = collectives is None or collectives.group.rank == 0
+    folder = _beside(path, "writing")
+    try:
+        if first:
+            _check_target(path)
+            _remove(folder)
+            gfile.makedirs(os.path.dirname(folder) or ".")
+            tf.saved_model.save(served, folder, signatures)
+        _barrier(collectives, "saved")
+        parts = _write_tables(served, f"{folder}/parts", collectives)
+        dense = served.dense_values()
+        if first:
+            _merge(served, dense, folder, parts)
+            _place(folder, path)
+        _barrier(collectives, "placed")
+    finally:
+        if first:
+            _remove(folder)
+
+
+def _barrier(collectives: Collectives | None, label: str) -> None:
+    if collectives is not None:
+        collectives.barrier(f"export/{label}")
+
+
+def _beside(path: str, what: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    return os.path.join(folder, f".{what}-{name}")
+
+
+def _check_target(path: str) -> None:
+    if not gfile.exists(path):
+        return
+    if not gfile.isdir(path) or (
+        gfile.listdir(path) and not gfile.exists(f"{path}/saved_model.pb")
+    ):
+        raise FileExistsError(
+            f"'{path}' is there and is no SavedModel, so it is not replaced. "
+            "Export to a new folder."
+        )
+
+
+def _remove(folder: str) -> None:
+    if gfile.exists(folder):
+        gfile.rmtree(folder)
+
+
+def _write_tables(
+    served: ServedModel, folder: str, collectives: Collectives | None
+) -> list[str]:
+    """Writes this rank's blocks of all tables; what all ranks have written."""
+    rank = 0 if collectives is None else collectives.group.rank
+    count = 0
+    for table in served.tables.values():
+        for first, block in row_blocks(table.source(), collectives):
+            _write_slices(f"{folder}/{rank}-{count}", table, first, block)
+            count += 1
+    counts = [count]
+    if collectives is not None:
+        mine = tf.constant([count], tf.int64)
+        counts = collectives.all_gather(mine, "export/parts").numpy().tolist()
+    return [
+        f"{folder}/{rank}-{number}"
+        for rank, count in enumerate(counts)
+        for number in range(count)
+    ]
+
+
+def _write_slices(
+    path: str, table: ServedTable, first: int, block: np.ndarray
+) -> None:
+    encoded = table.encoded(block)
+    sizes = (table.rows, table.dim)
+    slices = [f"{first},{len(block)}", f"0,{table.dim}"]
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=path,
+            tensor_names=[key_of(table, name) for name in encoded],
+            shape_and_slices=[
+                " ".join(map(str, sizes[: value.ndim]))
+                + " "
+                + ":".join(slices[: value.ndim])
+                for value in encoded.values()
+            ],
+            tensors=list(encoded.values()),
+        )
+
+
+def key_of(table: ServedTable, name: str) -> str:
+    """The name of a table's variable in the files of the SavedModel."""
+    # As TensorFlow escapes names of attributes.
+    escaped = table.table_name.replace(".", "..").replace("/", ".S")
+    return f"tables/{escaped}/{name}/{_VALUE}"
+
+
+def _merge(
+    served: ServedModel,
+    dense: Sequence[tf.Tensor],
+    folder: str,
+    parts: Sequence[str],
+) -> None:
+    """Puts the tables among the variables in place of the empty ones."""
+    missing = [part for part in parts if not gfile.exists(f"{part}.index")]
+    if missing:
+        raise OSError(
+            f"Rank 0 does not see what other ranks have written: {missing}. "
+            "All ranks must share the folder that a model is exported to."
+        )
+    variables = f"{folder}/variables/variables"
+    others = {
+        **_values_beside_tables(served, variables),
+        **{f"dense/{i}/{_VALUE}": value for i, value in enumerate(dense)},
+    }
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=f"{folder}/parts/rest",
+            tensor_names=list(others),
+            shape_and_slices=[""] * len(others),
+            tensors=list(others.values()),
+        )
+    for old in gfile.glob(f"{variables}*"):
+        gfile.remove(old)
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=[f"{folder}/parts/rest", *parts],
+        destination_prefix=variables,
+        delete_old_dirs=False,
+    )
+    _remove(f"{folder}/parts")
+
+
+def _values_beside_tables(
+    served: ServedModel, variables: str
+) -> dict[str, tf.Tensor]:
+    """What is saved beside the tables, by name."""
+    written = {
+        key_of(table, name)
+        for table in served.tables.values()
+        for name in ("values", "scales")
+    }
+    reader = tf.train.load_checkpoint(variables)
+    names = set(reader.get_variable_to_shape_map()) - written
+    return {name: tf.constant(reader.get_tensor(name)) for name in names}
+
+
+def _place(folder: str, path: str) -> None:
+    """Gives the folder its name; what is there gives way at once."""
+    if not gfile.exists(path):
+        gfile.rename(folder, path)
+        return
+    old = _beside(path, "replaced")
+    _remove(old)
+    gfile.rename(path, old)
+    gfile.rename(folder, path)
+    gfile.rmtree(old)
