@@ -43,11 +43,9 @@ def refusals(strategy, folder):
     archive.add_endpoint("serve", model.call, input_signature=signature)
     for path, save in {
         "m.h5": model.save,
-        "e": model.export,
         "e.tflite": lambda p: model.export(p, format="litert"),
         "e.onnx": lambda p: model.export(p, format="onnx"),
         "a": archive.write_out,
-        "s": lambda p: tf.saved_model.save(model, str(p)),
     }.items():
         with refused(ValueError, "partitioned tables", str(folder / path)):
             save(folder / path)
@@ -79,7 +77,6 @@ def failures(strategy, folder):
         (model.save, "missing/m.keras", "no folder"),
         (model.save, "m.keras/m.keras", "no folder"),
         (model.save_weights, "missing/m.weights.h5", "no folder"),
-        (model.export, "m.keras/e", "partitioned"),
         (
             lambda p: model.save_weights(p, max_shard_size=1e-8),
             "s.weights.json",

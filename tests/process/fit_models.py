@@ -22,7 +22,7 @@ def make_model(strategy, metrics=(), sharding="row", **compile_arguments):
     with strategy.scope():
         model = keras.Sequential(
             [
-                keras.Input([3], dtype="int64"),
+                keras.Input([3], dtype="int64", name="ids"),
                 FullSparse(
                     4,
                     ROWS,

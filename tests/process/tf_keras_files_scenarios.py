@@ -37,8 +37,6 @@ def refusals(strategy, folder):
         "w.h5": model.save_weights,
         "w.weights.h5": model.save_weights,
         "w5": lambda p: model.save_weights(p, save_format="h5"),
-        "e": model.export,
-        "s": lambda p: tf.saved_model.save(model, str(p)),
     }.items():
         with refused(ValueError, "partitioned tables", str(folder / path)):
             save(str(folder / path))

@@ -54,8 +54,8 @@ def _export(
     form = bound.arguments.get("format", "tf_saved_model")
     if form != "tf_saved_model":
         raise ValueError(
-            f"Model '{model.name}' has partitioned tables and can only be "
-            f"exported as a SavedModel. Received: format='{form}' for "
+            f"Model '{model.name}' has sparse layers of tfdist_ext and can "
+            f"only be exported as a SavedModel. Received: format='{form}' for "
             f"'{filepath}'. Convert what tfdist_ext.export(model, path) "
             "writes: its ops are TensorFlow's."
         )
@@ -86,8 +86,8 @@ def _save(
         if signatures is not None or options is not None:
             given = "options" if signatures is None else "signatures"
             raise ValueError(
-                f"tf.saved_model.save of model '{obj.name}', which has "
-                f"partitioned tables, takes no `{given}`. Received: "
+                f"tf.saved_model.save of model '{obj.name}', which has sparse "
+                f"layers of tfdist_ext, takes no `{given}`. Received: "
                 f"'{export_dir}'. Call tfdist_ext.export(model, path, "
                 "inputs=...), which makes the signature `serving_default`."
             )

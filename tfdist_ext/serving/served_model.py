@@ -121,7 +121,8 @@ def _replica_of(model: Any) -> contextlib.AbstractContextManager[Any]:
     strategy = getattr(model, "distribute_strategy", None)
     if strategy in (None, tf.distribute.get_strategy()):
         return contextlib.nullcontext()
-    return tf.distribute.ReplicaContext(strategy, 0)
+    # Replicas are numbered over all ranks.
+    return tf.distribute.ReplicaContext(strategy, getattr(strategy, "rank", 0))
 
 
 def our_ops(definition: Any) -> list[str]:

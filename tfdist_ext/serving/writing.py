@@ -22,6 +22,7 @@ from tfdist_ext.serving.served_table import ServedTable
 from tfdist_ext.sharding.row_blocks import row_blocks
 
 gfile = tf.io.gfile
+_PARTS = "parts"
 _VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
 
 
@@ -39,24 +40,24 @@ def write(
         path: of the folder, the same on all ranks.
         collectives: of the strategy; None in one process.
     """
-    first = collectives is None or collectives.group.rank == 0
+    rank = 0 if collectives is None else collectives.group.rank
     folder = _beside(path, "writing")
+    parts = f"{folder}/{_PARTS}"
     try:
-        if first:
+        if rank == 0:
             _check_target(path)
             _remove(folder)
-            gfile.makedirs(os.path.dirname(folder) or ".")
+            gfile.makedirs(parts)
             tf.saved_model.save(served, folder, signatures)
         _barrier(collectives, "saved")
-        parts = _write_tables(served, f"{folder}/parts", collectives)
+        written = _write_tables(served, parts, rank, collectives)
         dense = served.dense_values()
-        if first:
-            _merge(served, dense, folder, parts)
+        if rank == 0:
+            _merge(served, dense, folder, written)
             _place(folder, path)
         _barrier(collectives, "placed")
     finally:
-        if first:
-            _remove(folder)
+        _clean(folder, rank)
 
 
 def _barrier(collectives: Collectives | None, label: str) -> None:
@@ -86,11 +87,34 @@ def _remove(folder: str) -> None:
         gfile.rmtree(folder)
 
 
+def _clean(folder: str, rank: int) -> None:
+    """Removes what a rank has left of a failure, the last one the folder.
+
+    Not what others may still be writing: they are to learn of the failure.
+    """
+    try:
+        for name in gfile.listdir(folder):
+            if rank == 0 and name.rstrip("/") != _PARTS:
+                path = f"{folder}/{name}"
+                (gfile.rmtree if gfile.isdir(path) else gfile.remove)(path)
+        mine = (f"{rank}-", "rest") if rank == 0 else f"{rank}-"
+        for name in gfile.listdir(f"{folder}/{_PARTS}"):
+            if name.startswith(mine):
+                gfile.remove(f"{folder}/{_PARTS}/{name}")
+        left = gfile.listdir(folder), gfile.listdir(f"{folder}/{_PARTS}")
+        if list(map(len, left)) == [1, 0]:
+            gfile.rmtree(folder)
+    except tf.errors.OpError:
+        pass  # There is none any more, or it cannot be reached.
+
+
 def _write_tables(
-    served: ServedModel, folder: str, collectives: Collectives | None
+    served: ServedModel,
+    folder: str,
+    rank: int,
+    collectives: Collectives | None,
 ) -> list[str]:
     """Writes this rank's blocks of all tables; what all ranks have written."""
-    rank = 0 if collectives is None else collectives.group.rank
     count = 0
     for table in served.tables.values():
         for first, block in row_blocks(table.source(), collectives):
@@ -154,7 +178,7 @@ def _merge(
     }
     with tf.device("CPU:0"):
         tf.raw_ops.SaveV2(
-            prefix=f"{folder}/parts/rest",
+            prefix=f"{folder}/{_PARTS}/rest",
             tensor_names=list(others),
             shape_and_slices=[""] * len(others),
             tensors=list(others.values()),
@@ -162,11 +186,11 @@ def _merge(
     for old in gfile.glob(f"{variables}*"):
         gfile.remove(old)
     tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=[f"{folder}/parts/rest", *parts],
+        checkpoint_prefixes=[f"{folder}/{_PARTS}/rest", *parts],
         destination_prefix=variables,
         delete_old_dirs=False,
     )
-    _remove(f"{folder}/parts")
+    _remove(f"{folder}/{_PARTS}")
 
 
 def _values_beside_tables(

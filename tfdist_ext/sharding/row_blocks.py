@@ -45,8 +45,10 @@ def row_blocks(
     owned = inner.read_value()
     ranks = spec.world_size
     # Local rows of all parts, one behind the other, are rows of the table.
-    step = max(1, numbers // (spec.dim * spec.row_parts))
-    for start in range(0, -(-spec.rows // spec.row_parts), ranks * step):
+    local_rows = -(-spec.rows // spec.row_parts)
+    limit = max(1, numbers // (spec.dim * spec.row_parts))
+    step = min(limit, -(-local_rows // ranks))
+    for start in range(0, local_rows, ranks * step):
         sent = owned[start : start + ranks * step]
         places = np.minimum(np.arange(ranks + 1) * step, sent.shape[0])
         flat, _ = collectives.all_to_all(

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a SavedModel without this package, in three ways, and predicts.
+
+python served_program.py FOLDER
+"""
+
+import ctypes
+import glob
+import pathlib
+import runpy
+import sys
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
+
+FOLDER = pathlib.Path(sys.argv[1])
+SERVED = str(FOLDER / "served")
+
+
+class Output(ctypes.Structure):
+    """A tensor of a graph: `TF_Output`."""
+
+    _fields_ = (("operation", ctypes.c_void_p), ("index", ctypes.c_int))
+
+
+def python_loader(ids):
+    served = tf.saved_model.load(SERVED)
+    found = served.signatures["serving_default"](ids=tf.constant(ids))
+    return found["output_0"].numpy()
+
+
+def c_library():
+    """TensorFlow's C API, with a class for what it points to."""
+    folder = tf.sysconfig.get_lib()
+    (library,) = glob.glob(f"{folder}/libtensorflow_cc.so.2")
+    c = ctypes.CDLL(library)
+    for name in (
+        *("NewStatus", "NewGraph", "NewSessionOptions", "TensorData"),
+        *("LoadSessionFromSavedModel", "GraphOperationByName"),
+        *("AllocateTensor", "Message"),
+    ):
+        getattr(c, f"TF_{name}").restype = ctypes.c_void_p
+    return c, ctypes.c_void_p
+
+
+def c_loader(ids):
+    c, pointer = c_library()
+    status, graph = pointer(c.TF_NewStatus()), pointer(c.TF_NewGraph())
+
+    def check():
+        assert c.TF_GetCode(status) == 0, ctypes.string_at(c.TF_Message(status))
+
+    session = pointer(
+        c.TF_LoadSessionFromSavedModel(
+            pointer(c.TF_NewSessionOptions()),
+            None,
+            SERVED.encode(),
+            (ctypes.c_char_p * 1)(b"serve"),
+            1,
+            graph,
+            None,
+            status,
+        )
+    )
+    check()
+    described = saved_model_pb2.SavedModel.FromString(
+        pathlib.Path(SERVED, "saved_model.pb").read_bytes()
+    )
+    signature = described.meta_graphs[0].signature_def["serving_default"]
+
+    def place(tensors):
+        (tensor,) = tensors.values()
+        name, index = tensor.name.split(":")
+        found = c.TF_GraphOperationByName(graph, name.encode())
+        return Output(found, int(index))
+
+    ids = np.ascontiguousarray(ids, np.int64)
+    shape = (ctypes.c_int64 * ids.ndim)(*ids.shape)
+    fed = pointer(
+        c.TF_AllocateTensor(9, shape, ids.ndim, ctypes.c_size_t(ids.nbytes))
+    )
+    ctypes.memmove(c.TF_TensorData(fed), ids.ctypes.data, ids.nbytes)
+    fetched = pointer()
+    c.TF_SessionRun(
+        session,
+        None,
+        ctypes.byref(place(signature.inputs)),
+        ctypes.byref(fed),
+        1,
+        ctypes.byref(place(signature.outputs)),
+        ctypes.byref(fetched),
+        1,
+        None,
+        0,
+        None,
+        status,
+    )
+    check()
+    found = ctypes.string_at(c.TF_TensorData(fetched), 4 * len(ids))
+    return np.frombuffer(found, np.float32).reshape(-1, 1)
+
+
+def command_line(ids):
+    np.save(FOLDER / "ids.npy", ids)
+    sys.argv = [
+        *("saved_model_cli", "run", "--dir", SERVED, "--tag_set", "serve"),
+        *("--signature_def", "serving_default", "--overwrite"),
+        *("--inputs", f"ids={FOLDER / 'ids.npy'}", "--outdir", str(FOLDER)),
+    ]
+    try:
+        runpy.run_module(
+            "tensorflow.python.tools.saved_model_cli", run_name="__main__"
+        )
+    except SystemExit as end:
+        assert not end.code, end
+    return np.load(FOLDER / "output_0.npy")
+
+
+def main():
+    given = np.load(FOLDER / "expected.npz")
+    for predict in (python_loader, c_loader, command_line):
+        found = predict(given["ids"])
+        np.testing.assert_allclose(
+            found, given["expected"], rtol=1e-6, err_msg=predict.__name__
+        )
+    assert "tfdist_ext" not in sys.modules
+
+
+if __name__ == "__main__":
+    main()
