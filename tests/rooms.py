@@ -75,6 +75,7 @@ ROOMS = {
         "collectives",
         "embedding",
         "keras_internals",
+        "marks",
         "saving",
         "sharding",
         "tables",
@@ -130,6 +131,8 @@ PUBLIC = {
         "optimizers",
         "plan",
         "export",
+        "apply_delta",
+        "export_delta",
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tfdist_ext.planner.machine import Machine
     from tfdist_ext.planner.plan import ShardingPlan
     from tfdist_ext.planner.plan import plan
+    from tfdist_ext.serving.deltas import apply_delta
+    from tfdist_ext.serving.deltas import export_delta
     from tfdist_ext.serving.exporting import export
     from tfdist_ext.tables.placement import TablePlacement
     from tfdist_ext.tables.table_config import FeatureConfig
@@ -32,7 +34,9 @@ __all__ = [
     "TableConfig",
     "TablePlacement",
     "__version__",
+    "apply_delta",
     "export",
+    "export_delta",
     "layers",
     "losses",
     "measure_machine",
@@ -49,7 +53,9 @@ def __getattr__(name: str) -> Any:
         "ShardingPlan": "planner.plan",
         "TableConfig": "tables.table_config",
         "TablePlacement": "tables.placement",
+        "apply_delta": "serving.deltas",
         "export": "serving.exporting",
+        "export_delta": "serving.deltas",
         "measure_machine": "collectives.measuring",
         "plan": "planner.plan",
     }

@@ -90,6 +90,16 @@ def does_work_over_ranks(optimizer: Any) -> bool:
     return getattr(optimizer, "_tfdist_row_updates", False)
 
 
+def set_exported(model: Any, exported: Any) -> None:
+    """Says what a model was when it was last exported for deltas."""
+    object.__setattr__(model, "_tfdist_exported", exported)
+
+
+def exported(model: Any) -> Any:
+    """What `set_exported` said of a model, None if nothing."""
+    return vars(model).get("_tfdist_exported")
+
+
 def set_growth(value: Any, growth: int) -> None:
     """Says how a tensor grows with the samples, see `sum_or_mean`."""
     value._tfdist_growth = growth

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 from typing import Literal
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 from tfdist_ext.saving import model_shards
 from tfdist_ext.serving import writing
+from tfdist_ext.serving.deltas import Exported
+from tfdist_ext.serving.deltas import new_export_id
 from tfdist_ext.serving.served_model import ServedModel
 from tfdist_ext.serving.served_table import TABLE_DTYPES
 from tfdist_ext.tables import checks
@@ -26,6 +30,7 @@ def export(
     table_dtype: TableDtype = "float32",
     *,
     inputs: Any = None,
+    deltas: bool = False,
 ) -> None:
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
 
@@ -48,6 +53,8 @@ def export(
             `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch of
             which they can be learnt. Functional and Sequential models know
             it, and models of tf_keras that have been called.
+        deltas: whether the model takes deltas (`export_delta`). Each rank
+            then remembers 8 bytes for every row that it has.
 
     Raises:
         ValueError: for arguments outside of these, a model whose inputs are
@@ -64,24 +71,31 @@ def export(
         )
     collectives = model_shards.collectives_of(model)
     path = os.fspath(path)
-    if collectives is None:
-        _export(model, path, table_dtype, inputs, None)
-        return
-    with collectives.together(f"export to '{path}'", all_end=True):
-        _export(model, path, table_dtype, inputs, collectives)
+    with (
+        contextlib.nullcontext()
+        if collectives is None
+        else collectives.together(f"export to '{path}'", all_end=True)
+    ):
+        served = ServedModel(model, inputs, table_dtype)
+        _write(model, served, path, collectives, deltas)
 
 
-def _export(
+def _write(
     model: Any,
+    served: ServedModel,
     path: str,
-    table_dtype: TableDtype,
-    inputs: Any,
     collectives: Collectives | None,
+    deltas: bool,
 ) -> None:
-    served = ServedModel(model, inputs, table_dtype)
     if collectives is not None:
         collectives.group.check_same(
             [f"{name} {table.rows}" for name, table in served.tables.items()]
         )
     path = text_of_first_rank(path, collectives, "export/path")
+    exported = None
+    if deltas:
+        served.take_deltas(new_export_id(collectives))
+        exported = Exported(served, collectives)
     writing.write(served, served.signatures(), path, collectives)
+    if deltas:
+        marks.set_exported(model, exported)

@@ -15,6 +15,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.serving import delta_files
 from tfdist_ext.serving import signature
 from tfdist_ext.serving.served_table import ServedTable
 
@@ -31,11 +32,13 @@ class ServedModel(tf.Module):
         dense: other variables that it reads.
         dense_values: reads what they are to hold; all ranks must call.
         resources: hash tables and such that it reads.
+        export_id: which deltas it takes, "" for none.
     """
 
     def __init__(self, model: Any, inputs: Any, table_dtype: str) -> None:
         super().__init__()
-        self._table_dtype = table_dtype
+        self.export_id = ""
+        self.delta_number: tf.Variable | None = None
         # Not attributes of their own: TensorFlow would save all in them.
         made: dict[int, ServedTable] = {}
 
@@ -72,6 +75,38 @@ class ServedModel(tf.Module):
         ]
         self._specs = specs
 
+    def take_deltas(self, export_id: str) -> None:
+        """Lets the model update itself by the files of deltas.
+
+        Args:
+            export_id: which deltas are its own.
+        """
+        self.export_id = export_id
+        last = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.delta_number = last
+        assignments = [
+            *map(delta_files.assign_rows, self.tables.values()),
+            *map(delta_files.assign_whole, self.dense),
+        ]
+
+        def apply(path: tf.Tensor) -> dict[str, tf.Tensor]:
+            records = delta_files.read(path)
+            header = delta_files.parse(records[0])
+            checks = delta_files.check(
+                header, tf.size(records, tf.int64), export_id, last.read_value()
+            )
+            with tf.control_dependencies(checks):
+                rows = delta_files.apply(records, assignments)
+            with tf.control_dependencies([rows]):
+                last.assign(header["number"])
+            told = ("number", "microseconds")
+            return {"rows": rows, **{name: header[name] for name in told}}
+
+        spec = tf.TensorSpec([], tf.string, "path")
+        self.apply_delta = tf.function(
+            apply, input_signature=[spec], autograph=False
+        )
+
     def signatures(self) -> dict[str, Any]:
         """The functions that servers call by name."""
         nest = self._specs
@@ -91,7 +126,10 @@ class ServedModel(tf.Module):
         traced = out_of_scopes(
             lambda: serving_default.get_concrete_function(**arguments)
         )
-        return {"serving_default": traced}
+        found = {"serving_default": traced}
+        if self.delta_number is not None:
+            found["apply_delta"] = self.apply_delta
+        return found
 
 
 def _table(
@@ -149,8 +187,7 @@ def _variables(
     known = {
         id(variable.handle)
         for table in made.values()
-        for variable in (table.values, table.scales)
-        if variable is not None
+        for variable in table.parts().values()
     }
     candidates = [
         *tf.train.TrackableView(model).descendants(),

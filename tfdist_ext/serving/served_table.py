@@ -48,6 +48,13 @@ class ServedTable(tf.Module):
                 tf.zeros([0]), trainable=False, shape=[None], name="scales"
             )
 
+    def parts(self) -> dict[str, tf.Variable]:
+        """The variables that hold rows, by name."""
+        parts = {"values": self.values}
+        if self.scales is not None:
+            parts["scales"] = self.scales
+        return parts
+
     def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
         # Read by rows: a read of all would make every update copy the table.
