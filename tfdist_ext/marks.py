@@ -69,6 +69,16 @@ def collectives_of_shard(variable: Any) -> Any:
     return getattr(variable, "_tfdist_collectives", None)
 
 
+def set_part_of_index(holder: Any, index: str) -> None:
+    """Says that what an index holds is a part, whose rest is on other ranks."""
+    holder._tfdist_part_of_index = index
+
+
+def part_of_index(holder: Any) -> str | None:
+    """The name of the index that `set_part_of_index` said, else None."""
+    return getattr(holder, "_tfdist_part_of_index", None)
+
+
 def set_own_optimizer(variable: Any, optimizer: Any) -> None:
     """Says that an optimizer of its own updates a table."""
     variable._tfdist_optimizer = optimizer

@@ -296,6 +296,8 @@ def finds_what_towers_compute(strategy, folder):
     index.index_from_dataset(batches.map(lambda i, rows: (i, tower(rows))))
     check(in_step(queries), queries, 2 * table[::-1], 6, ids)
     np.testing.assert_array_equal(index.gather()[1], 2 * table[::-1])
+    with pytest.raises(ValueError, match="each of which has a part"):
+        tf.saved_model.save(index, str(folder / "index"))
     # Exclusions: the best are left out, or all but some.
     best = expected(queries, 2 * table[::-1], ROWS)[1]
     scores, found = index.query_with_exclusions(queries, ids[best[:, :4]], k=3)

@@ -209,16 +209,19 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             old.count, found = found.count, old
         self._given, self._found = given, found
         self._table = self._rows = None
-        self._track(found.variables if found else [])
+        part = found is not None and self._collectives is not None
+        self._track(found.variables if found else [], part)
         self._ids = None
         if identifiers is not None:
             with tf.init_scope():
                 self._ids = tf.convert_to_tensor(identifiers)
 
-    def _track(self, variables: list[Any]) -> None:
-        """Lets a SavedModel of one process find what a search reads."""
+    def _track(self, variables: list[Any], part: bool) -> None:
+        """Lets a SavedModel find what a search reads, unless it is a part."""
         self._held = _Held()
-        if self._collectives is None:
+        if part:
+            marks.set_part_of_index(self._held, self.name)
+        else:
             self._held.variables = variables
 
     def _source(self) -> TableRows | OwnRows:
@@ -233,7 +236,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                     value_of(variable)
                 )
             self._found = TableRows(variable, self._rows, self.name)
-            self._track([value_of(variable)])
+            part = marks.shard_spec(variable) is not None
+            self._track([value_of(variable)], part)
             own_rows.check_ids(self._found.count, self._ids, self.name)
         return self._found
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.marks import part_of_index
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.saving.write_once import write_once
 from tfdist_ext.wrapping import wrap
@@ -46,6 +47,13 @@ def _save(
     for trackable in found:
         if shard_spec(trackable) is not None:
             refuse(trackable, f"to '{export_dir}'")
+        if index := part_of_index(trackable):
+            raise ValueError(
+                f"Index '{index}' cannot be exported to '{export_dir}' by "
+                "several ranks, each of which has a part of the candidates. "
+                "Give its gather() to a stock index, on one rank: see "
+                "'Serving an index' in docs/retrieval.md."
+            )
     strategies = {_strategy_of(trackable) for trackable in found}
     for strategy in strategies:
         collectives = getattr(strategy, "collectives", None)
