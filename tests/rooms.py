@@ -58,6 +58,7 @@ ROOMS = {
     "losses": {"batches", "collectives", "keras_internals"},
     "retrieval": {
         "collectives",
+        "embedding",
         "keras_internals",
         "marks",
         "sharding",

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FeatureConfig
@@ -304,3 +305,27 @@ def finds_what_towers_compute(strategy, folder):
     np.testing.assert_array_equal(found, ids[best[:, 4:7]])
     scores, _ = index.query_with_exclusions(queries, ids[best[:, 2:]], k=3)
     assert np.all(np.isfinite(scores) == [True, True, False])
+
+
+def leaves_as_plain_ops(strategy, folder):
+    """An index of a table and one of rows, in a model that is exported."""
+    table = whole_numbers(7, ROWS, DIM)
+    names = np.array([f"title {i}" for i in range(ROWS)])
+    with strategy.scope():
+        users = Embedding(ROWS, DIM, start(8), sharding="row_wise")
+        movies = Embedding(ROWS, DIM, start(7), sharding="row_wise")
+        movies.build(None)
+        first = ShardedTopK(k=4).index(movies, names)
+        second = ShardedTopK(table[::-1].copy(), k=4)
+        ids = keras.Input([], dtype="int64")
+        queries = users(ids)
+        model = keras.Model(ids, {"a": first(queries), "b": second(queries)})
+    tfdist_ext.export(model, folder / "served")
+    if strategy.rank > 0:
+        return
+    served = tf.saved_model.load(str(folder / "served"))
+    assert len(served.tables) == 2
+    found = served.serve(tf.constant([3, 5, 5], tf.int64))
+    asked = whole_numbers(8, ROWS, DIM)[[3, 5, 5]]
+    check(found["a"], asked, table, 4, names.astype("S"))
+    check(found["b"], asked, table[::-1], 4)

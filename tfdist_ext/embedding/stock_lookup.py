@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,6 +20,8 @@ from tfdist_ext.batches.ids import Ids
 from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.rehearsal import Lookup
+from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 Answer = Callable[[Lookup], list[tf.Tensor]]
 # The rows float32 `[n, dim]` of ids int64 `[n]`.
@@ -42,9 +45,29 @@ def answering(answer: Answer) -> Iterator[None]:
         _now.answer = before
 
 
+def is_asked() -> bool:
+    """Whether this thread traces a model that leaves the ranks."""
+    return _now.answer is not None
+
+
 def answer_of(lookup: Lookup) -> list[tf.Tensor] | None:
     """The answer to a lookup of a model that leaves, None of all others."""
     return None if _now.answer is None else _now.answer(lookup)
+
+
+def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:
+    """The rows of a table in a model that leaves, float32 `[rows, dim]`.
+
+    Args:
+        table: its variable.
+        spec: of any part of it.
+    """
+    every = tf.range(spec.rows + 1, dtype=tf.int64)
+    ids = Ids(every[:-1], every, tf.zeros([0]))
+    asked = Lookup([[ids]], [Feature(spec.table, 0, spec)], [table], Wire())
+    answer = answer_of(asked)
+    assert answer is not None
+    return answer[0]
 
 
 def look_up(

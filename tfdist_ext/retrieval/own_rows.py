@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.retrieval.search import Part
 
 
@@ -43,6 +44,7 @@ class OwnRows:
         if ids is not None:
             self.ids = _in_order(tf.concat(ids, axis=0), positions, collectives)
         self._rows = _variable(rows)
+        self._all: tf.Variable | None = None
         self._positions = _variable(positions)
 
     @property
@@ -54,6 +56,17 @@ class OwnRows:
         """Holds other candidates, where graphs have these variables."""
         for mine, new in zip(self.variables, other.variables, strict=True):
             mine.assign(new.read_value())
+        self._all = None
+
+    def _every(self, collectives: Collectives) -> tf.Variable:
+        """All candidates, for a graph that leaves.
+
+        Gathered once: rank 0 traces such a graph again, by itself.
+        """
+        if self._all is None:
+            with tf.init_scope():
+                self._all = _variable(tf.constant(self.gather(collectives)))
+        return self._all
 
     def gather(self, collectives: Collectives | None) -> np.ndarray:
         """All candidates in order, on every rank; all ranks must call."""
@@ -64,7 +77,11 @@ class OwnRows:
         return np.asarray(_in_order(found, positions.read_value(), collectives))
 
     def part(self, collectives: Collectives | None) -> Part:
-        """What this rank scores now."""
+        """What this rank scores now; all, in a model that leaves the ranks."""
+        if collectives is not None and stock_lookup.is_asked():
+            every = self._every(collectives)
+            positions = tf.range(self.count, dtype=tf.int64)
+            return Part(every.read_value(), positions, True)
         return Part(
             self._rows.read_value(),
             self._positions.read_value(),

@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.retrieval.search import Part
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 
 
@@ -35,8 +37,8 @@ class TableRows:
         self._name = name
         self._places: dict[ShardSpec, tuple[tf.Tensor, tf.Tensor]] = {}
         spec = marks.shard_spec(variable)
-        size = spec.rows if spec else int(variable.shape[0])
-        self.dim = spec.dim if spec else int(variable.shape[1])
+        self._size = (spec.rows, spec.dim) if spec else tuple(variable.shape)
+        size, self.dim = self._size
         self.rows = None
         self.count = size
         if rows is not None:
@@ -53,8 +55,8 @@ class TableRows:
     def part(self, collectives: Collectives | None) -> Part:
         """What this rank scores now; all ranks must call."""
         spec = marks.shard_spec(self.variable)
-        if spec is None or collectives is None:
-            return self._whole()
+        if spec is None or collectives is None or stock_lookup.is_asked():
+            return self._whole(spec)
         if not tf.executing_eagerly():
             marks.fix(self.variable)  # a graph relies on where rows are
         local = value_of(self.variable).read_value()
@@ -69,12 +71,19 @@ class TableRows:
             return Part(local[: tf.size(positions)], positions, False)
         return Part(tf.gather(local, chosen), positions, False)
 
-    def _whole(self) -> Part:
-        with kernel_reads.allowed():
-            rows = tf.convert_to_tensor(value_of(self.variable))
+    def _whole(self, spec: ShardSpec | None) -> Part:
+        """All candidates, of a table that is whole here, or where it goes."""
+        if stock_lookup.is_asked():
+            whole = TablePlacement.data_parallel()
+            name, (rows, dim) = self.variable.name, self._size
+            spec = spec or ShardSpec.of(name, rows, dim, whole, 0, 1)
+            found = stock_lookup.all_rows(self.variable, spec)
+        else:
+            with kernel_reads.allowed():
+                found = tf.convert_to_tensor(value_of(self.variable))
         if self.rows is not None:
-            rows = tf.gather(rows, self.rows)
-        return Part(rows, tf.range(self.count, dtype=tf.int64), True)
+            found = tf.gather(found, self.rows)
+        return Part(found, tf.range(self.count, dtype=tf.int64), True)
 
     def _placed(
         self, spec: ShardSpec, first: int, end: int
