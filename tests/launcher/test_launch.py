@@ -18,6 +18,7 @@ from tests.launcher.launcher import LAUNCHER
 from tests.launcher.launcher import LIMIT
 from tests.launcher.launcher import environment
 from tests.launcher.launcher import launch
+from tfdist_ext.launcher import ports
 
 
 def test_every_rank_gets_its_tf_config(program) -> None:
@@ -36,6 +37,23 @@ def test_every_rank_gets_its_tf_config(program) -> None:
     assert all(c["cluster"] == {"worker": workers} for c in configs)
     assert len(set(workers)) == 3
     assert all(address.startswith("127.0.0.1:") for address in workers)
+
+
+def test_rank_0_gets_a_port_of_the_range(program) -> None:
+    script = program("print(CONFIG['cluster']['worker'][0])")
+    with ports.reserve(1, "127.0.0.1", range(21000, 21100)) as held:
+        known = f"{held[0]}-{held[0] + 9}"
+        done = launch("-n", "2", script, TFDIST_PORT_RANGE=known)
+        assert done.returncode == 0, done.stderr
+        _, port = done.stdout.splitlines()[0].split(":")
+        assert held[0] < int(port) <= held[0] + 9
+        only = f"{held[0]}-{held[0]}"
+        done = launch("-n", "2", script, TFDIST_PORT_RANGE=only)
+        assert done.returncode == 1
+        assert f"ports {held[0]} to {held[0]} are all taken" in done.stderr
+    done = launch("-n", "2", script, TFDIST_PORT_RANGE="many")
+    assert done.returncode == 1
+    assert "Received: TFDIST_PORT_RANGE=many" in done.stderr
 
 
 def test_a_rank_can_bind_its_port(program) -> None:

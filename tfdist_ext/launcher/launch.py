@@ -26,6 +26,7 @@ from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import ports
 from tfdist_ext.rendezvous import hosts
 from tfdist_ext.rendezvous import secret as secret_lib
+from tfdist_ext.rendezvous.listening import Listening
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "TF_CONFIG" in os.environ or options.launched is not None:
             return run([_rank_under_manager(options)])
         if options.nnodes == 1:
-            with ports.reserve(options.n, LOOPBACK) as reserved:
+            with ports.reserve(
+                options.n, LOOPBACK, _ports(options)
+            ) as reserved:
                 workers = [f"{LOOPBACK}:{port}" for port in reserved]
                 secret = "" if _secret() else secrets.token_hex(32)
                 ranks = _ranks(options, workers, 0, secret)
@@ -81,7 +84,7 @@ def _run_on_several_hosts(
             file=sys.stderr,
         )
     # Not loopback: the address others use may belong to any interface.
-    with ports.reserve(options.n, "") as reserved:
+    with ports.reserve(options.n, "", _ports(options)) as reserved:
         meeting = hosts.meet(
             master=options.master,
             node_rank=options.node_rank,
@@ -96,6 +99,14 @@ def _run_on_several_hosts(
                 options, meeting.workers, meeting.first_rank, meeting.secret
             )
             return run(ranks, nodes=meeting)
+
+
+def _ports(options: argparse.Namespace) -> range:
+    """Those that the user leaves to the ranks, of which rank 0 gets one."""
+    try:
+        return Listening.of({**os.environ, **dict(options.env)}).ports
+    except ValueError as error:
+        raise hosts.RendezvousError(str(error)) from error
 
 
 def _secret() -> bytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 
@@ -11,8 +12,12 @@ from collections.abc import Iterator
 HELD_VARIABLE = "TFDIST_PORT_IS_HELD"
 
 
+# In place of a range: one that the system chooses.
+ANY = range(1)
+
+
 @contextlib.contextmanager
-def reserve(count: int, host: str) -> Iterator[list[int]]:
+def reserve(count: int, host: str, first: range = ANY) -> Iterator[list[int]]:
     """Holds `count` distinct free TCP ports of `host`.
 
     The sockets are bound, but do not listen, and allow reuse: a process of the
@@ -22,16 +27,36 @@ def reserve(count: int, host: str) -> Iterator[list[int]]:
     Args:
         count: how many ports.
         host: address to bind, "" for all.
+        first: of which the first port is.
 
     Yields:
         The port numbers.
+
+    Raises:
+        OSError: no port is free.
     """
     with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            stack.enter_context(held)
+        held = [
+            stack.enter_context(_hold(host, first if number == 0 else ANY))
+            for number in range(count)
+        ]
+        yield [each.getsockname()[1] for each in held]
+
+
+def _hold(host: str, candidates: range) -> socket.socket:
+    for port in candidates:
+        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            held.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            # Not before: a port that another launcher holds would seem free.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, 0))
-            ports.append(held.getsockname()[1])
-        yield ports
+            return held
+    raise OSError(
+        errno.EADDRINUSE,
+        f"ports {candidates[0]} to {candidates[-1]} are all taken",
+    )
