@@ -12,7 +12,7 @@ from tfdist_ext.rendezvous.connection import Connection
 
 # Header of custom_ops/collective/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
-MAGIC, ALL_REDUCE, FLOAT = 0x74664434, 3, 1
+MAGIC, ALL_REDUCE, FLOAT = 0x74664435, 3, 1
 NUMBERS = 5
 # Dimensions of [5], as `HashShape` mixes them.
 SHAPE = (1 * 0x9E3779B97F4A7C15 + NUMBERS) % (1 << 64)

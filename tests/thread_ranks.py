@@ -9,13 +9,17 @@ from tfdist_ext.rendezvous import same_host
 from tfdist_ext.rendezvous.connection import Connection
 
 
-def run_on_ranks(world_size, function, timeout=20.0):
+def run_on_ranks(
+    world_size, function, timeout=20.0, *, all_reduce="", per_host=None
+):
     """Runs `function(group)` once per rank, each in its own thread.
 
     Args:
         world_size: number of ranks.
         function: gets the rank's connected `ProcessGroup`.
         timeout: seconds, of the group.
+        all_reduce: form of all sums; or a list of them, by rank.
+        per_host: how many ranks a host has, by their addresses; all of them.
 
     Returns:
         The results in rank order. The first exception of a rank is raised.
@@ -29,6 +33,13 @@ def run_on_ranks(world_size, function, timeout=20.0):
             shared = same_host.make_pair() if near else (None, None)
             sockets[peer][rank] = Connection(messages[0], control[0], shared[0])
             sockets[rank][peer] = Connection(messages[1], control[1], shared[1])
+    forms = all_reduce or ""
+    if isinstance(forms, str):
+        forms = [forms] * world_size
+    addresses = [
+        f"127.0.0.{1 + peer // (per_host or world_size)}:{7000 + peer}"
+        for peer in range(world_size)
+    ]
     results = [None] * world_size
     errors = []
 
@@ -37,9 +48,10 @@ def run_on_ranks(world_size, function, timeout=20.0):
             with ProcessGroup(
                 rank,
                 world_size,
-                [f"127.0.0.1:{7000 + peer}" for peer in range(world_size)],
+                addresses,
                 lambda: sockets[rank],
                 timeout=timeout,
+                all_reduce=forms[rank],
             ) as group:
                 results[rank] = function(group)
         except BaseException as error:

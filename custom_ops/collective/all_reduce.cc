@@ -12,66 +12,63 @@ namespace tfdist {
 
 namespace {
 
-// The small form saves a one-way trip, some 50 us, and messages, and costs
-// bytes on the wire: so many are worth it. It is not worth an unpipelined sum
-// of more.
-constexpr size_t kSmallExtraBytes = size_t{64} << 10;
-constexpr size_t kSmallBytes = size_t{256} << 10;
 constexpr size_t kSegmentBytes = size_t{512} << 10;
-
-Header MakeHeader(const AllReduce::Options& options) {
-  Header header;
-  header.dtype = options.dtype;
-  header.agreed = options.count * options.element_bytes;
-  header.shape_hash = options.shape_hash;
-  header.weight = options.weight;
-  if (options.weighted) header.flags |= kWeightedFlag;
-  SetText(header.shapes, options.shapes.c_str());
-  return header;
-}
+constexpr size_t kInlineBytes = size_t{256} << 10;
 
 }  // namespace
+
+Header AllReduce::MakeHeader() const {
+  Header header;
+  header.dtype = options_.dtype;
+  header.agreed = options_.bytes();
+  header.shape_hash = options_.shape_hash;
+  header.weight = options_.weight;
+  header.root = static_cast<int32_t>(form_);
+  if (options_.weighted) header.flags |= kWeightedFlag;
+  SetText(header.shapes, options_.shapes.c_str());
+  return header;
+}
 
 AllReduce::AllReduce(Operation& operation, const Options& options)
     : operation_(operation),
       options_(options),
       sum_(FindSum(static_cast<tensorflow::DataType>(options.dtype))),
-      small_(IsSmall(options.count * options.element_bytes,
-                     operation.group->world_size())),
-      exchange_(operation, MakeHeader(options)) {}
+      partial_(
+          FindPartialSum(static_cast<tensorflow::DataType>(options.dtype))),
+      form_(operation.group->all_reduce_choice().Choose(
+          options.bytes(), partial_.bytes / options.element_bytes)),
+      small_(form_ == AllReduceForm::kDirect &&
+             operation.group->all_reduce_choice().IsSmall(options.bytes())),
+      exchange_(operation, MakeHeader()) {}
 
-bool AllReduce::IsSmall(size_t bytes, int world_size) {
-  // (W-1) n - 2 (W-1)/W n; two ranks send the same either way.
-  const size_t extra = bytes * (world_size - 1) * (world_size - 2) / world_size;
-  return bytes < kSmallBytes && extra <= kSmallExtraBytes;
+bool AllReduce::posts_inline() const {
+  if (form_ == AllReduceForm::kDirect) return small_;
+  return form_ == AllReduceForm::kRing || options_.bytes() <= kInlineBytes;
 }
 
 void AllReduce::Post() {
-  exchange_.ExpectAll();
-  exchange_.SetExpectedBytes(small_ ? options_.count * options_.element_bytes
-                                    : ChunkOf(operation_.group->rank()).bytes);
-  if (small_) {
-    exchange_.SendToAll(options_.input,
-                        options_.count * options_.element_bytes);
-    return;
+  switch (form_) {
+    case AllReduceForm::kTree:
+      return PostTree();
+    case AllReduceForm::kRing:
+      exchange_.ExpectAll();
+      exchange_.SetExpectedBytes(0);
+      return exchange_.SendToAll(nullptr, 0);
+    case AllReduceForm::kDirect:
+      exchange_.ExpectAll();
+      if (!small_) return PostLarge();
+      exchange_.SetExpectedBytes(options_.bytes());
+      return exchange_.SendToAll(options_.input, options_.bytes());
   }
-  const auto* input = static_cast<const uint8_t*>(options_.input);
-  for (int step = 1; step < operation_.group->world_size(); ++step) {
-    const int peer = operation_.group->PeerAfter(step);
-    const Chunk theirs = ChunkOf(peer);
-    exchange_.Send(peer, input + theirs.begin, theirs.bytes);
-  }
-  ExpectReduced();
 }
 
 void AllReduce::Run() {
+  if (form_ == AllReduceForm::kTree) return RunTree();
   exchange_.AwaitHeaders();
   if (options_.weighted) ReadWeights();
-  if (small_) {
-    RunSmall();
-  } else {
-    RunLarge();
-  }
+  if (form_ == AllReduceForm::kRing) return RunRing();
+  if (small_) return RunSmall();
+  RunLarge();
 }
 
 void AllReduce::ReadWeights() {
@@ -115,80 +112,113 @@ AllReduce::Chunk AllReduce::ChunkOf(int rank) const {
     return std::min(units * r / world_size * unit, options_.count);
   };
   Chunk chunk;
-  chunk.begin = boundary(rank) * options_.element_bytes;
-  chunk.bytes = boundary(rank + 1) * options_.element_bytes - chunk.begin;
-  chunk.segments = (chunk.bytes + kSegmentBytes - 1) / kSegmentBytes;
+  chunk.begin = boundary(rank);
+  chunk.count = boundary(rank + 1) - chunk.begin;
+  chunk.segments = (chunk.count * options_.element_bytes + kSegmentBytes - 1) /
+                   kSegmentBytes;
   return chunk;
 }
 
-size_t AllReduce::SegmentBytes(const Chunk& chunk, size_t segment) const {
-  return std::min(kSegmentBytes, chunk.bytes - segment * kSegmentBytes);
+AllReduce::Segment AllReduce::SegmentOf(const Chunk& chunk,
+                                        size_t segment) const {
+  const size_t most = kSegmentBytes / options_.element_bytes;
+  return {chunk.begin + segment * most,
+          std::min(most, chunk.count - segment * most)};
 }
 
-// Into the output, which may be the input: what a peer has summed has left.
-void AllReduce::ExpectReduced() {
-  auto* output = static_cast<uint8_t*>(options_.output);
-  reduced_.resize(operation_.group->world_size());
-  for (int step = 1; step < operation_.group->world_size(); ++step) {
-    const int peer = operation_.group->PeerBefore(step);
+const uint8_t* AllReduce::Input(size_t element) const {
+  return static_cast<const uint8_t*>(options_.input) +
+         element * options_.element_bytes;
+}
+
+uint8_t* AllReduce::Output(size_t element) const {
+  return static_cast<uint8_t*>(options_.output) +
+         element * options_.element_bytes;
+}
+
+void AllReduce::SendPart(int peer, uint32_t part, const void* data,
+                         size_t bytes) {
+  Header header = MakeHeader();
+  header.part = part;
+  header.bytes = bytes;
+  operation_.Send(peer, header, data);
+}
+
+Incoming* AllReduce::ExpectPart(int peer, uint32_t part, void* memory,
+                                size_t bytes) {
+  Incoming* message = operation_.Expect(peer, part);
+  operation_.Give(peer, message, memory, bytes);
+  return message;
+}
+
+void AllReduce::AwaitPart(int peer, Incoming* message, const char* stage) {
+  operation_.AwaitHeader(peer, message, stage);
+  operation_.AwaitBytes(peer, message, message->header.bytes, stage);
+}
+
+// Sums are expected in the output, which may be the input: what a peer has
+// summed has left.
+void AllReduce::PostLarge() {
+  ProcessGroup& group = *operation_.group;
+  const size_t size = options_.element_bytes;
+  exchange_.SetExpectedBytes(ChunkOf(group.rank()).count * size);
+  for (int step = 1; step < group.world_size(); ++step) {
+    const int peer = group.PeerAfter(step);
+    const Chunk theirs = ChunkOf(peer);
+    exchange_.Send(peer, Input(theirs.begin), theirs.count * size);
+  }
+  parts_.resize(group.world_size());
+  for (int step = 1; step < group.world_size(); ++step) {
+    const int peer = group.PeerBefore(step);
     const Chunk theirs = ChunkOf(peer);
     for (size_t s = 0; s < theirs.segments; ++s) {
-      Incoming* message = operation_.Expect(peer, s + 1);
-      operation_.Give(peer, message, output + theirs.begin + s * kSegmentBytes,
-                      SegmentBytes(theirs, s));
-      reduced_[peer].push_back(message);
+      const Segment segment = SegmentOf(theirs, s);
+      uint8_t* memory = Output(segment.begin);
+      parts_[peer].push_back(
+          {ExpectPart(peer, s + 1, memory, segment.count * size), memory});
     }
   }
 }
 
-void AllReduce::ReduceSegment(const Chunk& own, size_t segment,
-                              const std::vector<const uint8_t*>& scattered) {
-  const int world_size = operation_.group->world_size();
-  const int rank = operation_.group->rank();
-  const size_t bytes = SegmentBytes(own, segment);
-  const size_t offset = segment * kSegmentBytes;
-  std::vector<const void*> inputs(world_size);
-  for (int peer = 0; peer < world_size; ++peer) {
-    if (peer != rank) {
+void AllReduce::ReduceSegment(const Segment& segment, uint32_t part,
+                              const std::vector<const uint8_t*>& scattered,
+                              size_t offset) {
+  ProcessGroup& group = *operation_.group;
+  const size_t bytes = segment.count * options_.element_bytes;
+  std::vector<const void*> inputs(group.world_size());
+  for (int peer = 0; peer < group.world_size(); ++peer) {
+    if (peer != group.rank()) {
       exchange_.AwaitBytes(peer, offset + bytes, "reduce-scatter");
       inputs[peer] = scattered[peer] + offset;
     } else {
-      inputs[peer] =
-          static_cast<const uint8_t*>(options_.input) + own.begin + offset;
+      inputs[peer] = Input(segment.begin);
     }
   }
-  uint8_t* sums = static_cast<uint8_t*>(options_.output) + own.begin + offset;
+  uint8_t* sums = Output(segment.begin);
   sum_(sums, inputs.data(), weights_.empty() ? nullptr : weights_.data(),
-       world_size, scale_, bytes / options_.element_bytes);
-  Header header = MakeHeader(options_);
-  header.part = segment + 1;
-  header.bytes = bytes;
-  for (int step = 1; step < world_size; ++step) {
-    operation_.Send(operation_.group->PeerAfter(step), header, sums);
+       group.world_size(), scale_, segment.count);
+  for (int step = 1; step < group.world_size(); ++step) {
+    SendPart(group.PeerAfter(step), part, sums, bytes);
   }
 }
 
 void AllReduce::RunLarge() {
-  const int rank = operation_.group->rank();
-  const int world_size = operation_.group->world_size();
-  const Chunk own = ChunkOf(rank);
-  std::vector<const uint8_t*> scattered(world_size);
-  for (int peer = 0; peer < world_size; ++peer) {
-    if (peer != rank) scattered[peer] = exchange_.Receive(peer);
+  ProcessGroup& group = *operation_.group;
+  const Chunk own = ChunkOf(group.rank());
+  std::vector<const uint8_t*> scattered(group.world_size());
+  for (int peer = 0; peer < group.world_size(); ++peer) {
+    if (peer != group.rank()) scattered[peer] = exchange_.Receive(peer);
   }
-  for (size_t s = 0; s < own.segments; ++s) ReduceSegment(own, s, scattered);
-  AwaitReduced();
-  exchange_.AwaitPayloads();
-  exchange_.AwaitSent();
-}
-
-void AllReduce::AwaitReduced() {
-  for (size_t peer = 0; peer < reduced_.size(); ++peer) {
-    for (Incoming* message : reduced_[peer]) {
-      operation_.AwaitHeader(peer, message, "all-gather");
-      operation_.AwaitBytes(peer, message, message->header.bytes, "all-gather");
+  for (size_t s = 0; s < own.segments; ++s) {
+    ReduceSegment(SegmentOf(own, s), s + 1, scattered, s * kSegmentBytes);
+  }
+  for (int peer = 0; peer < group.world_size(); ++peer) {
+    for (const Part& part : parts_[peer]) {
+      AwaitPart(peer, part.message, "all-gather");
     }
   }
+  exchange_.AwaitPayloads();
+  exchange_.AwaitSent();
 }
 
 }  // namespace tfdist

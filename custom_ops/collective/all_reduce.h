@@ -3,9 +3,11 @@
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_ALL_REDUCE_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "custom_ops/collective/all_reduce_form.h"
 #include "custom_ops/collective/exchange.h"
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/sum_functor.h"
@@ -14,16 +16,29 @@ namespace tfdist {
 
 // The sum over ranks of `count` elements from `input` to `output`, which may be
 // the same memory. Every rank gets the same bits: each element is summed on one
-// rank, or by all in the same order.
+// rank, or by all in the same order. AllReduceChoice says which form is taken,
+// of n bytes on W ranks:
 //
-// Small: everyone sends all to everyone. Communication steps: 1. Bytes on the
-// wire per rank: (W-1) n.
+// Direct, small: everyone sends all to everyone. Communication steps: 1. Bytes
+// on the wire per rank: (W-1) n.
 //
-// Large: a direct reduce-scatter, then an all-gather. The elements are divided
-// into one *chunk* per rank, and chunks into *segments*. Everyone sends chunk j
-// to rank j; rank j sums segment after segment, as they come, in rank order,
-// and sends each sum to everyone at once, so both phases overlap. Communication
-// steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
+// Direct, large: a direct reduce-scatter, then an all-gather. The elements are
+// divided into one *chunk* per rank, and chunks into *segments*. Everyone sends
+// chunk j to rank j; rank j sums segment after segment, as they come, in rank
+// order, and sends each sum to everyone at once, so both phases overlap.
+// Communication steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
+//
+// Ring: the same chunks go round. Chunk j starts on rank j+1; each rank adds
+// its part and sends it on, and rank j sends the sum round once more. The ranks
+// first tell each other what they do, in headers alone. Communication steps:
+// 1 + 2 (W-1). Bytes on the wire per rank: as direct, but all to the next rank:
+// where hosts have several ranks, few of them leave the host.
+//
+// Tree: see TreeSteps. Communication steps: log2 W, and two more where W is no
+// power of two. Bytes on the wire per rank: n log2 W.
+//
+// In ring and tree, 16-bit floats travel as float until their sum is whole, so
+// that it is rounded once in any form.
 class AllReduce {
  public:
   struct Options {
@@ -36,41 +51,83 @@ class AllReduce {
     std::string shapes;  // for the error of a mismatch
     bool weighted = false;
     double weight = 1;
+
+    size_t bytes() const { return count * element_bytes; }
   };
 
   AllReduce(Operation& operation, const Options& options);
 
-  static bool IsSmall(size_t bytes, int world_size);
-
+  // Whether Post is short.
+  bool posts_inline() const;
   void SetError(const std::string& error) { exchange_.SetError(error); }
   void Post();
   void Run();
 
  private:
   struct Chunk {
-    size_t begin = 0;  // bytes
-    size_t bytes = 0;
+    size_t begin = 0;  // elements
+    size_t count = 0;
     size_t segments = 0;
   };
+  // Elements of one.
+  struct Segment {
+    size_t begin = 0;
+    size_t count = 0;
+  };
 
+  // all_reduce.cc
+  Header MakeHeader() const;
   void ReadWeights();
   void RunSmall();
+  void PostLarge();
   void RunLarge();
   Chunk ChunkOf(int rank) const;
-  size_t SegmentBytes(const Chunk& chunk, size_t segment) const;
-  void ExpectReduced();
-  void AwaitReduced();
-  void ReduceSegment(const Chunk& own, size_t segment,
-                     const std::vector<const uint8_t*>& scattered);
+  Segment SegmentOf(const Chunk& chunk, size_t segment) const;
+  const uint8_t* Input(size_t element) const;
+  uint8_t* Output(size_t element) const;
+  void SendPart(int peer, uint32_t part, const void* data, size_t bytes);
+  Incoming* ExpectPart(int peer, uint32_t part, void* memory, size_t bytes);
+  void AwaitPart(int peer, Incoming* message, const char* stage);
+  void ReduceSegment(const Segment& segment, uint32_t part,
+                     const std::vector<const uint8_t*>& scattered,
+                     size_t offset);
+
+  // all_reduce_ring.cc
+  void RunRing();
+  Chunk ChunkBefore(int steps) const;
+  uint32_t RingPart(int step, size_t segment) const;
+  void ExpectRing();
+  const void* StartOfRing(const Segment& segment);
+  void PassPartialSums(int step);
+  void PassSums(int step);
+
+  // all_reduce_tree.cc
+  void PostTree();
+  void RunTree();
+  void BeginTreeStep(size_t index);
+  void EndTreeStep(size_t index);
 
   Operation& operation_;
   const Options options_;
   const SumFunction sum_;
-  const bool small_;
+  const PartialSum partial_;
+  const AllReduceForm form_;
+  const bool small_;  // and direct
   Exchange exchange_;
-  std::vector<std::vector<Incoming*>> reduced_;  // by peer and segment
-  std::vector<float> weights_;                   // empty: plain sum
+  std::vector<float> weights_;  // empty: plain sum
   float scale_ = 1;
+
+  struct Part {
+    Incoming* message;
+    uint8_t* memory;
+  };
+  std::vector<std::vector<Part>> parts_;  // by peer, or by step of a ring
+
+  std::vector<TreeStep> tree_;
+  std::vector<std::unique_ptr<Exchange>> swaps_;  // by step of a tree
+  const uint8_t* sums_ = nullptr;  // of those whose parts have come
+  double total_weight_ = 0;        // likewise
+  std::string error_;              // likewise
 };
 
 }  // namespace tfdist

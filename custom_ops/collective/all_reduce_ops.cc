@@ -100,10 +100,8 @@ class AllReduceOp : public CollectiveOp {
     call->operation = NewOperation(ctx, Kind::kAllReduce);
     if (call->operation == nullptr) return done();
     OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, *call), done);
-    const size_t bytes = call->options.count * call->options.element_bytes;
-    const bool small =
-        AllReduce::IsSmall(bytes, call->operation->group->world_size());
-    Start(ctx, std::move(call), small, std::move(done));
+    const bool post_inline = call->reduce->posts_inline();
+    Start(ctx, std::move(call), post_inline, std::move(done));
   }
 
  private:

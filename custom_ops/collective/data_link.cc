@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 #include "custom_ops/collective/clock.h"
 #include "custom_ops/common/message.h"
@@ -20,15 +21,16 @@ iovec Part(const void* data, size_t bytes) {
 }  // namespace
 
 bool DataLink::Send(Outgoing* message) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   queue_.push_back(message);
+  if (writing_) return false;  // whoever writes takes it along
   // Behind others it leaves in its turn.
-  return queue_.size() > 1 || WriteQueue();
+  return queue_.size() > 1 || WriteQueue(lock);
 }
 
 bool DataLink::OnWritable() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return WriteQueue();
+  std::unique_lock<std::mutex> lock(mutex_);
+  return !writing_ && WriteQueue(lock);
 }
 
 size_t DataLink::Write(const iovec* parts, int count) {
@@ -47,51 +49,84 @@ void DataLink::OnEnd() {
   }
 }
 
-bool DataLink::WriteQueue() {
-  if (broken_) return false;
-  while (!queue_.empty()) {
+bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
+  writing_ = true;
+  size_t written = 1;
+  while (!broken_ && !queue_.empty() && written > 0) {
     iovec parts[kMostParts];
-    int count = 0;
-    for (Outgoing* message : queue_) {
-      if (count + 2 > kMostParts) break;
-      const uint64_t payload_sent =
-          std::max<uint64_t>(message->offset, sizeof(Header)) - sizeof(Header);
-      if (message->offset < sizeof(Header)) {
-        const auto* header = reinterpret_cast<const uint8_t*>(&message->header);
-        parts[count++] =
-            Part(header + message->offset, sizeof(Header) - message->offset);
-      }
-      if (payload_sent < message->header.bytes) {
-        parts[count++] = Part(message->payload + payload_sent,
-                              message->header.bytes - payload_sent);
-      }
+    const int count = Gather(parts);
+    lock.unlock();
+    std::exception_ptr lost;
+    try {
+      written = Write(parts, count);
+    } catch (...) {
+      lost = std::current_exception();
+      written = 0;
     }
-    size_t written = Write(parts, count);
-    if (written == 0) return true;
-    Moved();
-    while (written > 0) {
-      Outgoing* message = queue_.front();
-      const uint64_t part =
-          std::min<uint64_t>(written, message->size() - message->offset);
-      message->offset += part;
-      written -= part;
-      if (message->offset < message->size()) break;
-      queue_.pop_front();
-      // From here on the message may be gone.
-      const std::shared_ptr<Progress> sender = std::move(message->sender);
-      message->sent.store(true, std::memory_order_release);
-      if (sender != nullptr) sender->Advance();
+    lock.lock();
+    leaving_ = 0;
+    if (written > 0) Leave(written);
+    if (lost != nullptr) {
+      writing_ = false;
+      written_.notify_all();
+      std::rethrow_exception(lost);
     }
   }
-  return false;
+  writing_ = false;
+  written_.notify_all();
+  return !broken_ && !queue_.empty();
+}
+
+// What of the queue leaves by the next call of the system.
+int DataLink::Gather(iovec* parts) {
+  int count = 0;
+  for (const Outgoing* message : queue_) {
+    if (count + 2 > kMostParts) break;
+    ++leaving_;
+    const uint64_t payload_sent =
+        std::max<uint64_t>(message->offset, sizeof(Header)) - sizeof(Header);
+    if (message->offset < sizeof(Header)) {
+      const auto* header = reinterpret_cast<const uint8_t*>(&message->header);
+      parts[count++] =
+          Part(header + message->offset, sizeof(Header) - message->offset);
+    }
+    if (payload_sent < message->header.bytes) {
+      parts[count++] = Part(message->payload + payload_sent,
+                            message->header.bytes - payload_sent);
+    }
+  }
+  return count;
+}
+
+// Takes what has left out of the queue.
+void DataLink::Leave(size_t written) {
+  Moved();
+  ++writes_;
+  while (written > 0) {
+    Outgoing* message = queue_.front();
+    const uint64_t part =
+        std::min<uint64_t>(written, message->size() - message->offset);
+    message->offset += part;
+    written -= part;
+    if (message->offset < message->size()) break;
+    queue_.pop_front();
+    // From here on the message may be gone.
+    const std::shared_ptr<Progress> sender = std::move(message->sender);
+    message->sent.store(true, std::memory_order_release);
+    if (sender != nullptr) sender->Advance();
+  }
 }
 
 bool DataLink::TakeBack(Outgoing* message, bool broken) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   broken_ = broken_ || broken;
+  // Who writes now reads the message.
+  if (broken_) written_.wait(lock, [&] { return !writing_; });
   const auto found = std::find(queue_.begin(), queue_.end(), message);
   if (found == queue_.end()) return true;
-  if (message->offset > 0 && !broken) return false;
+  const auto place = static_cast<size_t>(found - queue_.begin());
+  const bool begun = message->offset > 0 || place < leaving_;
+  if (begun && !broken) return false;
   queue_.erase(found);
   return true;
 }

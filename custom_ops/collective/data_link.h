@@ -34,7 +34,8 @@ struct Outgoing {
 //
 // A message leaves on the caller's thread if nothing waits before it and the
 // system takes it, and otherwise when the connection can be written to again.
-// What waits leaves together, many messages in one call of the system.
+// What waits leaves together, many messages in one call of the system: also
+// what others hand over while one thread writes, which takes it along.
 class DataLink {
  public:
   DataLink(Socket socket, std::unique_ptr<SharedRings> rings,
@@ -67,6 +68,8 @@ class DataLink {
 
   // Of the clock of Now(), when bytes moved last, in either direction.
   int64_t last_moved() const { return last_moved_.load(); }
+  // How often messages left, some of them together.
+  int64_t writes() const { return writes_.load(); }
 
  private:
   static constexpr size_t kStaged = size_t{64} << 10;
@@ -76,7 +79,10 @@ class DataLink {
 
   size_t Write(const iovec* parts, int count);
   size_t Read(const iovec* parts, int count);
-  bool WriteQueue();  // with mutex_ held; whether something is left
+  // Lets go of the mutex while it writes. Returns whether something is left.
+  bool WriteQueue(std::unique_lock<std::mutex>& lock);
+  int Gather(iovec* parts);
+  void Leave(size_t written);
   size_t ReadPayload();
   size_t ReadStaged();
   bool TakeHeader();
@@ -87,8 +93,12 @@ class DataLink {
   Inbox inbox_;
 
   std::mutex mutex_;  // guards what is on its way out
+  std::condition_variable written_;
   std::deque<Outgoing*> queue_;
+  size_t leaving_ = 0;  // of the queue, with the thread that writes
+  bool writing_ = false;
   bool broken_ = false;
+  std::atomic<int64_t> writes_{0};
 
   // Of the thread of the connections.
   std::vector<uint8_t> staged_;

@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "custom_ops/collective/all_reduce_form.h"
 #include "custom_ops/collective/channel.h"
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 #include "tensorflow/core/framework/types.h"
@@ -15,7 +18,7 @@ namespace {
 
 constexpr size_t kLongestError = 2000;
 // How long a mismatch waits for the headers of those who may agree.
-constexpr std::chrono::milliseconds kPatience{1000};
+constexpr int64_t kPatience = 1'000'000'000;
 
 // Whether every rank says how many rows it sends.
 bool ByRow(Kind kind) {
@@ -37,6 +40,9 @@ std::string Describe(const Header& header) {
   if (copy.shapes[0] != '\0') text += Message(", ", GetText(copy.shapes));
   if ((header.flags & kWeightedFlag) != 0) text += ", weighted";
   if (header.kind == Kind::kBroadcast) text += Message(", root ", header.root);
+  if (header.kind == Kind::kAllReduce) {
+    text += Message(", ", FormName(header.root));
+  }
   return text + ")";
 }
 
@@ -51,12 +57,16 @@ Exchange::Exchange(Operation& operation, Header header)
 }
 
 void Exchange::SetError(const std::string& error) {
+  PassError(Message("rank ", operation_.group->rank(), ": ", error));
+}
+
+void Exchange::PassError(const std::string& error) {
   error_ = error.substr(0, kLongestError);
   header_.flags |= kErrorFlag;
 }
 
 void Exchange::Expect(int peer) {
-  messages_[peer] = operation_.Expect(peer, 0);
+  messages_[peer] = operation_.Expect(peer, header_.part);
   expected_.push_back(peer);
 }
 
@@ -64,6 +74,13 @@ void Exchange::ExpectAll() {
   for (int step = 1; step < operation_.group->world_size(); ++step) {
     Expect(operation_.group->PeerBefore(step));
   }
+}
+
+void Exchange::ExpectNone() {
+  ExpectAll();
+  std::vector<std::pair<int, Incoming*>> strays;
+  for (int peer : expected_) strays.emplace_back(peer, messages_[peer]);
+  operation_.ExpectNone(std::move(strays));
 }
 
 void Exchange::SendToAll(const void* data, size_t bytes) {
@@ -84,13 +101,24 @@ void Exchange::Post(int peer, const void* data, size_t bytes, int64_t rows) {
 }
 
 void Exchange::AwaitHeaders() {
+  const std::string error = AwaitAgreement();
+  if (!error.empty()) Throw(error);
+}
+
+void Exchange::Throw(const std::string& error) const {
+  throw OperationError(
+      absl::InvalidArgumentError(Message(operation_.Name(), ": ", error)),
+      false);
+}
+
+std::string Exchange::AwaitAgreement() {
   bool errors = !error_.empty();
   for (int peer : expected_) {
     operation_.AwaitHeader(peer, messages_[peer], "receive header");
     CheckHeader(peer);
     errors = errors || (header(peer).flags & kErrorFlag) != 0;
   }
-  if (errors) ThrowErrors();
+  return errors ? TakeErrors() : "";
 }
 
 bool Exchange::Agrees(const Header& one, const Header& other) const {
@@ -121,8 +149,9 @@ void Exchange::Disagree() {
   header_.call = operation_.channel->calls;
   std::vector<const Header*> headers(messages_.size());
   headers[group.rank()] = &header_;
+  const int64_t end = Now() + kPatience;
   for (int peer : expected_) {
-    if (operation_.AwaitHeaderFor(kPatience, peer, messages_[peer])) {
+    if (operation_.AwaitHeaderUntil(end, peer, messages_[peer])) {
       headers[peer] = &header(peer);
     }
   }
@@ -130,9 +159,14 @@ void Exchange::Disagree() {
     return headers[a] != nullptr && headers[b] != nullptr &&
            !Agrees(*headers[a], *headers[b]);
   };
-  int first = 0, other = 1;  // some pair differs, or this were not called
-  while (!differ(first, other)) {
+  int first = 0, other = 1;
+  while (!differ(first, other) && first + 2 < group.world_size()) {
     if (++other == group.world_size()) other = ++first + 1;
+  }
+  if (!differ(first, other)) {
+    group.Fail(group.rank(), absl::StatusCode::kInternal,
+               Message(operation_.Name(), ": a message that no rank sends"));
+    throw OperationError(group.FailureOf(operation_), true);
   }
   group.Fail(other, absl::StatusCode::kInvalidArgument,
              Message("ranks disagree about the operation with tag ",
@@ -162,24 +196,19 @@ void Exchange::CheckBytes(int peer) {
 }
 
 // All messages are taken in first, so that the ranks stay in step.
-void Exchange::ThrowErrors() {
+std::string Exchange::TakeErrors() {
   std::string text = error_;
-  if (!text.empty()) {
-    text = Message("rank ", operation_.group->rank(), ": ", text);
-  }
   std::vector<const uint8_t*> payloads(messages_.size());
   for (int peer : expected_) payloads[peer] = Receive(peer);
   AwaitPayloads();
   AwaitSent();
   for (int peer : expected_) {
     if ((header(peer).flags & kErrorFlag) == 0) continue;
-    text += Message(text.empty() ? "" : "; ", "rank ", peer, ": ",
-                    std::string(reinterpret_cast<const char*>(payloads[peer]),
-                                header(peer).bytes));
+    text += text.empty() ? "" : "; ";
+    text.append(reinterpret_cast<const char*>(payloads[peer]),
+                header(peer).bytes);
   }
-  throw OperationError(
-      absl::InvalidArgumentError(Message(operation_.Name(), ": ", text)),
-      false);
+  return text;
 }
 
 void Exchange::ReceiveInto(int peer, void* memory) {
@@ -188,7 +217,7 @@ void Exchange::ReceiveInto(int peer, void* memory) {
   receiving_.push_back(peer);
 }
 
-const uint8_t* Exchange::Receive(int peer) {
+uint8_t* Exchange::Receive(int peer) {
   receiving_.push_back(peer);
   return operation_.TakeEarly(peer, messages_[peer]);
 }

@@ -25,12 +25,17 @@ namespace tfdist {
 // message and the payload.
 class Exchange {
  public:
-  // `header` is what all ranks must agree on; its `bytes` is set per message.
+  // `header` is what all ranks must agree on; its `bytes` is set per message,
+  // its `part` says which messages of the operation these are.
   Exchange(Operation& operation, Header header);
 
   // A user error on this rank, known before the exchange: peers get it in place
-  // of a payload, and the exchange ends with it on every rank.
+  // of a payload, and the exchange ends with it on every rank. The text names
+  // the ranks.
   void SetError(const std::string& error);
+  // The same of an error that names its rank.
+  void PassError(const std::string& error);
+  const std::string& error() const { return error_; }
 
   // How many bytes every peer must send, where it is not for it to say.
   void SetExpectedBytes(uint64_t bytes) { expected_bytes_ = bytes; }
@@ -38,6 +43,8 @@ class Exchange {
   // Those peers this rank shall hear, once each.
   void Expect(int peer);
   void ExpectAll();
+  // No peer shall send any; waits of the operation end once one does.
+  void ExpectNone();
   // Posts a message; `data` must stay until AwaitSent.
   void Send(int peer, const void* data, size_t bytes) {
     Post(peer, data, bytes, 0);
@@ -51,11 +58,16 @@ class Exchange {
   // Awaits and checks the headers of all expected peers. Throws the error of
   // any rank that has one, after taking in all messages.
   void AwaitHeaders();
+  // The same, but returns the error; empty if there is none.
+  std::string AwaitAgreement();
+  [[noreturn]] void Throw(const std::string& error) const;
+  // Ends the group with what the ranks do instead of the same; one differs.
+  [[noreturn]] void Disagree();
   const Header& header(int peer) const { return messages_[peer]->header; }
   // Puts a payload into `memory`, of header(peer).bytes bytes.
   void ReceiveInto(int peer, void* memory);
   // The same into memory of its own, which may still be filled.
-  const uint8_t* Receive(int peer);
+  uint8_t* Receive(int peer);
   void AwaitPayloads();
   // Awaits so many bytes of one payload.
   void AwaitBytes(int peer, uint64_t bytes, const char* stage);
@@ -66,9 +78,8 @@ class Exchange {
   void Post(int peer, const void* data, size_t bytes, int64_t rows);
   bool Agrees(const Header& one, const Header& other) const;
   void CheckHeader(int peer);
-  [[noreturn]] void Disagree();
   void CheckBytes(int peer);
-  void ThrowErrors();
+  std::string TakeErrors();
 
   Operation& operation_;
   Header header_;

@@ -27,6 +27,7 @@ REGISTER_OP("Tfdist>GroupOpen")
     .Output("group: int64")
     .Attr("rank: int >= 0")
     .Attr("timeout: float")
+    .Attr("all_reduce: string = ''")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Scalar());
@@ -44,6 +45,8 @@ shared: [ranks, 3], likewise of the memory that this rank and another share, of
 group: the handle for all other ops.
 rank: this rank.
 timeout: seconds any operation may take.
+all_reduce: "direct", "ring" or "tree" for all of them; by default each is
+  chosen.
 )doc");
 
 REGISTER_OP("Tfdist>GroupClose")
@@ -109,14 +112,15 @@ REGISTER_OP("Tfdist>GroupStats")
     .Output("label_seconds: double")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(5));
+      c->set_output(0, c->Vector(6));
       for (int i = 1; i < 5; ++i) c->set_output(i, c->Vector(c->UnknownDim()));
       return absl::OkStatus();
     })
     .Doc(R"doc(
 What the group has done so far.
 
-counters: bytes sent, bytes received, messages sent, messages received, calls.
+counters: bytes sent, bytes received, messages sent, messages received, calls,
+  writes.
 labels: the labels of the operations seen.
 label_calls: calls by label.
 label_bytes: bytes sent by label.
@@ -142,6 +146,13 @@ class GroupOpenOp : public OpKernel {
     OP_REQUIRES(ctx, std::isfinite(timeout) && timeout > 0,
                 tensorflow::errors::InvalidArgument(
                     "timeout must be positive, received ", timeout));
+    std::string form;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("all_reduce", &form));
+    options_.all_reduce = FindForm(form);
+    OP_REQUIRES(
+        ctx, form.empty() || options_.all_reduce.has_value(),
+        tensorflow::errors::InvalidArgument(
+            "all_reduce must be direct, ring or tree, received ", form));
     options_.rank = static_cast<int>(rank);
     options_.timeout = timeout;
   }
@@ -280,7 +291,7 @@ class GroupStatsOp : public OpKernel {
     Tensor* outputs[5];
     for (int i = 0; i < 5; ++i) {
       OP_REQUIRES_OK(ctx,
-                     ctx->allocate_output(i, TensorShape({i == 0 ? 5 : size}),
+                     ctx->allocate_output(i, TensorShape({i == 0 ? 6 : size}),
                                           &outputs[i]));
     }
     auto counters = outputs[0]->vec<int64_t>();
@@ -289,6 +300,7 @@ class GroupStatsOp : public OpKernel {
     counters(2) = stats.messages_sent;
     counters(3) = stats.messages_received;
     counters(4) = stats.calls;
+    counters(5) = stats.writes;
     int64_t i = 0;
     for (const auto& [label, value] : stats.labels) {
       outputs[1]->vec<tstring>()(i) = label;

@@ -44,21 +44,23 @@ uint64_t Inbox::Received(const Incoming* message) {
   return message->received;
 }
 
-void Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
+bool Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (message->header_here && message->header.bytes != bytes) return false;
   idle_.wait(lock, [&] { return !message->busy; });
   message->memory = static_cast<uint8_t*>(memory);
   message->wanted = bytes;
-  if (message->early == nullptr) return;
+  if (message->early == nullptr) return true;
   const std::shared_ptr<uint8_t> early = std::move(message->early);
   const uint64_t size = message->received;
   message->busy = size > 0;  // nobody else writes meanwhile
   lock.unlock();
-  if (size == 0) return;
+  if (size == 0) return true;
   std::memcpy(memory, early.get(), size);
   lock.lock();
   message->busy = false;
   idle_.notify_all();
+  return true;
 }
 
 std::shared_ptr<uint8_t> Inbox::TakeEarly(Incoming* message) {

@@ -56,9 +56,9 @@ class Inbox {
   bool HasHeader(const Incoming* message);
   // Bytes of the payload that are where they belong.
   uint64_t Received(const Incoming* message);
-  // Where the payload shall go, once; a header that says another number of
-  // bytes is an error of the peer.
-  void Give(Incoming* message, void* memory, uint64_t bytes);
+  // Where the payload shall go, once. A header that says another number of
+  // bytes is an error of the peer: false if it is here, see Begin if it comes.
+  bool Give(Incoming* message, void* memory, uint64_t bytes);
   // Takes the whole payload as it lies in scratch memory; once, in place of
   // Give. It may still be on its way.
   std::shared_ptr<uint8_t> TakeEarly(Incoming* message);

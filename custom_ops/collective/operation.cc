@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/collective/operation.h"
 
+#include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "custom_ops/collective/channel.h"
@@ -49,10 +51,14 @@ Incoming* Operation::Expect(int peer, uint32_t part) {
 
 void Operation::Give(int peer, Incoming* message, void* memory,
                      uint64_t bytes) {
-  group->transport().inbox(peer).Give(message, memory, bytes);
+  if (group->transport().inbox(peer).Give(message, memory, bytes)) return;
+  group->Fail(peer, absl::StatusCode::kInternal,
+              Message(group->RankName(peer), " sent ", message->header.bytes,
+                      " bytes for a part of ", Name(), ", expected ", bytes));
+  throw OperationError(group->FailureOf(*this), true);
 }
 
-const uint8_t* Operation::TakeEarly(int peer, Incoming* message) {
+uint8_t* Operation::TakeEarly(int peer, Incoming* message) {
   Keep(group->transport().inbox(peer).TakeEarly(message));
   return scratch_.back().get();
 }
@@ -65,11 +71,10 @@ void Operation::AwaitHeader(int peer, Incoming* message, const char* stage) {
   group->CountReceived(bytes);
 }
 
-bool Operation::AwaitHeaderFor(std::chrono::milliseconds time, int peer,
-                               Incoming* message) {
+bool Operation::AwaitHeaderUntil(int64_t end, int peer, Incoming* message) {
   Inbox& inbox = group->transport().inbox(peer);
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait_for(lock, time,
+  changed_.wait_for(lock, std::chrono::nanoseconds(end - Now()),
                     [&] { return aborted_ || inbox.HasHeader(message); });
   if (inbox.HasHeader(message)) return true;
   if (!aborted_) return false;
@@ -96,11 +101,18 @@ void Operation::Wait(int peer, const char* stage,
   peer_ = peer;
   stage_ = stage;
   over_ = &over;
-  changed_.wait(lock, [&] { return aborted_ || over(); });
+  changed_.wait(lock, [&] { return aborted_ || over() || HasStray(); });
   over_ = nullptr;
   if (over()) return;  // what is there counts, whoever has left since
   lock.unlock();
+  if (HasStray()) throw Stray();
   throw OperationError(group->FailureOf(*this), group->failed());
+}
+
+bool Operation::HasStray() const {
+  return std::any_of(strays_.begin(), strays_.end(), [&](const auto& stray) {
+    return group->transport().inbox(stray.first).HasHeader(stray.second);
+  });
 }
 
 void Operation::Release() {

@@ -3,7 +3,6 @@
 #define TFDIST_CUSTOM_OPS_COLLECTIVE_OPERATION_H_
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -11,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,18 +51,24 @@ class Operation : public Progress,
   Incoming* Expect(int peer, uint32_t part);
   // Where its payload shall go; or that it stays where it comes to.
   void Give(int peer, Incoming* message, void* memory, uint64_t bytes);
-  const uint8_t* TakeEarly(int peer, Incoming* message);
+  uint8_t* TakeEarly(int peer, Incoming* message);
 
   // Blocks; throw OperationError when the group fails, or a rank leaves, first.
   // `stage` must be a string literal.
   void AwaitHeader(int peer, Incoming* message, const char* stage);
-  // Whether a header comes within some time; what else ends it throws likewise.
-  bool AwaitHeaderFor(std::chrono::milliseconds time, int peer,
-                      Incoming* message);
+  // Whether a header comes until then, of the clock of Now(); what else ends it
+  // throws likewise.
+  bool AwaitHeaderUntil(int64_t end, int peer, Incoming* message);
   // Until so many bytes of the payload are there.
   void AwaitBytes(int peer, Incoming* message, uint64_t bytes,
                   const char* stage);
   void AwaitSent(const char* stage);
+  // Waits end with `Stray` once any of these messages, which no rank sends that
+  // does the same as this one, has a header.
+  struct Stray {};
+  void ExpectNone(std::vector<std::pair<int, Incoming*>> strays) {
+    strays_ = std::move(strays);
+  }
 
   // Keeps a tensor alive for as long as the messages.
   void Keep(const tensorflow::Tensor& tensor) { tensors_.push_back(tensor); }
@@ -114,6 +120,7 @@ class Operation : public Progress,
     Outgoing message;
   };
   void Wait(int peer, const char* stage, const std::function<bool()>& over);
+  bool HasStray() const;
 
   mutable std::mutex mutex_;  // guards the next six
   std::condition_variable changed_;
@@ -126,6 +133,7 @@ class Operation : public Progress,
   std::atomic<int64_t> cancelled_at_{0};
   std::deque<Sent> sent_;  // messages do not move
   std::vector<Received> received_;
+  std::vector<std::pair<int, Incoming*>> strays_;
   std::vector<tensorflow::Tensor> tensors_;
   std::vector<std::shared_ptr<uint8_t>> scratch_;
 };

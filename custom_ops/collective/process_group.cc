@@ -25,6 +25,7 @@ bool DebugRequested() {
 ProcessGroup::ProcessGroup(GroupOptions options)
     : options_(std::move(options)),
       debug_(DebugRequested()),
+      all_reduce_choice_(options_.addresses, options_.all_reduce),
       peers_(options_.world_size),
       transport_(options_.sockets, scratch_) {}
 
@@ -184,7 +185,9 @@ void ProcessGroup::Debug(const Operation& operation,
 
 GroupStats ProcessGroup::Stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
-  return stats_;
+  GroupStats stats = stats_;
+  stats.writes = transport_.writes();
+  return stats;
 }
 
 void ProcessGroup::CountSent(uint64_t bytes) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -15,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "custom_ops/collective/all_reduce_form.h"
 #include "custom_ops/collective/channel.h"
 #include "custom_ops/collective/operation.h"
 #include "custom_ops/collective/scratch.h"
@@ -30,6 +32,7 @@ struct GroupOptions {
   double timeout = 60;  // seconds, of every wait (see OnDeadline)
   std::vector<std::string> addresses;    // "host:port" of each rank, for errors
   std::vector<Transport::Pair> sockets;  // to each rank, connected
+  std::optional<AllReduceForm> all_reduce;  // always, in place of a choice
 };
 
 // What a group has done so far. Bytes are headers and payloads.
@@ -43,6 +46,7 @@ struct GroupStats {
   int64_t bytes_received = 0;
   int64_t messages_sent = 0;
   int64_t messages_received = 0;
+  int64_t writes = 0;  // calls of the system that messages left by
   int64_t calls = 0;
   std::map<std::string, PerLabel> labels;
 };
@@ -101,6 +105,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
 
   Transport& transport() { return transport_; }
   ScratchPool& scratch() { return scratch_; }
+  const AllReduceChoice& all_reduce_choice() const {
+    return all_reduce_choice_;
+  }
 
   // Failure. The first reason counts; peers are told it and waits end.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -182,6 +189,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
 
   const GroupOptions options_;
   const bool debug_;
+  const AllReduceChoice all_reduce_choice_;
   ScratchPool scratch_;
   WaiterThreads waiters_;
 

@@ -80,6 +80,49 @@ void Sum(void* out, const void* const* inputs, const float* weights,
   }
 }
 
+template <typename T>
+void AddTo(void* sums, const void* before, const void* input,
+           const float* weight, size_t count) {
+  using A = typename Summed<T>::Sum;
+  alignas(64) A block[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t size = std::min(kBlock, count - begin);
+    A* to = static_cast<A*>(sums) + begin;
+    const A* from = static_cast<const A*>(before) + begin;
+    const T* own = static_cast<const T*>(input) + begin;
+    if (weight != nullptr && *weight == 0) {
+      for (size_t i = 0; i < size; ++i) to[i] = before ? from[i] : A{0};
+      continue;
+    }
+    const A* values = Summed<T>::Read(own, size, block);
+    const A factor = weight != nullptr ? static_cast<A>(*weight) : A{1};
+    if (before != nullptr) {
+      for (size_t i = 0; i < size; ++i) to[i] = from[i] + factor * values[i];
+    } else {
+      for (size_t i = 0; i < size; ++i) to[i] = factor * values[i];
+    }
+  }
+}
+
+template <typename T>
+void Finish(void* out, const void* sums, const float* scale, size_t count) {
+  using A = typename Summed<T>::Sum;
+  alignas(64) A block[kBlock];
+  const A factor = scale != nullptr ? static_cast<A>(*scale) : A{1};
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t size = std::min(kBlock, count - begin);
+    const A* from = static_cast<const A*>(sums) + begin;
+    for (size_t i = 0; i < size; ++i) block[i] = factor * from[i];
+    Summed<T>::Write(block, size, static_cast<T*>(out) + begin);
+  }
+}
+
+template <typename T>
+PartialSum PartialSumOf() {
+  using A = typename Summed<T>::Sum;
+  return {sizeof(A), Sum<A>, AddTo<T>, Finish<T>};
+}
+
 }  // namespace
 
 SumFunction FindSum(tensorflow::DataType dtype) {
@@ -98,6 +141,23 @@ SumFunction FindSum(tensorflow::DataType dtype) {
       return Sum<int64_t>;
     default:
       return nullptr;
+  }
+}
+
+PartialSum FindPartialSum(tensorflow::DataType dtype) {
+  switch (dtype) {
+    case tensorflow::DT_DOUBLE:
+      return PartialSumOf<double>();
+    case tensorflow::DT_HALF:
+      return PartialSumOf<Eigen::half>();
+    case tensorflow::DT_BFLOAT16:
+      return PartialSumOf<Eigen::bfloat16>();
+    case tensorflow::DT_INT32:
+      return PartialSumOf<int32_t>();
+    case tensorflow::DT_INT64:
+      return PartialSumOf<int64_t>();
+    default:
+      return PartialSumOf<float>();
   }
 }
 

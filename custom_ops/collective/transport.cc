@@ -116,6 +116,14 @@ int64_t Transport::last_heard(int peer) const {
                   links_[peer]->data.last_moved());
 }
 
+int64_t Transport::writes() const {
+  int64_t writes = 0;
+  for (const auto& link : links_) {
+    if (link != nullptr) writes += link->data.writes();
+  }
+  return writes;
+}
+
 void Transport::Tick(bool on) {
   if (!ticking_.exchange(on) && on) Wake();
 }

@@ -59,6 +59,8 @@ class Transport {
   // When anything came from a peer last, and when bytes of messages moved.
   int64_t last_heard(int peer) const;
   int64_t last_moved(int peer) const { return links_[peer]->data.last_moved(); }
+  // How often messages left for any peer, one or many together.
+  int64_t writes() const;
   // Whether OnTick is called: not while nothing runs.
   void Tick(bool on);
 

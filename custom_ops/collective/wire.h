@@ -15,7 +15,7 @@ namespace tfdist {
 // never queue behind payload. Nothing is asked for before it is sent: whoever
 // is not ready for a message yet keeps it (see Inbox).
 
-constexpr uint32_t kMagic = 0x74664434;  // "tfD4"
+constexpr uint32_t kMagic = 0x74664435;  // "tfD5"
 // More than any tensor: a longer payload is no message of ours.
 constexpr uint64_t kMostBytes = uint64_t{1} << 44;
 
@@ -64,7 +64,7 @@ struct Header {
   uint32_t generation = 0;
   uint32_t part = 0;  // of the call: 0 is the first message
   int32_t dtype = 0;
-  int32_t root = 0;         // of a broadcast
+  int32_t root = 0;         // of a broadcast; the form of an all_reduce
   uint64_t agreed = 0;      // must be equal on all ranks: row bytes, or total
   uint64_t shape_hash = 0;  // must be equal on all ranks
   double weight = 1;        // of this rank in a weighted all_reduce

@@ -15,6 +15,10 @@ from tfdist_ext.collectives.calls import brief
 from tfdist_ext.ops import group_ops
 from tfdist_ext.rendezvous.connection import Connection
 
+# Which form all sums over ranks take, for comparing them.
+ALL_REDUCE_VARIABLE = "TFDIST_ALL_REDUCE"
+ALL_REDUCE_FORMS = ("direct", "ring", "tree")
+
 Connect = Callable[[], Sequence[Connection | None]]
 
 
@@ -28,6 +32,9 @@ class GroupStats:
         messages_sent: to all ranks together.
         messages_received: likewise.
         calls: operations finished.
+        writes: calls of the system, or copies into memory that ranks share,
+            by which messages left; many of them together where they were
+            ready together.
         labels: by label of an operation (calls, bytes sent, seconds from its
             start to its end; those of operations at once overlap).
     """
@@ -37,6 +44,7 @@ class GroupStats:
     messages_sent: int = 0
     messages_received: int = 0
     calls: int = 0
+    writes: int = 0
     labels: dict[str, tuple[int, int, float]] = dataclasses.field(
         default_factory=dict
     )
@@ -63,6 +71,7 @@ class ProcessGroup:
         addresses: Sequence[str] = (),
         connect: Connect | None = None,
         timeout: float = 60.0,
+        all_reduce: str = "",
     ) -> None:
         """Makes a group of connections to all ranks.
 
@@ -74,11 +83,19 @@ class ProcessGroup:
                 rank; every rank must call it at the same time. Not needed
                 with one rank.
             timeout: seconds, of every operation.
+            all_reduce: "direct", "ring" or "tree" for every `all_reduce`, the
+                same on all ranks; by default each is chosen by its bytes.
 
         Raises:
             ValueError: a bad argument.
         """
         _check(rank, world_size, addresses, timeout)
+        if all_reduce and all_reduce not in ALL_REDUCE_FORMS:
+            raise ValueError(
+                f"{ALL_REDUCE_VARIABLE} must be one of "
+                f"{', '.join(ALL_REDUCE_FORMS)}, or not set. Received: "
+                f"{ALL_REDUCE_VARIABLE}={all_reduce}"
+            )
         self.rank = rank
         self.world_size = world_size
         self.addresses = tuple(addresses)
@@ -101,6 +118,7 @@ class ProcessGroup:
                 for each in connections
             ],
             timeout,
+            all_reduce,
         )
         atexit.register(self._close_at_exit)
 

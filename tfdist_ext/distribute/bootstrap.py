@@ -12,12 +12,15 @@ import warnings
 from collections.abc import Sequence
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives.process_group import ALL_REDUCE_VARIABLE
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.launcher import ports
 from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous import connection
 from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous import secret as secret_lib
+from tfdist_ext.rendezvous.connection import Connection
 from tfdist_ext.rendezvous.listening import Listening
 from tfdist_ext.tables import choices
 
@@ -48,7 +51,8 @@ def connect(
     Raises:
         RuntimeError: the ranks did not meet.
         ValueError: the secret of the job cannot be read, or the environment
-            names no interface or ports of this host.
+            names no interface or ports of this host, no form of sums, or no
+            time to poll.
     """
     addresses, rank = cluster.addresses, cluster.rank
     if len(addresses) < 2:
@@ -59,11 +63,9 @@ def connect(
     warned = cluster.launched is not None
     if rank == 0 and not (secret or warned):
         warn_of_strangers(addresses[0])
-    return ProcessGroup(
-        rank=rank,
-        world_size=len(addresses),
-        addresses=addresses,
-        connect=lambda: mesh.connect(
+
+    def join() -> Sequence[Connection | None]:
+        connections = mesh.connect(
             rank,
             addresses,
             secret=secret,
@@ -71,8 +73,17 @@ def connect(
             reuse_port=ports.HELD_VARIABLE in os.environ,
             listening=Listening.of(os.environ),
             share_memory=transport == "auto",
-        ),
+        )
+        connection.poll_busily(connections, os.environ)
+        return connections
+
+    return ProcessGroup(
+        rank=rank,
+        world_size=len(addresses),
+        addresses=addresses,
+        connect=join,
         timeout=timeout,
+        all_reduce=os.environ.get(ALL_REDUCE_VARIABLE, ""),
     )
 
 

@@ -20,6 +20,7 @@ _COUNTERS = (
     "messages_sent",
     "messages_received",
     "calls",
+    "writes",
 )
 
 
@@ -29,6 +30,7 @@ def group_open(
     connections: Sequence[tuple[socket.socket, socket.socket] | None],
     shared: Sequence[tuple[int, int, int] | None],
     timeout: float,
+    all_reduce: str = "",
 ) -> int:
     """Makes this rank's end of a group, which owns the connections.
 
@@ -39,6 +41,7 @@ def group_open(
         shared: file descriptors of the memory that this rank shares with
             another, and of the bells of the two; the group owns them too.
         timeout: seconds of every wait.
+        all_reduce: form of all of them; empty if each is chosen.
 
     Returns:
         The group's handle.
@@ -56,6 +59,7 @@ def group_open(
             ),
             rank=rank,
             timeout=timeout,
+            all_reduce=all_reduce,
         )
     return int(handle)
 
