@@ -30,6 +30,7 @@ bool DataLink::Send(Outgoing* message) {
 
 bool DataLink::OnWritable() {
   std::unique_lock<std::mutex> lock(mutex_);
+  room_ = true;  // also for who writes and has just found none
   return !writing_ && WriteQueue(lock);
 }
 
@@ -51,8 +52,10 @@ void DataLink::OnEnd() {
 
 bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
   writing_ = true;
-  size_t written = 1;
-  while (!broken_ && !queue_.empty() && written > 0) {
+  room_ = true;
+  while (!broken_ && !queue_.empty() && room_) {
+    room_ = false;
+    size_t written = 0;
     iovec parts[kMostParts];
     const int count = Gather(parts);
     lock.unlock();
@@ -61,11 +64,13 @@ bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
       written = Write(parts, count);
     } catch (...) {
       lost = std::current_exception();
-      written = 0;
     }
     lock.lock();
     leaving_ = 0;
-    if (written > 0) Leave(written);
+    if (written > 0) {
+      Leave(written);
+      room_ = true;
+    }
     if (lost != nullptr) {
       writing_ = false;
       written_.notify_all();

@@ -97,6 +97,7 @@ class DataLink {
   std::deque<Outgoing*> queue_;
   size_t leaving_ = 0;  // of the queue, with the thread that writes
   bool writing_ = false;
+  bool room_ = true;  // as far as known
   bool broken_ = false;
   std::atomic<int64_t> writes_{0};
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How messages leave, what idle ranks cost, and how connections are kept."""
 
+import concurrent.futures
 import contextlib
 import os
 import socket
@@ -57,6 +58,24 @@ def test_messages_that_wait_leave_together():
             end.close()
         for thread in (large, *small):
             thread.join(20)
+
+
+def test_many_operations_share_a_ring():
+    """Whoever finds it full is told of room, whichever thread it is."""
+    count, rounds = 4, 15
+
+    def total(group, tag):
+        for _ in range(rounds):
+            x = tf.fill([700_000], float(group.rank))
+            (result,) = collective_ops.all_reduce(group, [x], tag=tag)
+            assert float(result[-1]) == 1.0
+
+    def run(group):
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            done = [pool.submit(total, group, 2 * i) for i in range(count)]
+            return [each.result() for each in done]
+
+    run_on_ranks(2, run, timeout=10, all_reduce="ring")
 
 
 @pytest.mark.parametrize("size", [1, 160_000])
