@@ -125,7 +125,9 @@ class TableRows:
             (i + 1) * spec.local_rows // max(len(peers), 1)
             for i in range(len(peers))
         ]
-        sizes = dict(zip(peers, np.diff([0, *ends]), strict=True))
+        # Shares lie, and parts come, in the order of the ranks.
+        by_rank = sorted(peers)
+        sizes = dict(zip(by_rank, np.diff([0, *ends]), strict=True))
         splits = [
             int(sizes.get(rank, 0)) * spec.local_dim
             for rank in range(spec.world_size)
@@ -138,11 +140,10 @@ class TableRows:
         if spec.cell is None:
             return tf.zeros([0, spec.dim], local.dtype), 0, 0
         share = int(sizes[spec.rank])
-        first = ends[spec.cell[1]] - share
+        first = ends[by_rank.index(spec.rank)] - share
         widths = {peer: spec.at(peer).local_dim for peer in peers}
-        # Parts come in the order of the ranks, columns in that of the peers.
-        parts = tf.split(flat, [share * widths[p] for p in sorted(peers)])
-        by_peer = dict(zip(sorted(peers), parts, strict=True))
+        parts = tf.split(flat, [share * widths[p] for p in by_rank])
+        by_peer = dict(zip(by_rank, parts, strict=True))
         columns = [tf.reshape(by_peer[p], [share, widths[p]]) for p in peers]
         return tf.concat(columns, axis=1), first, first + share
 
