@@ -7,10 +7,22 @@ import scenarios
 pytestmark = pytest.mark.process
 
 SCENARIOS = scenarios.of("retrieval_scenarios")
+# With layers and losses of Keras.
+OF_KERAS = scenarios.only(
+    SCENARIOS,
+    {
+        "tasks_are_those_of_one_process",
+        "finds_what_towers_compute",
+        "leaves_as_plain_ops",
+    },
+)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize(("ranks", "keras"), [(3, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "keras", "scenario"),
+    [(4, 3, scenario) for scenario in SCENARIOS]
+    + [(2, 2, scenario) for scenario in OF_KERAS],
+)
 def test_scenario(run_scenario, ranks, keras, scenario):
     run_scenario(scenario, ranks=ranks, keras=keras)
 
@@ -20,8 +32,8 @@ CASES = [
     (2, 2, "multitask"),
     (2, 2, "sequential"),
     (2, 2, "options"),
-    (2, 3, "basic"),
-    (4, 3, "sequential"),
+    (4, 3, "basic"),
+    (2, 3, "sequential"),
 ]
 
 
