@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
@@ -53,4 +55,28 @@ def init_rows(
         distribution=distribution,
         a=a,
         b=b,
+    )
+
+
+def reset_rows(
+    variable: tf.Variable, ids: tf.Tensor, *, distribution: str, **block: Any
+) -> Any:
+    """Gives rows of a table, or of a slot, their initial values again.
+
+    Args:
+        variable: float32 or bfloat16 `[local_rows, local_dim]`, or a slot
+            `[local_rows]`; written in place.
+        ids: int64 `[n]`, of the whole table; those of other cells are left
+            alone.
+        distribution: see `init_rows`.
+        **block: the other arguments of `init_rows`.
+
+    Returns:
+        The operation in a graph, None when executing eagerly.
+    """
+    if distribution == "zeros":
+        distribution, block["a"] = "constant", 0.0
+    seed = tf.convert_to_tensor(block.pop("seed"), tf.int64)
+    return library().tfdist_reset_rows(
+        variable.handle, ids, seed, distribution=distribution, **block
     )

@@ -135,8 +135,16 @@ def entries(value: Any, where: str) -> list[Any]:
     return list(value)
 
 
-def fields_of(kind: Any, value: Any, where: str) -> dict[str, Any]:
+def fields_of(
+    kind: Any, value: Any, where: str, needed: Sequence[str] = ()
+) -> dict[str, Any]:
     """The arguments of a dataclass, if they are all there and no others.
+
+    Args:
+        kind: the dataclass.
+        value: a mapping.
+        where: what it is of, for messages.
+        needed: fields with defaults that must be there all the same.
 
     Raises:
         ValueError: otherwise.
@@ -147,7 +155,8 @@ def fields_of(kind: Any, value: Any, where: str) -> dict[str, Any]:
     missing = [
         field.name
         for field in known
-        if field.name not in given and field.default is dataclasses.MISSING
+        if field.name not in given
+        and (field.default is dataclasses.MISSING or field.name in needed)
     ]
     if unknown or missing:
         what = "does not know" if unknown else "lacks"

@@ -21,6 +21,11 @@ Placement = Literal[
 Combiner = Literal["mean", "sum", "sqrtn"]
 OutOfRange = Literal["error", "ignore"]
 TableDtype = Literal["float32", "bfloat16"]
+# Of vocabularies that grow.
+Evict = Literal["lru", "lfu"]
+KeyDtype = Literal["int64", "string"]
+Full = Literal["error", "shared_row"]
+Unadmitted = Literal["zeros", "shared_row"]
 # Of numbers between ranks, and how they are rounded to 16 bits.
 WireDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
@@ -33,6 +38,10 @@ PLACEMENTS: tuple[str, ...] = get_args(Placement)
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 POLICIES: tuple[str, ...] = get_args(OutOfRange)
 TABLE_DTYPES: tuple[str, ...] = get_args(TableDtype)
+EVICTIONS: tuple[str, ...] = get_args(Evict)
+KEY_DTYPES: tuple[str, ...] = get_args(KeyDtype)
+FULL: tuple[str, ...] = get_args(Full)
+UNADMITTED: tuple[str, ...] = get_args(Unadmitted)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)

@@ -24,6 +24,8 @@ class ShardSpec:
         column_parts: see `TablePlacement`.
         ranks: see `TablePlacement`. A rank that is not among them owns
             nothing, a block of 0 rows.
+        grows: whether a checkpoint may hold fewer rows, see
+            `DynamicVocabulary`.
 
     Raises:
         ValueError: on a table that cannot be cut this way.
@@ -37,6 +39,7 @@ class ShardSpec:
     row_parts: int
     column_parts: int
     ranks: tuple[int, ...]
+    grows: bool = False
 
     def __post_init__(self) -> None:
         if self.dim < self.column_parts:
@@ -61,10 +64,11 @@ class ShardSpec:
         placement: TablePlacement,
         rank: int,
         world_size: int,
+        grows: bool = False,
     ) -> ShardSpec:
         """What `rank` holds of a table; all of it if data_parallel."""
         if not placement.ranks:
-            return cls(table, rows, dim, 0, 1, 1, 1, (0,))
+            return cls(table, rows, dim, 0, 1, 1, 1, (0,), grows)
         return cls(
             table,
             rows,
@@ -74,6 +78,7 @@ class ShardSpec:
             placement.row_parts,
             placement.column_parts,
             placement.ranks,
+            grows,
         )
 
     def __str__(self) -> str:

@@ -18,12 +18,15 @@ from typing import Any
 
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
+from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.removed import refuse_removed
 from tfdist_ext.tables.removed import without_removed
 
 # The largest sizes of a table.
 SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
+# Of sizes that are not given, which is refused.
+_NEEDED = 0
 # The least mean number of ids of a sample.
 SMALLEST = 1e-9
 
@@ -64,6 +67,8 @@ class TableConfig:
             on its own rank; None leaves it to the planner.
         dtype: of the weights, "float32" or "bfloat16".
         out_of_range: "error" raises on every rank, "ignore" drops the id.
+        vocabulary: a `DynamicVocabulary`, whose keys get rows as they come;
+            `vocabulary_size` is left out then.
         hot_rows: removed, refused unless there are none.
 
     Raises:
@@ -71,8 +76,8 @@ class TableConfig:
     """
 
     name: str
-    vocabulary_size: int
-    embedding_dim: int
+    vocabulary_size: int = _NEEDED
+    embedding_dim: int = _NEEDED
     initializer: Any = "uniform"
     optimizer: Any = None
     combiner: choices.Combiner | None = "mean"
@@ -87,11 +92,16 @@ class TableConfig:
     out_of_range: choices.OutOfRange = dataclasses.field(
         default="error", kw_only=True
     )
+    vocabulary: DynamicVocabulary | None = dataclasses.field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self, hot_rows: Any) -> None:
         where = f"table {self.name!r}"
         checks.name("a table", self.name)
         refuse_removed("hot_rows", hot_rows, where)
+        if self.vocabulary is not None:
+            self._take_rows_of_vocabulary(where)
         for field, most in SIZES.items():
             value = checks.integer(field, getattr(self, field), 1, where, most)
             object.__setattr__(self, field, value)
@@ -102,6 +112,28 @@ class TableConfig:
             "out_of_range", self.out_of_range, choices.POLICIES, where
         )
         self._check_placement(where)
+
+    def _take_rows_of_vocabulary(self, where: str) -> None:
+        vocabulary = self.vocabulary
+        if not isinstance(vocabulary, DynamicVocabulary):
+            raise ValueError(
+                "Argument `vocabulary` must be a DynamicVocabulary. Received: "
+                f"vocabulary={checks.brief(vocabulary)} ({where})."
+            )
+        if self.vocabulary_size not in (_NEEDED, vocabulary.rows):
+            raise ValueError(
+                "Argument `vocabulary_size` is left out where a vocabulary "
+                "grows: its capacity tells. Received: vocabulary_size="
+                f"{checks.brief(self.vocabulary_size)}, "
+                f"capacity={vocabulary.capacity} ({where})."
+            )
+        if self.out_of_range == "ignore":
+            raise ValueError(
+                "Argument `out_of_range` has no meaning where a vocabulary "
+                "grows: every key is in range. Leave it out. Received: "
+                f"out_of_range={self.out_of_range!r} ({where})."
+            )
+        object.__setattr__(self, "vocabulary_size", vocabulary.rows)
 
     def _check_placement(self, where: str) -> None:
         checks.boolean("deduplicate", self.deduplicate, where)
@@ -147,6 +179,8 @@ class TableConfig:
             config[field] = serialize(config[field])
         if isinstance(self.placement, TablePlacement):
             config["placement"] = placement_to_dict(self.placement)
+        if self.vocabulary is not None:
+            config["vocabulary"] = self.vocabulary.get_config()
         return config
 
     @classmethod
@@ -166,14 +200,22 @@ class TableConfig:
             ValueError: for fields that are not known, or lacking.
         """
         where = "config of a table"
+        needed = ("vocabulary_size", "embedding_dim")
         arguments = checks.fields_of(
-            cls, without_removed(config, "hot_rows", where), where
+            cls,
+            without_removed(config, "hot_rows", where),
+            where,
+            needed[bool(config.get("vocabulary")) :],
         )
         for field in ("initializer", "optimizer"):
             if field in arguments:
                 arguments[field] = deserialize(arguments[field])
         if isinstance(arguments.get("placement"), Mapping):
             arguments["placement"] = placement_from_dict(arguments["placement"])
+        if isinstance(arguments.get("vocabulary"), Mapping):
+            arguments["vocabulary"] = DynamicVocabulary.from_config(
+                arguments["vocabulary"]
+            )
         return cls(**arguments)
 
 

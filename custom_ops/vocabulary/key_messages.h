@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_VOCABULARY_KEY_MESSAGES_H_
+#define TFDIST_CUSTOM_OPS_VOCABULARY_KEY_MESSAGES_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "custom_ops/common/allocate_output.h"
+#include "custom_ops/vocabulary/vocabulary.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/platform/errors.h"
+
+// Messages about keys, in order of their tables. A question has for each
+//
+//   number of keys; 1 if each was seen once; the keys; unless each was seen
+//   once, how often each was
+//
+// and its answer, after a byte that is 1 if a text, an error, follows,
+//
+//   a row for each key of the question; number of rows that have lost their
+//   keys, whoever asked; these rows
+//
+// Numbers are varints, keys as they are in memory, rows of 32 bits.
+
+namespace tfdist {
+
+// The vocabularies in the input "vocabularies" of a kernel.
+class Vocabularies {
+ public:
+  absl::Status Read(tensorflow::OpKernelContext* ctx) {
+    tensorflow::OpInputList handles;
+    TF_RETURN_IF_ERROR(ctx->input_list("vocabularies", &handles));
+    for (int i = 0; i < handles.size(); ++i) {
+      tensorflow::core::RefCountPtr<Vocabulary> vocabulary;
+      TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+          ctx, handles[i].scalar<tensorflow::ResourceHandle>()(), &vocabulary));
+      all_.push_back(std::move(vocabulary));
+    }
+    return absl::OkStatus();
+  }
+
+  int64_t size() const { return all_.size(); }
+  Vocabulary& operator[](int64_t i) const { return *all_[i]; }
+  int64_t world_size() const { return all_[0]->options().world_size; }
+
+ private:
+  std::vector<tensorflow::core::RefCountPtr<Vocabulary>> all_;
+};
+
+// A message under way to being written.
+class KeyMessage {
+ public:
+  void Varint(uint64_t value) {
+    for (; value >= 0x80; value >>= 7) {
+      bytes_.push_back(static_cast<char>(value | 0x80));
+    }
+    bytes_.push_back(static_cast<char>(value));
+  }
+  void Bytes(const void* data, size_t size) {
+    bytes_.append(static_cast<const char*>(data), size);
+  }
+  // Room for `size` bytes, until the next call.
+  char* Room(size_t size) {
+    bytes_.resize(bytes_.size() + size);
+    return bytes_.data() + bytes_.size() - size;
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+// Writes messages to all ranks as outputs `index` and `index` + 1: the bytes,
+// and how many are for each.
+inline absl::Status WriteMessages(tensorflow::OpKernelContext* ctx,
+                                  const std::vector<KeyMessage>& messages) {
+  int64_t size = 0;
+  for (const KeyMessage& message : messages) size += message.bytes().size();
+  tensorflow::Tensor* payload = nullptr;
+  tensorflow::Tensor* splits = nullptr;
+  const int64_t ranks = messages.size();
+  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 0, {size}, &payload));
+  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 1, {ranks}, &splits));
+  auto* to = static_cast<char*>(payload->data());
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const std::string& bytes = messages[rank].bytes();
+    splits->vec<int64_t>()(rank) = bytes.size();
+    std::memcpy(to, bytes.data(), bytes.size());
+    to += bytes.size();
+  }
+  return absl::OkStatus();
+}
+
+// Checks that `splits` cut `payload` into a message of every rank.
+inline absl::Status CheckMessages(const tensorflow::Tensor& payload,
+                                  const tensorflow::Tensor& splits,
+                                  int64_t world_size) {
+  int64_t left = payload.NumElements();
+  bool good = payload.dims() == 1 && splits.dims() == 1 &&
+              splits.NumElements() == world_size;
+  for (int64_t rank = 0; good && rank < world_size; ++rank) {
+    const int64_t size = splits.vec<int64_t>()(rank);
+    good = size >= 0 && size <= left;
+    left -= size;
+  }
+  if (good && left == 0) return absl::OkStatus();
+  return tensorflow::errors::InvalidArgument(
+      "splits must cut payload into messages of ", world_size,
+      " ranks. Received shapes: ", payload.shape().DebugString(), ", ",
+      splits.shape().DebugString());
+}
+
+inline absl::Status MalformedKeys(int64_t source) {
+  return tensorflow::errors::DataLoss("The keys that rank ", source,
+                                      " sent cannot be read.");
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_VOCABULARY_KEY_MESSAGES_H_

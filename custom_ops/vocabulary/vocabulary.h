@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_VOCABULARY_VOCABULARY_H_
+#define TFDIST_CUSTOM_OPS_VOCABULARY_VOCABULARY_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/resource_base.h"
+#include "tensorflow/core/platform/mutex.h"
+
+namespace tfdist {
+
+// Which keys have which rows of a table.
+//
+// A hash puts every key into one of 2^k buckets. A bucket has rows, a limit and
+// an order of eviction of its own, whichever rank owns it: so the same keys get
+// the same rows at any number of ranks. Slot s of bucket b of B is row
+// 1 + s * B + b of the table; row 0 is shared by keys that have none. A table
+// that grows keeps its rows.
+//
+// Rank r of W owns the buckets from r * B / W up to (r + 1) * B / W.
+struct VocabularyOptions {
+  enum class Evict { kNone, kLru, kLfu };
+
+  std::string name;
+  int64_t capacity = 0;
+  int64_t buckets = 1;
+  uint32_t min_count = 1;
+  Evict evict = Evict::kNone;
+  int64_t steps_to_live = 0;  // 0: for ever
+  bool full_shares = false;
+  bool unadmitted_shares = false;
+  int64_t rank = 0;
+  int64_t world_size = 1;
+
+  // What keys without a row get.
+  int32_t Unadmitted() const { return unadmitted_shares ? 0 : -1; }
+};
+
+// Keys that somebody asks for, and room for their rows: -1 for none.
+struct KeyRequest {
+  const void* keys = nullptr;
+  const uint32_t* counts = nullptr;  // how often each occurs; nullptr: once
+  int64_t size = 0;
+  int32_t* rows = nullptr;
+};
+
+// Totals since the start, and how many keys there are now, on this rank.
+struct VocabularyCounts {
+  int64_t rows = 0;
+  int64_t candidates = 0;
+  int64_t admitted = 0;
+  int64_t evicted = 0;
+  int64_t expired = 0;
+  int64_t step = 0;
+};
+
+// Keys with rows, or candidates, of the buckets that a rank owns: [buckets,
+// slots], a count of 0 where there is none.
+struct KeyArrays {
+  uint64_t* keys = nullptr;
+  int64_t* counts = nullptr;
+  int64_t* steps = nullptr;
+};
+
+class Vocabulary : public tensorflow::ResourceBase {
+ public:
+  explicit Vocabulary(const VocabularyOptions& options);
+
+  const VocabularyOptions& options() const { return options_; }
+  virtual int words() const = 0;
+  int bits() const { return bits_; }
+  int64_t buckets() const { return int64_t{1} << bits_; }
+  int64_t FirstBucket(int64_t rank) const {
+    return rank * buckets() / options_.world_size;
+  }
+  int64_t OwnerOf(int64_t bucket) const {
+    return ((bucket + 1) * options_.world_size - 1) / buckets();
+  }
+  // Rows of the first bucket, no other has more; and room for candidates.
+  int64_t slots() const { return Limit(0); }
+  int64_t candidate_slots() const {
+    return options_.min_count > 1 ? slots() : 0;
+  }
+  std::string DebugString() const override {
+    return "vocabulary of table '" + options_.name + "'";
+  }
+
+  // Counts the keys of one step, all ranks' together, and gives rows to those
+  // that are to have one. The rows in `resets` have lost their keys. A step
+  // that asks several times advances the first time only.
+  virtual absl::Status Learn(const std::vector<KeyRequest>& requests,
+                             bool advance, std::vector<int32_t>* resets) = 0;
+  // The rows of keys, changing nothing.
+  virtual absl::Status Find(const std::vector<KeyRequest>& requests) = 0;
+
+  virtual VocabularyCounts Counts() = 0;
+  virtual void Export(const KeyArrays& rows, const KeyArrays& candidates) = 0;
+  // Forgets all keys, and takes those of other arrays of `buckets` buckets in
+  // all: those of this rank. `slots` and `candidate_slots` are the arrays'.
+  virtual absl::Status Import(int64_t buckets, int64_t step,
+                              const KeyArrays& rows, int64_t slots,
+                              const KeyArrays& candidates,
+                              int64_t candidate_slots) = 0;
+
+  // Rows whose slots of an optimizer are still those of other keys.
+  void LeaveResets(const std::vector<int32_t>& rows);
+  std::vector<int32_t> TakeResets();
+
+ protected:
+  int64_t Limit(int64_t bucket) const {
+    return (options_.capacity - bucket + buckets() - 1) / buckets();
+  }
+  int32_t Row(int64_t bucket, int64_t slot) const {
+    return static_cast<int32_t>(1 + slot * buckets() + bucket);
+  }
+
+  // Why keys find no rows, or cannot be read.
+  absl::Status Full(int64_t bucket) const;
+  absl::Status Misdirected() const;
+  absl::Status DoesNotFit() const;
+  absl::Status Damaged() const;
+
+  const VocabularyOptions options_;
+  std::atomic<int> bits_;
+
+ private:
+  tensorflow::mutex resets_mutex_;
+  std::vector<int32_t> resets_;
+  int64_t left_ = 0;  // times that resets were left, and not taken
+};
+
+// A vocabulary of keys of one word (int64) or two (fingerprints).
+Vocabulary* NewVocabulary(const VocabularyOptions& options, int words);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_VOCABULARY_VOCABULARY_H_

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "custom_ops/common/allocate_output.h"
+#include "custom_ops/vocabulary/vocabulary.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace tfdist {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::core::RefCountPtr;
+using tensorflow::errors::InvalidArgument;
+using tensorflow::shape_inference::InferenceContext;
+
+// Rows are 32-bit numbers, and one is shared.
+constexpr int64_t kMostCapacity = std::numeric_limits<int32_t>::max() - 1;
+constexpr int64_t kMostBuckets = 1 << 20;
+
+REGISTER_OP("Tfdist>Vocabulary")
+    .Output("vocabulary: resource")
+    .Attr("table: string")
+    .Attr("capacity: int >= 1")
+    .Attr("buckets: int >= 1")
+    .Attr("words: int >= 1 = 1")
+    .Attr("min_count: int >= 1 = 1")
+    .Attr("evict: {'none', 'lru', 'lfu'} = 'none'")
+    .Attr("steps_to_live: int >= 0 = 0")
+    .Attr("full: {'error', 'shared_row'} = 'error'")
+    .Attr("unadmitted: {'zeros', 'shared_row'} = 'zeros'")
+    .Attr("rank: int >= 0 = 0")
+    .Attr("world_size: int >= 1 = 1")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Makes an empty vocabulary: which keys have which rows of a table.
+
+vocabulary: it lives as long as something refers to it.
+table: its name, for errors.
+capacity: keys that may have rows.
+buckets: a power of two; see vocabulary.h.
+words: of 64 bits, of a key.
+min_count: occurrences after which a key is admitted.
+evict: which keys give up their rows when none is left.
+steps_to_live: steps after which a key that was not seen expires; 0 for never.
+full: what a key gets if there is no row for it.
+unadmitted: what a key gets that occurred less often than min_count.
+rank, world_size: of this process, and the number of ranks.
+)doc");
+
+class VocabularyOp : public OpKernel {
+ public:
+  explicit VocabularyOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    std::string evict, full, unadmitted;
+    int64_t min_count;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("table", &options_.name));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("capacity", &options_.capacity));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("buckets", &options_.buckets));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("words", &words_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("min_count", &min_count));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("evict", &evict));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("steps_to_live", &options_.steps_to_live));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("full", &full));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("unadmitted", &unadmitted));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &options_.rank));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("world_size", &options_.world_size));
+    const int64_t buckets = options_.buckets;
+    OP_REQUIRES(
+        ctx,
+        words_ <= 2 && options_.capacity <= kMostCapacity &&
+            buckets <= options_.capacity && buckets <= kMostBuckets &&
+            (buckets & (buckets - 1)) == 0 &&
+            options_.rank < options_.world_size &&
+            min_count <= std::numeric_limits<uint32_t>::max(),
+        InvalidArgument(
+            "a vocabulary needs words of 1 or 2, capacity <= ", kMostCapacity,
+            ", buckets that are a power of two, at most capacity "
+            "and ",
+            kMostBuckets,
+            ", and rank < world_size. Received: ", options_.capacity, ", ",
+            buckets, ", ", options_.rank, " of ", options_.world_size));
+    options_.min_count = min_count;
+    options_.evict = evict == "lru"   ? VocabularyOptions::Evict::kLru
+                     : evict == "lfu" ? VocabularyOptions::Evict::kLfu
+                                      : VocabularyOptions::Evict::kNone;
+    options_.full_shares = full == "shared_row";
+    options_.unadmitted_shares = unadmitted == "shared_row";
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    Tensor handle(tensorflow::DT_RESOURCE, {});
+    handle.scalar<tensorflow::ResourceHandle>()() =
+        tensorflow::ResourceHandle::MakeRefCountingHandle<Vocabulary>(
+            NewVocabulary(options_, words_), ctx->device()->name());
+    ctx->set_output(0, handle);
+  }
+
+ private:
+  VocabularyOptions options_;
+  int words_ = 1;
+};
+
+REGISTER_OP("Tfdist>ExportKeys")
+    .Input("vocabulary: resource")
+    .Output("keys: int64")
+    .Output("counts: int64")
+    .Output("steps: int64")
+    .Output("candidates: int64")
+    .Output("candidate_counts: int64")
+    .Output("candidate_steps: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape)
+    .Doc(R"doc(
+Writes down the keys of the buckets that this rank owns.
+
+keys: [buckets, slots, words], the key of row 1 + slot * all buckets + bucket.
+counts: [buckets, slots], how often each was seen; 0 where there is no key.
+steps: [buckets, slots], when each was seen last.
+candidates, candidate_counts, candidate_steps: the same of keys that are not
+  admitted yet, ascending in every bucket.
+)doc");
+
+class ExportKeysOp : public OpKernel {
+ public:
+  explicit ExportKeysOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RefCountPtr<Vocabulary> vocabulary;
+    OP_REQUIRES_OK(ctx,
+                   tensorflow::LookupResource(
+                       ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
+    KeyArrays rows, candidates;
+    OP_REQUIRES_OK(ctx,
+                   Allocate(ctx, 0, *vocabulary, vocabulary->slots(), &rows));
+    OP_REQUIRES_OK(ctx, Allocate(ctx, 3, *vocabulary,
+                                 vocabulary->candidate_slots(), &candidates));
+    vocabulary->Export(rows, candidates);
+  }
+
+ private:
+  static absl::Status Allocate(OpKernelContext* ctx, int first,
+                               const Vocabulary& vocabulary, int64_t slots,
+                               KeyArrays* arrays) {
+    const int64_t rank = vocabulary.options().rank;
+    const int64_t buckets =
+        vocabulary.FirstBucket(rank + 1) - vocabulary.FirstBucket(rank);
+    Tensor* outputs[3];
+    TF_RETURN_IF_ERROR(AllocateOutput(
+        ctx, first, {buckets, slots, vocabulary.words()}, &outputs[0]));
+    for (int i = 1; i < 3; ++i) {
+      TF_RETURN_IF_ERROR(
+          AllocateOutput(ctx, first + i, {buckets, slots}, &outputs[i]));
+    }
+    for (Tensor* output : outputs) output->flat<int64_t>().setZero();
+    *arrays = {static_cast<uint64_t*>(outputs[0]->data()),
+               static_cast<int64_t*>(outputs[1]->data()),
+               static_cast<int64_t*>(outputs[2]->data())};
+    return absl::OkStatus();
+  }
+};
+
+REGISTER_OP("Tfdist>ImportKeys")
+    .Input("vocabulary: resource")
+    .Input("buckets: int64")
+    .Input("step: int64")
+    .Input("keys: int64")
+    .Input("counts: int64")
+    .Input("steps: int64")
+    .Input("candidates: int64")
+    .Input("candidate_counts: int64")
+    .Input("candidate_steps: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Replaces the keys of a vocabulary by those that ExportKeys wrote down.
+
+buckets: scalar, of all ranks; the vocabulary has as many from now on.
+step: scalar, how many steps it has learned from.
+keys, counts, steps: of the buckets that this rank owns; of a capacity that is
+  not larger.
+candidates, candidate_counts, candidate_steps: as far as there is room.
+)doc");
+
+class ImportKeysOp : public OpKernel {
+ public:
+  explicit ImportKeysOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RefCountPtr<Vocabulary> vocabulary;
+    OP_REQUIRES_OK(ctx,
+                   tensorflow::LookupResource(
+                       ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
+    const int64_t buckets = ctx->input(1).scalar<int64_t>()();
+    OP_REQUIRES(
+        ctx,
+        buckets >= 1 && buckets <= kMostBuckets &&
+            (buckets & (buckets - 1)) == 0 &&
+            buckets <= vocabulary->options().capacity,
+        InvalidArgument(
+            "Table '", vocabulary->options().name, "': keys in ", buckets,
+            " buckets do not fit a capacity "
+            "of ",
+            vocabulary->options().capacity,
+            ". Give DynamicVocabulary at least the capacity that was "
+            "saved."));
+    const auto& options = vocabulary->options();
+    const int64_t first = options.rank * buckets / options.world_size;
+    const int64_t own =
+        (options.rank + 1) * buckets / options.world_size - first;
+    for (int i : {3, 6}) OP_REQUIRES_OK(ctx, Check(ctx, i, own, *vocabulary));
+    OP_REQUIRES_OK(
+        ctx, vocabulary->Import(buckets, ctx->input(2).scalar<int64_t>()(),
+                                Arrays(ctx, 3), ctx->input(4).dim_size(1),
+                                Arrays(ctx, 6), ctx->input(7).dim_size(1)));
+  }
+
+ private:
+  static absl::Status Check(OpKernelContext* ctx, int first, int64_t buckets,
+                            const Vocabulary& vocabulary) {
+    const Tensor& keys = ctx->input(first);
+    const Tensor& counts = ctx->input(first + 1);
+    const Tensor& steps = ctx->input(first + 2);
+    if (counts.dims() == 2 && counts.dim_size(0) == buckets &&
+        counts.shape() == steps.shape() &&
+        keys.NumElements() == counts.NumElements() * vocabulary.words()) {
+      return absl::OkStatus();
+    }
+    return InvalidArgument(
+        "Table '", vocabulary.options().name,
+        "': keys, counts and steps must "
+        "be those of ",
+        buckets, " buckets, with ", vocabulary.words(),
+        " words a key. Received shapes: ", keys.shape().DebugString(), ", ",
+        counts.shape().DebugString(), ", ", steps.shape().DebugString());
+  }
+
+  static KeyArrays Arrays(OpKernelContext* ctx, int first) {
+    const auto data = [&](int i) { return ctx->input(first + i).data(); };
+    return {static_cast<uint64_t*>(data(0)), static_cast<int64_t*>(data(1)),
+            static_cast<int64_t*>(data(2))};
+  }
+};
+
+REGISTER_OP("Tfdist>VocabularyCounts")
+    .Input("vocabulary: resource")
+    .Output("counts: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(7));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Says how many keys there are on this rank.
+
+counts: rows in use, candidates, keys admitted, evicted and expired since the
+  start, steps, buckets of all ranks.
+)doc");
+
+class VocabularyCountsOp : public OpKernel {
+ public:
+  explicit VocabularyCountsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RefCountPtr<Vocabulary> vocabulary;
+    OP_REQUIRES_OK(ctx,
+                   tensorflow::LookupResource(
+                       ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {7}, &output));
+    const VocabularyCounts counts = vocabulary->Counts();
+    auto values = output->vec<int64_t>();
+    values(0) = counts.rows;
+    values(1) = counts.candidates;
+    values(2) = counts.admitted;
+    values(3) = counts.evicted;
+    values(4) = counts.expired;
+    values(5) = counts.step;
+    values(6) = vocabulary->buckets();
+  }
+};
+
+REGISTER_OP("Tfdist>TakeResets")
+    .Input("vocabulary: resource")
+    .Output("rows: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Takes the rows, of all ranks, that have lost their keys since it was last asked:
+slots of an optimizer are still those of other keys.
+)doc");
+
+class TakeResetsOp : public OpKernel {
+ public:
+  explicit TakeResetsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RefCountPtr<Vocabulary> vocabulary;
+    OP_REQUIRES_OK(ctx,
+                   tensorflow::LookupResource(
+                       ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
+    const std::vector<int32_t> rows = vocabulary->TakeResets();
+    Tensor* output = nullptr;
+    const int64_t count = rows.size();
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {count}, &output));
+    std::copy(rows.begin(), rows.end(), output->vec<int64_t>().data());
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>Vocabulary").Device(tensorflow::DEVICE_CPU), VocabularyOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>ExportKeys").Device(tensorflow::DEVICE_CPU), ExportKeysOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>ImportKeys").Device(tensorflow::DEVICE_CPU), ImportKeysOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>VocabularyCounts").Device(tensorflow::DEVICE_CPU),
+    VocabularyCountsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>TakeResets").Device(tensorflow::DEVICE_CPU), TakeResetsOp);
+
+}  // namespace
+}  // namespace tfdist

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies that grow, against their rules in plain Python.
+
+All ranks of a world are in this process: each asks, messages are carried, each
+answers.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.reference.vocabulary import Full
+from tests.reference.vocabulary import Vocabulary
+from tfdist_ext.ops import vocabulary_ops
+from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+
+RULES = {
+    "plain": {},
+    "counted": {"min_count": 3, "unadmitted": "shared_row"},
+    "least_recent": {"evict": "lru"},
+    "least_often": {"evict": "lfu", "min_count": 2, "full": "shared_row"},
+    "short_lived": {"steps_to_live": 3, "full": "shared_row"},
+    "everything": {
+        "evict": "lru",
+        "min_count": 2,
+        "steps_to_live": 4,
+        "full": "shared_row",
+    },
+    "strings": {"evict": "lfu", "key_dtype": "string"},
+}
+# Where to be full is an error, and not what is tried.
+CAPACITY = {"plain": 200, "counted": 600, "strings": 240, "least_recent": 240}
+
+
+class InFourBuckets(DynamicVocabulary):
+    """Of few keys all the same, so that the tests are short."""
+
+    buckets = 4
+
+
+def config_of(rule):
+    return InFourBuckets(CAPACITY.get(rule, 60), **RULES[rule])
+
+
+class World:
+    """The ranks of a world, each with its part of a vocabulary."""
+
+    def __init__(self, config, world_size):
+        self.handles = [
+            vocabulary_ops.vocabulary("t", config, rank, world_size)
+            for rank in range(world_size)
+        ]
+        self.resets = []
+
+    def exchange(self, messages):
+        """What every rank gets of the messages (payload, splits) of all."""
+        pieces = [
+            np.split(payload.numpy(), np.cumsum(splits)[:-1])
+            for payload, splits in messages
+        ]
+        for rank in range(len(messages)):
+            mine = [each[rank] for each in pieces]
+            yield (
+                tf.constant(np.concatenate(mine)),
+                tf.constant([len(piece) for piece in mine], tf.int64),
+            )
+
+    def rows(self, keys, learn=True, advance=True):
+        """The rows of keys, of which every rank has a part."""
+        parts = np.array_split(keys, len(self.handles))
+        asked = [
+            vocabulary_ops.ask_keys([handle], [tf.constant(part)], [0])
+            for handle, part in zip(self.handles, parts, strict=True)
+        ]
+        answers = [
+            vocabulary_ops.answer_keys(
+                [handle], *message, learn=learn, advance=advance
+            )
+            for handle, message in zip(
+                self.handles,
+                self.exchange([each[:2] for each in asked]),
+                strict=True,
+            )
+        ]
+        found = []
+        for handle, message, (_, _, positions, counts), part in zip(
+            self.handles, self.exchange(answers), asked, parts, strict=True
+        ):
+            rows, (resets,) = vocabulary_ops.read_rows(
+                [handle], *message, positions, counts, [len(part)]
+            )
+            found.append(rows.numpy())
+            self.resets = sorted(resets.numpy())
+            taken = vocabulary_ops.take_resets(handle)
+            assert sorted(taken.numpy()) == self.resets
+        return np.concatenate(found)
+
+    def export(self):
+        parts = [vocabulary_ops.export_keys(h) for h in self.handles]
+        return [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+    def totals(self):
+        return sum(
+            vocabulary_ops.vocabulary_counts(h).numpy()[:5]
+            for h in self.handles
+        )
+
+    def import_(self, arrays, step):
+        buckets, size = len(arrays[0]), len(self.handles)
+        for rank, handle in enumerate(self.handles):
+            own = slice(rank * buckets // size, (rank + 1) * buckets // size)
+            part = [tf.constant(array[own]) for array in arrays]
+            vocabulary_ops.import_keys(handle, buckets, step, part)
+
+
+def batches(seed, distinct, steps, size=200, words=1):
+    """Keys in which new ones and old ones come, of all 64 bits."""
+    generator = np.random.default_rng(seed)
+    known = generator.integers(-(2**63), 2**63, [distinct, words])
+    known[:3, 0] = [0, -1, -(2**63)]
+    known = known[:, 0] if words == 1 else known
+    for step in range(steps):
+        places = generator.zipf(1.3, size) + step * distinct // (3 * steps)
+        yield known[places % distinct]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_hand_out_the_rows_of_one_process(rule):
+    words = 2 if rule == "strings" else 1
+    config = config_of(rule)
+    distinct = config.capacity // 2 if rule == "plain" else 300
+    expected = Vocabulary(config)
+    worlds = [World(config, size) for size in (1, 2, 3)]
+    for step, keys in enumerate(batches(1, distinct, 40, words=words)):
+        advance = step % 5 > 0  # a second lookup of the step
+        wanted = expected.learn(keys, advance)
+        for world in worlds:
+            np.testing.assert_array_equal(
+                world.rows(keys, advance=advance), wanted
+            )
+            assert world.resets == sorted(expected.resets)
+    other = next(batches(2, distinct, 1, words=words))
+    unknown = np.concatenate([keys, other])
+    for world in worlds:
+        np.testing.assert_array_equal(
+            world.rows(unknown, learn=False), expected.find(unknown)
+        )
+        rows, _, admitted, evicted, expired = world.totals()
+        assert rows == len(expected.rows())
+        assert admitted == expected.totals["admitted"] > 0
+        assert evicted == expected.totals["evicted"]
+        assert expired == expected.totals["expired"]
+    assert bool(config.evict) == (expected.totals["evicted"] > 0)
+
+
+def test_one_rank_needs_no_messages():
+    config = config_of("everything")
+    world, handle = World(config, 1), World(config, 1).handles[0]
+    for keys in batches(3, 300, 20):
+        rows, (resets,) = vocabulary_ops.local_rows(
+            [handle],
+            [tf.constant(keys[:50]), tf.constant(keys[50:])],
+            [0, 0],
+            learn=True,
+            advance=True,
+        )
+        np.testing.assert_array_equal(rows, world.rows(keys))
+        assert sorted(resets.numpy()) == world.resets
+
+
+@pytest.mark.parametrize("rule", ["everything", "strings"])
+def test_keys_are_restored_at_another_world_size_and_go_on_alike(rule):
+    words = 2 if rule == "strings" else 1
+    config = config_of(rule)
+    old, new = World(config, 3), World(config, 2)
+    first, *rest = np.array_split(list(batches(4, 300, 30, words=words)), [15])
+    for keys in first:
+        old.rows(keys)
+    arrays = old.export()
+    new.import_(arrays, step=len(first))
+    for exported, again in zip(arrays, new.export(), strict=True):
+        np.testing.assert_array_equal(exported, again)
+    for keys in rest[0]:
+        np.testing.assert_array_equal(old.rows(keys), new.rows(keys))
+        assert old.resets == new.resets
+
+
+def test_a_larger_vocabulary_keeps_the_rows_and_a_smaller_one_refuses():
+    keys = np.arange(40)
+    world = World(DynamicVocabulary(40), 2)
+    rows = world.rows(keys)
+    larger = World(DynamicVocabulary(9000), 3)  # would have two buckets
+    larger.import_(world.export(), step=1)
+    np.testing.assert_array_equal(larger.rows(keys), rows)
+    more = larger.rows(np.arange(5000))
+    assert len(set(more)) == 5000 and more.max() == 5000
+    with pytest.raises(tf.errors.InvalidArgumentError, match="capacity of 39"):
+        World(DynamicVocabulary(39), 1).import_(world.export(), step=1)
+
+
+def test_a_full_vocabulary_ends_the_step_on_every_rank():
+    config = DynamicVocabulary(10)
+    keys = np.arange(11)
+    with pytest.raises(Full):
+        Vocabulary(config).learn(keys)
+    with pytest.raises(
+        tf.errors.FailedPreconditionError,
+        match=r"Table 't': no row is left.*capacity of 10.*shared_row",
+    ):
+        World(config, 2).rows(keys)
+
+
+def test_damaged_keys_are_refused():
+    world = World(DynamicVocabulary(9000), 1)  # of two buckets
+    world.rows(np.arange(100))
+    arrays = world.export()
+    arrays[0] = arrays[0][::-1]
+    arrays[1] = arrays[1][::-1]
+    with pytest.raises(tf.errors.DataLossError, match="'t' are damaged"):
+        world.import_(arrays, step=1)
+    payload, *_ = vocabulary_ops.ask_keys(
+        world.handles, [tf.range(5, dtype=tf.int64)], [0]
+    )
+    for wrong in (payload[:-1], tf.concat([payload, payload], 0)):
+        with pytest.raises(tf.errors.DataLossError, match="rank 0 sent"):
+            vocabulary_ops.answer_keys(
+                world.handles, wrong, [len(wrong)], learn=True, advance=True
+            )
