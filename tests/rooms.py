@@ -119,6 +119,7 @@ WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "tables")
 
 PUBLIC = {
     "tfdist_ext": {
+        "DynamicVocabulary",
         "FeatureConfig",
         "HybridParallelStrategy",
         "Machine",
@@ -137,6 +138,7 @@ PUBLIC = {
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",
+        "DynamicVocabulary",
         "Embedding",
         "FeatureConfig",
         "FullSparse",

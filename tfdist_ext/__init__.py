@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from tfdist_ext.serving.deltas import apply_delta
     from tfdist_ext.serving.deltas import export_delta
     from tfdist_ext.serving.exporting import export
+    from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
     from tfdist_ext.tables.placement import TablePlacement
     from tfdist_ext.tables.table_config import FeatureConfig
     from tfdist_ext.tables.table_config import TableConfig
     from tfdist_ext.version import VERSION as __version__
 
 __all__ = [
+    "DynamicVocabulary",
     "FeatureConfig",
     "HybridParallelStrategy",
     "Machine",
@@ -47,6 +49,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     places = {
+        "DynamicVocabulary": "tables.dynamic_vocabulary",
         "FeatureConfig": "tables.table_config",
         "HybridParallelStrategy": "distribute.strategy",
         "Machine": "planner.machine",

@@ -178,3 +178,42 @@ def fix(variable: Any) -> None:
 def is_fixed(variable: Any) -> bool:
     """Whether a table's parts must stay where they are."""
     return bool(getattr(value_of(variable), "_tfdist_fixed", False))
+
+
+def set_keys(variable: Any, keys: Any) -> None:
+    """Says which keys have the rows of a table whose vocabulary grows."""
+    value_of(variable)._tfdist_keys = keys
+
+
+def keys_of(variable: Any) -> Any:
+    """What `set_keys` said of a table, None of others."""
+    return getattr(value_of(variable), "_tfdist_keys", None)
+
+
+def set_grows(variable: Any) -> None:
+    """Says that a whole table, or slot, may be restored from one of fewer rows.
+
+    Args:
+        variable: of TensorFlow.
+    """
+    variable._tfdist_grows = True
+
+
+def grows(variable: Any) -> bool:
+    """Whether `set_grows` was said of a variable."""
+    return getattr(variable, "_tfdist_grows", False)
+
+
+def set_slicing(saved: Any, slicing: Any) -> None:
+    """Says how an object that grows is read of a smaller checkpoint.
+
+    Args:
+        saved: a variable, or another object that is saved in slices.
+        slicing: maps a shape in the file to the slice that is read.
+    """
+    saved._tfdist_slicing = slicing
+
+
+def slicing(saved: Any) -> Any:
+    """What `set_slicing` said, None of what does not grow."""
+    return getattr(saved, "_tfdist_slicing", None)

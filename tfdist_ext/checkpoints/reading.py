@@ -8,10 +8,13 @@ is damaged, changes no variable of any rank.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.checkpoints import saved_objects
 from tfdist_ext.collectives.collectives import Collectives
 
@@ -48,6 +51,7 @@ def restore(
     counted = saver._restore_fn_to_keys
     later = {fn: _Later(fn, read) for fn in counted}
     _name_own_states(saver, file_prefix, collectives)
+    _fit_slices(saver, file_prefix)
     saver._keys_to_restore_fn = {k: later[fn] for k, fn in functions.items()}
     saver._restore_fn_to_keys = {later[fn]: k for fn, k in counted.items()}
     # Otherwise read in a tf.function, where exchanges of arrays cannot run.
@@ -58,6 +62,7 @@ def restore(
         saver._keys_to_restore_fn = functions
         saver._restore_fn_to_keys = counted
     for fn, tensors in read:
+        _add_new_rows(fn, tensors)
         _check_shapes(fn, tensors)
     collectives.barrier("checkpoint/read")
     while read:  # Values are dropped one by one, as they are assigned.
@@ -89,6 +94,19 @@ def _variables(fn: Any) -> list[Any]:
         for name in _VARIABLES
         if hasattr(saveable, name)
     ]
+
+
+def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
+    """Leaves rows as they are by which a whole table has grown."""
+    for variable in _variables(fn):
+        inner = saved_objects.variable_of(variable)
+        if not marks.grows(inner) or len(tensors) != 1:
+            continue
+        ((name, value),) = tensors.items()
+        rows = value.shape[0]
+        if rows < inner.shape[0]:
+            now = tf.convert_to_tensor(inner)
+            tensors[name] = tf.concat([value, now[rows:]], 0)
 
 
 def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
@@ -134,6 +152,28 @@ def _name_own_states(
         tensor._tensor_save_spec.name = saved_objects.name_of_rank(
             name, group.rank
         )
+
+
+def _fit_slices(saver: Any, file_prefix: Any) -> None:
+    """Reads slices of what has grown since it was saved."""
+    growing = [
+        (tensors, place, slicing)
+        for tensors in saver._shardable_tensors_by_task.values()
+        for place, tensor in enumerate(tensors)
+        for found in _objects(tensor.trackable)
+        if (slicing := saved_objects.slicing(found)) is not None
+    ]
+    if not growing:
+        return
+    path = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    for tensors, place, slicing in growing:
+        tensor = tensors[place]
+        if tensor.checkpoint_key in saved:
+            # What is read is handed out by the slice that was asked for.
+            spec = copy.copy(tensor._tensor_save_spec)
+            spec.slice_spec = slicing(tuple(saved[tensor.checkpoint_key]))
+            tensors[place] = dataclasses.replace(tensor, _tensor_save_spec=spec)
 
 
 def _objects(trackable: Any) -> list[Any]:

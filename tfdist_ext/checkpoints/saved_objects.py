@@ -47,6 +47,14 @@ def is_shard(trackable: Any) -> bool:
     return marks.collectives_of_shard(found) is not None
 
 
+def slicing(trackable: Any) -> Any:
+    """How what grows is read of a smaller checkpoint, None of all else."""
+    found = variable_of(trackable)
+    if isinstance(found, internals.DistributedValues):
+        return None
+    return marks.slicing(found)
+
+
 def is_sum(trackable: Any) -> bool:
     """Whether reading it is an exchange, as of a metric of tf_keras."""
     return isinstance(variable_of(trackable), internals.SyncOnReadVariable)

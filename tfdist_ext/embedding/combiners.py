@@ -38,7 +38,8 @@ def combine(
 
 def _weight_sums(ids: Ids, feature: Feature, squared: bool) -> tf.Tensor:
     """Sums of the weights, or of their squares, of every sample's ids."""
-    drops = feature.out_of_range == "ignore"
+    # A key without a row has one of zeros, which counts.
+    drops = feature.out_of_range == "ignore" and feature.keys is None
 
     def of_ones() -> tf.Tensor:
         return tf.cast(ids.row_splits[1:] - ids.row_splits[:-1], tf.float32)

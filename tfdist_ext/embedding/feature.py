@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tfdist_ext.tables.choices import Combiner
 from tfdist_ext.tables.choices import OutOfRange
@@ -22,6 +23,7 @@ class Feature:
         combiner: what happens to the rows of a sample.
         out_of_range: what an id outside of the table does.
         unique: whether unique rows travel, not sums of rows.
+        keys: `KeyShard` of a table whose vocabulary grows, None of others.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Feature:
     combiner: Combiner = "sum"
     out_of_range: OutOfRange = "error"
     unique: bool = False
+    keys: Any = None
 
     @property
     def placement(self) -> FeaturePlacement:

@@ -24,6 +24,7 @@ from tfdist_ext.embedding.input_dist import input_dist
 from tfdist_ext.embedding.local import local_lookup
 from tfdist_ext.embedding.lookup import lookup
 from tfdist_ext.embedding.output_dist import output_dist
+from tfdist_ext.embedding.rows_of_keys import rows_of_keys
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.prefetch import exchange_ahead
@@ -52,6 +53,7 @@ def pooled_lookup(
     collectives: Collectives | None,
     wire: Wire,
     ahead: Ahead | None = None,
+    learn: bool = False,
 ) -> list[tf.Tensor]:
     """Looks up all features; those of partitioned tables in one exchange.
 
@@ -62,6 +64,7 @@ def pooled_lookup(
         collectives: of the strategy, None in one process.
         wire: how numbers travel.
         ahead: the next batch, None to exchange ids when they are needed.
+        learn: see `rows_of_keys`.
 
     Returns:
         Per feature float32 `[b, dim]`.
@@ -77,13 +80,10 @@ def pooled_lookup(
     known = None if ahead else rehearsal.answer_of(asked)
     if known:
         return known
+    ids = rows_of_keys(asked, collectives, learn)
     results: dict[int, tf.Tensor] = {}
     for partitioned in (False, True):
-        chosen = [
-            index
-            for index, feature in enumerate(features)
-            if feature.spec.partitioned == partitioned
-        ]
+        chosen = _those(features, partitioned)
         if not chosen:
             continue
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
@@ -102,6 +102,15 @@ def pooled_lookup(
     return [
         combiners.combine(results[index], ids[index], feature)
         for index, feature in enumerate(features)
+    ]
+
+
+def _those(features: Sequence[Feature], partitioned: bool) -> list[int]:
+    """The features whose tables are partitioned, or not."""
+    return [
+        index
+        for index, feature in enumerate(features)
+        if feature.spec.partitioned == partitioned
     ]
 
 

@@ -7,11 +7,13 @@ from tfdist_ext.layers.embedding import Embedding
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sharded_top_k import ShardedTopK
 from tfdist_ext.layers.shared_exchange import SharedExchange
+from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
 __all__ = [
     "DistributedEmbedding",
+    "DynamicVocabulary",
     "Embedding",
     "FeatureConfig",
     "FullSparse",

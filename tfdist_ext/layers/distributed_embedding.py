@@ -21,7 +21,7 @@ from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.layers import layer_plan
 from tfdist_ext.layers.feature_configs import FeatureConfigs
-from tfdist_ext.layers.sparse_layer import SparseLayer
+from tfdist_ext.layers.growing_tables import GrowingTables
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.sharding import whole_tables
@@ -36,7 +36,7 @@ Nest = Any
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class DistributedEmbedding(SparseLayer):
+class DistributedEmbedding(GrowingTables):
     """Looks up all features of a model, and reduces each per sample.
 
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
@@ -101,6 +101,7 @@ class DistributedEmbedding(SparseLayer):
         del table_stacking, update_stats
         self._configs = FeatureConfigs.of(feature_configs)
         self._variables: list[Any] = []
+        self._refuse_prefetched_keys(self._configs.tables)
         self.plan = self._given_plan = plan
         self.plan_given = plan is not None
 
@@ -120,6 +121,7 @@ class DistributedEmbedding(SparseLayer):
                 placement,
                 rank,
                 world_size,
+                grows=table.vocabulary is not None,
             )
             for table, placement in zip(
                 self._configs.tables, placements, strict=True
@@ -130,6 +132,13 @@ class DistributedEmbedding(SparseLayer):
             for config in self._configs.features
         ]
         self._agree(features)
+        self._add_keys(self._configs.tables, specs)
+        features = [
+            dataclasses.replace(
+                feature, keys=self._keys.get(specs[feature.table].table)
+            )
+            for feature in features
+        ]
         self._variables = [
             self._add(table, spec)
             for table, spec in zip(self._configs.tables, specs, strict=True)
@@ -143,6 +152,7 @@ class DistributedEmbedding(SparseLayer):
             spec,
             keras.initializers.get(table.initializer),
             optimizer=self._configs.optimizers.get(table.name),
+            keys=self._keys.get(table.name),
             dtype=table.dtype,
         )
         # Checkpoints find attributes; Keras 3 hides lists from them.
@@ -161,7 +171,8 @@ class DistributedEmbedding(SparseLayer):
             table,
             specs[table],
             config.table.combiner or "sum",
-            config.table.out_of_range,
+            # Keys without a row have the row -1.
+            "ignore" if config.table.vocabulary else config.table.out_of_range,
             placements[table].deduplicate,
         )
 
@@ -217,18 +228,18 @@ class DistributedEmbedding(SparseLayer):
             inputs: nest of ids, see the class; or what `preprocess` made.
             weights: None, or a nest of numbers like the ids; `[batch]` is
                 one for all ids of a sample.
-            training: not used.
+            training: whether vocabularies that grow learn new keys. They do,
+                too, wherever a gradient tape records.
 
         Returns:
             A nest like `feature_configs` of `[batch, embedding_dim]`, or of
             sequences, see the class, in the layer's compute dtype.
         """
-        del training
         if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
             inputs, weights = inputs["ids"], inputs["weights"]
         if is_symbolic_build():
             return self._configs.zeros(inputs, self.name, self.prefetch_ids)
-        outputs = self._look_up(inputs, weights)
+        outputs = self._look_up(inputs, weights, learn=training)
         for output, feature in zip(outputs, self._features, strict=True):
             output.set_shape([None, feature.spec.dim])
         return self._configs.pack(

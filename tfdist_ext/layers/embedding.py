@@ -24,6 +24,7 @@ from tfdist_ext.planner import reduction
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
+from tfdist_ext.tables import dynamic_vocabulary
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -114,6 +115,7 @@ class Embedding(OneTable):
             out_of_range=out_of_range,
             **kwargs,
         )
+        dynamic_vocabulary.refuse("input_dim", input_dim, where)
         self.input_dim = checks.integer(
             "input_dim", input_dim, 1, where, SIZES["vocabulary_size"]
         )

@@ -31,12 +31,14 @@ class _Value:
         ids: of the feature, cut to the length of its sequences.
         length: that length, `[m]`.
         kept: whether the row of every id is kept.
+        texts: whether ids are strings.
     """
 
     name: str
     ids: Any
     length: id_outlines.Sizes
     kept: bool
+    texts: bool
 
     def weights(self, weights: Any) -> Any:
         """The weights of the ids, None if they have none."""
@@ -131,13 +133,15 @@ class FeatureConfigs:
         ):
             name = f"{layer}/{config.name}"
             length = config.output_shape[1:-1]
+            vocabulary = config.table.vocabulary
+            texts = vocabulary is not None and vocabulary.key_dtype == "string"
             if config.table.combiner is None:
                 ids = id_outlines.of_length(ids, length, name)
-                found.append(_Value(name, ids, length, kept=True))
+                found.append(_Value(name, ids, length, True, texts))
             else:
                 rows = config.table.vocabulary_size
                 sparse_inputs.refuse_matrix(ids, rows, layer)
-                found.append(_Value(name, ids, (), kept=False))
+                found.append(_Value(name, ids, (), False, texts))
         return found
 
     def ids(self, inputs: Nest, weights: Nest, layer: str) -> list[list[Ids]]:
@@ -155,7 +159,7 @@ class FeatureConfigs:
         if weights is not None:
             given = self.flatten(weights, "weights", layer)
         return [
-            [sparse_inputs.ids_of(v.ids, v.weights(w), v.name, v.kept)]
+            [sparse_inputs.ids_of(v.ids, v.weights(w), v.name, v.kept, v.texts)]
             for v, w in zip(self._values(inputs, layer), given, strict=True)
         ]
 

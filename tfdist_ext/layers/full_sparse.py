@@ -25,6 +25,7 @@ from tfdist_ext.planner import reduction
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
+from tfdist_ext.tables import dynamic_vocabulary
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -258,6 +259,7 @@ class FullSparse(OneTable):
 def _rows(input_dim: int | None, units: int, where: str) -> int | None:
     if input_dim is None:
         return None
+    dynamic_vocabulary.refuse("input_dim", input_dim, where)
     input_dim = checks.integer("input_dim", input_dim, 1, where)
     if units > input_dim:
         warnings.warn(

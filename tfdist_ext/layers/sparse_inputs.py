@@ -35,6 +35,12 @@ _VALUES = (
     "their own"
 )
 
+_TEXTS = (
+    "strings, as its table's key_dtype is 'string', [batch], [batch, k] or of "
+    "more dimensions, a RaggedTensor of strings [batch, None], or a "
+    "SparseTensor whose values are strings"
+)
+
 
 def is_weighted_pair(inputs: Any) -> bool:
     """Whether `inputs` is one feature: ragged ids and ragged weights."""
@@ -127,7 +133,13 @@ def sizes_of(shape: Any) -> list[int | None]:
     return []
 
 
-def ids_of(value: Any, weights: Any, layer: str, kept: bool = False) -> Ids:
+def ids_of(
+    value: Any,
+    weights: Any,
+    layer: str,
+    kept: bool = False,
+    texts: bool = False,
+) -> Ids:
     """CSR ids of a feature whose ids are given as values.
 
     A list is the ids of the last dimension, or, where rows are kept, one id.
@@ -142,17 +154,19 @@ def ids_of(value: Any, weights: Any, layer: str, kept: bool = False) -> Ids:
             of a sample.
         layer: name, for errors.
         kept: whether the row of every id is kept.
+        texts: whether ids are strings, as keys of a vocabulary may be.
 
     Raises:
         ValueError: for an input of another kind.
     """
+    kinds = _TEXTS if texts else _VALUES
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
-        found = _require_ids(value.values, layer, _VALUES)
+        found = _require_ids(value.values, layer, kinds)
         splits = _one_each(found) if kept else _splits_of_sparse(value)
         ids = Ids(found, splits, tf.zeros([0]))
     else:
-        ids = _without_weights(value, layer, _VALUES, kept)
+        ids = _without_weights(value, layer, kinds, kept)
     if weights is None:
         return ids
     composites = tf.SparseTensor | tf.RaggedTensor
@@ -228,10 +242,11 @@ def _is_float(value: Any) -> bool:
 
 
 def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> tf.Tensor:
-    """The ids as int32 or int64."""
+    """The ids as int32 or int64, or as strings."""
+    good = (tf.string,) if kinds is _TEXTS else (tf.int32, tf.int64)
     if values.dtype in _SMALL_IDS:
         values = tf.cast(values, tf.int64)
-    if values.dtype not in (tf.int32, tf.int64) or values.shape.rank != 1:
+    if values.dtype not in good or values.shape.rank != 1:
         raise ValueError(
             f"Layer '{layer}' takes {kinds}. Received values of dtype "
             f"{values.dtype.name} and shape {values.shape}."

@@ -93,11 +93,12 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """What files hold of this layer alone, by name."""
         return {}
 
-    def _look_up(self, *inputs: Any) -> list[tf.Tensor]:
+    def _look_up(self, *inputs: Any, learn: bool = False) -> list[tf.Tensor]:
         """Pooled rows of every feature, float32 `[batch, dim]`.
 
         Args:
             *inputs: for `_ids`, or the one that `preprocess` made.
+            learn: see `pooled_lookup`.
         """
         place = None if self._collectives is None else self._place_ahead
         ids, ahead = prefetched_ids.for_call(inputs[0], place) or (
@@ -111,6 +112,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             self._collectives,
             self.wire,
             ahead,
+            learn,
         )
 
     def _made_tables(self) -> list[Any]:
@@ -177,6 +179,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         spec: ShardSpec,
         initializer: Any,
         optimizer: Any = None,
+        keys: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Adds the weight that holds this rank's part of a table.
@@ -186,6 +189,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             spec: which part.
             initializer: of Keras, for the whole table.
             optimizer: for this table alone, None to leave it to the model's.
+            keys: `KeyShard` of a table whose vocabulary grows, else None.
             **kwargs: for `add_weight`.
         """
         with sharded_variable.creating(spec):
@@ -200,6 +204,8 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
 
         def made() -> None:
             whole_tables.accept_whole(variable)
+            if keys is not None:
+                keys.attach(keras_internals.value_of(variable))
             if optimizer is not None:
                 table_optimizers.attach(variable, optimizer)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers.clipping import clip_gradients
@@ -51,15 +52,17 @@ class _Keras3Differences(_Optimizer):
                 return tf.fill(shape, tf.cast(value, dtype))
 
         if is_bfloat16_table(reference_variable):
-            return self._add_beside(
+            slot = self._add_beside(
                 reference_variable,
                 name or "var",
                 initializer,
                 reference_variable.shape,
             )
-        return super().add_variable_from_reference(
-            reference_variable, name=name, initializer=initializer
-        )
+        else:
+            slot = super().add_variable_from_reference(
+                reference_variable, name=name, initializer=initializer
+            )
+        return self._note_slot(reference_variable, slot, value or 0.0)
 
     def _add_slot(
         self, variable: Any, name: str, value: float, per_row: bool
@@ -72,9 +75,10 @@ class _Keras3Differences(_Optimizer):
             return self.add_variable_from_reference(
                 variable, name=name, initializer=initializer
             )
-        return self._add_beside(
+        slot = self._add_beside(
             variable, name, initializer, (variable.shape[0],)
         )
+        return self._note_slot(variable, slot, value)
 
     def _add_beside(
         self, variable: Any, name: str, initializer: Any, shape: Any
@@ -178,11 +182,12 @@ class _LegacyDifferences(_Optimizer):
             return None
         shape = variable.shape[:1] if per_row else variable.shape
         initializer = tf.keras.initializers.Constant(value)
-        return self.add_variable_from_reference(
+        slot = self.add_variable_from_reference(
             variable,
             name,
             initial_value=initializer(shape, _slot_dtype(variable)),
         )
+        return self._note_slot(variable, slot, value)
 
     def add_variable_from_reference(
         self,
@@ -197,6 +202,15 @@ class _LegacyDifferences(_Optimizer):
         """
         if self._hands_on(model_variable):
             return None
+        if initial_value is None and marks.keys_of(model_variable):
+            slot = self.add_variable_from_reference(
+                model_variable,
+                variable_name,
+                initial_value=tf.zeros(
+                    shape or model_variable.shape, _slot_dtype(model_variable)
+                ),
+            )
+            return self._note_slot(model_variable, slot, 0.0)
         if not is_bfloat16_table(model_variable):
             return super().add_variable_from_reference(
                 model_variable, variable_name, shape, initial_value

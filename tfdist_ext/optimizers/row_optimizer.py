@@ -64,6 +64,12 @@ class RowOptimizer(KerasDifferences):
         if any(shard_spec(variable) is not None for variable in variables):
             check_supported(self)
         for variable in variables:
+            if marks.keys_of(variable) and getattr(self, "use_ema", None):
+                raise ValueError(
+                    "Argument `use_ema` is not supported with a vocabulary "
+                    f"that grows: the average of '{variable.name}' would mix "
+                    "keys that had the same row. Leave it out."
+                )
             if is_bfloat16_table(variable) and getattr(self, "use_ema", None):
                 raise ValueError(
                     "Argument `use_ema` is not supported with tables of "
@@ -132,6 +138,9 @@ class RowOptimizer(KerasDifferences):
             gradient = without_duplicates(gradient)
             super().update_step(gradient, variable, *learning_rate)
             return
+        keys = marks.keys_of(variable)
+        if keys is not None:
+            keys.reset_slots()
         self._update_rows(
             self._native(variable),
             tf.cast(gradient.indices, tf.int64),
@@ -148,6 +157,13 @@ class RowOptimizer(KerasDifferences):
     ) -> None:
         """Updates rows int64 `[n]` of a variable with grads `[n, dim]`."""
         raise NotImplementedError
+
+    def _note_slot(self, variable: Any, slot: Any, value: float) -> Any:
+        """Says what a slot begins with, where rows may get other keys."""
+        keys = marks.keys_of(variable)
+        if keys is not None and slot is not None:
+            keys.adopt_slot(self._native(slot), float(value))
+        return slot
 
     def _rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
         """Another seed per step, variable, rank and use within a step."""

@@ -102,8 +102,17 @@ def check_table_optimizer(optimizer: Any, variable: Any) -> None:
 
     Raises:
         ValueError: if the table has an optimizer for itself and `optimizer`
-            is not of this package.
+            is not of this package, or if it would have to reset slots.
     """
+    keys = marks.keys_of(variable)
+    by_rows = marks.does_work_over_ranks(optimizer)
+    if keys is not None and keys.config.takes_back and not by_rows:
+        raise ValueError(
+            f"Table '{variable.name}' gives rows of evicted keys to other "
+            f"ones, and {type(optimizer).__name__} would go on with the slots "
+            "of the former. Give the model an optimizer of "
+            "tfdist_ext.optimizers, or leave out `evict` and `steps_to_live`."
+        )
     has_own = marks.own_optimizer(variable) is not None
     if has_own and not marks.does_work_over_ranks(optimizer):
         raise ValueError(

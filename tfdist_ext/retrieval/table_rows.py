@@ -156,8 +156,15 @@ def variable_of(given: Any, table: str | None) -> Any:
         table: its name, if the layer has several.
 
     Raises:
-        ValueError: for a layer that is not built, or without that table.
+        ValueError: for a layer that is not built, or without that table, or a
+            table whose vocabulary grows.
     """
+    found = _variable_of(given, table)
+    _refuse_growing(found)
+    return found
+
+
+def _variable_of(given: Any, table: str | None) -> Any:
     if not isinstance(given, tf.keras.layers.Layer):
         return given
     if not given.built:
@@ -178,3 +185,12 @@ def variable_of(given: Any, table: str | None) -> Any:
             f"'{given.name}', {sorted(tables)}. Received: table={table!r}."
         )
     return given.table_variables()[tables[table]]
+
+
+def _refuse_growing(variable: Any) -> None:
+    if marks.keys_of(variable) is not None:
+        raise ValueError(
+            f"Table '{variable.name}' has a vocabulary that grows: rows "
+            "without a key would be candidates too. Give the rows of its keys "
+            "(`get_vocabularies`) as a tensor."
+        )

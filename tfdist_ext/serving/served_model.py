@@ -135,6 +135,12 @@ class ServedModel(tf.Module):
 def _table(
     made: dict[int, ServedTable], lookup: Lookup, feature: Any, dtype: str
 ) -> ServedTable:
+    if feature.keys is not None:
+        raise ValueError(
+            f"Table '{feature.spec.table}' has a vocabulary that grows, which "
+            "cannot be exported yet. Take its keys (`get_vocabularies`) and "
+            "rows (`get_embedding_tables`) out of the layer instead."
+        )
     source = value_of(lookup.tables[feature.table])
     if id(source) not in made:
         known = {table.table_name for table in made.values()}

@@ -34,9 +34,49 @@ def attach(
 ) -> None:
     """Makes a shard save and restore itself as a slice of its table."""
     shard = _SavedShard(variable, spec, collectives)
-    variable._serialize_to_tensors = shard.serialize
-    variable._restore_from_tensors = shard.restore
+    save_by(variable, shard.serialize, shard.restore)
     marks.set_collectives(variable, collectives)
+    if spec.grows:
+        marks.set_slicing(variable, shard.slice_in)
+
+
+def save_by(saved: Any, serialize: Any, restore: Any) -> None:
+    """Lets an object save itself by rules of its own.
+
+    Args:
+        saved: an object that TensorFlow tracks.
+        serialize: makes tensors, or `SaveSpec` of slices, by name.
+        restore: takes what was read, by name.
+    """
+    saved._serialize_to_tensors = serialize
+    saved._restore_from_tensors = restore
+
+
+def attach_whole(variable: tf.Variable, table: str) -> None:
+    """Lets a whole table, or a slot, be restored from one of fewer rows.
+
+    Args:
+        variable: one process's.
+        table: its name, for errors.
+    """
+
+    def restore(restored: dict[str, Any]) -> Any:
+        (value,) = restored.values()
+        _check_rows(table, variable.shape[0], value.shape[0])
+        return variable.assign(
+            tf.concat([value, variable.read_value()[value.shape[0] :]], 0)
+        )
+
+    variable._restore_from_tensors = restore
+
+
+def _check_rows(table: str, rows: int, saved: int) -> None:
+    if saved > rows:
+        raise ValueError(
+            f"Table '{table}' has {rows} rows; the checkpoint holds {saved}. "
+            "A vocabulary may grow, but not shrink: give DynamicVocabulary a "
+            f"capacity of at least {saved - 1}. Nothing was restored."
+        )
 
 
 class _SavedShard:
@@ -48,6 +88,7 @@ class _SavedShard:
         self._variable = variable
         self._spec = spec
         self._collectives = collectives
+        self._saved_rows = spec.rows
 
     @property
     def _by_column(self) -> bool:
@@ -86,19 +127,60 @@ class _SavedShard:
         value = restored[_KEY]
         if isinstance(value, dict):
             (value,) = value.values()
+        if self._saved_rows < self._spec.rows:
+            value = self._with_room(value)
         if not self._by_column:
             value = self._pick(value) if self._whole else self._spread(value)
+        if self._saved_rows < self._spec.rows:
+            value = self._with_new_rows(value)
         return self._variable.assign(value)
 
-    def _slice(self) -> str:
+    def slice_in(self, shape: tuple[int, ...]) -> str:
+        """The slice that is read of a table of fewer rows.
+
+        Args:
+            shape: of the table in the file.
+
+        Raises:
+            ValueError: if it has more.
+        """
+        _check_rows(self._spec.table, self._spec.rows, shape[0])
+        self._saved_rows = shape[0]
+        return "" if self._whole else self._slice(shape[0])
+
+    def _slice(self, rows: int | None = None) -> str:
         spec = self._spec
+        rows = rows or spec.rows
         if self._by_column:
             first, end = spec.columns
-            return f"{spec.rows} {spec.dim} 0,{spec.rows}:{first},{end - first}"
+            return f"{rows} {spec.dim} 0,{rows}:{first},{end - first}"
         first, end = self._rows_of(spec.rank)
+        # Of fewer rows maybe none is of this rank: it reads one, for nothing.
+        first, end = min(first, rows - 1), max(min(end, rows), 1)
+        size = max(end - first, 1)
         if self._variable.shape.rank == 1:
-            return f"{spec.rows} {first},{end - first}"
-        return f"{spec.rows} {spec.dim} {first},{end - first}:0,{spec.dim}"
+            return f"{rows} {first},{size}"
+        return f"{rows} {spec.dim} {first},{size}:0,{spec.dim}"
+
+    def _with_room(self, value: tf.Tensor) -> tf.Tensor:
+        """What was read of fewer rows, as many as there are here."""
+        first, end = self._rows_of(self._spec.rank)
+        if self._whole or self._by_column:
+            first, end = 0, self._spec.rows
+        value = value[: max(self._saved_rows - first, 0)]
+        padding = [[0, end - first - value.shape[0]]]
+        return tf.pad(value, padding + [[0, 0]] * (value.shape.rank - 1))
+
+    def _with_new_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """This rank's part, in which rows that are new stay as they are."""
+        spec = self._spec
+        if spec.cell is None:
+            return value
+        ids = rotated_mod.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
+        saved = np.zeros(spec.local_rows, bool)
+        saved[: len(ids)] = ids < self._saved_rows
+        saved = saved.reshape((-1, 1)[: value.shape.rank])
+        return tf.where(saved, value, self._variable.read_value())
 
     def _local_rows(self) -> np.ndarray:
         """First local row, in any part, of every rank's contiguous block."""

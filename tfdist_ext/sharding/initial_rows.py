@@ -66,7 +66,7 @@ def for_shard(
 
     def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
         del shape, kwargs
-        seed = tf.constant(_seed(initializer, spec.table), tf.int64)
+        seed = tf.constant(seed_of(initializer, spec.table), tf.int64)
         if spec.partitioned and collectives is not None:
             seed = collectives.initial_value(seed, f"{spec.table}/seed")
         block = init_ops.init_rows(
@@ -109,7 +109,35 @@ def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
     return initialize
 
 
-def _seed(initializer: Any, table: str) -> int:
+def describe_rows(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float]:
+    """The distribution of a table's rows and its two parameters.
+
+    Args:
+        initializer: of Keras.
+        spec: the table.
+
+    Raises:
+        ValueError: for an initializer that cannot make single rows.
+    """
+    of_matrix = type(initializer).__name__ == "Constant" and np.ndim(
+        initializer.value
+    )
+    described = None if of_matrix else _describe(initializer, spec)
+    if described is None:
+        raise ValueError(
+            f"Table '{spec.table}' gives rows of evicted keys to other ones, "
+            "with their initial values. Its initializer must be zeros, ones, "
+            "constant, (truncated) normal, uniform or a variance scaling one. "
+            f"Received: {initializer!r}. With any other leave out `evict` and "
+            "`steps_to_live`."
+        )
+    return described
+
+
+def seed_of(initializer: Any, table: str) -> int:
+    """The number that a table's initial values depend on, new if unseeded."""
     seed = initializer.get_config().get("seed")
     if not isinstance(seed, int):
         seed = internals.global_seed()

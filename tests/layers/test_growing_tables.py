@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose vocabularies grow, in one process."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import DynamicVocabulary
+from tfdist_ext.layers import Embedding
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import FullSparse
+from tfdist_ext.layers import ShardedTopK
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+DIM = 4
+
+
+def layer_of(vocabulary, combiner="sum", initializer="ones", **kwargs):
+    table = TableConfig(
+        "t",
+        embedding_dim=DIM,
+        combiner=combiner,
+        initializer=initializer,
+        vocabulary=vocabulary,
+    )
+    config = FeatureConfig("a", table, (None, None), (None, DIM))
+    return DistributedEmbedding({"a": config}, **kwargs)
+
+
+def learn(layer, keys, optimizer=None):
+    """A step on keys; the results, one number of each sample."""
+    with tf.GradientTape() as tape:
+        found = layer({"a": keys})["a"]
+        loss = tf.reduce_sum(found)
+    if optimizer is not None:
+        weights = layer.trainable_variables
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+    return found.numpy()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": float("nan")}, "capacity=nan"),
+        ({"capacity": 2**31 - 1}, "at most 2147483646"),
+        ({"min_count": 0}, "min_count=0"),
+        ({"evict": "random"}, r"\('lru', 'lfu'\).*evict='random'"),
+        ({"steps_to_live": 0}, "steps_to_live=0"),
+        ({"steps_to_live": 1.5}, "steps_to_live=1.5"),
+        ({"key_dtype": "int32"}, "key_dtype='int32'"),
+        ({"full": None}, "full=None"),
+        ({"unadmitted": "ones"}, "unadmitted='ones'"),
+    ],
+)
+def test_wrong_vocabularies_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicVocabulary(**{"capacity": 10, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocabulary": 10}, "must be a DynamicVocabulary.*vocabulary=10"),
+        ({"vocabulary_size": 10}, r"left out.*capacity=10 \(table 't'\)"),
+        ({"out_of_range": "ignore"}, "every key is in range"),
+        ({"embedding_dim": 0}, "embedding_dim=0"),
+    ],
+)
+def test_wrong_tables_are_refused(arguments, message):
+    right = {"embedding_dim": 4, "vocabulary": DynamicVocabulary(10)}
+    with pytest.raises(ValueError, match=message):
+        TableConfig("t", **{**right, **arguments})
+
+
+def test_layers_of_one_table_name_the_one_that_grows():
+    for make in (
+        lambda: Embedding(DynamicVocabulary(10), 4),
+        lambda: FullSparse(4, DynamicVocabulary(10)),
+    ):
+        with pytest.raises(ValueError, match="DistributedEmbedding"):
+            make()
+
+
+def test_keys_get_rows_in_training_and_others_get_none():
+    layer = layer_of(DynamicVocabulary(9), combiner="mean")
+    keys = tf.constant([[7, -(2**62)], [2**62, 7]])
+    assert layer({"a": keys})["a"].numpy().tolist() == [[0.0] * DIM] * 2
+    assert learn(layer, keys) == [1.0, 1.0]
+    # A key without a row has one of zeros, in the mean as well.
+    assert layer({"a": tf.constant([[7, 5]])})["a"].numpy()[0, 0] == 0.5
+    found = layer.get_vocabularies()["t"]
+    assert found["keys"].tolist() == [-(2**62), 7, 2**62]
+    assert found["rows"].tolist() == [1, 2, 3]
+    assert found["counts"].tolist() == [1, 2, 1]
+    counts = layer.vocabulary_counts()["t"]
+    assert counts["rows"] == counts["admitted"] == 3 and counts["step"] == 1
+    training = layer({"a": tf.constant([[8, 8]])}, training=True)["a"]
+    assert training.numpy()[0, 0] == 1.0  # without a tape
+
+
+def test_a_key_is_admitted_when_it_was_seen_often_enough():
+    layer = layer_of(DynamicVocabulary(9, 3, unadmitted="shared_row"))
+    optimizer = tfdist_ext.optimizers.SGD(1.0)
+    keys = tf.constant([[1], [2], [1]])
+    assert learn(layer, keys, optimizer) == [1.0, 1.0, 1.0]  # row 0
+    assert layer.vocabulary_counts()["t"]["candidates"] == 2
+    assert learn(layer, keys, optimizer) == [1.0, -2.0, 1.0]
+    assert layer.get_vocabularies()["t"]["keys"].tolist() == [1]
+
+
+def test_rows_and_slots_of_evicted_keys_begin_anew():
+    kinds = {
+        "momentum": lambda: tfdist_ext.optimizers.SGD(1.0, momentum=0.5),
+        "adagrad": lambda: tfdist_ext.optimizers.RowWiseAdagrad(1.0),
+        "adam": lambda: tfdist_ext.optimizers.Adam(1.0),
+        "ftrl": lambda: tfdist_ext.optimizers.Ftrl(1.0),
+    }
+    for name, make in kinds.items():
+        layer = layer_of(DynamicVocabulary(2, evict="lru"))
+        optimizer = make()
+        for key in (1, 1, 2, 1):
+            learn(layer, tf.constant([[key]]), optimizer)
+        rows = layer.get_embedding_tables()["t"]
+        slots = [
+            variable.numpy()
+            for variable in optimizer.variables
+            if tuple(variable.shape[:1]) == (3,)
+        ]
+        fresh = [slot[0] for slot in slots]
+        assert learn(layer, tf.constant([[3]]), None) == [1.0], name
+        assert layer.get_vocabularies()["t"]["keys"].tolist() == [1, 3]
+        # Nothing but the row of key 2 has changed, which is 3's now.
+        again = layer.get_embedding_tables()["t"]
+        np.testing.assert_array_equal(again[:2], rows[:2])
+        learn(layer, tf.constant([[1]]), optimizer)  # takes the resets
+        for variable, first in zip(
+            [v for v in optimizer.variables if tuple(v.shape[:1]) == (3,)],
+            fresh,
+            strict=True,
+        ):
+            np.testing.assert_array_equal(variable.numpy()[2], first, name)
+        assert slots
+
+
+def test_strings_are_keys_of_any_kind_of_input():
+    layer = layer_of(DynamicVocabulary(9, key_dtype="string"))
+    ragged = tf.ragged.constant([["a", "b", "a"], [], ["ü"]])
+    assert learn(layer, ragged) == [3.0, 0.0, 1.0]
+    dense = layer({"a": np.array([["ü", "new"]])})["a"]
+    assert dense.numpy()[0, 0] == 1.0
+    assert learn(layer, ragged.to_sparse()) == [3.0, 0.0, 1.0]
+    assert layer.get_vocabularies()["t"]["counts"].sum() == 8
+    with pytest.raises(ValueError, match=r"'string'.*Received.*int32"):
+        layer({"a": tf.constant([[1]])})
+    with pytest.raises(ValueError, match=r"ids.*Received.*string"):
+        layer_of(DynamicVocabulary(9))({"a": tf.constant([["a"]])})
+
+
+def test_keys_that_are_no_numbers_are_refused():
+    layer = layer_of(DynamicVocabulary(9))
+    for bad in (float("nan"), 0.5):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="whole"):
+            layer({"a": tf.constant([[bad]])})
+
+
+def test_a_model_is_saved_with_its_keys(tmp_path):
+    def make():
+        ids = keras.Input([2], dtype="int64")
+        layer = layer_of(
+            DynamicVocabulary(50, 2), initializer="uniform", name="e"
+        )
+        rows = layer({"a": ids})["a"]
+        model = keras.Model(ids, keras.layers.Dense(1)(rows))
+        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+        return model
+
+    model = make()
+    ids = np.array([[5, 6], [6, 7], [5, 5], [8, 9]])
+    model.fit(ids, np.ones([4, 1]), verbose=0)
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    other = make()
+    model.save_weights(tmp_path / "x.weights.h5")
+    other.load_weights(tmp_path / "x.weights.h5")
+    for again in (keras.models.load_model(path), other):
+        np.testing.assert_array_equal(again.predict(ids), model.predict(ids))
+        found = again.get_layer("e").get_vocabularies()["t"]
+        assert found["keys"].tolist() == [5, 6]
+        counts = again.get_layer("e").vocabulary_counts()["t"]
+        assert counts["candidates"] == 3
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    vocabulary = DynamicVocabulary(9, evict="lru")
+    with pytest.raises(ValueError, match=r"prefetch_ids.*\['t'\]"):
+        layer_of(vocabulary, prefetch_ids=True)
+    matrix = keras.initializers.Constant(np.ones([10, DIM]))
+    with pytest.raises(ValueError, match=r"Table 't' gives rows.*evict"):
+        layer_of(vocabulary, initializer=matrix).build()
+    layer = layer_of(DynamicVocabulary(9))
+    layer.build()
+    with pytest.raises(ValueError, match="rows without a key"):
+        ShardedTopK(k=2).index(layer)(tf.ones([1, DIM]))
+    model = keras.Sequential([layer])
+    model({"a": tf.constant([[1, 2]])})
+    with pytest.raises(ValueError, match="cannot be exported"):
+        tfdist_ext.export(
+            model,
+            str(tmp_path / "e"),
+            inputs={"a": tf.TensorSpec([None, 2], tf.int64)},
+        )

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies that grow: ranks train, and restore, what one process does."""
+
+import pytest
+
+pytestmark = pytest.mark.process
+MODULE = "vocabulary_cases"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keras", "case"),
+    [(2, 3, "adam"), (4, 3, "adam"), (2, 2, "own")],
+)
+def test_ranks_train_what_one_process_trains(one_process, ranks, keras, case):
+    one_process.check(MODULE, case, ranks, keras)
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """A folder with a checkpoint of 2 ranks."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    pools.run(f"{MODULE}.save", folder, "adam", ranks=2)
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(4, 0), (1, 0), (2, 35)])
+def test_keys_rows_and_slots_are_restored(pools, saved, ranks, more):
+    pools.run(f"{MODULE}.restore", saved, "adam", more, ranks=ranks)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage before the others: keys become rows, where a vocabulary grows.
+
+Two exchanges, of keys to the ranks that own them and of rows back, serve all
+tables of a lookup. Whatever comes after knows rows only, as of any table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.ids import Ids
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.rehearsal import Lookup
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.ops import vocabulary_ops
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The keys of a lookup, those of a vocabulary behind each other.
+
+    Attributes:
+        keys: `KeyShard` of every vocabulary.
+        lists: keys, int64 `[n]` or `[n, 2]`.
+        of_list: the vocabulary of every list, ascending.
+    """
+
+    keys: list[Any]
+    lists: list[tf.Tensor]
+    of_list: list[int]
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        return [each.handle for each in self.keys]
+
+
+def rows_of_keys(
+    lookup: Lookup, collectives: Collectives | None, learn: bool
+) -> list[Sequence[Ids]]:
+    """Replaces the keys of growing vocabularies by rows, -1 for none.
+
+    Args:
+        lookup: ids of features without such a vocabulary stay as they are;
+            in tables rows that lose their keys get their initial values.
+        collectives: of the strategy, None in one process.
+        learn: whether keys are counted and admitted. They are, too, wherever
+            a gradient tape may record.
+
+    Returns:
+        Per feature, the lists whose results are summed.
+
+    Raises:
+        tf.errors.FailedPreconditionError: on every rank, if a vocabulary is
+            full.
+    """
+    ids, features = lookup.ids, lookup.features
+    learn = learn or internals.is_recording()
+    found = list(ids)
+    places = _places(features)
+    if not places:
+        return found
+    of_features = [features[f].keys for f in places]
+    keys = list({id(each): each for each in of_features}.values())
+    asked = _Asked(
+        keys,
+        [_as_numbers(part.values) for f in places for part in ids[f]],
+        [
+            keys.index(each)
+            for f, each in zip(places, of_features, strict=True)
+            for _ in ids[f]
+        ],
+    )
+    if collectives is None:
+        rows, resets = _look_here(asked, learn)
+    else:
+        with collectives.one_call(f"{lookup.wire.label}/keys") as end:
+            rows, resets = _ask_owners(
+                asked, collectives, lookup.wire.label, learn
+            )
+            end([rows])
+        if collectives.step is not None:
+            collectives.step.checks.append(rows)
+    if learn:
+        _reset(resets, asked, lookup)
+    sizes = [tf.shape(each)[0] for each in asked.lists]
+    parts = iter(tf.split(rows, sizes, num=len(sizes)))
+    for f in places:
+        found[f] = [
+            dataclasses.replace(part, values=next(parts)) for part in ids[f]
+        ]
+    return found
+
+
+def _places(features: Sequence[Feature]) -> list[int]:
+    """Features with keys, those of one vocabulary together."""
+    order: dict[int, int] = {}
+    for feature in features:
+        order.setdefault(id(feature.keys), len(order))
+    chosen = [f for f, each in enumerate(features) if each.keys is not None]
+    return sorted(chosen, key=lambda f: order[id(features[f].keys)])
+
+
+def _as_numbers(values: tf.Tensor) -> tf.Tensor:
+    if values.dtype == tf.string:
+        return vocabulary_ops.fingerprints(values)
+    return tf.cast(values, tf.int64)
+
+
+def _advances(asked: _Asked) -> bool:
+    """Whether a step begins; a model may call a layer several times in it."""
+    begin = [each.begins_step() for each in asked.keys]  # all are told
+    return all(begin)
+
+
+def _look_here(asked: _Asked, learn: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    return vocabulary_ops.local_rows(
+        asked.handles,
+        asked.lists,
+        asked.of_list,
+        learn=learn,
+        advance=learn and _advances(asked),
+    )
+
+
+def _ask_owners(
+    asked: _Asked, collectives: Collectives, label: str, learn: bool
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    payload, splits, positions, counts = vocabulary_ops.ask_keys(
+        asked.handles, asked.lists, asked.of_list
+    )
+    payload, splits = collectives.all_to_all(payload, splits, f"{label}/keys")
+    payload, splits = vocabulary_ops.answer_keys(
+        asked.handles,
+        payload,
+        splits,
+        learn=learn,
+        advance=learn and _advances(asked),
+    )
+    payload, splits = collectives.all_to_all(payload, splits, f"{label}/rows")
+    sizes = [
+        tf.add_n(
+            [
+                tf.shape(each, tf.int64)[0]
+                for each, of in zip(asked.lists, asked.of_list, strict=True)
+                if of == number
+            ]
+        )
+        for number in range(len(asked.keys))
+    ]
+    return vocabulary_ops.read_rows(
+        asked.handles, payload, splits, positions, counts, tf.stack(sizes)
+    )
+
+
+def _reset(
+    resets: Sequence[tf.Tensor],
+    asked: _Asked,
+    lookup: Lookup,
+) -> None:
+    """Gives rows without a key their initial values, before they are read."""
+    for keys, rows in zip(asked.keys, resets, strict=True):
+        if keys.config.takes_back:
+            (table,) = {f.table for f in lookup.features if f.keys is keys}
+            keys.reset(value_of(lookup.tables[table]), rows)
