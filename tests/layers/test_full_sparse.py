@@ -199,9 +199,12 @@ def test_width_of_ids_must_be_given():
         FullSparse(3)(tf.constant([1], tf.int64))
 
 
-def test_dense_floats_are_refused():
-    with pytest.raises(ValueError, match="SparseTensor"):
-        layer()(tf.zeros([2, ROWS]))
+def test_what_a_trained_layer_gives_is_refused():
+    dense = tf.keras.layers.Dense(ROWS)
+    with tf.GradientTape() as tape:
+        outputs = layer()(dense(tf.ones([2, 3])))
+    with pytest.raises(LookupError, match="what computes them is not trained"):
+        tape.gradient(outputs, dense.trainable_variables)
 
 
 def test_xla_is_refused_by_name():

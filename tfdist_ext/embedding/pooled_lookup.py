@@ -17,6 +17,7 @@ from tfdist_ext.embedding import combiners
 from tfdist_ext.embedding import rehearsal
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.embedding import unique_rows
+from tfdist_ext.embedding import weights_of_data
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.input_dist import OwnedIds
 from tfdist_ext.embedding.input_dist import Route
@@ -100,8 +101,10 @@ def pooled_lookup(
             found = local_lookup(*arguments, tables)
         results.update(zip(chosen, found, strict=True))
     return [
-        combiners.combine(results[index], ids[index], feature)
-        for index, feature in enumerate(features)
+        weights_of_data.refuse_gradient(
+            combiners.combine(results[i], ids[i], each), ids[i], each.name
+        )
+        for i, each in enumerate(features)
     ]
 
 
