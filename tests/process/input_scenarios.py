@@ -205,6 +205,28 @@ def other_settings(strategy, folder):
     model.fit(data, verbose=2 if first else 0, callbacks=callbacks)
 
 
+def other_vocabularies(strategy, folder):
+    """The order of a set of strings is another on every rank."""
+    words = ["a", "b", "c"]
+    model = keras.Sequential(
+        [
+            keras.Input((1,), dtype="string"),
+            keras.layers.StringLookup(
+                vocabulary=words if strategy.rank else words[::-1], name="words"
+            ),
+            keras.layers.Rescaling(0.1),
+            keras.layers.Dense(1),
+        ]
+    )
+    with strategy.scope():
+        model = keras.models.clone_model(model)
+        model.compile("sgd", "mse")
+    x, y = tf.constant([["a"], ["b"]]), np.ones([2, 1], np.float32)
+    fails(lambda: model.fit(x, y, verbose=0), "vocabulary of words: 4 #")
+    model.get_layer("words").set_vocabulary(words)
+    model.fit(x, y, verbose=0)
+
+
 def other_data(strategy, folder):
     """So do ranks that read other data, or in another order."""
     rank = strategy.rank

@@ -53,6 +53,8 @@ def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
         settings = settings_of(model, bound.arguments)
+        if name == "fit":
+            settings.update(vocabularies_of(model))
         compare(collectives, {"method": name, **settings})
     try:
         return original(model, *args, **kwargs)
@@ -122,6 +124,27 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def vocabularies_of(model: Any) -> dict[str, str]:
+    """What the layers that number strings or integers know, as text.
+
+    A vocabulary that comes of a set has another order on every rank.
+
+    Args:
+        model: with such layers at any depth, or none.
+    """
+    found = {}
+    for layer in keras_internals.layers_of(model):
+        if hasattr(layer, "get_vocabulary"):
+            entries = [str(entry) for entry in layer.get_vocabulary()]
+            digest = _digest("\0".join(entries).encode())
+            found[f"vocabulary of {layer.name}"] = f"{len(entries)} {digest}"
+    return found
+
+
+def _digest(data: bytes) -> str:
+    return "#" + hashlib.blake2b(data, digest_size=4).hexdigest()
+
+
 def _describe_data(value: Any) -> str:
     if isinstance(value, tf.data.Dataset):
         return _describe_dataset(value)
@@ -168,8 +191,10 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, repr(value)
     elif isinstance(value, np.ndarray):
-        digest = hashlib.blake2b(value.tobytes(), digest_size=4).hexdigest()
-        yield name, f"{value.dtype}{list(value.shape)} #{digest}"
+        yield (
+            name,
+            f"{value.dtype}{list(value.shape)} {_digest(value.tobytes())}",
+        )
     else:
         yield name, getattr(value, "__qualname__", type(value).__name__)
 
