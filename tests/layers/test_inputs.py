@@ -145,3 +145,47 @@ def test_inputs_of_another_rank_or_kind_are_refused():
     ragged = tf.ragged.constant(IDS, dtype=tf.int64)
     with pytest.raises(ValueError, match="both be RaggedTensors"):
         layer((ragged, tf.ones([2, 2])))
+
+
+@pytest.mark.parametrize("binary_values", [False, True])
+def test_full_sparse_multiplies_a_matrix_as_a_dense_layer_does(binary_values):
+    matrix = np.zeros([2, 3, 100], np.float32)
+    matrix[0, 0, [1, 7]] = matrix[1, 2, 99] = 2.5
+    layer = FullSparse(4, 100, "relu", binary_values=binary_values)
+    layer.build((None, 100))
+    layer.kernel.assign(np.random.default_rng(1).normal(size=[100, 4]))
+    counted = matrix != 0 if binary_values else matrix
+    dense = keras.layers.Dense(4, "relu")
+    dense.build((None, 100))
+    dense.set_weights(layer.get_weights())
+    for inputs in (matrix, matrix[0], tf.constant(matrix), matrix[:0]):
+        counted = np.asarray(inputs) != 0 if binary_values else inputs
+        expected = dense(tf.cast(counted, tf.float32))
+        np.testing.assert_allclose(layer(inputs), expected, atol=1e-6)
+
+
+def test_whole_numbers_as_wide_as_the_kernel_are_not_guessed_at():
+    counts = np.ones([2, 100], np.int64)
+    with pytest.raises(ValueError, match="are ids or the counts of a matrix"):
+        make_layer()(counts)
+    as_ids = make_layer()(tf.RaggedTensor.from_tensor(counts))
+    assert as_ids.shape == (2, 4)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_weights_that_are_trained_are_refused(combiner, persistent):
+    feature = FeatureConfig(
+        "f", TableConfig("t", 100, 4, combiner=combiner), (None, 2), (None, 4)
+    )
+    layer, scale = DistributedEmbedding(feature), tf.Variable(2.0)
+    with tf.GradientTape(persistent=persistent) as tape:
+        weights = tf.ones([2, 2]) * scale
+        loss = tf.reduce_sum(layer(tf.constant(IDS), weights=weights))
+    with pytest.raises(LookupError, match="what computes them is not trained"):
+        tape.gradient(loss, [scale, *layer.trainable_variables])
+    with tf.GradientTape() as tape:
+        weights = tf.stop_gradient(tf.ones([2, 2]) * scale)
+        loss = tf.reduce_sum(layer(tf.constant(IDS), weights=weights))
+    nothing, *rows = tape.gradient(loss, [scale, *layer.trainable_variables])
+    assert nothing is None and None not in rows

@@ -51,6 +51,8 @@ class FullSparse(OneTable):
 
     * SparseTensor `[batch, input_dim]`; ids are the column indices, values
       the weights;
+    * floats `[batch, input_dim]`, such as a `CategoryEncoding`: the same
+      matrix, most of which is zeros;
     * int32 or int64 ids `[batch]` or `[batch, k]`, weights one;
     * RaggedTensor of ids `[batch, None]`, weights one, or a pair (ragged
       ids, ragged float weights);
@@ -60,7 +62,8 @@ class FullSparse(OneTable):
     Dense layers do: ids `[batch, length, k]` give `[batch, length, units]`,
     ragged ones `[batch, None, None]` a RaggedTensor.
 
-    An id may repeat within a sample; its weights add up.
+    An id may repeat within a sample; its weights add up. Weights are data:
+    what computes them is not trained through a partitioned kernel.
 
     Args:
         units: width of the output.
@@ -215,8 +218,9 @@ class FullSparse(OneTable):
 
     def ids_of(self, inputs: Any) -> list[Ids]:
         """The ids of the inputs, which are summed (for `SharedExchange`)."""
-        sparse_inputs.refuse_matrix(inputs, self.input_dim, self.name)
-        return sparse_inputs.features_of(inputs, self.binary_values, self.name)
+        return sparse_inputs.features_of(
+            inputs, self.input_dim, self.binary_values, self.name
+        )
 
     def finish(self, pooled: tf.Tensor, lies: Outline) -> Any:
         """Bias and activation, laid out (for `SharedExchange`)."""

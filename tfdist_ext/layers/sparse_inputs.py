@@ -27,8 +27,8 @@ _SMALL_IDS = (
 _WHOLE = {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}
 # Of FullSparse, and of layers whose ids are given as values.
 _INPUTS = (
-    f"a SparseTensor [batch, input_dim], {_IDS}, a pair (ragged ids, ragged "
-    "float weights), or a list of these"
+    f"a SparseTensor or a matrix of floats [batch, input_dim], {_IDS}, a pair "
+    "(ragged ids, ragged float weights), or a list of these"
 )
 _VALUES = (
     f"{_IDS}, or a SparseTensor whose values are ids; weights are an input of "
@@ -54,12 +54,15 @@ def is_weighted_pair(inputs: Any) -> bool:
     )
 
 
-def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
+def features_of(
+    inputs: Any, rows: int | None, binary_values: bool, layer: str
+) -> list[Ids]:
     """CSR ids of every input whose results are summed.
 
     Args:
         inputs: see `FullSparse`.
-        binary_values: count every value of a SparseTensor as one.
+        rows: of the kernel; as wide is a matrix.
+        binary_values: count every value of a matrix as one.
         layer: name, for errors.
 
     Returns:
@@ -70,7 +73,7 @@ def features_of(inputs: Any, binary_values: bool, layer: str) -> list[Ids]:
     """
     if is_weighted_pair(inputs) or not isinstance(inputs, list | tuple):
         inputs = [inputs]
-    features = [_feature(value, binary_values, layer) for value in inputs]
+    features = [_feature(each, rows, binary_values, layer) for each in inputs]
     if len({feature.values.dtype for feature in features}) > 1:
         features = [
             dataclasses.replace(f, values=tf.cast(f.values, tf.int64))
@@ -91,14 +94,19 @@ def refuse_matrix(inputs: Any, rows: int | None, layer: str) -> None:
         ValueError: if one has floats and a column for every row.
     """
     for value in tf.nest.flatten(inputs):
-        if isinstance(value, tf.RaggedTensor) or is_sparse(value):
-            continue
-        shape: Any = getattr(value, "shape", ())
-        if _is_float(value) and len(shape) > 1 and shape[-1] == rows:
+        if _is_as_wide(value, rows) and _is_float(value):
             raise ValueError(
-                f"Layer '{layer}' takes {_INPUTS}. Received a dense matrix of "
-                f"floats of shape {shape}, as wide as the table has rows."
+                f"Layer '{layer}' takes {_VALUES}. Received a dense matrix of "
+                f"floats of shape {value.shape}, as wide as the table has rows."
             )
+
+
+def _is_as_wide(value: Any, rows: int | None) -> bool:
+    """Whether a dense tensor has a column for every row of a table."""
+    if isinstance(value, tf.RaggedTensor) or is_sparse(value):
+        return False
+    shape: Any = getattr(value, "shape", ())
+    return len(shape) > 1 and shape[-1] == rows
 
 
 def width_of(inputs: Any, layer: str) -> int:
@@ -221,12 +229,29 @@ def _one_each(values: tf.Tensor) -> tf.Tensor:
     return tf.range(tf.size(values, tf.int64) + 1)
 
 
-def _feature(value: Any, binary_values: bool, layer: str) -> Ids:
+def _feature(
+    value: Any, rows: int | None, binary_values: bool, layer: str
+) -> Ids:
     if is_weighted_pair(value):
         return _from_weighted(value[0], value[1], layer)
+    if _is_as_wide(value, rows):
+        value = _matrix(value, layer)
     if isinstance(value, tf.SparseTensor):
         return _from_sparse(value, binary_values)
     return _without_weights(value, layer, _INPUTS)
+
+
+def _matrix(value: Any, layer: str) -> tf.SparseTensor:
+    """The non-zero numbers of what a Dense layer would take."""
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating and value.shape[-1] > 1:
+        raise ValueError(
+            f"Layer '{layer}' cannot tell whether {value.dtype.name} of shape "
+            f"{value.shape}, as wide as the kernel has rows, are ids or the "
+            "counts of a matrix. Cast a matrix, of a `multi_hot` for example, "
+            "to float32; give ids as `tf.RaggedTensor.from_tensor(ids)`."
+        )
+    return tf.sparse.from_dense(value)
 
 
 def is_sparse(value: Any) -> bool:
