@@ -16,6 +16,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 FOLDER = pathlib.Path(sys.argv[1])
 SERVED = str(FOLDER / "served")
+MAPPED = str(FOLDER / "mapped")
 
 
 class Output(ctypes.Structure):
@@ -24,8 +25,8 @@ class Output(ctypes.Structure):
     _fields_ = (("operation", ctypes.c_void_p), ("index", ctypes.c_int))
 
 
-def python_loader(ids):
-    served = tf.saved_model.load(SERVED)
+def python_loader(ids, path=SERVED):
+    served = tf.saved_model.load(path)
     found = served.signatures["serving_default"](ids=tf.constant(ids))
     return found["output_0"].numpy()
 
@@ -44,7 +45,7 @@ def c_library():
     return c, ctypes.c_void_p
 
 
-def c_loader(ids):
+def c_loader(ids, path=SERVED):
     c, pointer = c_library()
     status, graph = pointer(c.TF_NewStatus()), pointer(c.TF_NewGraph())
 
@@ -55,7 +56,7 @@ def c_loader(ids):
         c.TF_LoadSessionFromSavedModel(
             pointer(c.TF_NewSessionOptions()),
             None,
-            SERVED.encode(),
+            path.encode(),
             (ctypes.c_char_p * 1)(b"serve"),
             1,
             graph,
@@ -65,7 +66,7 @@ def c_loader(ids):
     )
     check()
     described = saved_model_pb2.SavedModel.FromString(
-        pathlib.Path(SERVED, "saved_model.pb").read_bytes()
+        pathlib.Path(path, "saved_model.pb").read_bytes()
     )
     signature = described.meta_graphs[0].signature_def["serving_default"]
 
@@ -119,8 +120,14 @@ def command_line(ids):
 
 def main():
     given = np.load(FOLDER / "expected.npz")
-    for predict in (python_loader, c_loader, command_line):
-        found = predict(given["ids"])
+    for predict, *path in (
+        (python_loader,),
+        (python_loader, MAPPED),
+        (c_loader,),
+        (c_loader, MAPPED),
+        (command_line,),
+    ):
+        found = predict(given["ids"], *path)
         np.testing.assert_allclose(
             found, given["expected"], rtol=1e-6, err_msg=predict.__name__
         )

@@ -75,6 +75,7 @@ class Everything(keras.Model):
         ]
         self.shared = SharedExchange(self.pair)
         self.items = Embedding(ROWS, DIM, normal(14), mask_zero=True)
+        self.words = keras.layers.StringLookup(vocabulary=["a", "b"])
 
     def call(self, inputs):
         found = dict(self.embedding(inputs["ids"], inputs["weights"]))
@@ -83,6 +84,7 @@ class Everything(keras.Model):
             [inputs["matrix"], inputs["ids"]["ragged"]]
         )
         found["items"] = self.items(inputs["ids"]["dense"] % ROWS)
+        found["words"] = self.items(self.words(inputs["words"]))
         return found
 
 
@@ -115,5 +117,6 @@ def batch(seed=0):
         "weights": of_every_kind(
             lambda shape: rng.random(shape).astype(np.float32)
         ),
+        "words": tf.constant(list("abcabc")),
         "matrix": tf.sparse.from_dense(matrix.astype(np.float32)),
     }

@@ -243,10 +243,20 @@ def int8(strategy, folder):
     """A number errs by half a step of its row's scale at most."""
     model = trained(strategy)
     tfdist_ext.export(model, folder / "served", "int8")
+    tfdist_ext.export(model, folder / "mapped", "int8", "files")
+    with refused(Exception, "is there, and a model whose tables are files"):
+        tfdist_ext.export(model, folder / "mapped", "int8", "files")
+    with refused(ValueError, "that takes deltas"):
+        tfdist_ext.export(model, folder / "new", tables="files", deltas=True)
     table = strategy.gather_table(model.get_layer("sparse"))
     if strategy.rank > 0:
         return
-    (served,) = tf.saved_model.load(str(folder / "served")).tables.values()
+    whole, mapped = (
+        tf.saved_model.load(str(folder / name)) for name in ("served", "mapped")
+    )
+    ids = np.arange(24).reshape(8, 3)
+    np.testing.assert_array_equal(mapped.serve(ids), whole.serve(ids))
+    (served,) = whole.tables.values()
     scales = served.scales.numpy()
     np.testing.assert_array_equal(scales, abs(table).max(1) / np.float32(127))
     assert served.values.dtype == tf.int8
@@ -328,6 +338,7 @@ def for_another_process(strategy, folder):
     ids = np.arange(24).reshape(8, 3)
     data = tf.data.Dataset.from_tensor_slices(ids).batch(8)
     tfdist_ext.export(model, folder / "served")
+    tfdist_ext.export(model, folder / "mapped", tables="files")
     expected = model.predict(data, verbose=0)
     if strategy.rank == 0:
         np.savez(folder / "expected.npz", ids=ids, expected=expected)

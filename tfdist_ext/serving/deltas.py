@@ -23,7 +23,7 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving import model_shards
 from tfdist_ext.serving import delta_files
 from tfdist_ext.serving.served_model import ServedModel
-from tfdist_ext.serving.served_table import ServedTable
+from tfdist_ext.serving.served_model import Table
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -60,7 +60,7 @@ class _Rows:
     fingerprints: np.ndarray
 
     @classmethod
-    def of(cls, table: ServedTable, collectives: Collectives | None) -> _Rows:
+    def of(cls, table: Table, collectives: Collectives | None) -> _Rows:
         local = _local(table, collectives)
         return cls(marks.shard_spec(table.source()), _fingerprints(local))
 
@@ -140,7 +140,7 @@ def _is_first(collectives: Collectives | None) -> bool:
     return collectives is None or collectives.group.rank == 0
 
 
-def _local(table: ServedTable, collectives: Collectives | None) -> tf.Tensor:
+def _local(table: Table, collectives: Collectives | None) -> tf.Tensor:
     """The rows that this rank answers for: rank 0 for those that all have."""
     source = table.source()
     if marks.shard_spec(source) is not None:

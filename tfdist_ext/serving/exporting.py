@@ -17,17 +17,19 @@ from tfdist_ext.saving import model_shards
 from tfdist_ext.serving import writing
 from tfdist_ext.serving.deltas import Exported
 from tfdist_ext.serving.deltas import new_export_id
+from tfdist_ext.serving.row_codes import TABLE_DTYPES
 from tfdist_ext.serving.served_model import ServedModel
-from tfdist_ext.serving.served_table import TABLE_DTYPES
 from tfdist_ext.tables import checks
 
 TableDtype = Literal["float32", "bfloat16", "int8"]
+Place = Literal["inside", "files"]
 
 
 def export(
     model: Any,
     path: str | os.PathLike[str],
     table_dtype: TableDtype = "float32",
+    tables: Place = "inside",
     *,
     inputs: Any = None,
     deltas: bool = False,
@@ -49,6 +51,10 @@ def export(
             new one is complete.
         table_dtype: in which tables are served: "float32", "bfloat16", or
             "int8" with a float32 scale for every row, which is 4 bytes more.
+        tables: where they are: "inside", among the variables, which a server
+            reads when it starts; or "files", which it maps into memory: it
+            starts at once, reads the rows that it looks up, and shares them
+            with other servers of its host. Such a model stays in its folder.
         inputs: what the model takes: a nest of `tf.TensorSpec`,
             `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch of
             which they can be learnt. Functional and Sequential models know
@@ -59,25 +65,43 @@ def export(
     Raises:
         ValueError: for arguments outside of these, a model whose inputs are
             not known, or whose call does what plain ops cannot.
-        FileExistsError: if something else lies at the path.
+        FileExistsError: if something else lies at the path; with
+            `tables="files"` if anything does.
         OSError: if a rank cannot write, or rank 0 does not see what others
             have written. Nothing is changed then.
     """
+    path = os.fspath(path)
+    _check(model, path, table_dtype, tables, deltas)
+    collectives = model_shards.collectives_of(model)
+    with (
+        contextlib.nullcontext()
+        if collectives is None
+        else collectives.together(f"export to '{path}'", all_end=True)
+    ):
+        place = None
+        if tables == "files":
+            place = os.path.abspath(path)
+            place = text_of_first_rank(place, collectives, "export/place")
+        served = ServedModel(model, inputs, table_dtype, place)
+        _write(model, served, path, collectives, deltas)
+
+
+def _check(
+    model: Any, path: str, table_dtype: str, tables: str, deltas: bool
+) -> None:
     checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
     if not isinstance(model, tf.keras.Model):
         raise ValueError(
             "Argument `model` must be a model of Keras. Received: "
             f"{type(model).__name__}. Put the layer into a keras.Sequential."
         )
-    collectives = model_shards.collectives_of(model)
-    path = os.fspath(path)
-    with (
-        contextlib.nullcontext()
-        if collectives is None
-        else collectives.together(f"export to '{path}'", all_end=True)
-    ):
-        served = ServedModel(model, inputs, table_dtype)
-        _write(model, served, path, collectives, deltas)
+    checks.one_of("tables", tables, ("inside", "files"), "export")
+    if tables == "files" and (deltas or "://" in path):
+        raise ValueError(
+            "Argument `tables` must be 'inside' for a model that takes deltas, "
+            "and in file systems that cannot map files. Received: 'files' "
+            f"with deltas={deltas}, path='{path}'."
+        )
 
 
 def _write(

@@ -13,11 +13,16 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import stock_lookup
+from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.serving import delta_files
 from tfdist_ext.serving import signature
+from tfdist_ext.serving.mapped_table import MappedTable
 from tfdist_ext.serving.served_table import ServedTable
+from tfdist_ext.tables.shard_spec import ShardSpec
+
+Table = ServedTable | MappedTable
 
 # Ops of the compiled library.
 _OURS = "Tfdist>"
@@ -26,28 +31,45 @@ _OURS = "Tfdist>"
 class ServedModel(tf.Module):
     """What is saved: a function, what it reads, and its signature.
 
+    Args:
+        model: of Keras.
+        inputs: see `signature.inputs_of`.
+        table_dtype: of the tables.
+        folder: where tables are files, None to have them in variables.
+
     Attributes:
         serve: the model's call in inference, of a nest of inputs.
-        tables: a `ServedTable` for every table that it reads, by name.
+        tables: a `Table` for every table that it reads, by name.
         dense: other variables that it reads.
         dense_values: reads what they are to hold; all ranks must call.
         resources: hash tables and such that it reads.
         export_id: which deltas it takes, "" for none.
     """
 
-    def __init__(self, model: Any, inputs: Any, table_dtype: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        inputs: Any,
+        table_dtype: str,
+        folder: str | None = None,
+    ) -> None:
         super().__init__()
         self.export_id = ""
         self.delta_number: tf.Variable | None = None
         # Not attributes of their own: TensorFlow would save all in them.
-        made: dict[int, ServedTable] = {}
+        made: dict[int, Table] = {}
+
+        def make(name: str, spec: ShardSpec, source: Any) -> Table:
+            if folder is None:
+                return ServedTable(name, spec, table_dtype, source)
+            return MappedTable(name, spec, table_dtype, source, folder)
 
         def answer(lookup: Lookup) -> list[tf.Tensor]:
             return [
                 stock_lookup.look_up(
                     lists,
                     feature,
-                    _table(made, lookup, feature, table_dtype).rows_of,
+                    _table(made, lookup, feature, make).rows_of,
                 )
                 for lists, feature in zip(
                     lookup.ids, lookup.features, strict=True
@@ -133,8 +155,11 @@ class ServedModel(tf.Module):
 
 
 def _table(
-    made: dict[int, ServedTable], lookup: Lookup, feature: Any, dtype: str
-) -> ServedTable:
+    made: dict[int, Table],
+    lookup: Lookup,
+    feature: Feature,
+    make: Callable[[str, ShardSpec, Any], Table],
+) -> Table:
     if feature.keys is not None:
         raise ValueError(
             f"Table '{feature.spec.table}' has a vocabulary that grows, which "
@@ -148,7 +173,7 @@ def _table(
         while name in known:
             name, number = f"{feature.spec.table}_{number}", number + 1
         with tf.init_scope():
-            made[id(source)] = ServedTable(name, feature.spec, dtype, source)
+            made[id(source)] = make(name, feature.spec, source)
     return made[id(source)]
 
 
@@ -187,7 +212,7 @@ def _check_ops(model: Any, graph: tf.Graph) -> None:
 
 
 def _variables(
-    model: Any, graph: Any, read: set[int], made: dict[int, ServedTable]
+    model: Any, graph: Any, read: set[int], made: dict[int, Table]
 ) -> Iterator[tuple[Any, tf.Variable]]:
     """Variables that a graph reads, tables left out, and the plain ones."""
     known = {

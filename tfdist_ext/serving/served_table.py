@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.serving import row_codes
 from tfdist_ext.tables.shard_spec import ShardSpec
-
-TABLE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 class ServedTable(tf.Module):
@@ -36,17 +35,19 @@ class ServedTable(tf.Module):
         self.table_name, self.rows, self.dim = name, spec.rows, spec.dim
         # In a function, so that TensorFlow does not save it as well.
         self.source = lambda: source
-        self.values = tf.Variable(
-            tf.zeros([0, spec.dim], dtype),
-            trainable=False,
-            shape=[None, spec.dim],
-            name="values",
-        )
-        self.scales = None
-        if dtype == "int8":
-            self.scales = tf.Variable(
-                tf.zeros([0]), trainable=False, shape=[None], name="scales"
+        self._dtype = dtype
+        made = {
+            name: tf.Variable(
+                tf.zeros([0, *shape[1:]], kind),
+                trainable=False,
+                shape=shape,
+                name=name,
             )
+            for name, (kind, shape) in row_codes.kinds(
+                dtype, None, spec.dim
+            ).items()
+        }
+        self.values, self.scales = made["values"], made.get("scales")
 
     def parts(self) -> dict[str, tf.Variable]:
         """The variables that hold rows, by name."""
@@ -57,20 +58,13 @@ class ServedTable(tf.Module):
 
     def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
-        # Read by rows: a read of all would make every update copy the table.
-        rows = tf.cast(tf.gather(self.values, ids), tf.float32)
-        if self.scales is not None:
-            rows *= tf.gather(self.scales, ids)[:, tf.newaxis]
-        return rows
+        # By rows: a read of all would make every update copy the table.
+        found = {
+            name: tf.gather(variable, ids)
+            for name, variable in self.parts().items()
+        }
+        return row_codes.decoded(found)
 
     def encoded(self, block: np.ndarray) -> dict[str, np.ndarray]:
         """Numbers of rows `[n, dim]` as the variables hold them, by name."""
-        if self.scales is None:
-            return {"values": block.astype(self.values.dtype.as_numpy_dtype)}
-        block = block.astype(np.float32)
-        scales = np.abs(block).max(1) / np.float32(127)
-        divisors = np.where(scales > 0, scales, 1)[:, np.newaxis]
-        return {
-            "values": np.rint(block / divisors).astype(np.int8),
-            "scales": scales,
-        }
+        return row_codes.encoded(block, self._dtype)

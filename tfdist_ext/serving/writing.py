@@ -17,7 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.serving.mapped_table import MappedTable
 from tfdist_ext.serving.served_model import ServedModel
+from tfdist_ext.serving.served_model import Table
 from tfdist_ext.serving.served_table import ServedTable
 from tfdist_ext.sharding.row_blocks import row_blocks
 
@@ -45,12 +47,14 @@ def write(
     parts = f"{folder}/{_PARTS}"
     try:
         if rank == 0:
-            _check_target(path)
+            _check_target(path, is_new=bool(mapped_tables(served)))
             _remove(folder)
             gfile.makedirs(parts)
             tf.saved_model.save(served, folder, signatures)
+            for table in mapped_tables(served):
+                table.make_files(folder)
         _barrier(collectives, "saved")
-        written = _write_tables(served, parts, rank, collectives)
+        written = _write_tables(served, folder, rank, collectives)
         dense = served.dense_values()
         if rank == 0:
             _merge(served, dense, folder, written)
@@ -70,9 +74,15 @@ def _beside(path: str, what: str) -> str:
     return os.path.join(folder, f".{what}-{name}")
 
 
-def _check_target(path: str) -> None:
+def _check_target(path: str, is_new: bool) -> None:
     if not gfile.exists(path):
         return
+    if is_new:
+        raise FileExistsError(
+            f"'{path}' is there, and a model whose tables are files is not "
+            "replaced: a server would find others than it has read. Export "
+            "to a new folder."
+        )
     if not gfile.isdir(path) or (
         gfile.listdir(path) and not gfile.exists(f"{path}/saved_model.pb")
     ):
@@ -114,29 +124,45 @@ def _write_tables(
     rank: int,
     collectives: Collectives | None,
 ) -> list[str]:
-    """Writes this rank's blocks of all tables; what all ranks have written."""
+    """Writes this rank's blocks of all tables; the parts of all ranks."""
     count = 0
+    parts = f"{folder}/{_PARTS}"
     for table in served.tables.values():
         for first, block in row_blocks(table.source(), collectives):
-            _write_slices(f"{folder}/{rank}-{count}", table, first, block)
-            count += 1
+            if count < 0:
+                continue  # the others need this rank's rows
+            encoded = table.encoded(block)
+            try:
+                if isinstance(table, MappedTable):
+                    table.write_rows(folder, first, encoded)
+                else:
+                    path = f"{parts}/{rank}-{count}"
+                    _write_slices(path, table, first, encoded)
+                    count += 1
+            except (tf.errors.NotFoundError, FileNotFoundError):
+                count = -1  # not shared, or rank 0 has failed and will say so
     counts = [count]
     if collectives is not None:
         mine = tf.constant([count], tf.int64)
         counts = collectives.all_gather(mine, "export/parts").numpy().tolist()
+    if min(counts) < 0:
+        raise OSError(
+            f"Rank {counts.index(-1)} does not see the folder '{folder}' that "
+            "rank 0 has made. All ranks must share the folder that a model "
+            "is exported to."
+        )
     return [
-        f"{folder}/{rank}-{number}"
+        f"{parts}/{rank}-{number}"
         for rank, count in enumerate(counts)
         for number in range(count)
     ]
 
 
 def _write_slices(
-    path: str, table: ServedTable, first: int, block: np.ndarray
+    path: str, table: ServedTable, first: int, encoded: dict[str, np.ndarray]
 ) -> None:
-    encoded = table.encoded(block)
     sizes = (table.rows, table.dim)
-    slices = [f"{first},{len(block)}", f"0,{table.dim}"]
+    slices = [f"{first},{len(encoded['values'])}", f"0,{table.dim}"]
     with tf.device("CPU:0"):
         tf.raw_ops.SaveV2(
             prefix=path,
@@ -151,7 +177,13 @@ def _write_slices(
         )
 
 
-def key_of(table: ServedTable, name: str) -> str:
+def mapped_tables(served: ServedModel) -> list[MappedTable]:
+    """The tables that are files."""
+    tables = served.tables.values()
+    return [table for table in tables if isinstance(table, MappedTable)]
+
+
+def key_of(table: Table, name: str) -> str:
     """The name of a table's variable in the files of the SavedModel."""
     # As TensorFlow escapes names of attributes.
     escaped = table.table_name.replace(".", "..").replace("/", ".S")
