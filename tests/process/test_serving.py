@@ -13,7 +13,8 @@ pytestmark = pytest.mark.process
 
 PROGRAM = pathlib.Path(__file__).with_name("served_program.py")
 SCENARIOS = scenarios.without(
-    scenarios.of("serving_scenarios"), {"for_another_process"}
+    scenarios.of("serving_scenarios"),
+    {"for_another_process", "every_layer_in_16_bits"},
 )
 
 
@@ -25,7 +26,7 @@ SCENARIOS = scenarios.without(
         for ranks, keras, scenario in (
             (1, 3, "every_layer"),
             (4, 3, "every_layer"),
-            (2, 2, "every_layer"),
+            (2, 2, "every_layer_in_16_bits"),
         )
     ],
 )
