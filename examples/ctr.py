@@ -87,6 +87,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--report", default="report.png", help="plot written at the end")
+    add("--export", metavar="FOLDER", help="exports the model to serve it")
+    add(
+        "--table-dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "int8"),
+        help="of the exported table",
+    )
     add("--backup-dir", help="resume from here after an interruption")
 
 
@@ -151,6 +158,15 @@ def stock_traffic(
     )
 
 
+def served_auc(arguments: argparse.Namespace) -> float:
+    """What the exported model reaches, with TensorFlow alone."""
+    served = tf.saved_model.load(arguments.export)
+    auc = tf.keras.metrics.AUC()
+    for inputs, clicks in dataset(arguments, validation=True):
+        auc.update_state(clicks, served.serve(inputs))
+    return float(auc.result())
+
+
 def main() -> None:
     arguments = parse_arguments()
     strategy = tfdist_ext.HybridParallelStrategy()
@@ -171,9 +187,14 @@ def main() -> None:
         shuffle=False,
         verbose=1 if strategy.rank == 0 else 0,
     ).history
+    if arguments.export:
+        dtype = arguments.table_dtype
+        tfdist_ext.export(model, arguments.export, dtype)
     if strategy.rank == 0:
         stock = stock_traffic(model, strategy.world_size, arguments)
         scores = {name: values[-1] for name, values in history.items()}
+        if arguments.export:
+            scores[f"served_auc ({dtype})"] = served_auc(arguments)
         print(table(meter, stock, scores))
         plot(arguments.report, history, meter, stock)
         print(f"plot: {arguments.report}")

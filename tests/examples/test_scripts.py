@@ -93,8 +93,11 @@ def test_ctr_without_files(run_example: Run, tmp_path: pathlib.Path) -> None:
             "ctr.py",
             *("--rows", 20_000, "--buckets", 2**14, "--batch-size", 300),
             *("--cross", "C6*C9", "--epochs", 2),
+            *("--export", "served", "--table-dtype", "int8"),
             ranks=ranks,
         )
+        served = last(r"served_auc \(int8\)", output)
+        assert served == pytest.approx(last("val_auc", output), abs=1e-3)
         losses.append(last("val_loss", output))
         assert last("val_auc", output) > 0.7
         assert last("steps/s", output) > 0
@@ -118,6 +121,21 @@ def test_movielens_asks_for_tf_keras() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
+def test_serve(run_example: Run) -> None:
+    output = run_example(
+        "serve.py",
+        *("--rounds", 3, "--steps", 3, "--batch-size", 64, "--rows", 1000),
+        *("--clients", 20, "--seconds", 1),
+        ranks=2,
+    )
+    assert len(re.findall("20 clients: .* 0 errors", output)) == 2
+    assert last("p50", output) < last("p99", output)
+    assert "3 deltas, in use" in output
+    assert 0 < last("staleness", output) < 60
+    assert float(output.split("difference to predict(): ")[1].split()[0]) < 1e-6
 
 
 def test_ctr_refuses_an_unknown_field(run_example: Run) -> None:
