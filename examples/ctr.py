@@ -2,10 +2,11 @@
 """Click prediction on raw Criteo logs: hashed FullSparse and a dense tower.
 
 python examples/ctr.py --data train.txt
-tfdist-run -n 2 examples/ctr.py --data day_0.tsv day_1.tsv --buckets 4194304
+tfdist-run -n 2 examples/ctr.py --data day_0.gz day_1.gz --buckets 4194304
 
-Without --data it generates a log of the same format from a known truth, which
-lets a model reach an AUC of about 0.8. Every tenth line is for validation.
+Kaggle's train.txt and the days of the log of 1 TB have one format. Without
+--data it generates a log of that format from a known truth, which lets a model
+reach an AUC of about 0.8. Every tenth line is for validation.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def _add_input_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--data", nargs="+", metavar="FILE", default=[], help="Criteo TSV")
+    add("--data", nargs="+", metavar="FILE", default=[], help="Criteo TSV, .gz")
     add("--rows", type=int, default=200_000, help="generated without --data")
     add("--shuffle", type=int, default=50_000, help="lines shuffled at a time")
     add("--seed", type=int, default=0, help="of data, order and weights")

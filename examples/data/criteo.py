@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Raw Criteo click logs: label, 13 integers, 26 categories, tab separated.
 
+Kaggle's train.txt and the days of the log of 1 TB, packed or not, are alike.
 Any field but the label may be missing, and a line may end early. Every field
 becomes one id, the hash of "name=value"; integers are given as numbers too.
 """

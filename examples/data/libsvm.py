@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from data.files import demo_directory
+from data.files import opened
 from data.files import read_lines
 from data.files import write_once
 
@@ -17,9 +18,9 @@ def count_features(files: Sequence[str]) -> int:
     """The largest id in the files, that is the width they need."""
     largest = 0
     for file in files:
-        with open(file, encoding="utf-8") as stream:
+        with opened(file) as stream:
             for line in stream:
-                ids = [t.split(":")[0] for t in _pairs(line)]
+                ids = [t.split(":")[0] for t in _pairs(line.decode())]
                 largest = max([largest, *map(int, ids)])
     return largest
 

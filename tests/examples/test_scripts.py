@@ -154,6 +154,18 @@ def test_a9a(run_example: Run, real_data: Find, ranks: int) -> None:
     assert last("test accuracy", output) >= 0.845
 
 
+@pytest.mark.process
+def test_raw_features(run_example: Run) -> None:
+    pytest.importorskip("pyarrow")
+    runs = {"csv": 1, "tfrecord": 2, "parquet": 2}
+    results = [
+        last("loss", run_example("raw_features.py", "--format", kind, ranks=n))
+        for kind, n in runs.items()
+    ]
+    assert results == pytest.approx([results[0]] * 3, abs=2e-4)
+    assert results[0] < 0.55
+
+
 @needs_recommenders
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ml_100k(run_example: Run, real_data: Find, ranks: int) -> None:
