@@ -8,8 +8,9 @@ namespace tfdist {
 
 // A rank hears only some others. What one of those that it does not hear does
 // in place of the same would keep it waiting: so it looks out for the first
-// message of the other forms, which goes to all ranks. An error goes on from
-// rank to rank in place of a sum.
+// message of the other forms, which goes to all ranks. A rank that finds a
+// difference sends that message itself: then all hear all, and name the same
+// two. An error goes on from rank to rank in place of a sum.
 void AllReduce::PostTree() {
   exchange_.ExpectNone();
   std::shared_ptr<uint8_t> own =
@@ -32,6 +33,7 @@ void AllReduce::RunTree() {
       EndTreeStep(step);
     }
   } catch (const Operation::Stray&) {
+    exchange_.SendToAll(nullptr, 0);
     exchange_.Disagree();
   }
   if (!error_.empty()) exchange_.Throw(error_);

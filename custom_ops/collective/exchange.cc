@@ -136,7 +136,10 @@ bool Exchange::Agrees(const Header& one, const Header& other) const {
 }
 
 void Exchange::CheckHeader(int peer) {
-  if (!Agrees(header_, header(peer))) Disagree();
+  if (!Agrees(header_, header(peer))) {
+    if (header_.part != 0) throw Operation::Stray();
+    Disagree();
+  }
   if (((header_.flags | header(peer).flags) & kErrorFlag) == 0) {
     CheckBytes(peer);
   }

@@ -56,7 +56,8 @@ class Exchange {
   void SendToAll(const void* data, size_t bytes);
 
   // Awaits and checks the headers of all expected peers. Throws the error of
-  // any rank that has one, after taking in all messages.
+  // any rank that has one, after taking in all messages; and a Stray where a
+  // part other than 0 differs, for the exchange of part 0 to Disagree.
   void AwaitHeaders();
   // The same, but returns the error; empty if there is none.
   std::string AwaitAgreement();
