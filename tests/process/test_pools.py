@@ -20,11 +20,11 @@ def run(pools):
 
 
 def test_ranks_stay_and_sleep(run):
-    before = run("used")
-    time.sleep(2)
-    for (pid, start), (again, end) in zip(before, run("used"), strict=True):
+    for (pid, one), (again, other) in zip(
+        run("used"), run("used"), strict=True
+    ):
         assert pid == again
-        assert end - start < 0.5
+        assert max(one, other) < 0.25
 
 
 def test_scenarios_know_nothing_of_each_other(run):
