@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on strings and numbers that Keras's preprocessing layers read.
 
-A case says where these layers are: "in_model", "in_dataset" or
-"feature_space". Stock has Embedding and Dense layers behind them.
+A case says where these layers are: "in_model", or in the dataset, as those of
+a "feature_space". Stock has Embedding and Dense layers behind them.
 """
 
 import numpy as np
@@ -197,26 +197,6 @@ def in_model(made, features, dataset):
     return keras.Model(inputs, head(made, read)), dataset
 
 
-def in_dataset(made, features, dataset):
-    """`Dataset.map` reads them; the model's inputs are what has been read."""
-    known = readers(features)
-
-    def read(batch):
-        return {name: reader(batch) for name, reader in known.items()}
-
-    dataset = dataset.map(lambda batch, label: (read(batch), label))
-    inputs = {
-        name: keras.Input(
-            spec.shape[1:],
-            dtype=spec.dtype,
-            name=name,
-            sparse=isinstance(spec, tf.SparseTensorSpec),
-        )
-        for name, spec in dataset.element_spec[0].items()
-    }
-    return keras.Model(inputs, head(made, inputs)), dataset
-
-
 def feature_space(made, features, dataset):
     """`keras.utils.FeatureSpace` reads them, in the dataset."""
     space = keras.utils.FeatureSpace
@@ -260,7 +240,7 @@ def train(strategy, case, made):
     dataset = tf.data.Dataset.from_tensor_slices((features, labels))
     model, dataset = globals()[case](made, features, dataset.batch(BATCH))
     model.compile(keras.optimizers.SGD(0.2), "binary_crossentropy")
-    history = model.fit(dataset, epochs=2, verbose=0).history
+    history = model.fit(dataset, epochs=1, verbose=0).history
     predicted = model.predict(dataset.map(lambda x, _: x), verbose=0)
     return {
         "loss": np.array(history["loss"]),

@@ -8,7 +8,6 @@ pytestmark = pytest.mark.process
 
 CASES = [
     (2, 3, "in_model"),
-    (2, 3, "in_dataset"),
     (2, 3, "feature_space"),
     (3, 2, "in_model"),
     (3, 2, "feature_space"),
