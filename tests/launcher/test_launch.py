@@ -218,6 +218,9 @@ def test_tf_config_of_a_cluster_manager_is_taken_as_it_is(program) -> None:
         (["--host", "a:1"], "without a port, not a:1"),
         (["--master", "a:99999"], "must be HOST:PORT, not a:99999"),
         (["--nnodes", "2"], "needs --node-rank and --master"),
+        (["--hostfile", "/none"], "cannot be read: [Errno 2]"),
+        (["--hostfile", "/none", "--nnodes", "2"], "leave --nnodes"),
+        (["--ssh-options", "'"], "No closing quotation"),
         (["--node-rank", "1"], "need --nnodes of at least 2"),
         (["--nnodes", "2", "--master", "a"], "must be HOST:PORT"),
         (

@@ -13,6 +13,7 @@ from tests.launcher.launcher import check_all_dead
 from tests.launcher.launcher import launch
 from tests.launcher.launcher import read_pids
 from tests.launcher.launcher import started
+from tfdist_ext.launcher import launch_options
 
 SLEEPER = """
 print("pid", os.getpid(), flush=True)
@@ -99,7 +100,7 @@ def test_a_signal_ends_the_start_of_more_ranks() -> None:
     assert done.stdout == f"ended with {128 + signal.SIGTERM}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_to_the_launcher_ends_all_ranks(program, number) -> None:
     with started("-n", "3", program(SLEEPER)) as process:
         pids = read_pids(process, 3)
@@ -108,6 +109,26 @@ def test_signal_to_the_launcher_ends_all_ranks(program, number) -> None:
     assert process.returncode == 128 + number
     assert f"tfdist-run: got {signal.Signals(number).name}" in errors
     check_all_dead(pids)
+
+
+def test_ranks_have_30_seconds_to_save(program) -> None:
+    assert launch_options.parse(["train.py"]).grace == 30
+    script = program("""
+        def save(*_):
+            time.sleep(1)
+            print("saved", flush=True)
+            sys.exit(RANK)
+
+        signal.signal(signal.SIGHUP, save)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+    """)
+    with started("-n", "2", script) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGHUP)
+        output, errors = process.communicate(timeout=LIMIT)
+    assert sorted(output.splitlines()) == ["[1] saved", "saved"], errors
+    assert process.returncode == 128 + signal.SIGHUP
 
 
 @pytest.mark.parametrize("ignored", [None, signal.SIGINT])

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from tfdist_ext.launcher import launch_options
 from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import ports
+from tfdist_ext.launcher import ssh_hosts
 from tfdist_ext.rendezvous import hosts
 from tfdist_ext.rendezvous import secret as secret_lib
 from tfdist_ext.rendezvous.listening import Listening
@@ -43,21 +44,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed, or 128 + signal.
     """
     options = launch_options.parse(arguments)
+    return explained(options, lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     run = functools.partial(
         local_ranks.run, grace=options.grace, log_dir=options.log_dir
     )
+    if options.hosts:
+        return ssh_hosts.run(options.hosts, options, os.environ)
+    if "TF_CONFIG" in os.environ or options.launched is not None:
+        return run([_rank_under_manager(options)])
+    if options.nnodes == 1:
+        with ports.reserve(options.n, LOOPBACK, own_ports(options)) as reserved:
+            workers = [f"{LOOPBACK}:{port}" for port in reserved]
+            secret = "" if _secret() else secrets.token_hex(32)
+            return run(ranks_of_host(options, workers, 0, secret))
+    return _run_on_several_hosts(options, run)
+
+
+def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
+    """Runs; says in one line what prevents it, instead of a traceback.
+
+    Args:
+        options: of the command line.
+        run: returns an exit code.
+
+    Returns:
+        That exit code, or another than 0.
+    """
     try:
-        if "TF_CONFIG" in os.environ or options.launched is not None:
-            return run([_rank_under_manager(options)])
-        if options.nnodes == 1:
-            with ports.reserve(
-                options.n, LOOPBACK, _ports(options)
-            ) as reserved:
-                workers = [f"{LOOPBACK}:{port}" for port in reserved]
-                secret = "" if _secret() else secrets.token_hex(32)
-                ranks = _ranks(options, workers, 0, secret)
-                return run(ranks)
-        return _run_on_several_hosts(options, run)
+        return run()
     except hosts.RendezvousError as error:
         print(f"tfdist-run: {error}", file=sys.stderr)
         return 1
@@ -84,7 +101,7 @@ def _run_on_several_hosts(
             file=sys.stderr,
         )
     # Not loopback: the address others use may belong to any interface.
-    with ports.reserve(options.n, "", _ports(options)) as reserved:
+    with ports.reserve(options.n, "", own_ports(options)) as reserved:
         meeting = hosts.meet(
             master=options.master,
             node_rank=options.node_rank,
@@ -95,14 +112,14 @@ def _run_on_several_hosts(
             secret=secret,
         )
         with meeting:
-            ranks = _ranks(
+            ranks = ranks_of_host(
                 options, meeting.workers, meeting.first_rank, meeting.secret
             )
             return run(ranks, nodes=meeting)
 
 
-def _ports(options: argparse.Namespace) -> range:
-    """Those that the user leaves to the ranks, of which rank 0 gets one."""
+def own_ports(options: argparse.Namespace) -> range:
+    """The ports that the user leaves to the ranks, of which rank 0 gets one."""
     try:
         return Listening.of({**os.environ, **dict(options.env)}).ports
     except ValueError as error:
@@ -117,7 +134,7 @@ def _secret() -> bytes:
         raise hosts.RendezvousError(str(error)) from error
 
 
-def _ranks(
+def ranks_of_host(
     options: argparse.Namespace,
     workers: Sequence[str],
     first_rank: int,

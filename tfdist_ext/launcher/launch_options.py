@@ -6,11 +6,14 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shlex
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+from tfdist_ext.launcher import hostfile
 from tfdist_ext.launcher import launched as launched_lib
 from tfdist_ext.launcher.variables import LaunchError
+from tfdist_ext.rendezvous import addresses
 
 DESCRIPTION = """\
 Starts the ranks of a distributed TensorFlow program on this host, each as one
@@ -26,6 +29,11 @@ Several hosts: the same command on each, with its own --node-rank.
 
   host0$ tfdist-run -n 4 --nnodes 2 --node-rank 0 --master host0:7000 train.py
   host1$ tfdist-run -n 4 --nnodes 2 --node-rank 1 --master host0:7000 train.py
+
+Or once, where ssh comes to all of them without a password: FILE has a line
+"host slots=4" for each.
+
+  $ tfdist-run --hostfile FILE train.py
 
 Where a cluster manager has set TF_CONFIG, or srun, mpirun and such have started
 tfdist-run for every rank, one rank is started, which is told so itself."""
@@ -56,8 +64,9 @@ def _check(
     environment: Mapping[str, str],
 ) -> None:
     """Ends with a message where options contradict each other."""
-    several = options.nnodes > 1
+    several = options.nnodes > 1 or options.hostfile is not None
     options.launched = None
+    options.hosts = []
     if "TF_CONFIG" in environment:
         variable = "TF_CONFIG"
         placed = "TF_CONFIG is set, so a cluster manager has placed this rank"
@@ -73,8 +82,12 @@ def _check(
     if placed and (options.n not in (None, 1) or several):
         parser.error(
             f"{placed}, but -n {options.n or 1} --nnodes {options.nnodes} asks "
-            f"for more ranks. Leave -n and --nnodes out, or unset {variable}."
+            f"for more ranks. Leave -n, --nnodes and --hostfile out, or unset "
+            f"{variable}."
         )
+    if options.hostfile is not None:
+        _read_hosts(parser, options)
+        return
     options.n = options.n or 1
     if several and (options.master is None or options.node_rank is None):
         parser.error("--nnodes needs --node-rank and --master HOST:PORT")
@@ -84,6 +97,32 @@ def _check(
         parser.error(
             f"--node-rank must be in [0, {options.nnodes}). "
             f"Received: {options.node_rank}"
+        )
+
+
+def _read_hosts(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    """Finds the hosts of all ranks, and how many ranks each takes."""
+    given = (options.nnodes > 1, options.node_rank, options.master)
+    if any(each not in (None, False) for each in (*given, options.host)):
+        parser.error(
+            "--hostfile starts the ranks of all hosts from here: leave "
+            "--nnodes, --node-rank, --master and --host out"
+        )
+    try:
+        hosts = hostfile.read(options.hostfile)
+        options.hosts = hosts
+        if options.n is not None:
+            options.hosts = hostfile.take(hosts, options.n)
+    except ValueError as error:
+        parser.error(f"argument --hostfile: {error}")
+    options.n = sum(host.slots for host in options.hosts)
+    mixed = {addresses.is_local_name(host.name) for host in options.hosts}
+    if len(mixed) > 1:
+        parser.error(
+            "argument --hostfile: other hosts cannot reach ranks at "
+            "localhost; name this host as they do"
         )
 
 
@@ -109,7 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "-n",
         type=_positive,
         metavar="RANKS",
-        help="ranks to start on this host (default 1)",
+        help="ranks to start on this host (default 1), or on all hosts of "
+        "--hostfile (default: what fits)",
     )
     add(
         "-m",
@@ -134,9 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--grace",
         type=_seconds,
-        default=10.0,
+        default=30.0,
         metavar="SECONDS",
-        help="time between asking a rank to stop and killing it (default 10)",
+        help="time for a rank that is asked to stop, as by a SIGTERM to "
+        "tfdist-run, to save before it is killed (default 30)",
     )
     _add_host_options(parser)
     add("script", metavar="SCRIPT", help="the Python program to run")
@@ -152,6 +193,20 @@ def _parser() -> argparse.ArgumentParser:
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts")
     add = hosts.add_argument
+    add(
+        "--hostfile",
+        type=pathlib.Path,
+        metavar="FILE",
+        help='lines "HOST slots=N" of all hosts, whose ranks ssh starts; '
+        "program, Python and this folder must have the same paths there",
+    )
+    add(
+        "--ssh-options",
+        type=_words,
+        default=[],
+        metavar="OPTIONS",
+        help="for --hostfile, as in --ssh-options '-p 2222 -i key'",
+    )
     add(
         "--nnodes",
         type=_positive,
@@ -205,6 +260,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be seconds, not {text}")
     return value
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text}") from error
 
 
 def _variable(text: str) -> tuple[str, str]:

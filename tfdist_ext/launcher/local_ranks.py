@@ -30,8 +30,8 @@ from typing import Protocol
 
 from tfdist_ext.launcher import rank_output
 
-_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -68,11 +68,15 @@ class _Process:
     """A started rank with the threads that copy its output."""
 
     def __init__(
-        self, rank: Rank, log: BinaryIO | None, lock: threading.Lock
+        self,
+        rank: Rank,
+        log: BinaryIO | None,
+        lock: threading.Lock,
+        terminal: bool,
     ) -> None:
         self.rank = rank
         # Rank 0 keeps the terminal; a log needs its output to pass through.
-        piped = rank.rank != 0 or log is not None
+        piped = rank.rank != 0 or log is not None or not terminal
         terminal = piped and rank.rank == 0 and sys.stdout.isatty()
         source, out = (
             (os.openpty() if terminal else os.pipe()) if piped else (-1, None)
@@ -87,7 +91,7 @@ class _Process:
             stdin=None if _takes_input(rank) else subprocess.DEVNULL,
             stdout=out,
             stderr=error,
-            preexec_fn=_make_child_setup(),
+            preexec_fn=make_child_setup(),
         )
         self.pid = self._process.pid
         self._pumps: list[rank_output.Pump] = []
@@ -124,6 +128,7 @@ def run(
     grace: float,
     log_dir: pathlib.Path | None = None,
     nodes: Nodes | None = None,
+    terminal: bool = True,
 ) -> int:
     """Starts ranks, waits for all, stops the others when one fails.
 
@@ -132,25 +137,27 @@ def run(
         grace: seconds between asking a rank to stop and killing it.
         log_dir: folder for a log per rank, created if missing.
         nodes: the launchers of other hosts, if there are any.
+        terminal: whether rank 0 writes to standard output itself; otherwise
+            it goes on where nobody reads that any more.
 
     Returns:
         0 if every rank succeeded; the exit code of the first that failed, or
         128 + the signal that ended it or the launcher; 1 if the failure was
         on another host.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _signals_to_fetch())
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_fetch())
     processes: list[_Process] = []
     with contextlib.ExitStack() as stack:
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
         stack.callback(_kill_all, processes)
         lock = threading.Lock()
         for rank in ranks:
-            if signal.sigpending() & _STOP_SIGNALS:
+            if signal.sigpending() & STOP_SIGNALS:
                 break  # Asked to stop before all have been started.
             log = _open_log(log_dir, rank)
             if log is not None:
                 stack.enter_context(log)
-            processes.append(_Process(rank, log, lock))
+            processes.append(_Process(rank, log, lock, terminal))
         end = _wait(processes, nodes)
         if nodes is not None:
             nodes.report(end.message)
@@ -158,7 +165,7 @@ def run(
         return _finish(processes, end)
 
 
-def _signals_to_fetch() -> set[signal.Signals]:
+def signals_to_fetch() -> set[signal.Signals]:
     """All but SIGHUP under nohup: blocked, it would come though ignored."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return _SIGNALS - {signal.SIGHUP}
@@ -180,7 +187,7 @@ def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
     running = list(processes)
     while running:
         info = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
-        if info is not None and info.si_signo in _STOP_SIGNALS:
+        if info is not None and info.si_signo in STOP_SIGNALS:
             name = signal.Signals(info.si_signo).name
             return _End(128 + info.si_signo, f"got {name}", info.si_signo)
         for process in list(running):
@@ -218,7 +225,7 @@ def _stop(processes: Sequence[_Process], number: int, grace: float) -> None:
         info = signal.sigtimedwait(_SIGNALS, 0.05)
         if all(process.poll() is not None for process in processes):
             return
-        if info is not None and info.si_signo in _STOP_SIGNALS:
+        if info is not None and info.si_signo in STOP_SIGNALS:
             return  # Asked again: no more patience, _kill_all comes next.
 
 
@@ -278,7 +285,7 @@ def _imitate_terminal(source: int) -> None:
         termios.tcsetattr(source, termios.TCSANOW, settings)
 
 
-def _make_child_setup() -> Callable[[], None]:
+def make_child_setup() -> Callable[[], None]:
     """Returns what a child runs between fork and exec.
 
     Everything it needs is looked up before the fork: no import and no lock

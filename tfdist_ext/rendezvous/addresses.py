@@ -47,3 +47,8 @@ def bind_address(address: str) -> str:
 def is_loopback(numeric: str) -> bool:
     """Whether only processes of this host reach a numeric address."""
     return ipaddress.ip_address(numeric.split("%")[0]).is_loopback
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a host is named as only itself does, in every network."""
+    return host == "localhost" or host.startswith("127.")
