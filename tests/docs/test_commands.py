@@ -112,7 +112,9 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(("place", "command"), ALL)
-def test_command_is_understood(place, command, monkeypatch):
+def test_command_is_understood(place, command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # with a file that the text speaks of
+    (tmp_path / "hosts").write_text("node1 slots=4\n")
     monkeypatch.delenv("TF_CONFIG", raising=False)
     program, *words = shlex.split(command, comments=True)
     CHECKS[program](words)
