@@ -16,7 +16,13 @@ ROOMS = {
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
     "batches": {"collectives", "marks"},
-    "optimizers": {"collectives", "keras_internals", "marks", "ops"},
+    "optimizers": {
+        "collectives",
+        "keras_internals",
+        "marks",
+        "ops",
+        "wrapping",
+    },
     "sharding": {
         "collectives",
         "keras_internals",
@@ -135,6 +141,7 @@ PUBLIC = {
         "export",
         "apply_delta",
         "export_delta",
+        "scaled_rate",
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",

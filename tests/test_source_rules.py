@@ -227,6 +227,7 @@ def test_plans_are_made_without_tensorflow() -> None:
     names = PUBLIC["tfdist_ext"]
     loading = {"HybridParallelStrategy", "layers", "losses", "optimizers"}
     loading |= {"measure_machine", "export", "apply_delta", "export_delta"}
+    loading |= {"scaled_rate"}
     program = (
         "import sys, tfdist_ext\n"
         f"for name in {sorted(names - loading)}: getattr(tfdist_ext, name)\n"

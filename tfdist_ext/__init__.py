@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tfdist_ext import optimizers
     from tfdist_ext.collectives.measuring import measure_machine
     from tfdist_ext.distribute.strategy import HybridParallelStrategy
+    from tfdist_ext.optimizers.scaled_rate import scaled_rate
     from tfdist_ext.planner.machine import Machine
     from tfdist_ext.planner.plan import ShardingPlan
     from tfdist_ext.planner.plan import plan
@@ -44,6 +45,7 @@ __all__ = [
     "measure_machine",
     "optimizers",
     "plan",
+    "scaled_rate",
 ]
 
 
@@ -61,6 +63,7 @@ def __getattr__(name: str) -> Any:
         "export_delta": "serving.deltas",
         "measure_machine": "collectives.measuring",
         "plan": "planner.plan",
+        "scaled_rate": "optimizers.scaled_rate",
     }
     if name == "__version__":
         return importlib.import_module("tfdist_ext.version").VERSION

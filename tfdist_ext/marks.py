@@ -81,12 +81,33 @@ def part_of_index(holder: Any) -> str | None:
 
 def set_own_optimizer(variable: Any, optimizer: Any) -> None:
     """Says that an optimizer of its own updates a table."""
-    variable._tfdist_optimizer = optimizer
+    for component in _components(variable):
+        component._tfdist_optimizer = optimizer
+
+
+def _components(variable: Any) -> list[Any]:
+    """TensorFlow's variable, and what it consists of where it is mirrored."""
+    native = value_of(variable)
+    strategy = getattr(native, "distribute_strategy", None)
+    if strategy is None:
+        return [native]
+    return [native, *strategy.experimental_local_results(native)]
 
 
 def own_optimizer(variable: Any) -> Any:
     """The optimizer of a table that has one for itself, else None."""
     return getattr(value_of(variable), "_tfdist_optimizer", None)
+
+
+def set_max_norm(variable: Any, max_norm: float) -> None:
+    """Says how long the rows of a table may be."""
+    for component in _components(variable):
+        component._tfdist_max_norm = max_norm
+
+
+def max_norm(variable: Any) -> float | None:
+    """What `set_max_norm` said of a table, None of others."""
+    return getattr(value_of(variable), "_tfdist_max_norm", None)
 
 
 def works_over_ranks(optimizer: type[Any]) -> type[Any]:

@@ -27,6 +27,8 @@ TABLES = {
     ),
     "seen": (None, 200, {"evict": "lru", "steps_to_live": 6}),
 }
+# The longest rows of some, by rows and by columns on several ranks.
+LONGEST = {"users": 0.8, "items": 0.7}
 
 
 class InBuckets(DynamicVocabulary):
@@ -58,6 +60,7 @@ def layer_of(ranks, more=0, optimizers=None):
             combiner=combiner,
             placement=placement_of(name, ranks),
             vocabulary=InBuckets(capacity + more, **rules),
+            max_norm=LONGEST.get(name),
         )
         shape = (None, 3, DIM) if combiner is None else (None, DIM)
         features[name] = FeatureConfig(name, table, (None, 3), shape)
@@ -137,7 +140,13 @@ def hybrid(strategy, case):
     with strategy.scope():
         model = compiled(strategy, case)
     model.fit(dataset(), epochs=1, verbose=0)
-    return values_of(model)
+    found = values_of(model)
+    for name, longest in LONGEST.items():
+        rows = model.embedding.get_vocabularies()[name]["rows"]
+        norms = np.linalg.norm(found[f"table/{name}"][rows], axis=1)
+        assert norms.max() < longest + 1e-5, (name, norms.max())
+        assert np.isclose(norms, longest).sum() > 1, (name, norms)
+    return found
 
 
 def of_stock(case):

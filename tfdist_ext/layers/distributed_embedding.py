@@ -153,6 +153,7 @@ class DistributedEmbedding(GrowingTables):
             keras.initializers.get(table.initializer),
             optimizer=self._configs.optimizers.get(table.name),
             keys=self._keys.get(table.name),
+            max_norm=table.max_norm,
             dtype=table.dtype,
         )
         # Checkpoints find attributes; Keras 3 hides lists from them.

@@ -77,6 +77,7 @@ class Embedding(OneTable):
         sharding: see `FullSparse`.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" gives zeros.
+        max_norm: the longest that a row may be, see `TableConfig`.
         **kwargs: of a Keras layer; and how ids and numbers travel, see
             `FullSparse`.
 
@@ -161,6 +162,7 @@ class Embedding(OneTable):
             "embeddings",
             self._place(input_shape),
             initializer,
+            max_norm=self.max_norm,
             dtype=self._table_dtype,
             **whole,
         )

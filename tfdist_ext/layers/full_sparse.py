@@ -85,6 +85,7 @@ class FullSparse(OneTable):
             the same.
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
+        max_norm: the longest that a row may be, see `TableConfig`.
         **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
             `wire_packing`, which say how results travel: see
             `tfdist_ext.embedding.wire.Wire`.
@@ -149,6 +150,7 @@ class FullSparse(OneTable):
             "kernel",
             self._place(input_shape),
             self.kernel_initializer,
+            max_norm=self.max_norm,
             regularizer=self.kernel_regularizer,
         )
         self.bias = None

@@ -32,6 +32,7 @@ class OneTable(SparseLayer):
         sharding: the name of a placement, a `TablePlacement`, or the config
             of one.
         out_of_range: what an id outside of the table does.
+        max_norm: see `TableConfig`.
         **kwargs: of a `SparseLayer`.
 
     Raises:
@@ -43,6 +44,7 @@ class OneTable(SparseLayer):
         *,
         sharding: choices.Placement | str | TablePlacement,
         out_of_range: choices.OutOfRange,
+        max_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -58,6 +60,8 @@ class OneTable(SparseLayer):
         self.plan: ShardingPlan | None = None
         self.plan_given = False
         self.out_of_range = out_of_range
+        checks.max_norm(max_norm, where)
+        self.max_norm = max_norm
 
     @property
     def _is_whole(self) -> bool:
@@ -123,6 +127,7 @@ class OneTable(SparseLayer):
         config = super().get_config()
         config.update(self.wire.arguments())
         config["out_of_range"] = self.out_of_range
+        config["max_norm"] = self.max_norm
         config["sharding"] = (
             placement_to_dict(self.sharding)
             if isinstance(self.sharding, TablePlacement)

@@ -18,6 +18,7 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.optimizers import row_norms
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.prefetch import prefetched_ids
 from tfdist_ext.serving import routes
@@ -180,6 +181,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         initializer: Any,
         optimizer: Any = None,
         keys: Any = None,
+        max_norm: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Adds the weight that holds this rank's part of a table.
@@ -190,6 +192,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             initializer: of Keras, for the whole table.
             optimizer: for this table alone, None to leave it to the model's.
             keys: `KeyShard` of a table whose vocabulary grows, else None.
+            max_norm: the longest that a row may be.
             **kwargs: for `add_weight`.
         """
         with sharded_variable.creating(spec):
@@ -208,6 +211,8 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
                 keys.attach(keras_internals.value_of(variable))
             if optimizer is not None:
                 table_optimizers.attach(variable, optimizer)
+            if max_norm is not None:
+                row_norms.limit(variable, max_norm)
 
         keras_internals.when_made(
             variable, lambda: sharded_variable.creating(spec), made

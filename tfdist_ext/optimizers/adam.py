@@ -68,6 +68,11 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             rounding_seed=self._rounding_seed(variable),
         )
 
+    def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
+        if not self.lazy:
+            return tf.range(variable.shape[0], dtype=tf.int64)
+        return super()._rows_changed(gradient, variable)
+
     def _epsilon_hat(self, step: tf.Tensor) -> Any:
         if not getattr(self, "adaptive_epsilon", False):
             return self.epsilon

@@ -13,6 +13,7 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import own_optimizer
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers import row_norms
 from tfdist_ext.optimizers.duplicates import without_duplicates
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.kernels import has_kernel
@@ -129,6 +130,29 @@ class RowOptimizer(KerasDifferences):
             own = own_optimizer(variable)
             own.update_step(gradient, variable, *own.rate_argument())
             return
+        longest = marks.max_norm(variable)
+        if longest is None:
+            self._update_one(gradient, variable, *learning_rate)
+            return
+        gradient = without_duplicates(gradient)
+        self._update_one(gradient, variable, *learning_rate)
+        row_norms.clip(
+            self._native(variable),
+            self._rows_changed(gradient, variable),
+            longest,
+            self._rounding_seed(variable, use=2),
+        )
+
+    def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
+        """The rows that an update may change, int64, ascending."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.cast(gradient.indices, tf.int64)
+        return tf.range(variable.shape[0], dtype=tf.int64)
+
+    def _update_one(
+        self, gradient: Any, variable: Any, *learning_rate: Any
+    ) -> None:
+        """Updates a variable that has no optimizer for itself."""
         if is_bfloat16_table(variable):
             gradient = _as_slices(gradient)
         if not isinstance(gradient, tf.IndexedSlices):

@@ -58,14 +58,13 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         ]
         self._built = True
 
-    def update_step(
+    def _update_one(
         self, gradient: Any, variable: Any, *learning_rate: Any
     ) -> None:
-        """Updates one variable, see `RowOptimizer.update_step`."""
         sparse = isinstance(gradient, tf.IndexedSlices)
         fused = is_bfloat16_table(variable) or (sparse and has_kernel(variable))
         if fused or len(variable.shape) != 2:
-            super().update_step(gradient, variable, *learning_rate)
+            super()._update_one(gradient, variable, *learning_rate)
             return
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         rate = learning_rate[0] if learning_rate else self.learning_rate

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.keras_internals import value_of
 from tfdist_ext.optimizers.adagrad import Adagrad
 from tfdist_ext.optimizers.adam import Adam
 from tfdist_ext.optimizers.ftrl import Ftrl
@@ -84,10 +83,4 @@ def attach(variable: Any, optimizer: Any) -> None:
         variable: the table, of TensorFlow or Keras.
         optimizer: from `as_row_optimizer`.
     """
-    native = value_of(variable)
-    strategy = getattr(native, "distribute_strategy", None)
-    components = [native]
-    if strategy is not None:
-        components += strategy.experimental_local_results(native)
-    for component in components:
-        marks.set_own_optimizer(component, optimizer)
+    marks.set_own_optimizer(variable, optimizer)

@@ -14,6 +14,8 @@ from typing import Any
 
 # More than anything that is counted; products of a few stay finite.
 LARGEST = 1e18
+# The least that a limit of norms may be, far above what float32 cannot square.
+SHORTEST_ROW = 1e-12
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 200
@@ -69,6 +71,16 @@ def number(
             f"Argument `{field}` must be a {kind}, at most {most:g}. Received: "
             f"{field}={brief(value)} ({where})."
         )
+
+
+def max_norm(value: Any, where: str) -> None:
+    """Refuses what no row can have as its norm.
+
+    Raises:
+        ValueError: then.
+    """
+    if value is not None:
+        number("max_norm", value, where, least=SHORTEST_ROW)
 
 
 def name(what: str, value: Any) -> None:

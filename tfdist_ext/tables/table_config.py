@@ -69,6 +69,8 @@ class TableConfig:
         out_of_range: "error" raises on every rank, "ignore" drops the id.
         vocabulary: a `DynamicVocabulary`, whose keys get rows as they come;
             `vocabulary_size` is left out then.
+        max_norm: the longest that a row may be, as a Euclidean norm; rows that
+            an update makes longer are scaled down to it. None for no limit.
         hot_rows: removed, refused unless there are none.
 
     Raises:
@@ -96,6 +98,8 @@ class TableConfig:
         default=None, kw_only=True
     )
 
+    max_norm: float | None = dataclasses.field(default=None, kw_only=True)
+
     def __post_init__(self, hot_rows: Any) -> None:
         where = f"table {self.name!r}"
         checks.name("a table", self.name)
@@ -111,6 +115,7 @@ class TableConfig:
         checks.one_of(
             "out_of_range", self.out_of_range, choices.POLICIES, where
         )
+        checks.max_norm(self.max_norm, where)
         self._check_placement(where)
 
     def _take_rows_of_vocabulary(self, where: str) -> None:
