@@ -27,6 +27,7 @@ TASKS = {
     "fbgemm": "benchmarks.fbgemm",
     "collectives": "benchmarks.exchange_rates",
     "overhead": "benchmarks.tiny_dense",
+    "vocabulary": "benchmarks.vocabulary_rank",
 }
 
 
