@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
+#include <variant>
 #include <vector>
 
 #include "custom_ops/common/parallel_tasks.h"
@@ -77,39 +77,64 @@ class AskKeysOp : public OpKernel {
       firsts.push_back(first);
       for (const KeyList& list : lists[t]) first += list.size;
     }
-    // Parts of messages, by table and rank.
-    std::vector<std::vector<KeyMessage>> parts(tables,
-                                               std::vector<KeyMessage>(ranks));
-    const auto ask = [&](int64_t t, const auto& unique) {
-      for (int64_t rank = 0; rank < ranks; ++rank) {
-        asked_of(t, rank) = unique.SizeFor(rank);
-        unique.Write(rank, &parts[t][rank]);
-      }
+    const auto each_table = [&](const auto& work) {
+      auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
+      ParallelUnits(pool, tables, kNanosecondsPerKey * (count / tables + 1),
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t t = begin; t < end; ++t) work(t);
+                    });
     };
-    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    ParallelUnits(pool, tables, kNanosecondsPerKey * (count / tables + 1),
-                  [&](int64_t begin, int64_t end) {
-                    for (int64_t t = begin; t < end; ++t) {
-                      int32_t* to =
-                          positions->vec<int32_t>().data() + firsts[t];
-                      if (vocabularies[t].words() == 1) {
-                        ask(t, UniqueKeys<1>(lists[t], vocabularies[t], to));
-                      } else {
-                        ask(t, UniqueKeys<2>(lists[t], vocabularies[t], to));
-                      }
-                    }
-                  });
-    std::vector<KeyMessage> messages(ranks);
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      for (const auto& part : parts) {
-        messages[rank].Bytes(part[rank].bytes().data(),
-                             part[rank].bytes().size());
+    // Bytes by rank and table, and where they begin.
+    std::vector<std::vector<int64_t>> bytes(ranks,
+                                            std::vector<int64_t>(tables));
+    std::vector<Unique> unique(tables);
+    each_table([&](int64_t t) {
+      int32_t* to = positions->vec<int32_t>().data() + firsts[t];
+      if (vocabularies[t].words() == 1) {
+        unique[t].emplace<UniqueKeys<1>>(lists[t], vocabularies[t], to);
+      } else {
+        unique[t].emplace<UniqueKeys<2>>(lists[t], vocabularies[t], to);
       }
+      Visit(unique[t], [&](const auto& keys) {
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          asked_of(t, rank) = keys.SizeFor(rank);
+          bytes[rank][t] = keys.BytesFor(rank);
+        }
+      });
+    });
+    Tensor* splits = nullptr;
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {ranks}, &splits));
+    int64_t size = 0;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const int64_t before = size;
+      for (int64_t& each : bytes[rank]) {
+        const int64_t begin = size;
+        size += each;
+        each = begin;
+      }
+      splits->vec<int64_t>()(rank) = size - before;
     }
-    OP_REQUIRES_OK(ctx, WriteMessages(ctx, messages));
+    Tensor* payload = nullptr;
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {size}, &payload));
+    auto* const out = static_cast<uint8_t*>(payload->data());
+    each_table([&](int64_t t) {
+      Visit(unique[t], [&](const auto& keys) {
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          keys.Write(rank, out + bytes[rank][t]);
+        }
+      });
+    });
   }
 
  private:
+  using Unique = std::variant<std::monostate, UniqueKeys<1>, UniqueKeys<2>>;
+
+  template <typename Visitor>
+  static void Visit(const Unique& unique, const Visitor& visit) {
+    if (const auto* keys = std::get_if<UniqueKeys<1>>(&unique)) visit(*keys);
+    if (const auto* keys = std::get_if<UniqueKeys<2>>(&unique)) visit(*keys);
+  }
+
   KeyLists lists_;
 };
 

@@ -186,24 +186,33 @@ class BucketKeys : public Vocabulary {
   // if another rank owns one of them.
   template <typename Visitor>
   bool Visit(const KeyRequest& request, const Visitor& visit) {
-    constexpr int64_t kBlock = 32;  // keys whose entries are under way
-    uint64_t hashes[kBlock];
-    K keys[kBlock];
+    constexpr int64_t kAhead = 32;  // keys whose entries are under way
+    struct Coming {
+      K key;
+      uint64_t hash;
+      int64_t bucket;
+    };
+    Coming coming[kAhead];
     const int bits = bits_;
-    for (int64_t first = 0; first < request.size; first += kBlock) {
-      const int64_t count = std::min(kBlock, request.size - first);
-      for (int64_t i = 0; i < count; ++i) {
-        keys[i] = K::At(request.keys, first + i);
-        hashes[i] = keys[i].Hash();
-        const uint64_t bucket = BucketOf(hashes[i], bits) - first_;
-        if (bucket >= buckets_.size()) return false;
-        keys_.Prefetch(bucket, hashes[i]);
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t bucket = BucketOf(hashes[i], bits) - first_;
-        visit(first + i, bucket, hashes[i], keys[i],
-              keys_.Find(bucket, hashes[i], keys[i]));
-      }
+    const int64_t first_bucket = first_;
+    const uint64_t owned = buckets_.size();
+    // The key i takes the place of the one that is visited.
+    const auto call = [&](int64_t i) {
+      Coming& next = coming[i % kAhead];
+      next.key = K::At(request.keys, i);
+      next.hash = next.key.Hash();
+      next.bucket = BucketOf(next.hash, bits) - first_bucket;
+      if (static_cast<uint64_t>(next.bucket) >= owned) return false;
+      keys_.Prefetch(next.bucket, next.hash);
+      return true;
+    };
+    for (int64_t i = -kAhead; i < request.size; ++i) {
+      Coming now{};
+      if (i >= 0) now = coming[i % kAhead];
+      if (i + kAhead < request.size && !call(i + kAhead)) return false;
+      if (i < 0) continue;
+      visit(i, now.bucket, now.hash, now.key,
+            keys_.Find(now.bucket, now.hash, now.key));
     }
     return true;
   }

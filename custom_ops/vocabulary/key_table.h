@@ -93,7 +93,10 @@ class KeyTable {
   }
 
   void Prefetch(int64_t bucket, uint64_t hash) const {
-    __builtin_prefetch(&entries_[bucket * size_ + Home(hash)], 1);
+    const Entry* const entry = &entries_[bucket * size_ + Home(hash)];
+    __builtin_prefetch(entry, 1);
+    // It may lie in two lines; the search may go on to the next one.
+    __builtin_prefetch(entry + 1, 1);
   }
 
   Entry* Find(int64_t bucket, uint64_t hash, const Key<kWords>& key) {

@@ -85,19 +85,22 @@ class ReadRowsOp : public OpKernel {
     Tensor* rows = nullptr;
     OP_REQUIRES_OK(ctx,
                    AllocateOutput(ctx, 0, {positions.NumElements()}, &rows));
-    int64_t at = 0;
+    const int32_t* position = positions.flat<int32_t>().data();
+    int64_t* row = rows->vec<int64_t>().data();
+    int64_t left = positions.NumElements();
     for (int64_t t = 0; t < tables; ++t) {
-      const int64_t end = at + sizes.vec<int64_t>()(t);
-      OP_REQUIRES(ctx, end >= at && end <= positions.NumElements(),
+      const int64_t size = sizes.flat<int64_t>()(t);
+      OP_REQUIRES(ctx, size >= 0 && size <= left,
                   InvalidArgument("sizes do not fit positions"));
-      for (; at < end; ++at) {
-        const int32_t position = positions.vec<int32_t>()(at);
-        OP_REQUIRES(
-            ctx,
-            position >= 0 && position < static_cast<int64_t>(unique[t].size()),
-            InvalidArgument("positions do not fit asked"));
-        rows->vec<int64_t>()(at) = unique[t][position];
+      left -= size;
+      const uint32_t known = unique[t].size();
+      bool fits = true;
+      for (int64_t i = 0; i < size; ++i) {
+        const uint32_t place = *position++;
+        fits &= place < known;
+        *row++ = place < known ? unique[t][place] : -1;
       }
+      OP_REQUIRES(ctx, fits, InvalidArgument("positions do not fit asked"));
       OP_REQUIRES_OK(ctx, WriteResets(ctx, 1 + t, resets[t], &vocabularies[t]));
     }
   }

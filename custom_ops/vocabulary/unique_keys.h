@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
-#include "custom_ops/vocabulary/key_messages.h"
+#include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/vocabulary/key_table.h"
+#include "custom_ops/vocabulary/vocabulary.h"
 
 namespace tfdist {
 
@@ -26,77 +28,109 @@ class UniqueKeys {
              int32_t* positions) {
     int64_t size = 0;
     for (const KeyList& list : lists) size += list.size;
-    int bits = 4;
-    while (int64_t{1} << bits < size * 2) ++bits;
-    std::vector<int32_t> places(size_t{1} << bits, -1);
-    const uint64_t mask = places.size() - 1;
-    int32_t* position = positions;
-    for (const KeyList& list : lists) {
-      for (int64_t i = 0; i < list.size; ++i) {
-        const auto key = Key<kWords>::At(list.keys, i);
-        const uint64_t hash = key.Hash();
-        uint64_t at = hash & mask;
-        while (places[at] >= 0 && !(keys_[places[at]] == key)) {
-          at = (at + 1) & mask;
-        }
-        if (places[at] < 0) {
-          places[at] = keys_.size();
-          keys_.push_back(key);
-          counts_.push_back(0);
-          owners_.push_back(
-              vocabulary.OwnerOf(BucketOf(hash, vocabulary.bits())));
-        }
-        ++counts_[places[at]];
-        *position++ = places[at];
-      }
-    }
-    SortByOwner(vocabulary.options().world_size, positions, size);
+    std::vector<Key<kWords>> keys(size + 1);
+    std::vector<uint32_t> counts(size + 1);
+    const int64_t unique =
+        Find(lists, size, keys.data(), counts.data(), positions);
+    SortByOwner(keys.data(), counts.data(), unique, vocabulary);
+    for (int64_t i = 0; i < size; ++i) positions[i] = moved_[positions[i]];
   }
 
   int64_t SizeFor(int64_t rank) const { return ends_[rank] - Begin(rank); }
 
-  void Write(int64_t rank, KeyMessage* message) const {
+  // Bytes that Write() writes.
+  int64_t BytesFor(int64_t rank) const {
+    const int64_t size = SizeFor(rank);
+    int64_t bytes = VarintSize(size) + 1 + size * sizeof(Key<kWords>);
+    if (EachOnce(rank)) return bytes;
+    for (int64_t i = Begin(rank); i < ends_[rank]; ++i) {
+      bytes += VarintSize(counts_[i]);
+    }
+    return bytes;
+  }
+
+  uint8_t* Write(int64_t rank, uint8_t* out) const {
     const int64_t begin = Begin(rank);
     const int64_t size = SizeFor(rank);
-    message->Varint(size);
-    const bool once = std::all_of(&counts_[begin], &counts_[begin] + size,
-                                  [](uint32_t count) { return count == 1; });
-    message->Varint(once);
-    message->Bytes(keys_.data() + begin, size * sizeof(Key<kWords>));
+    const bool once = EachOnce(rank);
+    out = PutVarint(size, out);
+    out = PutVarint(once, out);
+    std::memcpy(out, keys_.data() + begin, size * sizeof(Key<kWords>));
+    out += size * sizeof(Key<kWords>);
     for (int64_t i = begin; !once && i < begin + size; ++i) {
-      message->Varint(counts_[i]);
+      out = PutVarint(counts_[i], out);
     }
+    return out;
   }
 
  private:
   int64_t Begin(int64_t rank) const { return rank == 0 ? 0 : ends_[rank - 1]; }
 
-  void SortByOwner(int64_t ranks, int32_t* positions, int64_t size) {
-    ends_.assign(ranks, 0);
-    for (const int32_t owner : owners_) ++ends_[owner];
+  bool EachOnce(int64_t rank) const {
+    return std::all_of(counts_.begin() + Begin(rank),
+                       counts_.begin() + ends_[rank],
+                       [](uint32_t count) { return count == 1; });
+  }
+
+  // Numbers keys in the order in which they come. Whether one is new is as good
+  // as random, so no branch depends on it: the next new one is always written.
+  static int64_t Find(const std::vector<KeyList>& lists, int64_t size,
+                      Key<kWords>* keys, uint32_t* counts, int32_t* positions) {
+    int bits = 4;
+    while (int64_t{1} << bits < size * 2) ++bits;
+    std::vector<int32_t> places(size_t{1} << bits, -1);
+    const uint64_t mask = places.size() - 1;
+    int32_t unique = 0;
+    for (const KeyList& list : lists) {
+      for (int64_t i = 0; i < list.size; ++i) {
+        const auto key = Key<kWords>::At(list.keys, i);
+        uint64_t at = key.Hash() & mask;
+        int32_t place = places[at];
+        keys[unique] = key;
+        place = place < 0 ? unique : place;
+        while (!(keys[place] == key)) {
+          at = (at + 1) & mask;
+          place = places[at] < 0 ? unique : places[at];
+        }
+        places[at] = place;
+        unique += place == unique;
+        ++counts[place];
+        *positions++ = place;
+      }
+    }
+    return unique;
+  }
+
+  void SortByOwner(const Key<kWords>* keys, const uint32_t* counts,
+                   int64_t unique, const Vocabulary& vocabulary) {
+    const int bits = vocabulary.bits();
+    std::vector<int32_t> owners(unique);
+    ends_.assign(vocabulary.options().world_size, 0);
+    for (int64_t i = 0; i < unique; ++i) {
+      owners[i] = vocabulary.OwnerOf(BucketOf(keys[i].Hash(), bits));
+      ++ends_[owners[i]];
+    }
     int64_t end = 0;
     for (int64_t& each : ends_) {
       const int64_t begin = end;
       end += each;
       each = begin;  // moves on to the end below
     }
-    std::vector<int32_t> moved(keys_.size());
-    std::vector<Key<kWords>> keys(keys_.size());
-    std::vector<uint32_t> counts(keys_.size() + 1);  // one can be pointed at
-    for (size_t i = 0; i < keys_.size(); ++i) {
-      moved[i] = ends_[owners_[i]]++;
-      keys[moved[i]] = keys_[i];
-      counts[moved[i]] = counts_[i];
+    moved_.resize(unique);
+    keys_.resize(unique);
+    counts_.resize(unique);
+    for (int64_t i = 0; i < unique; ++i) {
+      const int64_t place = ends_[owners[i]]++;
+      moved_[i] = place;
+      keys_[place] = keys[i];
+      counts_[place] = counts[i];
     }
-    keys_.swap(keys);
-    counts_.swap(counts);
-    for (int64_t i = 0; i < size; ++i) positions[i] = moved[positions[i]];
   }
 
   std::vector<Key<kWords>> keys_;
   std::vector<uint32_t> counts_;
-  std::vector<int32_t> owners_;
-  std::vector<int64_t> ends_;  // of every rank's keys
+  std::vector<int32_t> moved_;  // from the order in which they came
+  std::vector<int64_t> ends_;   // of every rank's keys
 };
 
 }  // namespace tfdist

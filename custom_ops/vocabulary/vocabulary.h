@@ -79,7 +79,7 @@ class Vocabulary : public tensorflow::ResourceBase {
     return rank * buckets() / options_.world_size;
   }
   int64_t OwnerOf(int64_t bucket) const {
-    return ((bucket + 1) * options_.world_size - 1) / buckets();
+    return ((bucket + 1) * options_.world_size - 1) >> bits_;
   }
   // Rows of the first bucket, no other has more; and room for candidates.
   int64_t slots() const { return Limit(0); }
