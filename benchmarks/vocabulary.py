@@ -29,7 +29,7 @@ def _keys(first: int, count: int) -> tf.Tensor:
 
 
 def _learn(handle: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-    rows, _ = vocabulary_ops.local_rows(
+    (rows,), _ = vocabulary_ops.local_rows(
         [handle], [keys], [0], learn=True, advance=True
     )
     return rows

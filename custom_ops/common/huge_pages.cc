@@ -16,7 +16,6 @@
 namespace tfdist {
 namespace {
 
-constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
 // Smaller ones fit the processor's table of pages anyway.
 constexpr size_t kSmallest = 2 * kHugePage;
 constexpr int kTries = 3;
@@ -58,7 +57,7 @@ void Advise(void* data, size_t bytes, int advice, uintptr_t part) {
 
 void AdviseHugePages(void* data, size_t bytes) {
 #ifdef MADV_HUGEPAGE
-  if (!Wanted() || bytes < kSmallest) return;
+  if (!Wanted()) return;
   Advise(data, bytes, MADV_HUGEPAGE, bytes);
 #endif
 }

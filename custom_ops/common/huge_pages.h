@@ -3,8 +3,11 @@
 #define TFDIST_CUSTOM_OPS_COMMON_HUGE_PAGES_H_
 
 #include <cstddef>
+#include <cstdint>
 
 namespace tfdist {
+
+constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
 
 // Asks for huge pages behind a buffer, where Linux gives them only on request.
 // Rows are scattered over a table: with small pages nearly every row also

@@ -84,21 +84,23 @@ class AskKeysOp : public OpKernel {
                       for (int64_t t = begin; t < end; ++t) work(t);
                     });
     };
-    // Bytes by rank and table, and where they begin.
-    std::vector<std::vector<int64_t>> bytes(ranks,
-                                            std::vector<int64_t>(tables));
-    std::vector<Unique> unique(tables);
+    tensorflow::mutex_lock lock(mutex_);
+    unique_.resize(tables);
+    // Bytes by table and rank.
+    std::vector<std::vector<int64_t>> bytes(tables,
+                                            std::vector<int64_t>(ranks));
     each_table([&](int64_t t) {
-      int32_t* to = positions->vec<int32_t>().data() + firsts[t];
       if (vocabularies[t].words() == 1) {
-        unique[t].emplace<UniqueKeys<1>>(lists[t], vocabularies[t], to);
-      } else {
-        unique[t].emplace<UniqueKeys<2>>(lists[t], vocabularies[t], to);
+        if (unique_[t].index() != 1) unique_[t].emplace<1>();
+      } else if (unique_[t].index() != 2) {
+        unique_[t].emplace<2>();
       }
-      Visit(unique[t], [&](const auto& keys) {
+      Visit(&unique_[t], [&](auto* keys) {
+        keys->Find(lists[t], vocabularies[t],
+                   positions->vec<int32_t>().data() + firsts[t]);
         for (int64_t rank = 0; rank < ranks; ++rank) {
-          asked_of(t, rank) = keys.SizeFor(rank);
-          bytes[rank][t] = keys.BytesFor(rank);
+          asked_of(t, rank) = keys->SizeFor(rank);
+          bytes[t][rank] = keys->BytesFor(rank);
         }
       });
     });
@@ -107,22 +109,22 @@ class AskKeysOp : public OpKernel {
     int64_t size = 0;
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t before = size;
-      for (int64_t& each : bytes[rank]) {
-        const int64_t begin = size;
-        size += each;
-        each = begin;
-      }
+      for (const auto& each : bytes) size += each[rank];
       splits->vec<int64_t>()(rank) = size - before;
     }
     Tensor* payload = nullptr;
     OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {size}, &payload));
-    auto* const out = static_cast<uint8_t*>(payload->data());
+    std::vector<std::vector<uint8_t*>> outputs(tables,
+                                               std::vector<uint8_t*>(ranks));
+    auto* out = static_cast<uint8_t*>(payload->data());
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      for (int64_t t = 0; t < tables; ++t) {
+        outputs[t][rank] = out;
+        out += bytes[t][rank];
+      }
+    }
     each_table([&](int64_t t) {
-      Visit(unique[t], [&](const auto& keys) {
-        for (int64_t rank = 0; rank < ranks; ++rank) {
-          keys.Write(rank, out + bytes[rank][t]);
-        }
-      });
+      Visit(&unique_[t], [&](auto* keys) { keys->Write(outputs[t]); });
     });
   }
 
@@ -130,12 +132,14 @@ class AskKeysOp : public OpKernel {
   using Unique = std::variant<std::monostate, UniqueKeys<1>, UniqueKeys<2>>;
 
   template <typename Visitor>
-  static void Visit(const Unique& unique, const Visitor& visit) {
-    if (const auto* keys = std::get_if<UniqueKeys<1>>(&unique)) visit(*keys);
-    if (const auto* keys = std::get_if<UniqueKeys<2>>(&unique)) visit(*keys);
+  static void Visit(Unique* unique, const Visitor& visit) {
+    if (auto* keys = std::get_if<1>(unique)) visit(keys);
+    if (auto* keys = std::get_if<2>(unique)) visit(keys);
   }
 
   KeyLists lists_;
+  tensorflow::mutex mutex_;
+  std::vector<Unique> unique_ TF_GUARDED_BY(mutex_);
 };
 
 REGISTER_OP("Tfdist>AnswerKeys")

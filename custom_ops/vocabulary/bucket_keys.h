@@ -186,7 +186,7 @@ class BucketKeys : public Vocabulary {
   // if another rank owns one of them.
   template <typename Visitor>
   bool Visit(const KeyRequest& request, const Visitor& visit) {
-    constexpr int64_t kAhead = 32;  // keys whose entries are under way
+    constexpr uint64_t kAhead = 32;  // keys whose entries are under way
     struct Coming {
       K key;
       uint64_t hash;
@@ -197,7 +197,7 @@ class BucketKeys : public Vocabulary {
     const int64_t first_bucket = first_;
     const uint64_t owned = buckets_.size();
     // The key i takes the place of the one that is visited.
-    const auto call = [&](int64_t i) {
+    const auto call = [&](uint64_t i) {
       Coming& next = coming[i % kAhead];
       next.key = K::At(request.keys, i);
       next.hash = next.key.Hash();
@@ -206,11 +206,13 @@ class BucketKeys : public Vocabulary {
       keys_.Prefetch(next.bucket, next.hash);
       return true;
     };
-    for (int64_t i = -kAhead; i < request.size; ++i) {
-      Coming now{};
-      if (i >= 0) now = coming[i % kAhead];
-      if (i + kAhead < request.size && !call(i + kAhead)) return false;
-      if (i < 0) continue;
+    const uint64_t size = request.size;
+    for (uint64_t i = 0; i < std::min(size, kAhead); ++i) {
+      if (!call(i)) return false;
+    }
+    for (uint64_t i = 0; i < size; ++i) {
+      const Coming now = coming[i % kAhead];
+      if (i + kAhead < size && !call(i + kAhead)) return false;
       visit(i, now.bucket, now.hash, now.key,
             keys_.Find(now.bucket, now.hash, now.key));
     }

@@ -85,11 +85,20 @@ class KeyTable {
   void Reset(int64_t buckets, int64_t most) {
     // A search meets two or three entries at this load.
     size_ = most + most * 2 / 5 + 8;
-    const size_t entries = std::max<int64_t>(buckets * size_, 1);
+    const size_t bytes = std::max<int64_t>(buckets * size_, 1) * sizeof(Entry);
+    // Every search is somewhere else: without huge pages, each would look up a
+    // page first. They begin at multiples of their size.
+    const bool huge = bytes >= kHugePage * 3 / 4;
+    const size_t room = huge ? (bytes + 2 * kHugePage - 1) & -kHugePage : bytes;
     // Zeros from the system: all of them free.
-    entries_.reset(static_cast<Entry*>(std::calloc(entries, sizeof(Entry))));
-    if (entries_ == nullptr) throw std::bad_alloc();
-    AdviseHugePages(entries_.get(), entries * sizeof(Entry));
+    memory_.reset(static_cast<char*>(std::calloc(room, 1)));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    char* first = memory_.get();
+    if (huge) {
+      first += -reinterpret_cast<uintptr_t>(first) & (kHugePage - 1);
+      AdviseHugePages(first, (bytes + kHugePage - 1) & -kHugePage);
+    }
+    entries_ = reinterpret_cast<Entry*>(first);
   }
 
   void Prefetch(int64_t bucket, uint64_t hash) const {
@@ -157,10 +166,11 @@ class KeyTable {
   }
 
   struct Free {
-    void operator()(Entry* entries) const { std::free(entries); }
+    void operator()(char* memory) const { std::free(memory); }
   };
-  std::unique_ptr<Entry[], Free> entries_;
-  int64_t size_ = 0;  // of a bucket
+  std::unique_ptr<char[], Free> memory_;
+  Entry* entries_ = nullptr;  // in it
+  int64_t size_ = 0;          // of a bucket
 };
 
 }  // namespace tfdist

@@ -30,6 +30,21 @@ absl::Status VectorsShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
+// Makes an output, of rows, for every list.
+absl::Status AllocateRows(OpKernelContext* ctx,
+                          const std::vector<std::vector<KeyList>>& lists,
+                          std::vector<int32_t*>* rows) {
+  for (const auto& of_table : lists) {
+    for (const KeyList& list : of_table) {
+      Tensor* output = nullptr;
+      const int index = rows->size();
+      TF_RETURN_IF_ERROR(AllocateOutput(ctx, index, {list.size}, &output));
+      rows->push_back(output->vec<int32_t>().data());
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Writes the rows that have lost their keys as an output, and leaves them to
 // the optimizer.
 absl::Status WriteResets(OpKernelContext* ctx, int index,
@@ -45,76 +60,89 @@ absl::Status WriteResets(OpKernelContext* ctx, int index,
 
 REGISTER_OP("Tfdist>ReadRows")
     .Input("vocabularies: T * resource")
+    .Input("keys: L * int64")
     .Input("answers: uint8")
     .Input("splits: int64")
     .Input("positions: int32")
     .Input("asked: int64")
-    .Input("sizes: int64")
-    .Output("rows: int64")
+    .Output("rows: L * int32")
     .Output("resets: T * int64")
     .Attr("T: int >= 1")
+    .Attr("L: int >= 1")
+    .Attr("list_vocabularies: list(int)")
     .SetIsStateful()
     .SetShapeFn(VectorsShape)
     .Doc(R"doc(
 Reads what AnswerKeys of all ranks answered to this one.
 
+keys: the lists that AskKeys got.
 answers: the messages, in order of the ranks they came from.
 splits: [ranks], bytes from every rank.
 positions, asked: of AskKeys.
-sizes: [T], keys of the lists of every vocabulary.
-rows: of every key of the lists, of the whole table; -1 for none.
+rows: for every list the rows of its keys, of the whole table; -1 for none.
 resets: for every vocabulary the rows, of the whole table, that have lost their
   keys in this step.
 )doc");
 
 class ReadRowsOp : public OpKernel {
  public:
-  explicit ReadRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit ReadRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, lists_.ReadAttributes(ctx));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     Vocabularies vocabularies;
     OP_REQUIRES_OK(ctx, vocabularies.Read(ctx));
+    std::vector<std::vector<KeyList>> lists;
+    int64_t count = 0;
+    OP_REQUIRES_OK(ctx, lists_.Read(ctx, vocabularies, &lists, &count));
     const int64_t tables = vocabularies.size();
     std::vector<std::vector<int32_t>> unique(tables), resets(tables);
     OP_REQUIRES_OK(ctx, ReadAnswers(ctx, vocabularies, &unique, &resets));
-    const Tensor& positions = ctx->input(tables + 2);
-    const Tensor& sizes = ctx->input(tables + 4);
-    OP_REQUIRES(ctx, sizes.NumElements() == tables,
-                InvalidArgument("sizes must have an element for each of ",
-                                tables, " vocabularies"));
-    Tensor* rows = nullptr;
-    OP_REQUIRES_OK(ctx,
-                   AllocateOutput(ctx, 0, {positions.NumElements()}, &rows));
-    const int32_t* position = positions.flat<int32_t>().data();
-    int64_t* row = rows->vec<int64_t>().data();
-    int64_t left = positions.NumElements();
+    const Tensor* positions = nullptr;
+    OP_REQUIRES_OK(ctx, ctx->input("positions", &positions));
+    OP_REQUIRES(ctx, positions->NumElements() == count,
+                InvalidArgument("positions must have an element per key"));
+    std::vector<int32_t*> rows;
+    OP_REQUIRES_OK(ctx, AllocateRows(ctx, lists, &rows));
+    const int32_t* position = positions->flat<int32_t>().data();
+    auto row = rows.begin();
     for (int64_t t = 0; t < tables; ++t) {
-      const int64_t size = sizes.flat<int64_t>()(t);
-      OP_REQUIRES(ctx, size >= 0 && size <= left,
-                  InvalidArgument("sizes do not fit positions"));
-      left -= size;
-      const uint32_t known = unique[t].size();
-      bool fits = true;
-      for (int64_t i = 0; i < size; ++i) {
-        const uint32_t place = *position++;
-        fits &= place < known;
-        *row++ = place < known ? unique[t][place] : -1;
+      for (const KeyList& list : lists[t]) {
+        OP_REQUIRES(ctx, Take(unique[t], position, list.size, *row++),
+                    InvalidArgument("positions do not fit asked"));
+        position += list.size;
       }
-      OP_REQUIRES(ctx, fits, InvalidArgument("positions do not fit asked"));
-      OP_REQUIRES_OK(ctx, WriteResets(ctx, 1 + t, resets[t], &vocabularies[t]));
+      OP_REQUIRES_OK(
+          ctx, WriteResets(ctx, rows.size() + t, resets[t], &vocabularies[t]));
     }
   }
 
  private:
+  // False if a position is none of a unique key.
+  static bool Take(const std::vector<int32_t>& unique, const int32_t* positions,
+                   int64_t size, int32_t* rows) {
+    const uint32_t known = unique.size();
+    bool good = true;
+    for (int64_t i = 0; i < size; ++i) {
+      const uint32_t position = positions[i];
+      good &= position < known;
+      rows[i] = position < known ? unique[position] : -1;
+    }
+    return good;
+  }
+
   static absl::Status ReadAnswers(OpKernelContext* ctx,
                                   const Vocabularies& vocabularies,
                                   std::vector<std::vector<int32_t>>* unique,
                                   std::vector<std::vector<int32_t>>* resets) {
     const int64_t tables = vocabularies.size();
     const int64_t ranks = vocabularies.world_size();
-    const Tensor& answers = ctx->input(tables);
-    const Tensor& splits = ctx->input(tables + 1);
-    const Tensor& asked = ctx->input(tables + 3);
+    const Tensor *found, *lengths, *counts;
+    TF_RETURN_IF_ERROR(ctx->input("answers", &found));
+    TF_RETURN_IF_ERROR(ctx->input("splits", &lengths));
+    TF_RETURN_IF_ERROR(ctx->input("asked", &counts));
+    const Tensor &answers = *found, &splits = *lengths, &asked = *counts;
     TF_RETURN_IF_ERROR(CheckMessages(answers, splits, ranks));
     if (asked.dims() != 2 || asked.dim_size(0) != tables ||
         asked.dim_size(1) != ranks) {
@@ -157,12 +185,14 @@ class ReadRowsOp : public OpKernel {
     message->Skip(count * sizeof(int32_t));
     return true;
   }
+
+  KeyLists lists_;
 };
 
 REGISTER_OP("Tfdist>LocalRows")
     .Input("vocabularies: T * resource")
     .Input("keys: L * int64")
-    .Output("rows: int64")
+    .Output("rows: L * int32")
     .Output("resets: T * int64")
     .Attr("T: int >= 1")
     .Attr("L: int >= 1")
@@ -189,15 +219,14 @@ class LocalRowsOp : public OpKernel {
     std::vector<std::vector<KeyList>> lists;
     int64_t count = 0;
     OP_REQUIRES_OK(ctx, lists_.Read(ctx, vocabularies, &lists, &count));
-    std::vector<int32_t> found(count);
     const int64_t tables = vocabularies.size();
+    std::vector<int32_t*> rows;
+    OP_REQUIRES_OK(ctx, AllocateRows(ctx, lists, &rows));
     std::vector<std::vector<KeyRequest>> requests(tables);
-    int64_t at = 0;
+    auto row = rows.begin();
     for (int64_t t = 0; t < tables; ++t) {
       for (const KeyList& list : lists[t]) {
-        requests[t].push_back(
-            {list.keys, nullptr, list.size, found.data() + at});
-        at += list.size;
+        requests[t].push_back({list.keys, nullptr, list.size, *row++});
       }
     }
     std::vector<std::vector<int32_t>> resets(tables);
@@ -213,11 +242,9 @@ class LocalRowsOp : public OpKernel {
                     }
                   });
     for (const absl::Status& status : statuses) OP_REQUIRES_OK(ctx, status);
-    Tensor* rows = nullptr;
-    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {count}, &rows));
-    std::copy(found.begin(), found.end(), rows->vec<int64_t>().data());
     for (int64_t t = 0; t < tables; ++t) {
-      OP_REQUIRES_OK(ctx, WriteResets(ctx, 1 + t, resets[t], &vocabularies[t]));
+      OP_REQUIRES_OK(
+          ctx, WriteResets(ctx, rows.size() + t, resets[t], &vocabularies[t]));
     }
   }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "custom_ops/embedding/header_bytes.h"
@@ -19,118 +20,126 @@ struct KeyList {
   int64_t size;
 };
 
-// The unique keys of lists, by the rank that owns them.
+// The unique keys of lists, by the rank that owns them. What is kept from step
+// to step is memory, which would cost as much to get anew.
 template <int kWords>
 class UniqueKeys {
  public:
-  // `positions` has room for a number per key: its place among the unique ones.
-  UniqueKeys(const std::vector<KeyList>& lists, const Vocabulary& vocabulary,
-             int32_t* positions) {
-    int64_t size = 0;
-    for (const KeyList& list : lists) size += list.size;
-    std::vector<Key<kWords>> keys(size + 1);
-    std::vector<uint32_t> counts(size + 1);
-    const int64_t unique =
-        Find(lists, size, keys.data(), counts.data(), positions);
-    SortByOwner(keys.data(), counts.data(), unique, vocabulary);
-    for (int64_t i = 0; i < size; ++i) positions[i] = moved_[positions[i]];
+  // `positions` has room for a number per key: its place among the unique ones,
+  // once Write() has put these in order.
+  void Find(const std::vector<KeyList>& lists, const Vocabulary& vocabulary,
+            int32_t* positions) {
+    size_ = 0;
+    for (const KeyList& list : lists) size_ += list.size;
+    positions_ = positions;
+    if (static_cast<int64_t>(keys_.size()) <= size_) keys_.resize(size_ + 1);
+    counts_.assign(size_ + 1, 0);
+    unique_ = Number(lists);
+    FindOwners(vocabulary);
   }
 
-  int64_t SizeFor(int64_t rank) const { return ends_[rank] - Begin(rank); }
+  int64_t SizeFor(int64_t rank) const { return owners_[rank].keys; }
 
-  // Bytes that Write() writes.
+  // Bytes for a rank that Write() writes.
   int64_t BytesFor(int64_t rank) const {
-    const int64_t size = SizeFor(rank);
-    int64_t bytes = VarintSize(size) + 1 + size * sizeof(Key<kWords>);
-    if (EachOnce(rank)) return bytes;
-    for (int64_t i = Begin(rank); i < ends_[rank]; ++i) {
-      bytes += VarintSize(counts_[i]);
-    }
-    return bytes;
+    const Owner& owner = owners_[rank];
+    return VarintSize(owner.keys) + 1 + owner.keys * sizeof(Key<kWords>) +
+           (owner.once() ? 0 : owner.count_bytes);
   }
 
-  uint8_t* Write(int64_t rank, uint8_t* out) const {
-    const int64_t begin = Begin(rank);
-    const int64_t size = SizeFor(rank);
-    const bool once = EachOnce(rank);
-    out = PutVarint(size, out);
-    out = PutVarint(once, out);
-    std::memcpy(out, keys_.data() + begin, size * sizeof(Key<kWords>));
-    out += size * sizeof(Key<kWords>);
-    for (int64_t i = begin; !once && i < begin + size; ++i) {
-      out = PutVarint(counts_[i], out);
+  // Writes messages, to where `outputs` of every rank points.
+  void Write(const std::vector<uint8_t*>& outputs) {
+    struct Writing {
+      uint8_t* keys;
+      uint8_t* counts;
+      int64_t place;
+      bool once;
+    };
+    std::vector<Writing> writing;
+    int64_t place = 0;
+    for (size_t rank = 0; rank < owners_.size(); ++rank) {
+      const Owner& owner = owners_[rank];
+      uint8_t* out = PutVarint(owner.keys, outputs[rank]);
+      out = PutVarint(owner.once(), out);
+      writing.push_back(
+          {out, out + owner.keys * sizeof(Key<kWords>), place, owner.once()});
+      place += owner.keys;
     }
-    return out;
+    for (int64_t i = 0; i < unique_; ++i) {
+      Writing& to = writing[owner_of_[i]];
+      std::memcpy(to.keys, &keys_[i], sizeof(Key<kWords>));
+      to.keys += sizeof(Key<kWords>);
+      if (!to.once) to.counts = PutVarint(counts_[i], to.counts);
+      places_[i] = to.place++;
+    }
+    for (int64_t i = 0; i < size_; ++i) positions_[i] = places_[positions_[i]];
   }
 
  private:
-  int64_t Begin(int64_t rank) const { return rank == 0 ? 0 : ends_[rank - 1]; }
+  struct Owner {
+    int64_t keys = 0;
+    int64_t seen = 0;  // times that they were
+    int64_t count_bytes = 0;
 
-  bool EachOnce(int64_t rank) const {
-    return std::all_of(counts_.begin() + Begin(rank),
-                       counts_.begin() + ends_[rank],
-                       [](uint32_t count) { return count == 1; });
-  }
+    bool once() const { return seen == keys; }
+  };
 
   // Numbers keys in the order in which they come. Whether one is new is as good
-  // as random, so no branch depends on it: the next new one is always written.
-  static int64_t Find(const std::vector<KeyList>& lists, int64_t size,
-                      Key<kWords>* keys, uint32_t* counts, int32_t* positions) {
+  // as random, so no branch depends on it: the next new one is always written,
+  // and a free place has a number above all.
+  int64_t Number(const std::vector<KeyList>& lists) {
     int bits = 4;
-    while (int64_t{1} << bits < size * 2) ++bits;
-    std::vector<int32_t> places(size_t{1} << bits, -1);
-    const uint64_t mask = places.size() - 1;
-    int32_t unique = 0;
+    while (int64_t{1} << bits < size_ + size_ / 4) ++bits;
+    places_.assign(size_t{1} << bits, std::numeric_limits<uint32_t>::max());
+    const uint64_t mask = places_.size() - 1;
+    uint32_t* const places = places_.data();
+    Key<kWords>* const keys = keys_.data();
+    uint32_t* const counts = counts_.data();
+    int32_t* position = positions_;
+    uint32_t unique = 0;
     for (const KeyList& list : lists) {
       for (int64_t i = 0; i < list.size; ++i) {
         const auto key = Key<kWords>::At(list.keys, i);
         uint64_t at = key.Hash() & mask;
-        int32_t place = places[at];
+        uint32_t place = std::min(places[at], unique);
         keys[unique] = key;
-        place = place < 0 ? unique : place;
-        while (!(keys[place] == key)) {
+        while (__builtin_expect(!(keys[place] == key), 0)) {
           at = (at + 1) & mask;
-          place = places[at] < 0 ? unique : places[at];
+          place = std::min(places[at], unique);
         }
         places[at] = place;
         unique += place == unique;
         ++counts[place];
-        *positions++ = place;
+        *position++ = place;
       }
     }
     return unique;
   }
 
-  void SortByOwner(const Key<kWords>* keys, const uint32_t* counts,
-                   int64_t unique, const Vocabulary& vocabulary) {
+  void FindOwners(const Vocabulary& vocabulary) {
     const int bits = vocabulary.bits();
-    std::vector<int32_t> owners(unique);
-    ends_.assign(vocabulary.options().world_size, 0);
-    for (int64_t i = 0; i < unique; ++i) {
-      owners[i] = vocabulary.OwnerOf(BucketOf(keys[i].Hash(), bits));
-      ++ends_[owners[i]];
+    owners_.assign(vocabulary.options().world_size, {});
+    if (static_cast<int64_t>(owner_of_.size()) < unique_) {
+      owner_of_.resize(unique_);
     }
-    int64_t end = 0;
-    for (int64_t& each : ends_) {
-      const int64_t begin = end;
-      end += each;
-      each = begin;  // moves on to the end below
-    }
-    moved_.resize(unique);
-    keys_.resize(unique);
-    counts_.resize(unique);
-    for (int64_t i = 0; i < unique; ++i) {
-      const int64_t place = ends_[owners[i]]++;
-      moved_[i] = place;
-      keys_[place] = keys[i];
-      counts_[place] = counts[i];
+    for (int64_t i = 0; i < unique_; ++i) {
+      const int32_t rank = vocabulary.OwnerOf(BucketOf(keys_[i].Hash(), bits));
+      owner_of_[i] = rank;
+      Owner& owner = owners_[rank];
+      ++owner.keys;
+      owner.seen += counts_[i];
+      owner.count_bytes += VarintSize(counts_[i]);
     }
   }
 
   std::vector<Key<kWords>> keys_;
   std::vector<uint32_t> counts_;
-  std::vector<int32_t> moved_;  // from the order in which they came
-  std::vector<int64_t> ends_;   // of every rank's keys
+  std::vector<uint32_t> places_;  // by hash, then by number
+  std::vector<int32_t> owner_of_;
+  std::vector<Owner> owners_;
+  int64_t size_ = 0;
+  int64_t unique_ = 0;
+  int32_t* positions_ = nullptr;
 };
 
 }  // namespace tfdist

@@ -86,8 +86,8 @@ class World:
         for handle, message, (_, _, positions, counts), part in zip(
             self.handles, self.exchange(answers), asked, parts, strict=True
         ):
-            rows, (resets,) = vocabulary_ops.read_rows(
-                [handle], *message, positions, counts, [len(part)]
+            (rows,), (resets,) = vocabulary_ops.read_rows(
+                [handle], [tf.constant(part)], [0], *message, positions, counts
             )
             found.append(rows.numpy())
             self.resets = sorted(resets.numpy())
@@ -164,7 +164,7 @@ def test_one_rank_needs_no_messages():
             learn=True,
             advance=True,
         )
-        np.testing.assert_array_equal(rows, world.rows(keys))
+        np.testing.assert_array_equal(tf.concat(rows, 0), world.rows(keys))
         assert sorted(resets.numpy()) == world.resets
 
 

@@ -21,6 +21,9 @@ from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import vocabulary_ops
 
+# Of every list of keys, and those of every vocabulary that have lost theirs.
+_Rows = tuple[list[tf.Tensor], list[tf.Tensor]]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
@@ -84,13 +87,12 @@ def rows_of_keys(
             rows, resets = _ask_owners(
                 asked, collectives, lookup.wire.label, learn
             )
-            end([rows])
+            end(rows)
         if collectives.step is not None:
-            collectives.step.checks.append(rows)
+            collectives.step.checks.append(rows[0])
     if learn:
         _reset(resets, asked, lookup)
-    sizes = [tf.shape(each)[0] for each in asked.lists]
-    parts = iter(tf.split(rows, sizes, num=len(sizes)))
+    parts = iter(rows)
     for f in places:
         found[f] = [
             dataclasses.replace(part, values=next(parts)) for part in ids[f]
@@ -119,7 +121,7 @@ def _advances(asked: _Asked) -> bool:
     return all(begin)
 
 
-def _look_here(asked: _Asked, learn: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+def _look_here(asked: _Asked, learn: bool) -> _Rows:
     return vocabulary_ops.local_rows(
         asked.handles,
         asked.lists,
@@ -131,7 +133,7 @@ def _look_here(asked: _Asked, learn: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
 
 def _ask_owners(
     asked: _Asked, collectives: Collectives, label: str, learn: bool
-) -> tuple[tf.Tensor, list[tf.Tensor]]:
+) -> _Rows:
     payload, splits, positions, counts = vocabulary_ops.ask_keys(
         asked.handles, asked.lists, asked.of_list
     )
@@ -144,18 +146,14 @@ def _ask_owners(
         advance=learn and _advances(asked),
     )
     payload, splits = collectives.all_to_all(payload, splits, f"{label}/rows")
-    sizes = [
-        tf.add_n(
-            [
-                tf.shape(each, tf.int64)[0]
-                for each, of in zip(asked.lists, asked.of_list, strict=True)
-                if of == number
-            ]
-        )
-        for number in range(len(asked.keys))
-    ]
     return vocabulary_ops.read_rows(
-        asked.handles, payload, splits, positions, counts, tf.stack(sizes)
+        asked.handles,
+        asked.lists,
+        asked.of_list,
+        payload,
+        splits,
+        positions,
+        counts,
     )
 
 

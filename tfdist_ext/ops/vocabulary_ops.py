@@ -104,33 +104,41 @@ def answer_keys(
 
 def read_rows(
     vocabularies: Sequence[tf.Tensor],
+    keys: Sequence[tf.Tensor],
+    list_vocabularies: Sequence[int],
     answers: tf.Tensor,
     splits: tf.Tensor,
     positions: tf.Tensor,
     asked: tf.Tensor,
-    sizes: tf.Tensor,
-) -> tuple[tf.Tensor, list[tf.Tensor]]:
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Reads what `answer_keys` of all ranks answered.
 
     Args:
         vocabularies: T of them.
+        keys: that `ask_keys` got.
+        list_vocabularies: that `ask_keys` got.
         answers: uint8 `[A]`, in order of the ranks that answered.
         splits: int64 `[world_size]`, its bytes.
         positions: of `ask_keys`.
         asked: of `ask_keys`.
-        sizes: int64 `[T]`, keys in the lists of every vocabulary.
 
     Returns:
-        `rows` int64 `[n]` of all keys, and for every vocabulary `resets`,
-        int64 `[r]`, rows that have lost their keys.
+        For every list the rows of its keys, int32 `[n]`, and for every
+        vocabulary `resets`, int64 `[r]`, rows that have lost their keys.
 
     Raises:
         tf.errors.FailedPreconditionError: a vocabulary is full.
     """
     rows, resets = library().tfdist_read_rows(
-        list(vocabularies), answers, splits, positions, asked, sizes
+        list(vocabularies),
+        list(keys),
+        answers,
+        splits,
+        positions,
+        asked,
+        list_vocabularies=list(list_vocabularies),
     )
-    return rows, list(resets)
+    return list(rows), list(resets)
 
 
 def local_rows(
@@ -140,7 +148,7 @@ def local_rows(
     *,
     learn: bool,
     advance: bool,
-) -> tuple[tf.Tensor, list[tf.Tensor]]:
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """What the three above do, where there is one rank."""
     rows, resets = library().tfdist_local_rows(
         list(vocabularies),
@@ -149,7 +157,7 @@ def local_rows(
         learn=learn,
         advance=advance,
     )
-    return rows, list(resets)
+    return list(rows), list(resets)
 
 
 def export_keys(handle: tf.Tensor) -> list[tf.Tensor]:
