@@ -247,6 +247,40 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
     model._initial_epoch = epoch
 
 
+def start_at_epoch(model: Any, epoch: int | None) -> None:
+    """Says in `on_train_begin` where `fit` is to begin; None as it was told."""
+    if KERAS_3:
+        model._initial_epoch = epoch
+        return
+    state = None
+    if epoch is not None:
+        state = types.SimpleNamespace(
+            maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+        )
+    model._training_state = state
+
+
+def keep_metrics(model: Any, kept: bool) -> None:
+    """Says whether the metrics of a model stay when an epoch begins."""
+    if kept:
+        model.reset_metrics = lambda: None
+    elif "reset_metrics" in vars(model):
+        del model.reset_metrics
+
+
+def untracked_variables(model: Any) -> list[Any]:
+    """Variables of a built model that TensorFlow's checkpoints leave out.
+
+    Of Keras 3: its metrics, and the states of its random generators. Metrics
+    of tf_keras are made in the first step only.
+    """
+    if not KERAS_3:
+        return []
+    seeds = [v for v in model.variables if "seed_generator_state" in v.path]
+    known = {id(v): value_of(v) for v in [*seeds, *model.metrics_variables]}
+    return list(known.values())
+
+
 class SavingModules:
     """The modules that Keras's public ways to save and load end in.
 

@@ -34,6 +34,7 @@ from tfdist_ext.wrapping import wrap
 
 class _Acting(threading.local):
     collectives: Collectives | None = None
+    copies: list[writing.Parts] | None = None
 
 
 _acting = _Acting()
@@ -47,6 +48,16 @@ def _of(collectives: Collectives | None) -> Iterator[None]:
         yield
     finally:
         _acting.collectives = before
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[list[writing.Parts]]:
+    """What is saved inside is copied into the list instead of written."""
+    _acting.copies = copies = []
+    try:
+        yield copies
+    finally:
+        _acting.copies = None
 
 
 def install() -> None:
@@ -118,6 +129,9 @@ def _save_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = _acting.collectives
+    if _acting.copies is not None:
+        parts = writing.gather(saver, file_prefix, options, collectives)
+        return _acting.copies.append(writing.copied(parts))
     if collectives is None:
         return original(saver, file_prefix, options)
     return writing.save(saver, file_prefix, options, collectives)

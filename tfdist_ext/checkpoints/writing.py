@@ -11,6 +11,7 @@ a rank dies.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -29,6 +30,55 @@ gfile = tf.io.gfile
 Entry = tuple[str, str, tf.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What this rank is to write of a checkpoint, in memory.
+
+    Attributes:
+        prefix: path of the checkpoint.
+        rank: of this process.
+        counts: files of every rank.
+        files: entries of this rank, by file.
+        options: `tf.train.CheckpointOptions`.
+    """
+
+    prefix: str
+    rank: int
+    counts: list[int]
+    files: list[list[Entry]]
+    options: Any
+
+    @property
+    def folder(self) -> str:
+        """Where the ranks write before all is put into place."""
+        return f"{self.prefix}_ranks"
+
+    def write(self) -> None:
+        """Writes this rank's files; no other rank is needed for that."""
+        for number, entries in enumerate(self.files):
+            path = f"{self.folder}/{self.rank}-{number}"
+            _write(path, entries, self.options)
+
+    def put_into_place(self) -> None:
+        """Makes one checkpoint of what all ranks have written; on rank 0."""
+        parts = [
+            f"{self.folder}/{rank}-{number}"
+            for rank, count in enumerate(self.counts)
+            for number in range(count)
+        ]
+        _check_all_there(parts)
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=parts,
+            destination_prefix=f"{self.folder}/merged",
+            delete_old_dirs=False,
+        )
+        place(f"{self.folder}/merged", self.prefix)
+
+    def clean(self) -> None:
+        """Removes this rank's files, the last rank the folder too."""
+        _clean(self.folder, self.rank)
+
+
 def save(
     saver: Any, file_prefix: Any, options: Any, collectives: Collectives
 ) -> None:
@@ -40,37 +90,59 @@ def save(
         options: `tf.train.CheckpointOptions` or None.
         collectives: of the strategy.
     """
-    options = options or tf.train.CheckpointOptions()
-    group = collectives.group
-    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
-    prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
-    files = _files(saver, options, collectives)
-    counts = _counts(prefix, files, collectives)
-    folder = f"{prefix}_ranks"
-    parts = [
-        f"{folder}/{rank}-{number}"
-        for rank, count in enumerate(counts)
-        for number in range(count)
-    ]
+    parts = gather(saver, file_prefix, options, collectives)
     try:
-        if group.rank == 0:
-            _remove(folder)
-            gfile.makedirs(folder)
+        if parts.rank == 0:
+            remove(parts.folder)
+            gfile.makedirs(parts.folder)
         collectives.barrier("checkpoint/folder")
-        for number, entries in enumerate(files):
-            _write(f"{folder}/{group.rank}-{number}", entries, options)
+        parts.write()
         collectives.barrier("checkpoint/written")
-        if group.rank == 0:
-            _check_all_there(parts, collectives)
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=parts,
-                destination_prefix=f"{folder}/merged",
-                delete_old_dirs=False,
-            )
-            place(f"{folder}/merged", prefix)
+        if parts.rank == 0:
+            parts.put_into_place()
         collectives.barrier("checkpoint/placed")
     finally:
-        _clean(folder, group.rank)
+        parts.clean()
+
+
+def gather(
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives | None,
+) -> Parts:
+    """What this rank is to write; all ranks must call.
+
+    Args:
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint; rank 0's counts.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy; None in one process.
+    """
+    options = options or tf.train.CheckpointOptions()
+    rank = collectives.group.rank if collectives else 0
+    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
+    files = _files(saver, options, rank)
+    counts = _counts(prefix, files, collectives)
+    return Parts(prefix, rank, counts, files, options)
+
+
+def copied(parts: Parts) -> Parts:
+    """The same with values of its own, which training does not change."""
+    files = [
+        [(name, spec, _copy(value)) for name, spec, value in entries]
+        for entries in parts.files
+    ]
+    return dataclasses.replace(parts, files=files)
+
+
+def _copy(value: tf.Tensor) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        value = tf.identity(value)
+        if value.dtype == tf.string:  # nobody changes texts in place
+            return value
+        return tf.raw_ops.DeepCopy(x=value)
 
 
 def _object(tensor: Any) -> Any:
@@ -78,11 +150,8 @@ def _object(tensor: Any) -> Any:
     return getattr(tensor.trackable, "obj", tensor.trackable)
 
 
-def _files(
-    saver: Any, options: Any, collectives: Collectives
-) -> list[list[Entry]]:
+def _files(saver: Any, options: Any, rank: int) -> list[list[Entry]]:
     """What this rank writes, by file; exchanges rows with the others."""
-    rank = collectives.group.rank
     shards, others = _shards_and_others(saver, rank)
     files = _split(saver, shards, None)
     if rank == 0:
@@ -147,9 +216,13 @@ def _split(
 
 
 def _counts(
-    prefix: str, files: list[list[Entry]], collectives: Collectives
+    prefix: str, files: list[list[Entry]], collectives: Collectives | None
 ) -> list[int]:
     """Files of every rank, in all another number than the path has now."""
+    if collectives is None:
+        if len(files) == data_files_in_use(prefix):
+            _change_number(files)
+        return [len(files)]
     mine = tf.constant([len(files)], tf.int64)
     counts: list[int] = (
         collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
@@ -205,7 +278,7 @@ def _write(path: str, entries: list[Entry], options: Any) -> None:
         )
 
 
-def _check_all_there(parts: Iterable[str], collectives: Collectives) -> None:
+def _check_all_there(parts: Iterable[str]) -> None:
     missing = [part for part in parts if not gfile.exists(f"{part}.index")]
     if missing:
         raise OSError(
@@ -251,7 +324,7 @@ def _clean(folder: str, rank: int) -> None:
         pass  # Another rank was faster, or the folder cannot be reached.
 
 
-def _remove(folder: str) -> None:
-    # Left by a save in which a rank died; its parts are of no use.
+def remove(folder: str) -> None:
+    """Removes a folder left by a save in which a rank died."""
     if gfile.exists(folder):
         gfile.rmtree(folder)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
+from tfdist_ext.callbacks import resume
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives import measuring
@@ -157,6 +158,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             kernel_reads.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
+        resume.install()  # around all others
 
     def close(self) -> None:
         """Leaves the other ranks in good order.

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks for Keras's `fit` on one rank or many."""
+
+from tfdist_ext.callbacks.resume import Resume
+
+__all__ = ["Resume"]

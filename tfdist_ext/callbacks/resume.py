@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback that saves while `fit` trains, and goes on where it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import signal
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext.callbacks import notice as notice_lib
+from tfdist_ext.callbacks import saved_run
+from tfdist_ext.callbacks.beats import Beats
+from tfdist_ext.callbacks.place_in_data import Walk
+from tfdist_ext.wrapping import wrap
+
+keras = tf.keras
+
+# That a failed `fit` waits for the thread that writes, at most.
+_LAST_WRITE_SECONDS = 10.0
+
+
+class Resume(keras.callbacks.Callback):
+    """Saves while `fit` trains; the same `fit` goes on from the last save.
+
+    Give it to `fit` on every rank. A program that was ended, by a fault or by
+    SIGTERM, is started again as it is: model, optimizer, epoch, place in the
+    data and random generators are those of the last checkpoint, at another
+    number of ranks too. At the same number weights become those of a run that
+    was never ended, bit by bit.
+
+        model.fit(data, epochs=9, callbacks=[Resume("run1", every=1000)])
+
+    Checkpoints are TensorFlow's, each rank writing its part. Training waits
+    only until its part is copied; a thread writes it. Every slice has a
+    checksum, and a checkpoint that is torn is left out for the one before.
+
+    On a notice, as SIGTERM is, all ranks save before the same step and raise
+    `SystemExit(143)` out of `fit`; a second one ends the process at once.
+
+    Args:
+        directory: of the checkpoints; one that all ranks share, of this run
+            alone. Rank 0's counts.
+        every: batches from save to save, or "epoch". One more is made at the
+            end of training.
+        keep: number of checkpoints that are left.
+        signals: that are a notice.
+
+    Attributes:
+        seconds: that training has waited for copies, in the last `fit`.
+
+    Raises:
+        ValueError: for `every` or `keep` below 1; in `fit` for a model that
+            is not built or not of a `HybridParallelStrategy`.
+        OSError: in `fit`, if there are checkpoints but none can be read.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: int | Literal["epoch"] = "epoch",
+        keep: int = 3,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    ) -> None:
+        super().__init__()
+        for name, value in (("every", every), ("keep", keep)):
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_count and value >= 1) and (name, value) != (
+                "every",
+                "epoch",
+            ):
+                raise ValueError(
+                    f"Argument `{name}` of Resume must be at least 1"
+                    f"{' or be `epoch`' if name == 'every' else ''}. "
+                    f"Received: {name}={value!r}"
+                )
+        self._directory = os.fspath(directory)
+        self._every = every
+        self._keep = keep
+        self._signals = tuple(signals)
+        self._walk: Walk | None = None
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def during(self, model: Any, steps_per_epoch: int | None) -> Iterator[None]:
+        """Prepares for a call of `fit`, and leaves no trace after it.
+
+        Args:
+            model: that is trained.
+            steps_per_epoch: of `fit`.
+        """
+        strategy = _strategy_of(model)
+        self._walk = walk = Walk()
+        self._one_iterator = steps_per_epoch is not None
+        self._notice = notice_lib.Notice()
+        distribute = strategy.experimental_distribute_dataset
+
+        def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            found = distribute(dataset, *args, **kwargs)
+            if walk.dataset is None:  # the first is for training
+                walk.dataset = found
+            return found
+
+        strategy.experimental_distribute_dataset = noting
+        self._train: Any = None
+        try:
+            with self._notice.heeding(self._signals):
+                yield
+        finally:
+            if self._train is not None:
+                self._run.wait(_LAST_WRITE_SECONDS)
+            del strategy.experimental_distribute_dataset
+            if self._train is not None:
+                model.train_function = self._train
+            keras_internals.start_at_epoch(model, None)
+            keras_internals.keep_metrics(model, False)
+            self._walk = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restores the last checkpoint, if there is one."""
+        model = self.model
+        collectives = _strategy_of(model).collectives
+        assert self._walk is not None
+        self._run = saved_run.SavedRun(
+            model, self._directory, self._keep, collectives
+        )
+        self._beats = Beats(collectives)
+        self._logs: Any = None
+        self._saved_step = self._batch = 0
+        self._epoch_unsaved = self._skipped = False
+        self._train = model.train_function
+        model.train_function = self._step
+        found = self._run.restore()
+        if found is not None:
+            place, self._logs = found
+            self._walk.go_to(place)
+            self._saved_step = place.step
+            keras_internals.start_at_epoch(model, place.epoch)
+            # Keras would clear them when it begins the epoch.
+            keras_internals.keep_metrics(model, place.batch > 0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes which epoch it is."""
+        assert self._walk is not None
+        keras_internals.keep_metrics(self.model, False)
+        self._walk.begin_epoch(epoch)
+        self._epoch_unsaved = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes which batch is next."""
+        self._batch = batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Notes how many batches the step has had."""
+        assert self._walk is not None
+        if not self._skipped:
+            self._walk.trained(batch - self._batch + 1)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Saves once more, and waits until all is written."""
+        assert self._walk is not None
+        place = self._walk.place
+        noticed = self._beat()
+        if place.step != self._saved_step:
+            stopped = self.model.stop_training
+            last = 0 if stopped else self.params.get("epochs", 0)
+            self._walk.end(max(place.epoch + 1, last), self._one_iterator)
+            self._finish()
+            self._save()
+        self._finish()
+        if noticed:
+            self._leave()
+
+    def _step(self, iterator: Any) -> Any:
+        """Trains a step in the place of the model's train function."""
+        walk = self._walk
+        assert walk is not None
+        self._skipped = walk.skips(iterator, self._batch)
+        if self._skipped:
+            return self._logs
+        wanted = self._is_due()
+        if self._beats.is_due() or wanted:
+            if self._beat():
+                self._finish()
+                if walk.place.step != self._saved_step:
+                    self._save()
+                    self._finish()
+                self._leave()
+            if wanted and self._run.phase == saved_run.NOTHING:
+                self._save()
+        self._logs = self._train(walk.iterator)
+        return self._logs
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is to be made, which may have to wait."""
+        assert self._walk is not None
+        step = self._walk.place.step
+        if step == self._saved_step:
+            return False
+        if self._every == "epoch":
+            return self._epoch_unsaved
+        assert isinstance(self._every, int)
+        return step // self._every > self._saved_step // self._every
+
+    def _save(self) -> None:
+        assert self._walk is not None
+        self._run.begin(self._walk.place, self._logs)
+        self._saved_step = self._walk.place.step
+        self._epoch_unsaved = False
+        self.seconds = self._run.seconds
+
+    def _beat(self) -> bool:
+        """Hears from all ranks; whether one of them was told to end."""
+        told = self._beats.tell(int(bool(self._notice.signal)), self._run.phase)
+        self._run.hear(told[:, 1].tolist())
+        return bool(np.any(told[:, 0]))
+
+    def _finish(self) -> None:
+        """Waits until what is under way is written, by short exchanges."""
+        while self._run.phase != saved_run.NOTHING:
+            self._run.wait(1.0)
+            self._beat()
+
+    def _leave(self) -> None:
+        name = self._notice.signal
+        if name:
+            saved_run.say(
+                f"Resume: got {name}; saved '{self._run.path}'; ends with "
+                f"exit code {notice_lib.EXIT_CODE}"
+            )
+        raise SystemExit(notice_lib.EXIT_CODE)
+
+
+def install() -> None:
+    """Wraps Keras's `fit`, once per process."""
+    wrap(keras.Model, "fit", _fit)
+
+
+def _strategy_of(model: Any) -> Any:
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "collectives"):
+        raise ValueError(
+            "Resume needs a model of a HybridParallelStrategy: make and "
+            "compile it within strategy.scope(), in one process too. "
+            f"Received: a model of {type(strategy).__name__}."
+        )
+    return strategy
+
+
+def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keras's `fit`, with what a callback among its arguments needs."""
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    callbacks = given.get("callbacks") or ()
+    callbacks = getattr(callbacks, "callbacks", callbacks)
+    if not isinstance(callbacks, Sequence):
+        callbacks = [callbacks]
+    found = [each for each in callbacks if isinstance(each, Resume)]
+    if not found:
+        return original(model, *args, **kwargs)
+    if len(found) > 1:
+        raise ValueError(
+            f"`fit` takes one Resume. Received: callbacks={callbacks}"
+        )
+    with found[0].during(model, given.get("steps_per_epoch")):
+        return original(model, *args, **kwargs)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run: model, optimizer, place in the data, generators."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.callbacks import random_states
+from tfdist_ext.callbacks.place_in_data import Place
+from tfdist_ext.checkpoints import kept
+from tfdist_ext.checkpoints import saver
+from tfdist_ext.checkpoints.later import LaterWrite
+from tfdist_ext.checkpoints.later import Phase
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import text_of_first_rank
+
+NOTHING = -1  # is under way, beside the phases of a `LaterWrite`
+
+
+class _Text(tf.train.experimental.PythonState):
+    """Text in a checkpoint."""
+
+    text = ""
+
+    def serialize(self) -> str:
+        return self.text
+
+    def deserialize(self, string_value: bytes | str) -> None:
+        self.text = tf.compat.as_text(string_value)
+
+
+class SavedRun:
+    """Writes and reads the checkpoints of one call of `fit`.
+
+    Args:
+        model: that is trained, built.
+        directory: of the checkpoints; rank 0's counts.
+        keep: checkpoints that are left.
+        collectives: of the strategy; None in one process.
+
+    Attributes:
+        path: of the checkpoint that was restored or written last, "" before.
+        seconds: that training has waited for copies.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        directory: str,
+        keep: int,
+        collectives: Collectives | None,
+    ) -> None:
+        saver.install()
+        self._collectives = collectives
+        self._rank = collectives.group.rank if collectives else 0
+        self._directory = text_of_first_rank(
+            directory, collectives, "resume/directory"
+        )
+        self._keep = keep
+        self._model = model
+        self._writing: LaterWrite | None = None
+        self.path = ""
+        self.seconds = 0.0
+        _build(model)
+        self._progress = _Text()
+        self._checkpoint = tf.train.Checkpoint(
+            model=model,
+            optimizer=model.optimizer,
+            progress=self._progress,
+            more=keras_internals.untracked_variables(model),
+        )
+
+    def restore(self) -> tuple[Place, dict[str, float]] | None:
+        """Restores the last checkpoint that is whole; all ranks must call.
+
+        Returns:
+            Where it was made, and what the metrics were; None if there is
+            no checkpoint.
+
+        Raises:
+            OSError: none of those that are there can be read.
+        """
+        if self._rank == 0:
+            kept.remove_unfinished(self._directory)
+        listed = json.dumps(kept.steps_in(self._directory))
+        steps = json.loads(
+            text_of_first_rank(listed, self._collectives, "resume/steps")
+        )
+        failures = []
+        for step in steps:
+            path = kept.path_of(self._directory, step)
+            try:
+                self._checkpoint.read(path).assert_existing_objects_matched()
+            except tf.errors.UnavailableError:  # a rank has gone
+                raise
+            except tf.errors.OpError as error:
+                failures.append(f"{path}: {error.message}")
+                warnings.warn(
+                    f"'{path}' cannot be read and is left out: "
+                    f"{error.message}",
+                    stacklevel=2,
+                )
+                continue
+            self.path = path
+            return self._take_progress()
+        if failures:
+            raise OSError(
+                f"None of the checkpoints in '{self._directory}' can be read:\n"
+                + "\n".join(failures)
+                + "\nGive Resume another directory to start anew."
+            )
+        return None
+
+    def _take_progress(self) -> tuple[Place, dict[str, float]]:
+        progress = json.loads(self._progress.text)
+        random = progress["random"]
+        random_states.set_(random[self._rank if self._rank < len(random) else 0])
+        if progress["seed"] != internals.global_seed():
+            warnings.warn(
+                f"'{self.path}' was made with TensorFlow's seed "
+                f"{progress['seed']}, now it is {internals.global_seed()}: "
+                "shuffled data come in another order, and some samples of the "
+                "epoch twice. Call tf.keras.utils.set_random_seed before the "
+                "strategy is made.",
+                stacklevel=2,
+            )
+        return Place(**progress["place"]), progress["logs"]
+
+    @property
+    def phase(self) -> int:
+        """How far this rank is with what is under way, `NOTHING` if so."""
+        return self._writing.phase if self._writing else NOTHING
+
+    def begin(self, place: Place, logs: Any) -> None:
+        """Copies a checkpoint, which a thread then writes; all ranks call.
+
+        Args:
+            place: where training is.
+            logs: what the last step has returned, or None.
+        """
+        self._progress.text = json.dumps(
+            {
+                "place": dataclasses.asdict(place),
+                "logs": _numbers(logs),
+                "seed": internals.global_seed(),
+                "random": self._random_states(),
+            }
+        )
+        self._writing = LaterWrite(
+            self._checkpoint,
+            kept.path_of(self._directory, place.step),
+            self._collectives,
+            lambda: kept.keep(self._directory, self._keep),
+        )
+        self.seconds += self._writing.seconds
+
+    def hear(self, phases: list[int]) -> None:
+        """Takes the next step of what is under way; all ranks must call.
+
+        Args:
+            phases: of all ranks.
+        """
+        if self._writing is None:
+            return
+        failure = self._writing.advance(phases)
+        if failure is None:
+            return
+        if failure:
+            warnings.warn(
+                f"'{self._writing.path}' could not be written, training goes "
+                f"on without it: {failure}",
+                stacklevel=2,
+            )
+        else:
+            self.path = self._writing.path
+        self._writing = None
+
+    def wait(self, seconds: float) -> None:
+        """Waits for this rank's thread, `seconds` at most."""
+        if self._writing is not None:
+            self._writing.join(seconds)
+
+    def _random_states(self) -> list[Any]:
+        mine = json.dumps(random_states.get()) + "\n"
+        if self._collectives is None:
+            return [json.loads(mine)]
+        gathered = self._collectives.all_gather(
+            tf.constant(np.frombuffer(mine.encode(), np.uint8)), "resume/random"
+        )
+        lines = gathered.numpy().tobytes().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def _build(model: Any) -> None:
+    """Makes the slots, into which a checkpoint is read.
+
+    Raises:
+        ValueError: there is nothing to make them for yet, or the optimizer
+            is of another kind.
+    """
+    optimizer = model.optimizer
+    if not model.built:
+        raise ValueError(
+            f"Resume needs a model that is built: '{model.name}' gets its "
+            "variables in the first step only. Begin it with keras.Input, or "
+            "call model.build(input_shape)."
+        )
+    if not hasattr(optimizer, "build"):
+        raise ValueError(
+            "Resume needs an optimizer of Keras that can be built. Received: "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    if not keras_internals.is_built(optimizer):
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    """The scalars among what a step has returned."""
+    found = {}
+    for name, value in (logs or {}).items():
+        array = np.asarray(value)
+        if array.ndim == 0 and array.dtype.kind in "fiu":
+            found[name] = float(array)
+    return found
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
