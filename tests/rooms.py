@@ -70,6 +70,14 @@ ROOMS = {
         "sharding",
         "tables",
     },
+    "callbacks": {
+        "checkpoints",
+        "collectives",
+        "keras_internals",
+        "marks",
+        "tensorflow_internals",
+        "wrapping",
+    },
     "saving": {
         "collectives",
         "keras_internals",
@@ -105,6 +113,7 @@ ROOMS = {
     },
     "distribute": {
         "batches",
+        "callbacks",
         "checkpoints",
         "collectives",
         "keras_training",
@@ -133,6 +142,7 @@ PUBLIC = {
         "TableConfig",
         "TablePlacement",
         "__version__",
+        "callbacks",
         "layers",
         "losses",
         "measure_machine",
@@ -154,6 +164,7 @@ PUBLIC = {
         "TableConfig",
         "Wire",
     },
+    "tfdist_ext.callbacks": {"Resume"},
     "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
     "tfdist_ext.optimizers": {
         "SGD",

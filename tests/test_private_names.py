@@ -60,6 +60,7 @@ PRIVATE_KERAS = {
     "_scratch_graph",
     "_should_save_model",
     "_training_metadata_path",
+    "_training_state",
     "_update_model_variables_moving_average",
     "_use_cached_eval_dataset",
     "_value",
@@ -67,6 +68,7 @@ PRIVATE_KERAS = {
 }
 # Private names of others that cannot be fenced, by room.
 PRIVATE_ELSEWHERE = {
+    "callbacks": {"_exit"},  # of os
     "launcher": {"_exit"},  # of os
     # Whether a variable is one that is read by an exchange.
     "marks": {"_get_cross_replica"},

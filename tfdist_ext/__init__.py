@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 if TYPE_CHECKING:
+    from tfdist_ext import callbacks
     from tfdist_ext import layers
     from tfdist_ext import losses
     from tfdist_ext import optimizers
@@ -38,6 +39,7 @@ __all__ = [
     "TablePlacement",
     "__version__",
     "apply_delta",
+    "callbacks",
     "export",
     "export_delta",
     "layers",

@@ -172,6 +172,16 @@ def is_distributed(dataset: Any) -> bool:
     return getattr(dataset, "_tfdist_distributed", False)
 
 
+def set_watch(dataset: Any, watch: Any) -> None:
+    """Says who wants to know of the iterators of a dataset."""
+    dataset._tfdist_watch = watch
+
+
+def watch(dataset: Any) -> Any:
+    """Who wants to know of the iterators of a dataset, None for nobody."""
+    return getattr(dataset, "_tfdist_watch", None)
+
+
 def keep(graph: Any, other: Any) -> None:
     """Keeps another graph for as long as a graph is there.
 

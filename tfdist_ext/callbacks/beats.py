@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
 
-_SECONDS = 0.5
+# Between two of them, about.
+SECONDS = 0.5
 
 
 class Beats:
@@ -56,5 +57,5 @@ class Beats:
     def _propose(self) -> int:
         """Steps to the next one; at most twice as many as to this one."""
         elapsed = max(time.monotonic() - self._last, 1e-6)
-        steps = int(_SECONDS * self._steps / elapsed)
+        steps = int(SECONDS * self._steps / elapsed)
         return min(max(steps, 1), 2 * self._due)

@@ -4,7 +4,8 @@
 Keras hands an iterator to each step. A shuffled dataset gives every iterator
 another order, so a place is: the how manyth iterator, and how many batches
 of it have been taken. To get there, as many iterators are made, then as many
-batches are read and dropped.
+batches are read and dropped. Keras makes some that it never reads, so they
+are counted where they are made.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
+from tfdist_ext.wrapping import wrap
+
 
 @dataclasses.dataclass
 class Place:
@@ -22,7 +26,7 @@ class Place:
     Attributes:
         epoch: its number.
         batch: batches of the epoch that were trained.
-        iterators: that were made so far, the last of which is read.
+        iterators: that had been made when the one was that is read.
         taken: batches of that one.
         step: batches trained in all epochs.
     """
@@ -39,15 +43,31 @@ class Walk:
 
     Attributes:
         place: before the step that is next.
-        dataset: of which iterators are made, once it is known.
     """
 
     def __init__(self) -> None:
         self.place = Place()
-        self.dataset: Any = None
+        self._dataset: Any = None
+        self._made = 0
         self._goal: Place | None = None
         self._given: Any = None
         self._read: Any = None
+
+    def watch(self, dataset: Any) -> None:
+        """Counts the iterators of a dataset; the first one counts."""
+        if self._dataset is None:
+            self._dataset = dataset
+            wrap(type(dataset), "__iter__", _counted)
+            marks.set_watch(dataset, self)
+
+    def leave(self) -> None:
+        """Ends what `watch` has begun."""
+        if self._dataset is not None:
+            marks.set_watch(self._dataset, None)
+
+    def has_made(self) -> None:
+        """Notes that an iterator was made."""
+        self._made += 1
 
     def go_to(self, goal: Place) -> None:
         """Lets the next steps be skipped up to a place."""
@@ -63,15 +83,14 @@ class Walk:
         """
         if iterator is not self._given:
             self._given = self._read = iterator
-            self.place.iterators += 1
+            self.place.iterators = self._made
             self.place.taken = 0
         goal = self._goal
         if goal is None:
             self.place.batch = batch
             return False
-        while self.place.iterators < goal.iterators:
-            self._read = iter(self.dataset)
-            self.place.iterators += 1
+        while self._made < goal.iterators:
+            self._renew()
         if self.place.epoch == goal.epoch and batch < goal.batch:
             return True
         if self.place.iterators == goal.iterators:
@@ -82,15 +101,17 @@ class Walk:
 
     def _drop(self, batches: int) -> None:
         cardinality = -1
-        if batches and isinstance(self.dataset, tf.data.Dataset):
-            cardinality = int(self.dataset.cardinality())
+        if batches and isinstance(self._dataset, tf.data.Dataset):
+            cardinality = int(self._dataset.cardinality())
         if 0 <= cardinality <= batches:  # it had come to its end
-            self._read = iter(self.dataset)
-            self.place.iterators += 1
-            return
+            return self._renew()
         for _ in range(batches):
             next(self._read)
         self.place.taken = batches
+
+    def _renew(self) -> None:
+        self._read = iter(self._dataset)
+        self.place.iterators = self._made
 
     def begin_epoch(self, epoch: int) -> None:
         """Notes that an epoch begins."""
@@ -105,7 +126,7 @@ class Walk:
         """
         self.begin_epoch(epoch)
         if not one_iterator:
-            self.place.iterators += 1
+            self.place.iterators = self._made + 1
             self.place.taken = 0
 
     @property
@@ -118,3 +139,11 @@ class Walk:
         self.place.batch += batches
         self.place.taken += batches
         self.place.step += batches
+
+
+def _counted(original: Any, dataset: Any) -> Any:
+    iterator = original(dataset)
+    watch = marks.watch(dataset)
+    if watch is not None:
+        watch.has_made()
+    return iterator

@@ -28,7 +28,7 @@ keras = tf.keras
 _LAST_WRITE_SECONDS = 10.0
 
 
-class Resume(keras.callbacks.Callback):
+class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Saves while `fit` trains; the same `fit` goes on from the last save.
 
     Give it to `fit` on every rank. A program that was ended, by a fault or by
@@ -71,17 +71,9 @@ class Resume(keras.callbacks.Callback):
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> None:
         super().__init__()
-        for name, value in (("every", every), ("keep", keep)):
-            is_count = isinstance(value, int) and not isinstance(value, bool)
-            if not (is_count and value >= 1) and (name, value) != (
-                "every",
-                "epoch",
-            ):
-                raise ValueError(
-                    f"Argument `{name}` of Resume must be at least 1"
-                    f"{' or be `epoch`' if name == 'every' else ''}. "
-                    f"Received: {name}={value!r}"
-                )
+        if every != "epoch":
+            _check_count("every", every, "'epoch' or a number of batches")
+        _check_count("keep", keep, "a number")
         self._directory = os.fspath(directory)
         self._every = every
         self._keep = keep
@@ -105,8 +97,7 @@ class Resume(keras.callbacks.Callback):
 
         def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
             found = distribute(dataset, *args, **kwargs)
-            if walk.dataset is None:  # the first is for training
-                walk.dataset = found
+            walk.watch(found)  # the first is for training
             return found
 
         strategy.experimental_distribute_dataset = noting
@@ -117,6 +108,7 @@ class Resume(keras.callbacks.Callback):
         finally:
             if self._train is not None:
                 self._run.wait(_LAST_WRITE_SECONDS)
+            walk.leave()
             del strategy.experimental_distribute_dataset
             if self._train is not None:
                 model.train_function = self._train
@@ -242,6 +234,14 @@ class Resume(keras.callbacks.Callback):
 def install() -> None:
     """Wraps Keras's `fit`, once per process."""
     wrap(keras.Model, "fit", _fit)
+
+
+def _check_count(name: str, value: Any, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"Argument `{name}` of Resume must be {what} of at least 1. "
+            f"Received: {name}={value!r}"
+        )
 
 
 def _strategy_of(model: Any) -> Any:

@@ -19,10 +19,12 @@ from tfdist_ext.callbacks.place_in_data import Place
 from tfdist_ext.checkpoints import kept
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.checkpoints.later import LaterWrite
-from tfdist_ext.checkpoints.later import Phase
+from tfdist_ext.checkpoints.reading import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 
+# What every checkpoint of objects has.
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 NOTHING = -1  # is under way, beside the phases of a `LaterWrite`
 
 
@@ -66,7 +68,6 @@ class SavedRun:
             directory, collectives, "resume/directory"
         )
         self._keep = keep
-        self._model = model
         self._writing: LaterWrite | None = None
         self.path = ""
         self.seconds = 0.0
@@ -99,14 +100,14 @@ class SavedRun:
         for step in steps:
             path = kept.path_of(self._directory, step)
             try:
+                self._open(path)
                 self._checkpoint.read(path).assert_existing_objects_matched()
             except tf.errors.UnavailableError:  # a rank has gone
                 raise
             except tf.errors.OpError as error:
                 failures.append(f"{path}: {error.message}")
                 warnings.warn(
-                    f"'{path}' cannot be read and is left out: "
-                    f"{error.message}",
+                    f"'{path}' cannot be read and is left out: {error.message}",
                     stacklevel=2,
                 )
                 continue
@@ -120,10 +121,19 @@ class SavedRun:
             )
         return None
 
+    def _open(self, path: str) -> None:
+        """Reads an index on every rank, before any begins to read more."""
+        failure = None
+        try:
+            tf.train.load_checkpoint(path).get_tensor(_GRAPH)
+        except (tf.errors.OpError, ValueError) as error:
+            failure = tf.errors.DataLossError(None, None, str(error))
+        agree(failure, self._collectives)
+
     def _take_progress(self) -> tuple[Place, dict[str, float]]:
         progress = json.loads(self._progress.text)
-        random = progress["random"]
-        random_states.set_(random[self._rank if self._rank < len(random) else 0])
+        every = progress["random"]
+        random_states.set_(every[self._rank % len(every)])
         if progress["seed"] != internals.global_seed():
             warnings.warn(
                 f"'{self.path}' was made with TensorFlow's seed "

@@ -39,8 +39,15 @@ def keep(folder: str, most: int) -> None:
         gfile.remove(f"{path}.index")  # without which the rest is nothing
         for data in gfile.glob(f"{path}.data-*"):
             gfile.remove(data)
-    paths = [path_of(folder, step) for step in reversed(steps[:most])]
-    tf.compat.v1.train.update_checkpoint_state(folder, paths[-1], paths)
+    # What `tf.train.latest_checkpoint` reads.
+    names = [f"ckpt-{step}" for step in reversed(steps[:most])]
+    lines = [f'model_checkpoint_path: "{names[-1]}"']
+    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
+    with gfile.GFile(f"{folder}/checkpoint.part", "w") as file:
+        file.write("\n".join([*lines, ""]))
+    gfile.rename(
+        f"{folder}/checkpoint.part", f"{folder}/checkpoint", overwrite=True
+    )
 
 
 def remove_unfinished(folder: str) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.checkpoints import saver
-from tfdist_ext.checkpoints import writing
 from tfdist_ext.collectives.calls import brief
 from tfdist_ext.collectives.collectives import Collectives
 

@@ -12,10 +12,12 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.checkpoints import saved_objects
+from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
 
 # Where the adapters of TensorFlow's savers keep their variable.
@@ -47,6 +49,54 @@ def restore(
         No operations: all is done.
     """
     read: list[tuple[Any, dict[str, Any]]] = []
+    failure: Exception | None = None
+    try:
+        _read(original, saver, file_prefix, options, collectives, read)
+    except Exception as error:
+        failure = error
+    agree(failure, collectives)
+    while read:  # Values are dropped one by one, as they are assigned.
+        fn, tensors = read.pop(0)
+        fn(tensors)
+    return {}
+
+
+def agree(failure: Exception | None, collectives: Collectives | None) -> None:
+    """Raises on all ranks if one has failed; all ranks must call.
+
+    Also where an error of one rank is not told to the others at once, as in
+    Keras's `fit`.
+
+    Args:
+        failure: of this rank, or None.
+        collectives: of the strategy; None in one process.
+    """
+    if failure is not None and collectives is None:
+        raise failure
+    if collectives is None:
+        return
+    mine = f"{calls.brief(failure)}\n" if failure is not None else ""
+    counts = tf.constant(np.frombuffer(mine.encode(), np.uint8))
+    text, sizes = collectives.all_gather_parts(counts, "checkpoint/read")
+    if failure is not None:
+        raise failure
+    if text.shape[0]:
+        ranks = np.flatnonzero(sizes.numpy())
+        every = text.numpy().tobytes().decode(errors="replace")
+        raise tf.errors.AbortedError(
+            None, None, f"rank {ranks[0]}: {every.splitlines()[0]}"
+        )
+
+
+def _read(
+    original: Any,
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives,
+    read: list[tuple[Any, dict[str, Any]]],
+) -> None:
+    """Reads all that this rank needs into a list of functions and values."""
     functions = saver._keys_to_restore_fn
     counted = saver._restore_fn_to_keys
     later = {fn: _Later(fn, read) for fn in counted}
@@ -64,11 +114,6 @@ def restore(
     for fn, tensors in read:
         _add_new_rows(fn, tensors)
         _check_shapes(fn, tensors)
-    collectives.barrier("checkpoint/read")
-    while read:  # Values are dropped one by one, as they are assigned.
-        fn, tensors = read.pop(0)
-        fn(tensors)
-    return {}
 
 
 class _Later:
@@ -100,6 +145,8 @@ def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
     """Leaves rows as they are by which a whole table has grown."""
     for variable in _variables(fn):
         inner = saved_objects.variable_of(variable)
+        if saved_objects.is_sum(inner):
+            continue  # It would ask the ranks for its value.
         if not marks.grows(inner) or len(tensors) != 1:
             continue
         ((name, value),) = tensors.items()

@@ -53,7 +53,8 @@ def _of(collectives: Collectives | None) -> Iterator[None]:
 @contextlib.contextmanager
 def copying() -> Iterator[list[writing.Parts]]:
     """What is saved inside is copied into the list instead of written."""
-    _acting.copies = copies = []
+    copies: list[writing.Parts] = []
+    _acting.copies = copies
     try:
         yield copies
     finally:

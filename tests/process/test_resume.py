@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that were ended go on, at the same number of ranks bit by bit."""
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (2, 2)])
+def test_goes_on(run_scenario, ranks, keras):
+    run_scenario("resume_scenarios.goes_on", ranks=ranks, keras=keras)
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(1, 2)])
+def test_goes_on_at_another_number_of_ranks(run_scenario, begun, ended):
+    begin, end = "resume_scenarios.begin", "resume_scenarios.end"
+    (weights,) = run_scenario(begin, ranks=begun, keras=3)
+    run_scenario(end, weights, ranks=ended, keras=3)
