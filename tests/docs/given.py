@@ -75,6 +75,9 @@ def checkpoints(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     return {
         "model": model,
         "embedding": embedding,
+        "dataset": tf.data.Dataset.from_tensors(
+            (tf.ones([8, 4], tf.int64), tf.ones([8, 1]))
+        ),
         "folder": str(folder),
         "path": str(folder / "ckpt-1"),
         "name": "optimizer/_trainable_variables/0/" + VALUE,

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import os
 import re
+from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,8 +27,9 @@ from tfdist_ext.collectives.first_rank import text_of_first_rank
 
 gfile = tf.io.gfile
 
-# Name, slice of the whole tensor ("" for all of it), values.
-Entry = tuple[str, str, tf.Tensor]
+# Name, slice of the whole tensor ("" for all of it), values or what makes them
+# of values that nobody changes any more.
+Entry = tuple[str, str, tf.Tensor | Callable[[], tf.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,9 @@ def copied(parts: Parts) -> Parts:
     return dataclasses.replace(parts, files=files)
 
 
-def _copy(value: tf.Tensor) -> tf.Tensor:
+def _copy(value: Any) -> Any:
+    if callable(value):
+        return value
     with tf.device("CPU:0"):
         value = tf.identity(value)
         if value.dtype == tf.string:  # nobody changes texts in place
@@ -274,7 +278,7 @@ def _write(path: str, entries: list[Entry], options: Any) -> None:
             prefix=path,
             tensor_names=list(names),
             shape_and_slices=list(slices),
-            tensors=list(values),
+            tensors=[value() if callable(value) else value for value in values],
         )
 
 

@@ -11,6 +11,8 @@ written or read.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -229,8 +231,12 @@ class _SavedShard:
         ids = np.arange(*self._rows_of(rank))
         return ids[rotated_mod.part_of(ids, self._spec.row_parts) == part]
 
-    def _block(self) -> tf.Tensor:
-        """Contiguous rows of the table, put together from all ranks."""
+    def _block(self) -> Callable[[], tf.Tensor]:
+        """Contiguous rows of the table, from all ranks, to be put together.
+
+        The exchange is over when this returns; what is left to do can be
+        done while training goes on.
+        """
         spec = self._spec
         width = self._widths()[spec.rank]
         sizes = np.diff(self._local_rows()) * width
@@ -239,6 +245,10 @@ class _SavedShard:
             tf.constant(sizes, tf.int64),
             f"{spec.table}/save",
         )
+        return functools.partial(self._assemble, flat, received)
+
+    def _assemble(self, flat: tf.Tensor, received: tf.Tensor) -> tf.Tensor:
+        spec = self._spec
         first, end = self._rows_of(spec.rank)
         dims = self._variable.shape.rank
         block = np.empty((end - first, spec.dim)[:dims], flat.numpy().dtype)
