@@ -182,6 +182,21 @@ def watch(dataset: Any) -> Any:
     return getattr(dataset, "_tfdist_watch", None)
 
 
+def set_assembly(parts: Any, assemble: Any) -> None:
+    """Says how values of its own are made into those that are written.
+
+    Args:
+        parts: a tensor that nobody changes.
+        assemble: takes it, returns what is written. Holds no reference to it.
+    """
+    parts._tfdist_assembly = assemble
+
+
+def assembly(parts: Any) -> Any:
+    """What `set_assembly` said, None of values that are written as they are."""
+    return getattr(parts, "_tfdist_assembly", None)
+
+
 def keep(graph: Any, other: Any) -> None:
     """Keeps another graph for as long as a graph is there.
 

@@ -85,7 +85,7 @@ def ranks():
         if rank == 1:  # and started, by the time this goes on
             os.kill(os.getpid(), signal.SIGTERM)
 
-print("ended with", local_ranks.run(ranks(), grace=5))
+print("ended with", local_ranks.run(ranks(), grace=5).code)
 """
 
 

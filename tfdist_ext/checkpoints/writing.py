@@ -15,21 +15,20 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.checkpoints import saved_objects
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 
 gfile = tf.io.gfile
 
-# Name, slice of the whole tensor ("" for all of it), values or what makes them
-# of values that nobody changes any more.
-Entry = tuple[str, str, tf.Tensor | Callable[[], tf.Tensor]]
+# Name, slice of the whole tensor ("" for all of it), values.
+Entry = tuple[str, str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +138,8 @@ def copied(parts: Parts) -> Parts:
     return dataclasses.replace(parts, files=files)
 
 
-def _copy(value: Any) -> Any:
-    if callable(value):
+def _copy(value: tf.Tensor) -> tf.Tensor:
+    if marks.assembly(value) is not None:
         return value
     with tf.device("CPU:0"):
         value = tf.identity(value)
@@ -278,8 +277,13 @@ def _write(path: str, entries: list[Entry], options: Any) -> None:
             prefix=path,
             tensor_names=list(names),
             shape_and_slices=list(slices),
-            tensors=[value() if callable(value) else value for value in values],
+            tensors=list(map(_assembled, values)),
         )
+
+
+def _assembled(value: tf.Tensor) -> tf.Tensor:
+    assemble = marks.assembly(value)
+    return value if assemble is None else assemble(value)
 
 
 def _check_all_there(parts: Iterable[str]) -> None:

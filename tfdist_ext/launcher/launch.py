@@ -10,7 +10,6 @@ TensorFlow.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from tfdist_ext.launcher import launch_options
 from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import ports
+from tfdist_ext.launcher import restarts
 from tfdist_ext.launcher import ssh_hosts
 from tfdist_ext.rendezvous import hosts
 from tfdist_ext.rendezvous import secret as secret_lib
@@ -48,19 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    run = functools.partial(
-        local_ranks.run, grace=options.grace, log_dir=options.log_dir
-    )
     if options.hosts:
         return ssh_hosts.run(options.hosts, options, os.environ)
     if "TF_CONFIG" in os.environ or options.launched is not None:
-        return run([_rank_under_manager(options)])
+        return _run_ranks([_rank_under_manager(options)], options).code
     if options.nnodes == 1:
-        with ports.reserve(options.n, LOOPBACK, own_ports(options)) as reserved:
-            workers = [f"{LOOPBACK}:{port}" for port in reserved]
-            secret = "" if _secret() else secrets.token_hex(32)
-            return run(ranks_of_host(options, workers, 0, secret))
-    return _run_on_several_hosts(options, run)
+        return restarts.run(options, _run_on_this_host)
+    return restarts.run(options, _run_on_several_hosts)
+
+
+def _run_ranks(
+    ranks: Sequence[local_ranks.Rank],
+    options: argparse.Namespace,
+    nodes: local_ranks.Nodes | None = None,
+) -> local_ranks.Ended:
+    return local_ranks.run(
+        ranks, grace=options.grace, log_dir=options.log_dir, nodes=nodes
+    )
+
+
+def _run_on_this_host(options: argparse.Namespace) -> local_ranks.Ended:
+    with ports.reserve(options.n, LOOPBACK, own_ports(options)) as reserved:
+        workers = [f"{LOOPBACK}:{port}" for port in reserved]
+        secret = "" if _secret() else secrets.token_hex(32)
+        return _run_ranks(ranks_of_host(options, workers, 0, secret), options)
 
 
 def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
@@ -88,11 +99,9 @@ def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
         return 128 + signal.SIGINT
 
 
-def _run_on_several_hosts(
-    options: argparse.Namespace, run: Callable[..., int]
-) -> int:
+def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
     secret = _secret()
-    if not secret and options.node_rank == 0:
+    if not secret and options.node_rank == 0 and not options.restarts:
         host, port = options.master
         print(
             f"tfdist-run: whoever reaches {host}:{port} may join this job: "
@@ -110,12 +119,13 @@ def _run_on_several_hosts(
             ports=reserved,
             timeout=options.start_timeout,
             secret=secret,
+            min_ranks=options.min_ranks if options.restarts else None,
         )
         with meeting:
             ranks = ranks_of_host(
                 options, meeting.workers, meeting.first_rank, meeting.secret
             )
-            return run(ranks, nodes=meeting)
+            return _run_ranks(ranks, options, meeting)
 
 
 def own_ports(options: argparse.Namespace) -> range:

@@ -86,6 +86,21 @@ def _check(
             f"{variable}."
         )
     if options.hostfile is not None:
+        placed = "--hostfile is given"
+    if placed and options.max_restarts:
+        parser.error(
+            f"{placed}: --max-restarts is for ranks that tfdist-run -n or "
+            "--nnodes starts. Let what has started them start them again, "
+            "with callbacks.Resume they go on"
+        )
+    if options.min_ranks is not None and not (
+        options.max_restarts and options.nnodes > 1
+    ):
+        parser.error(
+            "--min-ranks needs --max-restarts and --nnodes of at least 2: "
+            "on one host all ranks come back"
+        )
+    if options.hostfile is not None:
         _read_hosts(parser, options)
         return
     options.n = options.n or 1
@@ -179,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time for a rank that is asked to stop, as by a SIGTERM to "
         "tfdist-run, to save before it is killed (default 30)",
     )
+    _add_restart_options(parser)
     _add_host_options(parser)
     add("script", metavar="SCRIPT", help="the Python program to run")
     add(
@@ -188,6 +204,33 @@ def _parser() -> argparse.ArgumentParser:
         help="its arguments, passed on as they are",
     )
     return parser
+
+
+def _add_restart_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("after a failure").add_argument
+    add(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all ranks again when one has failed, N times at most "
+        "(default 0); on several hosts the same for all",
+    )
+    add(
+        "--min-ranks",
+        type=_positive,
+        metavar="M",
+        help="start again without hosts that do not come back, if M ranks are "
+        "left (default: all must come back); host 0 must stay",
+    )
+    add(
+        "--restart-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long hosts that have not come back are waited for "
+        "(default 60)",
+    )
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -250,6 +293,10 @@ def _positive(text: str) -> int:
             f"must be a number of at least 1 and at most {_MOST}, not {text}"
         )
     return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _seconds(text: str) -> float:

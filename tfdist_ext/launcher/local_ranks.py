@@ -54,6 +54,19 @@ class Rank:
     environment: Mapping[str, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How the ranks of a host have ended.
+
+    Attributes:
+        code: exit code for the launcher.
+        told: whether the launcher was told to stop, by a signal.
+    """
+
+    code: int
+    told: bool = False
+
+
 class Nodes(Protocol):
     """What the launchers on other hosts have to say."""
 
@@ -129,7 +142,7 @@ def run(
     log_dir: pathlib.Path | None = None,
     nodes: Nodes | None = None,
     terminal: bool = True,
-) -> int:
+) -> Ended:
     """Starts ranks, waits for all, stops the others when one fails.
 
     Args:
@@ -141,9 +154,9 @@ def run(
             it goes on where nobody reads that any more.
 
     Returns:
-        0 if every rank succeeded; the exit code of the first that failed, or
-        128 + the signal that ended it or the launcher; 1 if the failure was
-        on another host.
+        How it ended. Its code is 0 if every rank succeeded; the exit code of
+        the first that failed, or 128 + the signal that ended it or the
+        launcher; 1 if the failure was on another host.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_fetch())
     processes: list[_Process] = []
@@ -162,7 +175,7 @@ def run(
         if nodes is not None:
             nodes.report(end.message)
         _stop(processes, end.stop_signal, grace)
-        return _finish(processes, end)
+        return Ended(_finish(processes, end), end.told)
 
 
 def signals_to_fetch() -> set[signal.Signals]:
@@ -180,6 +193,7 @@ class _End:
     message: str | None
     stop_signal: int
     culprit: _Process | None = None
+    told: bool = False
 
 
 def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
@@ -189,7 +203,9 @@ def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
         info = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
         if info is not None and info.si_signo in STOP_SIGNALS:
             name = signal.Signals(info.si_signo).name
-            return _End(128 + info.si_signo, f"got {name}", info.si_signo)
+            return _End(
+                128 + info.si_signo, f"got {name}", info.si_signo, told=True
+            )
         for process in list(running):
             code = process.poll()
             if code:

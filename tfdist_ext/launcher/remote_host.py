@@ -59,7 +59,7 @@ class _Launcher:
 
 
 def main() -> int:
-    """Runs the ranks of this host; returns what `local_ranks.run` does."""
+    """Runs the ranks of this host; returns their exit code."""
     control = os.fdopen(os.dup(0), "rb", buffering=0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)  # for the ranks
@@ -83,13 +83,14 @@ def _run(options: Any, control: BinaryIO) -> int:
         ranks = launch.ranks_of_host(
             options, place["workers"], place["first_rank"], place["secret"]
         )
-        return local_ranks.run(
+        ended = local_ranks.run(
             ranks,
             grace=options.grace,
             log_dir=options.log_dir,
             nodes=_Launcher(control),
             terminal=False,
         )
+        return ended.code
 
 
 def _receive(control: BinaryIO) -> dict[str, Any] | None:

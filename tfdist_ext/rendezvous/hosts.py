@@ -30,6 +30,7 @@ from tfdist_ext.rendezvous.link import Link
 
 _MESSAGE_SECONDS = 10.0
 _MOST_RANKS = 1 << 16
+_ALL = _MOST_RANKS + 1
 _JOB = "hosts"
 _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: "it has another version of tfdist_ext",
@@ -116,6 +117,7 @@ def meet(
     ports: Sequence[int],
     timeout: float,
     secret: bytes = b"",
+    min_ranks: int | None = None,
 ) -> Meeting:
     """Exchanges the addresses of all ranks.
 
@@ -128,6 +130,8 @@ def meet(
         ports: one per rank of this host.
         timeout: seconds to wait for the other hosts.
         secret: of the job; without one, whoever speaks the protocol may come.
+        min_ranks: with which the job goes on without hosts that did not come
+            in time; None if all must.
 
     Raises:
         RendezvousError: not all hosts came in time, or they disagree.
@@ -136,7 +140,7 @@ def meet(
     job = handshake.Job(_JOB, secret)
     if node_rank == 0:
         workers = [f"{host or master[0]}:{port}" for port in ports]
-        return _receive_hosts(master, job, nnodes, workers, deadline)
+        return _receive_hosts(master, job, nnodes, workers, deadline, min_ranks)
     link = _reach(master, job, node_rank, deadline)
     address = host or link.own_host()
     hello = {
@@ -181,6 +185,7 @@ def _receive_hosts(
     nnodes: int,
     own: list[str],
     deadline: float,
+    min_ranks: int | None,
 ) -> Meeting:
     """Host 0: waits for all others, then gives everyone the list."""
     workers = {0: own}
@@ -190,28 +195,32 @@ def _receive_hosts(
             for node, connection in door.let_in(deadline):
                 name = "{}:{}".format(*connection.getpeername()[:2])
                 links[node] = Link(connection, f"host {node} ({name})")
-            if door.missing:
-                refused = door.refusals and f". Refused: {door.refusals}"
-                raise RendezvousError(
-                    f"hosts {door.missing} of {nnodes} did not come within "
-                    f"--start-timeout{refused}"
-                )
+            missing, refusals = door.missing, door.refusals
         for node, link in sorted(links.items()):
             workers[node] = _hear(link, nnodes)
+        if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
+            refused = refusals and f". Refused: {refusals}"
+            raise RendezvousError(
+                f"hosts {missing} of {nnodes} did not come within "
+                f"--start-timeout{refused}"
+            )
         everyone = [
             address for node in sorted(workers) for address in workers[node]
         ]
         # One that all hosts have is not for the network.
         secret = "" if job.secret else secrets.token_hex(32)
         first_rank = 0
-        for node in range(1, nnodes):
-            first_rank += len(workers[node - 1])
+        first_ranks = {}
+        for node in sorted(workers):
+            first_ranks[node] = first_rank
+            first_rank += len(workers[node])
+        for node, link in sorted(links.items()):
             answer = {
                 "workers": everyone,
-                "first_rank": first_rank,
+                "first_rank": first_ranks[node],
                 "secret": secret,
             }
-            links[node].send(answer, _MESSAGE_SECONDS)
+            link.send(answer, _MESSAGE_SECONDS)
     except (OSError, RendezvousError) as error:
         for link in links.values():
             with contextlib.suppress(OSError):

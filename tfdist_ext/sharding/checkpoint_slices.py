@@ -12,7 +12,6 @@ written or read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -231,11 +230,11 @@ class _SavedShard:
         ids = np.arange(*self._rows_of(rank))
         return ids[rotated_mod.part_of(ids, self._spec.row_parts) == part]
 
-    def _block(self) -> Callable[[], tf.Tensor]:
+    def _block(self) -> tf.Tensor:
         """Contiguous rows of the table, from all ranks, to be put together.
 
-        The exchange is over when this returns; what is left to do can be
-        done while training goes on.
+        The exchange is over when this returns; the rest is done when they are
+        written, maybe while training goes on.
         """
         spec = self._spec
         width = self._widths()[spec.rank]
@@ -245,9 +244,10 @@ class _SavedShard:
             tf.constant(sizes, tf.int64),
             f"{spec.table}/save",
         )
-        return functools.partial(self._assemble, flat, received)
+        marks.set_assembly(flat, functools.partial(self._assemble, received))
+        return flat
 
-    def _assemble(self, flat: tf.Tensor, received: tf.Tensor) -> tf.Tensor:
+    def _assemble(self, received: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
         spec = self._spec
         first, end = self._rows_of(spec.rank)
         dims = self._variable.shape.rank
