@@ -285,24 +285,29 @@ void ProcessGroup::ForgetCauses() {
   causes_.erase(causes_.begin(), causes_.lower_bound(oldest));
 }
 
-// Called while anything runs.
-void ProcessGroup::OnTick() {
+// Asked for by every operation that begins.
+bool ProcessGroup::OnTick() {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (closed_ || failed()) return;
+  if (closed_ || failed() || running_.empty()) return false;
   AbortWhatNobodyAnswers();
   if (const int gone = PeerAwaitedInVain(); gone >= 0) {
     const std::string reason = GoneReason(gone);
     lock.unlock();
-    return Fail(gone, absl::StatusCode::kUnavailable, reason);
+    Fail(gone, absl::StatusCode::kUnavailable, reason);
+    return false;
   }
   if (const auto unwanted = NotWantedAnyMore(); unwanted != nullptr) {
-    if (leaves_) return unwanted->GiveUp();
+    if (leaves_) {
+      unwanted->GiveUp();
+      return true;
+    }
     lock.unlock();
-    return Fail(rank(), absl::StatusCode::kUnavailable,
-                Message(RankName(rank()),
-                        " failed: another op of its step did "
-                        "(see its output), while ",
-                        unwanted->Name(), " waited"));
+    Fail(rank(), absl::StatusCode::kUnavailable,
+         Message(RankName(rank()),
+                 " failed: another op of its step did "
+                 "(see its output), while ",
+                 unwanted->Name(), " waited"));
+    return false;
   }
   const int64_t now = Now();
   int64_t longest = 0;
@@ -318,12 +323,13 @@ void ProcessGroup::OnTick() {
     ping.nonce = ++pings_;
     SetText(ping.text, Late(0)->Name().c_str());
     lock.unlock();
-    return SendControlToAll(ping);
+    SendControlToAll(ping);
+    return true;
   }
   const std::shared_ptr<Operation> late = Late(Nanoseconds(options_.timeout));
-  if (late == nullptr) return;
   lock.unlock();
-  OnDeadline(late);
+  if (late != nullptr) OnDeadline(late);
+  return true;
 }
 
 // When an operation began, or the rank it waits for last sent or took bytes.

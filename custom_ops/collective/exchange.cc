@@ -67,7 +67,7 @@ void Exchange::PassError(const std::string& error) {
 
 void Exchange::Expect(int peer) {
   messages_[peer] = operation_.Expect(peer, header_.part);
-  expected_.push_back(peer);
+  expected_.emplace_back(peer, messages_[peer]);
 }
 
 void Exchange::ExpectAll() {
@@ -78,9 +78,7 @@ void Exchange::ExpectAll() {
 
 void Exchange::ExpectNone() {
   ExpectAll();
-  std::vector<std::pair<int, Incoming*>> strays;
-  for (int peer : expected_) strays.emplace_back(peer, messages_[peer]);
-  operation_.ExpectNone(std::move(strays));
+  operation_.ExpectNone(expected_);
 }
 
 void Exchange::SendToAll(const void* data, size_t bytes) {
@@ -112,11 +110,14 @@ void Exchange::Throw(const std::string& error) const {
 }
 
 std::string Exchange::AwaitAgreement() {
+  operation_.AwaitHeaders(
+      expected_, [&](const Header& theirs) { return !Agrees(header_, theirs); },
+      "receive header");
   bool errors = !error_.empty();
-  for (int peer : expected_) {
-    operation_.AwaitHeader(peer, messages_[peer], "receive header");
+  for (const auto& [peer, message] : expected_) {
+    if (!operation_.HasHeader(peer, message)) continue;  // another one differs
     CheckHeader(peer);
-    errors = errors || (header(peer).flags & kErrorFlag) != 0;
+    errors = errors || (message->header.flags & kErrorFlag) != 0;
   }
   return errors ? TakeErrors() : "";
 }
@@ -153,9 +154,9 @@ void Exchange::Disagree() {
   std::vector<const Header*> headers(messages_.size());
   headers[group.rank()] = &header_;
   const int64_t end = Now() + kPatience;
-  for (int peer : expected_) {
-    if (operation_.AwaitHeaderUntil(end, peer, messages_[peer])) {
-      headers[peer] = &header(peer);
+  for (const auto& [peer, message] : expected_) {
+    if (operation_.AwaitHeaderUntil(end, peer, message)) {
+      headers[peer] = &message->header;
     }
   }
   const auto differ = [&](int a, int b) {
@@ -202,14 +203,14 @@ void Exchange::CheckBytes(int peer) {
 std::string Exchange::TakeErrors() {
   std::string text = error_;
   std::vector<const uint8_t*> payloads(messages_.size());
-  for (int peer : expected_) payloads[peer] = Receive(peer);
+  for (const auto& [peer, _] : expected_) payloads[peer] = Receive(peer);
   AwaitPayloads();
   AwaitSent();
-  for (int peer : expected_) {
-    if ((header(peer).flags & kErrorFlag) == 0) continue;
+  for (const auto& [peer, message] : expected_) {
+    if ((message->header.flags & kErrorFlag) == 0) continue;
     text += text.empty() ? "" : "; ";
     text.append(reinterpret_cast<const char*>(payloads[peer]),
-                header(peer).bytes);
+                message->header.bytes);
   }
   return text;
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "custom_ops/collective/operation.h"
@@ -87,7 +88,7 @@ class Exchange {
   std::string error_;
   std::optional<uint64_t> expected_bytes_;
   std::vector<Incoming*> messages_;  // by peer, null where none is expected
-  std::vector<int> expected_;
+  std::vector<std::pair<int, Incoming*>> expected_;
   std::vector<int> receiving_;
 };
 

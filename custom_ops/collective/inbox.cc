@@ -7,6 +7,14 @@
 
 namespace tfdist {
 
+namespace {
+
+// A payload of so few bytes has come with its header, as good as always: its
+// receiver hears of both at once.
+constexpr uint64_t kWithHeader = uint64_t{64} << 10;
+
+}  // namespace
+
 Incoming* Inbox::Expect(uint32_t generation, int64_t tag, uint64_t call,
                         uint32_t part, std::shared_ptr<Progress> receiver) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -93,8 +101,9 @@ Incoming* Inbox::Begin(const Header& header) {
     if (!fits) return nullptr;
     message->header = header;
     message->header_here = true;
-    receiver = message->receiver;
     found = message.get();
+    const bool more_at_once = header.bytes > 0 && header.bytes <= kWithHeader;
+    if (!more_at_once) receiver = message->receiver;
   }
   if (receiver != nullptr) receiver->Advance();
   return found;

@@ -64,8 +64,34 @@ uint8_t* Operation::TakeEarly(int peer, Incoming* message) {
 }
 
 void Operation::AwaitHeader(int peer, Incoming* message, const char* stage) {
-  Inbox& inbox = group->transport().inbox(peer);
-  Wait(peer, stage, [&] { return inbox.HasHeader(message); });
+  Wait(stage, [&] { return HasHeader(peer, message) ? -1 : peer; });
+  CountHeader(message);
+}
+
+void Operation::AwaitHeaders(
+    const std::vector<std::pair<int, Incoming*>>& messages,
+    const std::function<bool(const Header&)>& ends, const char* stage) {
+  Wait(stage, [&] {
+    int missing = -1;
+    for (const auto& [peer, message] : messages) {
+      if (!HasHeader(peer, message)) {
+        if (missing < 0) missing = peer;
+      } else if (ends(message->header)) {
+        return -1;
+      }
+    }
+    return missing;
+  });
+  for (const auto& [peer, message] : messages) {
+    if (HasHeader(peer, message)) CountHeader(message);
+  }
+}
+
+bool Operation::HasHeader(int peer, const Incoming* message) const {
+  return group->transport().inbox(peer).HasHeader(message);
+}
+
+void Operation::CountHeader(const Incoming* message) {
   const uint64_t bytes = sizeof(Header) + message->header.bytes;
   bytes_received += bytes;
   group->CountReceived(bytes);
@@ -85,33 +111,40 @@ bool Operation::AwaitHeaderUntil(int64_t end, int peer, Incoming* message) {
 void Operation::AwaitBytes(int peer, Incoming* message, uint64_t bytes,
                            const char* stage) {
   Inbox& inbox = group->transport().inbox(peer);
-  Wait(peer, stage, [&] { return inbox.Received(message) >= bytes; });
+  Wait(stage, [&] { return inbox.Received(message) >= bytes ? -1 : peer; });
 }
 
 void Operation::AwaitSent(const char* stage) {
   for (const Sent& sent : sent_) {
-    Wait(sent.peer, stage,
-         [&] { return sent.message.sent.load(std::memory_order_acquire); });
+    Wait(stage, [&] {
+      const bool gone = sent.message.sent.load(std::memory_order_acquire);
+      return gone ? -1 : sent.peer;
+    });
   }
 }
 
-void Operation::Wait(int peer, const char* stage,
-                     const std::function<bool()>& over) {
+void Operation::Wait(const char* stage, const std::function<int()>& missing) {
   std::unique_lock<std::mutex> lock(mutex_);
-  peer_ = peer;
   stage_ = stage;
-  over_ = &over;
-  changed_.wait(lock, [&] { return aborted_ || over() || HasStray(); });
-  over_ = nullptr;
-  if (over()) return;  // what is there counts, whoever has left since
+  missing_ = &missing;
+  changed_.wait(lock, [&] { return Over() || aborted_ || HasStray(); });
+  const bool over = Over();
+  missing_ = nullptr;
+  if (over) return;  // what is there counts, whoever has left since
   lock.unlock();
   if (HasStray()) throw Stray();
   throw OperationError(group->FailureOf(*this), group->failed());
 }
 
+bool Operation::Over() {
+  const int peer = (*missing_)();
+  if (peer >= 0) peer_ = peer;
+  return peer < 0;
+}
+
 bool Operation::HasStray() const {
   return std::any_of(strays_.begin(), strays_.end(), [&](const auto& stray) {
-    return group->transport().inbox(stray.first).HasHeader(stray.second);
+    return HasHeader(stray.first, stray.second);
   });
 }
 
@@ -139,8 +172,12 @@ void Operation::Release() {
   tensors_.clear();
 }
 
+// Wakes who waits only for what it waits for: a wake costs more than a look.
 void Operation::Advance() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (missing_ != nullptr && !Over() && !HasStray()) return;
+  }
   changed_.notify_all();
 }
 
@@ -165,7 +202,7 @@ bool Operation::given_up() const {
 
 bool Operation::WaitsFor(int peer) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return over_ != nullptr && peer_ == peer && !(*over_)();
+  return missing_ != nullptr && (*missing_)() == peer;
 }
 
 int Operation::waiting_for() const {

@@ -53,9 +53,14 @@ class Operation : public Progress,
   void Give(int peer, Incoming* message, void* memory, uint64_t bytes);
   uint8_t* TakeEarly(int peer, Incoming* message);
 
-  // Blocks; throw OperationError when the group fails, or a rank leaves, first.
+  // Block; throw OperationError when the group fails, or a rank leaves, first.
   // `stage` must be a string literal.
   void AwaitHeader(int peer, Incoming* message, const char* stage);
+  // Until all of them are here, by peer; or one that `ends` says ends it.
+  void AwaitHeaders(const std::vector<std::pair<int, Incoming*>>& messages,
+                    const std::function<bool(const Header&)>& ends,
+                    const char* stage);
+  bool HasHeader(int peer, const Incoming* message) const;
   // Whether a header comes until then, of the clock of Now(); what else ends it
   // throws likewise.
   bool AwaitHeaderUntil(int64_t end, int peer, Incoming* message);
@@ -119,7 +124,11 @@ class Operation : public Progress,
     int peer;
     Outgoing message;
   };
-  void Wait(int peer, const char* stage, const std::function<bool()>& over);
+  // Until `missing` returns -1; else it returns the peer that is waited for.
+  void Wait(const char* stage, const std::function<int()>& missing);
+  // With the mutex held: whether what is waited for is there.
+  bool Over();
+  void CountHeader(const Incoming* message);
   bool HasStray() const;
 
   mutable std::mutex mutex_;  // guards the next six
@@ -128,7 +137,7 @@ class Operation : public Progress,
   bool given_up_ = false;
   int peer_ = -1;
   const char* stage_ = "start";
-  const std::function<bool()>* over_ = nullptr;  // of the wait
+  const std::function<int()>* missing_ = nullptr;  // of the wait
 
   std::atomic<int64_t> cancelled_at_{0};
   std::deque<Sent> sent_;  // messages do not move

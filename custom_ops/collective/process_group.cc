@@ -80,7 +80,7 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
       operation->generation = generation_;
       operation->channel = Acquire(*operation);
       running_.insert(operation);
-      transport_.Tick(true);
+      transport_.Tick();
       if (operation->channel->busy) {
         operation->channel->waiting.push_back(
             [=] { Begin(operation, post_inline, post, body, done); });
@@ -168,7 +168,6 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
       channel.waiting.pop_front();
     }
     running_.erase(operation);
-    if (running_.empty()) transport_.Tick(false);
     if (closing_) changed_.notify_all();
   }
   if (next) next();

@@ -162,7 +162,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   // control.cc
   void OnControl(int peer, ControlFrame& frame) override;
   void OnLost(int peer, const std::string& error) override;
-  void OnTick() override;
+  bool OnTick() override;
   void SendControl(int peer, const ControlFrame& frame);
   void SendControlToAll(const ControlFrame& frame);
   void SayGoodbye(const std::string& error);

@@ -124,8 +124,8 @@ int64_t Transport::writes() const {
   return writes;
 }
 
-void Transport::Tick(bool on) {
-  if (!ticking_.exchange(on) && on) Wake();
+void Transport::Tick() {
+  if (!ticking_.exchange(true)) Wake();
 }
 
 void Transport::Watch(int fd, uint64_t tag, uint32_t events, bool anew) {
@@ -161,7 +161,8 @@ void Transport::Loop() {
     if (ending_) LoseWhoIsSilent();
     if (ticking_ && Now() - last_tick >= kTickMilliseconds * 1'000'000) {
       last_tick = Now();
-      listener_->OnTick();
+      ticking_ = false;  // whoever asks from now on wakes this thread
+      if (listener_->OnTick()) ticking_ = true;
     }
   }
 }

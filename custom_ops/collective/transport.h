@@ -23,8 +23,8 @@ class TransportListener {
   // Once per peer; nothing comes from it afterwards. `why` is empty where its
   // connections have ended, and says what it has sent if that makes no sense.
   virtual void OnLost(int peer, const std::string& why) = 0;
-  // Every `kTick`, while anybody has asked for it.
-  virtual void OnTick() = 0;
+  // Every `kTick` since anybody has asked for it, until it returns false.
+  virtual bool OnTick() = 0;
 };
 
 // The connections to all peers, and the one thread that serves them.
@@ -61,8 +61,8 @@ class Transport {
   int64_t last_moved(int peer) const { return links_[peer]->data.last_moved(); }
   // How often messages left for any peer, one or many together.
   int64_t writes() const;
-  // Whether OnTick is called: not while nothing runs.
-  void Tick(bool on);
+  // Has OnTick called from now on.
+  void Tick();
 
  private:
   struct Link {
