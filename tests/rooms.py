@@ -8,6 +8,7 @@ ROOMS = {
     "tables": set(),
     "rendezvous": {"version"},
     "launcher": {"rendezvous"},
+    "spark": {"launcher", "rendezvous"},
     "planner": {"tables"},
     "keras_internals": set(),
     "marks": {"keras_internals", "tables"},
@@ -130,7 +131,7 @@ ROOMS = {
         "tensorflow_internals",
     },
 }
-WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "tables")
+WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "spark", "tables")
 
 PUBLIC = {
     "tfdist_ext": {

@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.process import slurm_of_one_node
 from tfdist_ext.launcher import surroundings
 
 PROGRAM = pathlib.Path(__file__).with_name("launched_program.py")
+CLUSTERS = PROGRAM.parents[2] / "examples" / "clusters"
 LIMIT = 300.0
 RUN = [sys.executable, "-m", "tfdist_ext.launch"]
 
@@ -90,3 +92,65 @@ def test_srun(tmp_path, alone, command, monkeypatch):
         hosts = surroundings.slurm_host_names("n[9-11],m1")
     check(found, alone)
     assert hosts == ["n9", "n10", "n11", "m1"]
+
+
+def printed(*command, **environment):
+    """What a program prints that imports from the examples' folder."""
+    path = os.pathsep.join([str(CLUSTERS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses(text):
+    """What ranks have printed: (rows, rank, ranks) to losses of epochs."""
+    lines = re.findall(r"rows (\d+), rank (\d) of (\d): \[(.*?)\]", text)
+    return {
+        (int(rows), int(rank), int(ranks)): [float(x) for x in each.split(",")]
+        for rows, rank, ranks, each in lines
+    }
+
+
+def test_spark():
+    """Twice in the same processes; by spark-tensorflow-distributor; failing."""
+    pytest.importorskip("pyspark", reason="no pyspark is installed")
+    pytest.importorskip("spark_tensorflow_distributor")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs java, which is not installed")
+    mine = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    text = printed(PROGRAM.with_name("spark_program.py"), **mine)
+    found = losses(text)
+    assert set(found) == {
+        (100, 0, 1),
+        *((rows, rank, 2) for rows in (100, 200) for rank in range(2)),
+    }
+    assert text.count("rows 100, rank 0 of 2") == 2  # one by the distributor
+    for rank in range(2):
+        np.testing.assert_allclose(
+            found[100, rank, 2], found[100, 0, 1], rtol=1e-5
+        )
+        assert found[200, rank, 2] == found[200, 0, 2]
+
+
+@pytest.mark.parametrize("as_ray_says", [False, True])
+def test_ray(tmp_path, as_ray_says):
+    """Also with the variable that Ray sets: either Keras will do."""
+    pytest.importorskip("ray.train", reason="no ray[train] is installed")
+    program = tmp_path / "program.py"
+    text = (CLUSTERS / "ray_train.py").read_text()
+    trap = 'os.environ.pop("TF_USE_LEGACY_KERAS", None)'
+    assert text.count(trap) == 1
+    program.write_text(text.replace(trap, "") if as_ray_says else text)
+    text = printed(program, RAY_USAGE_STATS_ENABLED="0", HOME=str(tmp_path))
+    found = losses(text)
+    assert set(found) == {(100, 0, 2), (100, 1, 2)}, text
+    first, last = found[100, 0, 2]
+    assert found[100, 1, 2] == [first, last] and last < first
+    assert as_ray_says or "Keras 3." in text
