@@ -130,6 +130,14 @@ ROOMS = {
         "tables",
         "tensorflow_internals",
     },
+    "callbacks": {
+        "collectives",
+        "keras_internals",
+        "marks",
+        "sharding",
+        "tables",
+        "wrapping",
+    },
 }
 WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "spark", "tables")
 
@@ -154,6 +162,7 @@ PUBLIC = {
         "export_delta",
         "scaled_rate",
     },
+    "tfdist_ext.callbacks": {"NanGuard"},
     "tfdist_ext.layers": {
         "DistributedEmbedding",
         "DynamicVocabulary",

@@ -228,7 +228,7 @@ def test_plans_are_made_without_tensorflow() -> None:
     loading = {"HybridParallelStrategy", "layers", "losses", "optimizers"}
     loading |= {"callbacks"}
     loading |= {"measure_machine", "export", "apply_delta", "export_delta"}
-    loading |= {"scaled_rate"}
+    loading |= {"scaled_rate", "callbacks"}
     program = (
         "import sys, tfdist_ext\n"
         f"for name in {sorted(names - loading)}: getattr(tfdist_ext, name)\n"

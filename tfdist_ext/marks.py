@@ -131,6 +131,16 @@ def exported(model: Any) -> Any:
     return vars(model).get("_tfdist_exported")
 
 
+def set_watch(model: Any, watch: Any) -> None:
+    """Says what watches the updates of a model while it is fitted, or None."""
+    object.__setattr__(model, "_tfdist_watch", watch)
+
+
+def watch(model: Any) -> Any:
+    """What `set_watch` said of a model, None if nothing."""
+    return vars(model).get("_tfdist_watch")
+
+
 def set_growth(value: Any, growth: int) -> None:
     """Says how a tensor grows with the samples, see `sum_or_mean`."""
     value._tfdist_growth = growth

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks for Keras's `fit` on one rank or many."""
 
+from tfdist_ext.callbacks.nan_guard import NanGuard
 from tfdist_ext.callbacks.resume import Resume
 
-__all__ = ["Resume"]
+__all__ = ["NanGuard", "Resume"]

@@ -258,6 +258,20 @@ class KeyShard(tf.Module):
             }
         )
 
+    def copy(self) -> Any:
+        """The keys of this rank, for `put_back`."""
+        counts = vocabulary_ops.vocabulary_counts(self.handle)
+        arrays = vocabulary_ops.export_keys(self.handle)
+        return int(counts[6]), counts[5], arrays
+
+    def put_back(self, copied: Any) -> None:
+        """Makes the keys of this rank what they were.
+
+        Args:
+            copied: of `copy`.
+        """
+        vocabulary_ops.import_keys(self.handle, *copied)
+
     def _buckets(self) -> int:
         """Buckets of all ranks: those of the checkpoint that was restored."""
         return int(vocabulary_ops.vocabulary_counts(self.handle)[6])

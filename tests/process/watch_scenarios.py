@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that watches itself, at two ranks and more."""
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist_ext
+from tfdist_ext.callbacks import NanGuard
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import DynamicVocabulary
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import TableConfig
+
+keras = tf.keras
+BATCH, STEPS, DIM = 8, 12, 4
+ROWS = {"users": 30, "items": 20}
+
+
+def data(poisoned=()):
+    """Global batches; the last sample of some has a weight that is NaN."""
+    rng = np.random.default_rng(3)
+    ids = {
+        name: rng.integers(0, rows, [BATCH * STEPS, 2])
+        for name, rows in (*ROWS.items(), ("words", 1 << 40))
+    }
+    labels = rng.normal(size=[BATCH * STEPS, 1]).astype(np.float32)
+    for step in poisoned:
+        labels[(step + 1) * BATCH - 1] = np.nan
+    return tf.data.Dataset.from_tensor_slices((ids, labels)).batch(BATCH)
+
+
+def make_model(strategy, rate=0.1, **compiled):
+    ranks = strategy.world_size
+    placement = tfdist_ext.TablePlacement
+    placements = {
+        "users": placement.row_wise(ranks),
+        "items": placement.grid(ranks // 2, 2),
+        "words": placement.row_wise(ranks),
+    }
+    with strategy.scope():
+        features = {}
+        inputs = {}
+        for name, where in placements.items():
+            growing = {"vocabulary": DynamicVocabulary(50, evict="lru")}
+            table = TableConfig(
+                name,
+                ROWS.get(name, 0),
+                embedding_dim=DIM,
+                initializer=keras.initializers.RandomNormal(0, 0.1, seed=2),
+                placement=where,
+                **({} if name in ROWS else growing),
+            )
+            features[name] = FeatureConfig(name, table, (None, 2), (None, DIM))
+            inputs[name] = keras.Input([2], dtype="int64", name=name)
+        found = DistributedEmbedding(features, name="embedding")(inputs)
+        hidden = keras.layers.Concatenate()([found[name] for name in features])
+        hidden = keras.layers.BatchNormalization()(hidden)
+        start = keras.initializers.GlorotUniform(seed=5)
+        output = keras.layers.Dense(1, name="top", kernel_initializer=start)(
+            hidden
+        )
+        model = keras.Model(inputs, output)
+        optimizer = tfdist_ext.optimizers.Adam(rate)
+        model.compile(optimizer, "mse", metrics=["mae"], **compiled)
+    return model
+
+
+def state_of(model):
+    layer = model.get_layer("embedding")
+    found = {n: t.numpy() for n, t in layer.get_embedding_tables().items()}
+    found["keys"] = layer.get_vocabularies()["words"]["keys"]
+    for i, weight in enumerate(model.get_layer("top").weights):
+        found[f"top/{i}"] = np.array(weight)
+    for i, weight in enumerate(model.layers[-2].weights):
+        found[f"normal/{i}"] = np.array(weight)
+    return found
+
+
+def assert_same(actual, expected):
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+def nan_leaves_the_state(strategy, folder):
+    """One rank's NaN updates nothing on any; the batch is in a file."""
+    model = make_model(strategy)
+    model.fit(data().take(3), verbose=0)
+    before, rest = state_of(model), data((5,)).skip(5).take(1)
+    guard = NanGuard(rollback=False, directory=folder / "bad")
+    model.fit(rest, verbose=0, callbacks=[guard])
+    last = strategy.world_size - 1
+    (message,) = guard.faults
+    assert f"the loss of rank {last};" in message, message
+    assert f"came from the samples of rank {last}." in message, message
+    assert "rows of the gradient of table 'users' (row " in message, message
+    after = state_of(model)
+    # Keys are learned when they are looked up, before the loss.
+    learned = ("keys", "words")
+    kept = {k: v for k, v in before.items() if k not in learned}
+    assert_same(after, kept)
+    rate = float(np.array(model.optimizer.learning_rate))
+    assert np.isclose(rate, 0.05), rate
+    strategy.collectives.barrier("written")
+    batch = np.load(folder / "bad" / f"batch-1-rank-{strategy.rank}.npz")
+    mine = slice(
+        5 * BATCH + strategy.rank * BATCH // strategy.world_size,
+        5 * BATCH + (strategy.rank + 1) * BATCH // strategy.world_size,
+    )
+    ids, labels = data((5,)).unbatch().batch(BATCH * STEPS).get_single_element()
+    np.testing.assert_array_equal(batch["batch/0/users"], ids["users"][mine])
+    np.testing.assert_array_equal(batch["batch/1"], labels[mine])
+
+
+def guard_rolls_back(strategy, folder):
+    """Training goes on from the state of some steps before, and ends."""
+    model = make_model(strategy)
+    guard = NanGuard(every=2, directory=None, most=2)
+    history = model.fit(data((5,)).take(8), verbose=0, callbacks=[guard])
+    (message,) = guard.faults
+    assert "Not finite in step 6 (epoch 0, batch 5): the loss" in message
+    assert message.endswith("to step 2. Learning rate now 0.05."), message
+    assert np.isfinite(history.history["loss"]).all(), history.history
+    expected = make_model(strategy)
+    expected.fit(data().take(2), verbose=0)
+    expected.optimizer.learning_rate = 0.05
+    expected.fit(data().skip(6).take(2), verbose=0)
+    assert_same(state_of(model), state_of(expected))
+    assert "train_step" not in vars(model)
+    assert "apply" not in vars(model.optimizer)
+    # What an update makes infinite is found in the rows themselves.
+    before = state_of(model)
+    model.optimizer.learning_rate = np.inf
+    guard = NanGuard(factor=1, directory=None, most=1)
+    try:
+        model.fit(data(), verbose=0, callbacks=[guard])
+        raise AssertionError("did not end")
+    except RuntimeError as error:
+        assert "1 steps that were not finite" in str(error), error
+    (message,) = guard.faults
+    assert " rows of table 'users' (row " in message, message
+    assert_same(state_of(model), before)
