@@ -76,6 +76,9 @@ ROOMS = {
         "collectives",
         "keras_internals",
         "marks",
+        "optimizers",
+        "sharding",
+        "tables",
         "tensorflow_internals",
         "wrapping",
     },
@@ -130,14 +133,6 @@ ROOMS = {
         "tables",
         "tensorflow_internals",
     },
-    "callbacks": {
-        "collectives",
-        "keras_internals",
-        "marks",
-        "sharding",
-        "tables",
-        "wrapping",
-    },
 }
 WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "spark", "tables")
 
@@ -162,7 +157,6 @@ PUBLIC = {
         "export_delta",
         "scaled_rate",
     },
-    "tfdist_ext.callbacks": {"NanGuard"},
     "tfdist_ext.layers": {
         "DistributedEmbedding",
         "DynamicVocabulary",
@@ -174,7 +168,7 @@ PUBLIC = {
         "TableConfig",
         "Wire",
     },
-    "tfdist_ext.callbacks": {"Resume"},
+    "tfdist_ext.callbacks": {"EmbeddingMonitor", "NanGuard", "Resume"},
     "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
     "tfdist_ext.optimizers": {
         "SGD",

@@ -226,7 +226,6 @@ def is_re_export(node: ast.stmt) -> bool:
 def test_plans_are_made_without_tensorflow() -> None:
     names = PUBLIC["tfdist_ext"]
     loading = {"HybridParallelStrategy", "layers", "losses", "optimizers"}
-    loading |= {"callbacks"}
     loading |= {"measure_machine", "export", "apply_delta", "export_delta"}
     loading |= {"scaled_rate", "callbacks"}
     program = (

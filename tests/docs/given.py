@@ -138,11 +138,26 @@ def nothing(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     return {}
 
 
+def monitoring(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    with strategy.scope():
+        inputs = {
+            "user": keras.Input([], dtype="int64"),
+            "item": keras.Input([4], dtype="int64"),
+        }
+        layer = DistributedEmbedding(feature_configs(), name="embedding")
+        found = layer(inputs)
+        hidden = keras.layers.Concatenate()([found["user"], found["item"]])
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(tfdist_ext.optimizers.Adagrad(0.1), "mse")
+    return {"model": model, "dataset": samples().batch(8)}
+
+
 OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
     "docs/checkpoints.md": checkpoints,
     "docs/cluster.md": nothing,
     "docs/data_path.md": data_path,
     "docs/migrating.md": migrating,
+    "docs/monitoring.md": monitoring,
     "docs/sharding.md": sharding,
     "docs/sharp_bits.md": nothing,
     "docs/sharp_bits_loops.md": loops,

@@ -39,6 +39,19 @@ def test_quickstart(run_example: Run, ranks: int) -> None:
 
 
 @pytest.mark.process
+def test_async_nan(run_example: Run) -> None:
+    output = run_example("async_nan.py", ranks=2)
+    late, in_step, fast, watched = output.split("\nIn step")
+    assert "not finite after" in late
+    assert "not finite" not in in_step
+    assert "not finite after" in fast
+    before, after = watched.split("Not finite in step")
+    assert "Step 5: ads/max_norm is " in before
+    assert "Rolled back to step 0. Learning rate now 0.3." in after
+    assert float(re.findall(r"-> ([0-9.]+)", after)[-1]) < 0.7
+
+
+@pytest.mark.process
 def test_many_tables(run_example: Run, tmp_path: pathlib.Path) -> None:
     one = last("loss", run_example("many_tables.py", "--epochs", 1))
     plan = tmp_path / "plan.json"

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import NanGuard
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import DynamicVocabulary
@@ -139,3 +140,59 @@ def guard_rolls_back(strategy, folder):
     (message,) = guard.faults
     assert " rows of table 'users' (row " in message, message
     assert_same(state_of(model), before)
+
+
+def tables_are_reported(strategy, folder):
+    """Figures of all ranks are those of the whole tables."""
+    model = make_model(strategy)
+    layer = model.get_layer("embedding")
+    before = {n: t.numpy() for n, t in layer.get_embedding_tables().items()}
+    monitor = EmbeddingMonitor(every=3, log_dir=folder / "logs")
+    histograms = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: histograms.append(
+            monitor.histogram("users", 5)
+        )
+    )
+    history = model.fit(
+        data().take(4), verbose=0, callbacks=[monitor, look]
+    ).history
+    after = {n: t.numpy() for n, t in layer.get_embedding_tables().items()}
+    for name, table in after.items():
+        norms = np.linalg.norm(table, axis=1)
+        np.testing.assert_allclose(
+            history[f"{name}/max_norm"], norms.max(), rtol=1e-6
+        )
+        untouched = (table == before[name]).all(axis=1)
+        assert 0 < untouched.sum() < len(table)
+        np.testing.assert_allclose(history[f"{name}/dead"], untouched.mean())
+        assert history[f"{name}/touched"] < [1 - untouched.mean()]
+        assert history[f"{name}/nan"] == [0.0]
+    counts = layer.vocabulary_counts()["words"]
+    assert history["words/fill"] == [counts["rows"] / counts["capacity"]]
+    reported = monitor.reports[3]["words/admitted"] * 3
+    reported += monitor.reports[4]["words/admitted"]
+    assert reported == counts["admitted"]
+    counted, edges = histograms[0]
+    norms = np.linalg.norm(after["users"], axis=1)
+    np.testing.assert_array_equal(counted, np.histogram(norms, edges)[0])
+    strategy.collectives.barrier("written")
+    assert list((folder / "logs").glob("events*"))
+    # SGD at rate 1 moves a row by its gradient.
+    with strategy.scope():
+        optimizer = tfdist_ext.optimizers.SGD(1.0)
+        model.compile(optimizer, "mse")
+    monitor = EmbeddingMonitor(["items", "users"])
+    history = model.fit(data().take(1), verbose=0, callbacks=[monitor]).history
+    moved = {n: t.numpy() for n, t in layer.get_embedding_tables().items()}
+    for name in ("items", "users"):
+        np.testing.assert_allclose(
+            history[f"{name}/gradient_norm"],
+            np.linalg.norm(moved[name] - after[name]),
+            rtol=1e-4,
+        )
+    try:
+        model.fit(data(), callbacks=[EmbeddingMonitor(["cats"])], verbose=0)
+        raise AssertionError("was not refused")
+    except ValueError as error:
+        assert "has the tables ['items', 'users', 'words']" in str(error)

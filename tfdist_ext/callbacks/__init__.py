@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks for Keras's `fit` on one rank or many."""
 
+from tfdist_ext.callbacks.embedding_monitor import EmbeddingMonitor
 from tfdist_ext.callbacks.nan_guard import NanGuard
 from tfdist_ext.callbacks.resume import Resume
 
-__all__ = ["NanGuard", "Resume"]
+__all__ = ["EmbeddingMonitor", "NanGuard", "Resume"]

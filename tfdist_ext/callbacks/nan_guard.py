@@ -130,7 +130,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._beside = Beside(self.model)
             return
         late = not self._copies or (
-            self._step - self._copies[-1][0] >= self._every
+            self._step // self._every > self._copies[-1][0] // self._every
         )
         if late and is_built(inner_optimizer(self.model)):
             copied = (self._step, Snapshot(self.model))

@@ -47,7 +47,7 @@ class Beside:
         variables += [v for each in model.metrics for v in each.variables]
         self._values = [
             (each, np.array(each.numpy()))
-            for each in map(_here, variables)
+            for each in map(here, variables)
             if each.dtype.is_floating
         ]
 
@@ -71,7 +71,7 @@ def _variables(model: Any) -> list[tf.Variable]:
     inner = inner_optimizer(model)
     if inner is not model.optimizer:
         variables += variables_of_optimizer(inner)
-    unique = {id(each): each for each in map(_here, variables)}
+    unique = {id(each): each for each in map(here, variables)}
     return [each for each in unique.values() if _is_number(each)]
 
 
@@ -79,7 +79,7 @@ def _is_number(variable: tf.Variable) -> bool:
     return bool(variable.dtype.is_numpy_compatible)
 
 
-def _here(variable: Any) -> tf.Variable:
+def here(variable: Any) -> tf.Variable:
     """TensorFlow's variable that holds a variable's value on this rank."""
     native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)

@@ -41,7 +41,7 @@ class UpdateWatch:
     def __init__(self, model: Any) -> None:
         self.data: Nest = None
         self.loss: Any = None
-        self._model = model
+        self._watched = model
         self._around: list[Around] = []
         self._optimizer = inner_optimizer(model)
         self._train_step = model.train_step
@@ -66,12 +66,12 @@ class UpdateWatch:
     def end(self) -> None:
         """Leaves model and optimizer as they were."""
         for owner, name in (
-            (self._model, "train_step"),
-            (self._model, "compute_loss"),
+            (self._watched, "train_step"),
+            (self._watched, "compute_loss"),
             (self._optimizer, _APPLY),
         ):
             object.__delattr__(owner, name)
-        self._model.train_function = None
+        self._watched.train_function = None
 
     def add(self, around: Around) -> None:
         """Calls `around` in every step, about those that came before it."""

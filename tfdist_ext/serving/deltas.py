@@ -24,6 +24,7 @@ from tfdist_ext.saving import model_shards
 from tfdist_ext.serving import delta_files
 from tfdist_ext.serving.served_model import ServedModel
 from tfdist_ext.serving.served_model import Table
+from tfdist_ext.sharding.fingerprints import fingerprints
 from tfdist_ext.tables import rotated_mod
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -62,7 +63,7 @@ class _Rows:
     @classmethod
     def of(cls, table: Table, collectives: Collectives | None) -> _Rows:
         local = _local(table, collectives)
-        return cls(marks.shard_spec(table.source()), _fingerprints(local))
+        return cls(marks.shard_spec(table.source()), fingerprints(local))
 
     def changed_since(self, before: _Rows) -> np.ndarray:
         """Local rows that are others than before; all if they have moved."""
@@ -147,14 +148,6 @@ def _local(table: Table, collectives: Collectives | None) -> tf.Tensor:
         return value_of(source).read_value()
     rows = tf.convert_to_tensor(value_of(source))
     return rows if _is_first(collectives) else rows[:0]
-
-
-def _fingerprints(rows: tf.Tensor) -> np.ndarray:
-    if rows.shape.num_elements() == 0:
-        return np.zeros([rows.shape[0]], np.uint64)
-    with tf.device("CPU:0"):
-        found = tf.raw_ops.Fingerprint(data=rows, method="farmhash64")
-    return found.numpy().view(np.uint64)[:, 0]
 
 
 def _to_first_rank(

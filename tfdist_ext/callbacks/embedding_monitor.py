@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback that says how tables are, over all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.callbacks import update_watch
+from tfdist_ext.callbacks.gradient_norms import GradientNorms
+from tfdist_ext.callbacks.update_watch import collectives_of
+from tfdist_ext.callbacks.watched_tables import WatchedTable
+from tfdist_ext.callbacks.watched_tables import tables_of
+
+keras = tf.keras
+
+_LOG = logging.getLogger("tfdist_ext")
+# What grows by this factor is worth a warning.
+_GROWTH = 10.0
+_NORMS = ("/max_norm", "/gradient_norm")
+
+
+class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Reports on tables every so many steps, and at the end of every epoch.
+
+    For every table, over all ranks:
+
+    - `max_norm`: of its longest finite row;
+    - `gradient_norm`: of the gradient of the last step, of all rows;
+    - `touched`: share of the rows that have changed since the last report;
+    - `dead`: share of those that have not changed since the start of `fit`;
+    - `nan`: share of those with NaN or infinity;
+    - of a vocabulary that grows `fill`, the share of its capacity that is in
+      use, and `admitted` and `evicted`, keys per step since the last report.
+
+    They are in the logs of an epoch as "users/max_norm" and so on, for
+    History and the callbacks behind this one. Rows with NaN, and norms that
+    have grown ten times since the first report or the last warning, are a
+    warning in the log `tfdist_ext` of rank 0.
+
+    A report reads every row of the tables once; ranks exchange a few numbers
+    for it, and one per row of a table whose columns are on several ranks.
+
+    Give it to `fit` on every rank:
+
+        monitor = EmbeddingMonitor(every=1000, log_dir="logs")
+        model.fit(data, callbacks=[monitor])
+
+    Args:
+        tables: names of tables; None for all of the model.
+        every: steps from report to report.
+        log_dir: where rank 0 writes them for TensorBoard; None for nowhere.
+
+    Attributes:
+        reports: by step, what was reported, by name.
+
+    Raises:
+        ValueError: for `every` below 1; in `fit` for a table that the model
+            has not, naming those that it has.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[str] | None = None,
+        every: int = 1000,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                "Argument `every` of EmbeddingMonitor must be at least 1. "
+                f"Received: every={every!r}"
+            )
+        self._names = None if tables is None else list(tables)
+        self._every = every
+        self._log_dir = log_dir
+        self.reports: dict[int, dict[str, float]] = {}
+        update_watch.install()
+
+    def set_model(self, model: Any) -> None:
+        """Begins to watch a model that `fit` is about to train."""
+        super().set_model(model)
+        self._collectives = collectives_of(model)
+        self._tables: list[WatchedTable] = []
+        self._gradients = GradientNorms(
+            update_watch.of(model),
+            lambda: [table.variable for table in self._find()],
+            self._collectives,
+        )
+        self._step = self._reported = 0
+        self._keys: dict[str, dict[str, int]] = {}
+        self._known: dict[str, tuple[int, float]] = {}
+        self._wants = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Notes what rows are; all ranks do."""
+        self._find()
+        self._writer = None
+        first = self._collectives is None or not self._collectives.group.rank
+        self._is_first = first
+        if first and self._log_dir is not None:
+            folder = os.fspath(self._log_dir)
+            self._writer = tf.summary.create_file_writer(folder)
+
+    def _find(self) -> list[WatchedTable]:
+        """The tables, once the model is built."""
+        if self._tables or not self.model.built:
+            return self._tables
+        with tf.init_scope():
+            found = tables_of(self.model, self._collectives)
+        known = sorted(table.name for table in found)
+        if set(self._names or ()) - set(known):
+            raise ValueError(
+                f"EmbeddingMonitor: the model has the tables {known}. "
+                f"Received: tables={self._names}"
+            )
+        self._tables = [
+            table
+            for table in found
+            if self._names is None or table.name in self._names
+        ]
+        return self._tables
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Counts batches from the start."""
+        self._batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Asks for gradients where a report follows."""
+        due = self._step + batch - self._batch - self._reported >= self._every
+        last = self.params.get("steps") in (None, batch + 1)
+        if (due or last) != self._wants:
+            self._wants = due or last
+            self._gradients.want(self._wants)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reports, if it is time."""
+        self._step += batch - self._batch
+        self._batch = batch
+        if self._step - self._reported >= self._every:
+            self.report()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Reports, and adds the figures to the logs of the epoch."""
+        if self._step > self._reported:
+            self.report()
+        if logs is not None and self.reports:
+            logs.update(self.reports[self._reported])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes what TensorBoard reads."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def report(self) -> dict[str, float]:
+        """Looks at all tables now; all ranks call, in a callback of `fit`.
+
+        Returns:
+            The figures by name, "users/max_norm" for example.
+        """
+        squares = self._gradients.squares()
+        mine = np.array(
+            [
+                [*table.look().numbers(), squares[i] if table.adds else 0.0]
+                for i, table in enumerate(self._tables)
+            ],
+            np.float64,
+        ).reshape(1, len(self._tables), 6)
+        if self._collectives is not None:
+            everyone = self._collectives.all_gather(
+                tf.constant(mine), "embedding monitor"
+            )
+            mine = everyone.numpy()
+        steps = self._step - self._reported
+        found: dict[str, float] = {}
+        for i, table in enumerate(self._tables):
+            total, longest = mine[:, i].sum(0), mine[:, i, 1].max()
+            rows, _, wrong, changed, dead, square = total
+            found |= {
+                f"{table.name}/max_norm": float(longest),
+                f"{table.name}/gradient_norm": math.sqrt(square),
+                f"{table.name}/touched": changed / max(rows, 1),
+                f"{table.name}/dead": dead / max(rows, 1),
+                f"{table.name}/nan": wrong / max(rows, 1),
+            }
+            found |= self._of_keys(table, max(steps, 1))
+        self._reported = self._step
+        self.reports[self._step] = found
+        self._tell(found)
+        return found
+
+    def histogram(
+        self, table: str, bins: int = 20
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Norms of the rows of a table, counted; all ranks call.
+
+        Args:
+            table: its name.
+            bins: how many, between 0 and the longest row.
+
+        Returns:
+            int64 `[bins]`, rows of all ranks, and float64 `[bins + 1]`, where
+            bins begin and end. Rows that are not finite are in none.
+
+        Raises:
+            ValueError: for a table that is not watched.
+        """
+        watched = [each for each in self._tables if each.name == table]
+        if not watched:
+            names = [each.name for each in self._tables]
+            raise ValueError(
+                f"EmbeddingMonitor watches the tables {names}. Received: "
+                f"table={table!r}"
+            )
+        norms = watched[0].norms()
+        norms = norms[np.isfinite(norms)] if watched[0].counts else norms[:0]
+        longest = np.array([norms.max(initial=0.0)], np.float64)
+        if self._collectives is not None:
+            label = f"{table}/histogram"
+            longest = self._collectives.all_gather(
+                tf.constant(longest), label
+            ).numpy()
+        edges = np.linspace(0.0, max(longest.max(), 1e-12), bins + 1)
+        counts = np.histogram(norms, edges)[0].astype(np.int64)
+        if self._collectives is not None:
+            (total,) = self._collectives.all_reduce(
+                [tf.constant(counts)], label
+            )
+            counts = total.numpy()
+        return counts, edges
+
+    def _of_keys(self, table: WatchedTable, steps: int) -> dict[str, float]:
+        """Figures of a vocabulary that grows, none of other tables."""
+        if table.keys is None:
+            return {}
+        now = table.keys.counts()
+        before = self._keys.get(table.name, dict.fromkeys(now, 0))
+        self._keys[table.name] = now
+        gone = ("evicted", "expired")
+        return {
+            f"{table.name}/fill": now["rows"] / table.keys.config.capacity,
+            f"{table.name}/admitted": (now["admitted"] - before["admitted"])
+            / steps,
+            f"{table.name}/evicted": sum(now[k] - before[k] for k in gone)
+            / steps,
+        }
+
+    def _tell(self, found: dict[str, float]) -> None:
+        if not self._is_first:
+            return
+        for name, value in found.items():
+            step, known = self._known.setdefault(name, (self._step, value))
+            if name.endswith("/nan") and value > 0:
+                _LOG.warning("Step %d: %s is %.3g", self._step, name, value)
+            elif name.endswith(_NORMS) and value > _GROWTH * known > 0:
+                _LOG.warning(
+                    "Step %d: %s is %.3g, in step %d it was %.3g",
+                    *(self._step, name, value, step, known),
+                )
+                self._known[name] = (self._step, value)
+        _LOG.info("Step %d: %s", self._step, found)
+        if self._writer is not None:
+            with self._writer.as_default():
+                for name, value in found.items():
+                    tf.summary.scalar(name, value, self._step)
+            self._writer.flush()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rows of a model's tables look like, on this rank and on all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.callbacks.snapshots import here
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_internals import layers_of
+from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.sharding.fingerprints import fingerprints
+from tfdist_ext.tables import rotated_mod
+from tfdist_ext.tables.shard_spec import ShardSpec
+
+# Numbers of a table that are looked at at once.
+_BLOCK = 1 << 22
+
+
+@dataclasses.dataclass
+class RowCounts:
+    """Figures of the rows of a table that this rank counts for all ranks.
+
+    Attributes:
+        rows: how many.
+        longest: the largest norm, of rows that are finite.
+        not_finite: rows with NaN or infinity.
+        changed: since the last time.
+        dead: rows that have not changed since the first time.
+    """
+
+    rows: int
+    longest: float
+    not_finite: int
+    changed: int
+    dead: int
+
+    def numbers(self) -> list[float]:
+        """The fields in order."""
+        return [float(value) for value in dataclasses.astuple(self)]
+
+
+class WatchedTable:
+    """A table of a model, whose rows are compared with what they were.
+
+    Takes 9 bytes for every row of this rank.
+
+    Args:
+        spec: which part of the table this rank has.
+        variable: that holds it, of TensorFlow or Keras.
+        collectives: of the strategy; None in one process.
+    """
+
+    def __init__(
+        self, spec: ShardSpec, variable: Any, collectives: Collectives | None
+    ) -> None:
+        self.name = spec.table
+        self.variable = variable
+        self.keys = marks.keys_of(variable)
+        self._spec = spec
+        self._collectives = collectives
+        self._marks = self._fingerprints()
+        self._ever = np.zeros(len(self._marks), bool)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its rows: no other one has their start."""
+        if not self._spec.partitioned:
+            return self._collectives is None or not self._collectives.group.rank
+        return self._spec.cell is not None and self._spec.cell[1] == 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether this rank's squares count: of a whole table, one rank's."""
+        return self._spec.partitioned or self.counts
+
+    def norms(self) -> np.ndarray:
+        """Norms of this rank's rows, float32 `[n]`; all ranks call."""
+        squares = np.concatenate(
+            [np.zeros([0], np.float32)]
+            + [
+                np.einsum("ij,ij->i", block, block)
+                for block in map(_as_floats, self._blocks())
+            ]
+        )
+        if self._spec.column_parts > 1:
+            assert self._collectives is not None
+            squares = self._collectives.sum_over_peers(
+                tf.constant(squares),
+                self._spec.row_peers,
+                f"{self.name}/norms",
+            ).numpy()
+        return np.sqrt(squares[: self._rows()])
+
+    def look(self) -> RowCounts:
+        """Counts rows, and notes what they are; all ranks call."""
+        norms = self.norms()
+        before, self._marks = self._marks, self._fingerprints()
+        changed = self._marks != before
+        self._ever |= changed
+        finite = np.isfinite(norms)
+        if not self.counts:
+            return RowCounts(0, 0.0, 0, 0, 0)
+        return RowCounts(
+            len(norms),
+            float(norms[finite].max(initial=0.0)),
+            int(len(norms) - finite.sum()),
+            int(changed.sum()),
+            int(len(norms) - self._ever.sum()),
+        )
+
+    def _rows(self) -> int:
+        """Rows without those that only fill up a part."""
+        spec = self._spec
+        if spec.cell is None:
+            return 0
+        return len(
+            rotated_mod.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
+        )
+
+    def _fingerprints(self) -> np.ndarray:
+        found = [fingerprints(block) for block in self._blocks()]
+        found = [np.zeros([0], np.uint64), *found]
+        return np.concatenate(found)[: self._rows()]
+
+    def _blocks(self) -> list[tf.Tensor]:
+        rows, dim = self._spec.local_shape
+        with kernel_reads.allowed():
+            whole = here(self.variable).read_value()
+        step = max(1, _BLOCK // max(dim, 1))
+        return [whole[i : i + step] for i in range(0, rows, step)]
+
+
+def tables_of(
+    model: Any, collectives: Collectives | None
+) -> list[WatchedTable]:
+    """The tables of the layers of this package in a model.
+
+    Args:
+        model: whose layers are built.
+        collectives: of its strategy; None in one process.
+    """
+    found: dict[int, WatchedTable] = {}
+    for layer in layers_of(model):
+        if not hasattr(layer, "lookups") or not layer.built:
+            continue
+        for _, feature in layer.lookups():
+            variable = layer.table_variables()[feature.table]
+            if id(variable) not in found:
+                found[id(variable)] = WatchedTable(
+                    feature.spec, variable, collectives
+                )
+    return list(found.values())
+
+
+def _as_floats(block: tf.Tensor) -> np.ndarray:
+    floats: np.ndarray = tf.cast(block, tf.float32).numpy()
+    return floats
