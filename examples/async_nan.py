@@ -12,6 +12,7 @@ workers take turns in one process, so that every run is the same.
 
 import argparse
 import logging
+import sys
 
 import numpy as np
 import tensorflow as tf
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    logging.basicConfig(format="  %(message)s")
+    logging.basicConfig(format="  %(message)s", stream=sys.stdout)
     strategy = tfdist_ext.HybridParallelStrategy()
 
     def show(text: str) -> None:

@@ -38,9 +38,8 @@ def test_quickstart(run_example: Run, ranks: int) -> None:
     assert losses[-1] < 0.6 < losses[0]
 
 
-@pytest.mark.process
 def test_async_nan(run_example: Run) -> None:
-    output = run_example("async_nan.py", ranks=2)
+    output = run_example("async_nan.py", ranks=1)
     late, in_step, fast, watched = output.split("\nIn step")
     assert "not finite after" in late
     assert "not finite" not in in_step
