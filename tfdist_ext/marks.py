@@ -131,14 +131,14 @@ def exported(model: Any) -> Any:
     return vars(model).get("_tfdist_exported")
 
 
-def set_watch(model: Any, watch: Any) -> None:
+def set_update_watch(model: Any, watch: Any) -> None:
     """Says what watches the updates of a model while it is fitted, or None."""
-    object.__setattr__(model, "_tfdist_watch", watch)
+    object.__setattr__(model, "_tfdist_update_watch", watch)
 
 
-def watch(model: Any) -> Any:
-    """What `set_watch` said of a model, None if nothing."""
-    return vars(model).get("_tfdist_watch")
+def update_watch(model: Any) -> Any:
+    """What `set_update_watch` said of a model, None if nothing."""
+    return vars(model).get("_tfdist_update_watch")
 
 
 def set_growth(value: Any, growth: int) -> None:

@@ -138,17 +138,17 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, *args, **kwargs)
     finally:
-        watch = marks.watch(model)
+        watch = marks.update_watch(model)
         if watch is not None:
             watch.end()
-            marks.set_watch(model, None)
+            marks.set_update_watch(model, None)
 
 
 def of(model: Any) -> UpdateWatch:
     """The watch of a model whose `fit` begins; made if there is none."""
-    if marks.watch(model) is None:
-        marks.set_watch(model, UpdateWatch(model))
-    found: UpdateWatch = marks.watch(model)
+    if marks.update_watch(model) is None:
+        marks.set_update_watch(model, UpdateWatch(model))
+    found: UpdateWatch = marks.update_watch(model)
     return found
 
 
