@@ -91,6 +91,7 @@ ROOMS = {
         "wrapping",
     },
     "serving": {
+        "batches",
         "collectives",
         "embedding",
         "keras_internals",

@@ -196,7 +196,7 @@ def test_a_model_is_saved_with_its_keys(tmp_path):
         assert counts["candidates"] == 3
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path):
+def test_what_cannot_be_is_refused_by_name():
     vocabulary = DynamicVocabulary(9, evict="lru")
     with pytest.raises(ValueError, match=r"prefetch_ids.*\['t'\]"):
         layer_of(vocabulary, prefetch_ids=True)
@@ -207,11 +207,21 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     layer.build()
     with pytest.raises(ValueError, match="rows without a key"):
         ShardedTopK(k=2).index(layer)(tf.ones([1, DIM]))
+
+
+def test_a_served_key_without_a_row_shares_one_where_its_bucket_is_full(
+    tmp_path,
+):
+    vocabulary = DynamicVocabulary(2 * 4096, full="shared_row")
+    layer = layer_of(vocabulary, initializer="uniform")
+    keys = np.arange(2 * 4096 + 100)[:, np.newaxis]
+    layer({"a": keys[:-100]}, training=True)
     model = keras.Sequential([layer])
-    model({"a": tf.constant([[1, 2]])})
-    with pytest.raises(ValueError, match="cannot be exported"):
-        tfdist_ext.export(
-            model,
-            str(tmp_path / "e"),
-            inputs={"a": tf.TensorSpec([None, 2], tf.int64)},
-        )
+    rows = model({"a": keys})["a"].numpy()
+    tfdist_ext.export(model, tmp_path / "e", inputs={"a": keys})
+    served = tf.saved_model.load(str(tmp_path / "e"))
+    np.testing.assert_array_equal(served.serve({"a": keys})["a"], rows)
+    shared = layer.get_embedding_tables()["t"][0].numpy()
+    late = [row.tolist() for row in rows[-100:]]
+    assert 20 < late.count(shared.tolist()) < 80
+    assert late.count([0.0] * DIM) == 100 - late.count(shared.tolist())

@@ -3,9 +3,10 @@
 
 Usage: crash_while_saving.py FOLDER part|index
 
-`part`: rank 1 dies when it is to write its part, of the manager's next
-checkpoint. `index`: rank 0 dies before the new index takes the place of the
-old one, all other files of the same path being written.
+`part`: rank 1 dies when it is to write its part, the keys of a vocabulary that
+has grown, of the manager's next checkpoint. `index`: rank 0 dies before the new
+index takes the place of the old one, all other files of the same path being
+written.
 """
 
 import os
@@ -18,18 +19,40 @@ from checkpoint_scenarios import data
 from checkpoint_scenarios import make_model
 
 import tfdist_ext
-from tfdist_ext.keras_internals import value_of
+from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import DynamicVocabulary
+from tfdist_ext.layers import FeatureConfig
+from tfdist_ext.layers import TableConfig
 
 
-def die_at_part(strategy, model):
+class Growing:
+    """A layer to which keys come, those of all ranks."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            table = TableConfig(
+                "grows", embedding_dim=3, vocabulary=DynamicVocabulary(60)
+            )
+            feature = FeatureConfig("a", table, (None, 1), (None, 3))
+            self.layer = DistributedEmbedding({"a": feature}, name="growing")
+            self.layer.build()
+
+    def learn(self, first):
+        keys = tf.range(10) + first + 10 * self.strategy.rank
+        self.strategy.run(
+            lambda ids: self.layer({"a": ids}, training=True),
+            args=(tf.cast(keys, tf.int64)[:, tf.newaxis],),
+        )
+
+
+def die_at_part(strategy, growing):
     if strategy.rank == 1:
-        variable = model.get_layer("sparse").kernel
-        variable = value_of(variable)
         # The launcher must not count this death as a failed run.
-        variable._serialize_to_tensors = lambda: os._exit(0)
+        growing.layer.keys_grows._piece = lambda name: os._exit(0)
 
 
-def die_at_index(strategy, model):
+def die_at_index(strategy, growing):
     rename = tf.io.gfile.rename
 
     def rename_or_die(source, target, overwrite=False):
@@ -44,18 +67,23 @@ def main():
     folder, point = pathlib.Path(sys.argv[1]), sys.argv[2]
     strategy = tfdist_ext.HybridParallelStrategy(timeout=20)
     model = make_model(strategy, "row")
-    saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    growing = Growing(strategy)
+    saver = tf.train.Checkpoint(
+        model=model, optimizer=model.optimizer, growing=growing.layer
+    )
     manager = tf.train.CheckpointManager(
         saver, str(folder / "checkpoints"), max_to_keep=3
     )
     model.fit(data(0, 2), verbose=0)
+    growing.learn(100)
     path = manager.save()
     kernel = strategy.gather_table(model.get_layer("sparse"))
     if strategy.rank == 0:
         np.save(folder / "kernel.npy", kernel)
     model.fit(data(2, 2), verbose=0)
+    growing.learn(200)
     again = {"part": manager.save, "index": lambda: saver.write(path)}[point]
-    {"part": die_at_part, "index": die_at_index}[point](strategy, model)
+    {"part": die_at_part, "index": die_at_index}[point](strategy, growing)
     try:
         again()
         raise AssertionError("saved without a rank")

@@ -17,6 +17,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 FOLDER = pathlib.Path(sys.argv[1])
 SERVED = str(FOLDER / "served")
 MAPPED = str(FOLDER / "mapped")
+GROWN = str(FOLDER / "grown")
 
 
 class Output(ctypes.Structure):
@@ -27,8 +28,10 @@ class Output(ctypes.Structure):
 
 def python_loader(ids, path=SERVED):
     served = tf.saved_model.load(path)
-    found = served.signatures["serving_default"](ids=tf.constant(ids))
-    return found["output_0"].numpy()
+    predict = served.signatures["serving_default"]
+    (name,) = predict.structured_input_signature[1]
+    (found,) = predict(**{name: tf.constant(ids)}).values()
+    return found.numpy()
 
 
 def c_library():
@@ -125,11 +128,16 @@ def main():
         (python_loader, MAPPED),
         (c_loader,),
         (c_loader, MAPPED),
+        (python_loader, GROWN),
+        (c_loader, GROWN),
         (command_line,),
     ):
         found = predict(given["ids"], *path)
         np.testing.assert_allclose(
-            found, given["expected"], rtol=1e-6, err_msg=predict.__name__
+            found,
+            given["grown" if GROWN in path else "expected"],
+            rtol=1e-6,
+            err_msg=f"{predict.__name__} {path}",
         )
     assert "tfdist_ext" not in sys.modules
 

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.layers import DynamicVocabulary
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
@@ -86,6 +87,29 @@ class Everything(keras.Model):
         found["items"] = self.items(inputs["ids"]["dense"] % ROWS)
         found["words"] = self.items(self.words(inputs["words"]))
         return found
+
+
+class Growing(keras.Model):
+    """Ids as keys of two vocabularies that grow, to one as texts."""
+
+    def __init__(self):
+        super().__init__()
+        features = {}
+        for name, dtype in (("numbers", "int64"), ("texts", "string")):
+            table = TableConfig(
+                name,
+                embedding_dim=DIM,
+                initializer=normal(len(features)),
+                vocabulary=DynamicVocabulary(100, 2, key_dtype=dtype),
+            )
+            features[name] = FeatureConfig(name, table, (None, 3), (None, DIM))
+        self.embedding = DistributedEmbedding(features, name="embedding")
+        self.top = keras.layers.Dense(1, kernel_initializer=normal(21))
+
+    def call(self, ids):
+        keys = {"numbers": ids - 9, "texts": tf.strings.as_string(ids)}
+        found = self.embedding(keys)
+        return self.top(tf.concat([found["numbers"], found["texts"]], 1))
 
 
 def batch(seed=0):

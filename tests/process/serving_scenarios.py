@@ -333,12 +333,25 @@ def _one_rank_cannot_write(strategy, failing):
 
 
 def for_another_process(strategy, folder):
-    """Exports a trained model, and what it predicts."""
+    """Exports trained models, and what they predict."""
     model = trained(strategy)
     ids = np.arange(24).reshape(8, 3)
+    with strategy.scope():
+        growing = serving_models.Growing()
+        growing.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
+    # Some ids are seen twice, some once, some not at all.
+    seen = np.array([*range(12), *range(6), *range(6)]).reshape(8, 3)
+    learnt = tf.data.Dataset.from_tensor_slices((seen, np.ones([8, 1])))
+    growing.fit(learnt.batch(8), verbose=0)
+    with refused(ValueError, "deltas=False"):
+        tfdist_ext.export(growing, folder / "grown", inputs=ids, deltas=True)
+    tfdist_ext.export(growing, folder / "grown", inputs=ids)
     data = tf.data.Dataset.from_tensor_slices(ids).batch(8)
     tfdist_ext.export(model, folder / "served")
     tfdist_ext.export(model, folder / "mapped", tables="files")
     expected = model.predict(data, verbose=0)
+    grown = growing.predict(data, verbose=0)
+    assert len(np.unique(grown)) == 3  # keys of two samples, and zeros
     if strategy.rank == 0:
-        np.savez(folder / "expected.npz", ids=ids, expected=expected)
+        noted = {"ids": ids, "expected": expected, "grown": grown}
+        np.savez(folder / "expected.npz", **noted)

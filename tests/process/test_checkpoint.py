@@ -94,6 +94,14 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(
     ]
     kernel = np.load(tmp_path / "kernel.npy")
     assert any(np.array_equal(table, kernel) for table in tables)
+    keys, counts = (
+        reader.get_tensor(name)
+        for what in ("keys", "counts")
+        for name in reader.get_variable_to_shape_map()
+        if f"/{what}/" in name
+    )
+    # Those of the first step, none that came later.
+    assert keys[counts > 0, 0].tolist() == list(range(100, 120))
 
 
 EVERY = scenarios.of("saving_scenarios", "saving_failures_scenarios")

@@ -163,13 +163,21 @@ def stock(strategy, case, initial):
 
 
 def save(strategy, folder, case):
-    """Trains, saves, notes what is there, trains on and notes it again."""
+    """Trains, saves, exports, notes what is there, and after more steps."""
     with strategy.scope():
         model = compiled(strategy, case)
     model.fit(dataset(0, 7), verbose=0)
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     saver.write(str(folder / case))
     noted = {f"a/{k}": v for k, v in values_of(model).items()}
+    batches = list(dataset(4, 3))  # some of whose keys have no rows
+    tfdist_ext.export(model, folder / "served", inputs=batches[0][0])
+    if strategy.rank == 0:
+        served = tf.saved_model.load(str(folder / "served"))
+        found = [served.serve(features) for features, _ in batches]
+        np.testing.assert_allclose(
+            tf.concat(found, 0), noted["a/predicted"], rtol=1e-6, atol=1e-6
+        )
     model.fit(dataset(7, 7), verbose=0)
     noted |= {f"b/{k}": v for k, v in values_of(model).items()}
     if strategy.rank == 0:

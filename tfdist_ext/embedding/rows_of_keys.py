@@ -73,7 +73,7 @@ def rows_of_keys(
     keys = list({id(each): each for each in of_features}.values())
     asked = _Asked(
         keys,
-        [_as_numbers(part.values) for f in places for part in ids[f]],
+        [as_numbers(part.values) for f in places for part in ids[f]],
         [
             keys.index(each)
             for f, each in zip(places, of_features, strict=True)
@@ -109,7 +109,8 @@ def _places(features: Sequence[Feature]) -> list[int]:
     return sorted(chosen, key=lambda f: order[id(features[f].keys)])
 
 
-def _as_numbers(values: tf.Tensor) -> tf.Tensor:
+def as_numbers(values: tf.Tensor) -> tf.Tensor:
+    """Keys as vocabularies know them, int64 `[n]`, or `[n, 2]` of strings."""
     if values.dtype == tf.string:
         return vocabulary_ops.fingerprints(values)
     return tf.cast(values, tf.int64)

@@ -64,7 +64,8 @@ def export(
 
     Raises:
         ValueError: for arguments outside of these, a model whose inputs are
-            not known, or whose call does what plain ops cannot.
+            not known, or whose call does what plain ops cannot; with deltas,
+            a model with a vocabulary that grows.
         FileExistsError: if something else lies at the path; with
             `tables="files"` if anything does.
         OSError: if a rank cannot write, or rank 0 does not see what others
@@ -116,8 +117,16 @@ def _write(
             [f"{name} {table.rows}" for name, table in served.tables.items()]
         )
     path = text_of_first_rank(path, collectives, "export/path")
+    for keys in served.keys:
+        keys.fill(collectives is None or collectives.group.rank == 0)
     exported = None
     if deltas:
+        if served.keys:
+            raise ValueError(
+                f"Model '{model.name}' has a table whose vocabulary grows, "
+                "and deltas bring rows, but no keys. Export it with "
+                "deltas=False, to a new folder each time."
+            )
         served.take_deltas(new_export_id(collectives))
         exported = Exported(served, collectives)
     writing.write(served, served.signatures(), path, collectives)

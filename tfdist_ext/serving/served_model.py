@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.ids import Ids
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.rehearsal import Lookup
@@ -19,6 +22,7 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.serving import delta_files
 from tfdist_ext.serving import signature
 from tfdist_ext.serving.mapped_table import MappedTable
+from tfdist_ext.serving.served_keys import ServedKeys
 from tfdist_ext.serving.served_table import ServedTable
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -40,6 +44,7 @@ class ServedModel(tf.Module):
     Attributes:
         serve: the model's call in inference, of a nest of inputs.
         tables: a `Table` for every table that it reads, by name.
+        keys: of those whose vocabularies grow.
         dense: other variables that it reads.
         dense_values: reads what they are to hold; all ranks must call.
         resources: hash tables and such that it reads.
@@ -64,10 +69,12 @@ class ServedModel(tf.Module):
                 return ServedTable(name, spec, table_dtype, source)
             return MappedTable(name, spec, table_dtype, source, folder)
 
+        grown: dict[int, ServedKeys] = {}
+
         def answer(lookup: Lookup) -> list[tf.Tensor]:
             return [
                 stock_lookup.look_up(
-                    lists,
+                    _with_rows(grown, lists, feature),
                     feature,
                     _table(made, lookup, feature, make).rows_of,
                 )
@@ -85,6 +92,7 @@ class ServedModel(tf.Module):
         traced = out_of_scopes(self.serve.get_concrete_function)
         _check_ops(model, traced.graph)
         self.tables = {table.table_name: table for table in made.values()}
+        self.keys = list(grown.values())
         read = {id(outer) for outer, _ in traced.graph.captures}
         owners = list(_variables(model, traced.graph, read, made))
         self.dense = [component for _, component in owners]
@@ -154,18 +162,28 @@ class ServedModel(tf.Module):
         return found
 
 
+def _with_rows(
+    grown: dict[int, ServedKeys], lists: Sequence[Ids], feature: Feature
+) -> Sequence[Ids]:
+    """Lists of ids; where a vocabulary grows, their rows."""
+    keys = feature.keys
+    if keys is None:
+        return lists
+    if id(keys) not in grown:
+        with tf.init_scope():
+            grown[id(keys)] = ServedKeys(keys)
+    rows_of = grown[id(keys)].rows_of
+    return [
+        dataclasses.replace(part, values=rows_of(part.values)) for part in lists
+    ]
+
+
 def _table(
     made: dict[int, Table],
     lookup: Lookup,
     feature: Feature,
     make: Callable[[str, ShardSpec, Any], Table],
 ) -> Table:
-    if feature.keys is not None:
-        raise ValueError(
-            f"Table '{feature.spec.table}' has a vocabulary that grows, which "
-            "cannot be exported yet. Take its keys (`get_vocabularies`) and "
-            "rows (`get_embedding_tables`) out of the layer instead."
-        )
     source = value_of(lookup.tables[feature.table])
     if id(source) not in made:
         known = {table.table_name for table in made.values()}
