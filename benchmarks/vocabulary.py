@@ -3,17 +3,24 @@
 
     python -m benchmarks.vocabulary [--capacity 25000000] [--steps 200]
 
-Fills one rank's share of a vocabulary of 4 ranks, looks its keys up, and lets
-others evict them; then tells at which share of the capacity the first bucket
-of a vocabulary is full.
+Trains `timelines` on fixed tables and on tables that grow, in turns. Fills one
+rank's share of a vocabulary of 4 ranks, looks its keys up, and lets others
+evict them; then tells at which share of the capacity the first bucket of a
+vocabulary is full.
 """
 
 import argparse
+import pathlib
+import statistics
+import sys
 import time
 
 import numpy as np
 import tensorflow as tf
 
+from benchmarks import launch
+from benchmarks import network
+from benchmarks import run
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 
@@ -80,12 +87,74 @@ def fill_of_first(capacity: int) -> float:
     return int(vocabulary_ops.vocabulary_counts(handle)[0]) / capacity
 
 
+def cost_of_step(
+    ranks: int, options: dict[str, int], output: pathlib.Path
+) -> tuple[float, float, float]:
+    """Milliseconds of a processor that a rank takes for a step.
+
+    Args:
+        ranks: processes.
+        options: "batch", "warm_up", "steps" and "rounds" of each kind.
+        output: where the folder of the job is made.
+
+    Returns:
+        Medians of the rounds: with fixed tables, with tables that grow, and
+        the quotient.
+
+    Raises:
+        SystemExit: if a rank fails.
+    """
+    outcome = launch.run_job(
+        "vocabulary",
+        {"workload": "timelines", "seed": 0, **options},
+        network.loopback(ranks),
+        run.new_folder(output, f"vocabulary-{ranks}") / "job",
+        600.0,
+    )
+    if outcome.status != "ok":
+        sys.exit(f"{outcome.status}: {outcome.reason}")
+    rounds = [
+        [
+            statistics.mean(turn[name]["cpu_ms"] for turn in of_ranks)
+            for name in ("fixed", "growing")
+        ]
+        for of_ranks in zip(
+            *(result["rounds"] for result in outcome.results), strict=True
+        )
+    ]
+    fixed, growing = zip(*rounds, strict=True)
+    quotients = [b / a for a, b in rounds]
+    return (
+        statistics.median(fixed),
+        statistics.median(growing),
+        statistics.median(quotients),
+    )
+
+
 def main() -> None:
-    """Prints both."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capacity", type=int, default=25_000_000)
+    """Prints all three."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("build/bench")
+    )
+    parser.add_argument(
+        "--capacity", type=int, default=25_000_000, help="0: steps only"
+    )
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
+    turns = {"batch": 256, "warm_up": 40, "steps": 30, "rounds": options.rounds}
+    print("a rank's step of `timelines`, milliseconds of a processor")
+    print("  ranks   fixed tables   that grow    more")
+    for ranks in options.ranks:
+        fixed, growing, more = cost_of_step(ranks, turns, options.output)
+        print(f"  {ranks:5d}{fixed:15.2f}{growing:12.2f}{more - 1:8.0%}")
+    if not options.capacity:
+        return
     print(f"one of {_RANKS} ranks, {options.capacity} keys of its own:")
     print("nanoseconds of a processor per key")
     for kind, nanoseconds in time_of_keys(

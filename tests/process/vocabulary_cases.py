@@ -171,7 +171,9 @@ def save(strategy, folder, case):
     saver.write(str(folder / case))
     noted = {f"a/{k}": v for k, v in values_of(model).items()}
     batches = list(dataset(4, 3))  # some of whose keys have no rows
-    tfdist_ext.export(model, folder / "served", inputs=batches[0][0])
+    tfdist_ext.export(
+        model, folder / "served", tables="files", inputs=batches[0][0]
+    )
     if strategy.rank == 0:
         served = tf.saved_model.load(str(folder / "served"))
         found = [served.serve(features) for features, _ in batches]

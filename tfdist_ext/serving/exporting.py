@@ -84,7 +84,11 @@ def export(
             place = os.path.abspath(path)
             place = text_of_first_rank(place, collectives, "export/place")
         served = ServedModel(model, inputs, table_dtype, place)
-        _write(model, served, path, collectives, deltas)
+        try:
+            _write(model, served, path, collectives, deltas)
+        finally:
+            for keys in served.keys:
+                keys.release()
 
 
 def _check(
@@ -117,16 +121,16 @@ def _write(
             [f"{name} {table.rows}" for name, table in served.tables.items()]
         )
     path = text_of_first_rank(path, collectives, "export/path")
+    if deltas and served.keys:
+        raise ValueError(
+            f"Model '{model.name}' has a table whose vocabulary grows, and "
+            "deltas bring rows, but no keys. Export it with deltas=False, to "
+            "a new folder each time."
+        )
     for keys in served.keys:
         keys.fill(collectives is None or collectives.group.rank == 0)
     exported = None
     if deltas:
-        if served.keys:
-            raise ValueError(
-                f"Model '{model.name}' has a table whose vocabulary grows, "
-                "and deltas bring rows, but no keys. Export it with "
-                "deltas=False, to a new folder each time."
-            )
         served.take_deltas(new_export_id(collectives))
         exported = Exported(served, collectives)
     writing.write(served, served.signatures(), path, collectives)

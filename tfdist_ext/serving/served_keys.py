@@ -31,6 +31,7 @@ class ServedKeys(tf.Module):
         super().__init__()
         config = keys.config
         self._default = 0 if config.unadmitted == "shared_row" else -1
+        # By its name, which a session needs to find again what it restored.
         self.table = tf.lookup.experimental.DenseHashTable(
             tf.int64,
             tf.int64,
@@ -38,7 +39,6 @@ class ServedKeys(tf.Module):
             empty_key=_EMPTY,
             deleted_key=_DELETED,
             initial_num_buckets=16,
-            experimental_is_anonymous=True,
         )
         self.full = None
         remembered = config.min_count > 1  # also without a row
@@ -110,6 +110,12 @@ class ServedKeys(tf.Module):
             buckets = len(used)
             limits = -(-(config.capacity - np.arange(buckets)) // buckets)
             self.full.assign(used == limits)
+
+    def release(self) -> None:
+        """Gives the memory of the hash table back; nothing else would."""
+        tf.raw_ops.DestroyResourceOp(
+            resource=self.table.resource_handle, ignore_lookup_error=True
+        )
 
 
 def _known(

@@ -89,7 +89,7 @@ class KeyShard(tf.Module):
         self._traced: Any = None
         self._slots = _Slots()
         self._read_buckets = 0
-        self._exported: dict[str, tf.Tensor] = {}
+        self._exported = _Exported()
 
     def begins_step(self) -> bool:
         """Whether a lookup that is traced now is the first of its graph."""
@@ -295,9 +295,11 @@ class KeyShard(tf.Module):
 
     def _piece(self, name: str) -> tf.Tensor | None:
         """One of what is exported, at once for all of them."""
-        if name not in self._exported:
-            self._exported = self._export()
-        value = self._exported.pop(name)
+        pieces = self._exported.pieces
+        if name not in pieces:
+            found = self._export()
+            pieces.update({each: found[each] for each in self._names()})
+        value = pieces.pop(name)
         return value if value.shape[0] else None  # a rank may own no bucket
 
     def shapes(self, buckets: int) -> dict[str, tuple[int, ...]]:
@@ -365,6 +367,13 @@ class KeyShard(tf.Module):
             tf.reduce_max(found[_STEP]),
             [*arrays, *empty],
         )
+
+
+@dataclasses.dataclass
+class _Exported:
+    """What is being saved, which a module would take for a part of itself."""
+
+    pieces: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
