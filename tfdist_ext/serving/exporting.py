@@ -84,11 +84,7 @@ def export(
             place = os.path.abspath(path)
             place = text_of_first_rank(place, collectives, "export/place")
         served = ServedModel(model, inputs, table_dtype, place)
-        try:
-            _write(model, served, path, collectives, deltas)
-        finally:
-            for keys in served.keys:
-                keys.release()
+        _write(model, served, path, collectives, deltas)
 
 
 def _check(
@@ -127,12 +123,11 @@ def _write(
             "deltas bring rows, but no keys. Export it with deltas=False, to "
             "a new folder each time."
         )
-    for keys in served.keys:
-        keys.fill(collectives is None or collectives.group.rank == 0)
     exported = None
     if deltas:
         served.take_deltas(new_export_id(collectives))
         exported = Exported(served, collectives)
-    writing.write(served, served.signatures(), path, collectives)
+    with served.keys_filled(collectives):
+        writing.write(served, served.signatures(), path, collectives)
     if deltas:
         marks.set_exported(model, exported)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.rehearsal import Lookup
@@ -104,6 +105,17 @@ class ServedModel(tf.Module):
             and id(each.resource_handle) in read
         ]
         self._specs = specs
+
+    @contextlib.contextmanager
+    def keys_filled(self, collectives: Collectives | None) -> Iterator[None]:
+        """Has keys, on rank 0, that are to be saved inside; all ranks call."""
+        try:
+            for keys in self.keys:
+                keys.fill(collectives is None or collectives.group.rank == 0)
+            yield
+        finally:
+            for keys in self.keys:
+                keys.release()
 
     def take_deltas(self, export_id: str) -> None:
         """Lets the model update itself by the files of deltas.
