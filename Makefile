@@ -31,12 +31,12 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan \
-    test-tsan fuzz coverage build library environment lint format docs wheel bench clean
+    test-tsan fuzz soak coverage build library environment lint format docs wheel bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan test-tsan fuzz coverage wheel bench clean'
+	    'test-asan test-tsan fuzz soak coverage wheel bench clean'
 
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
@@ -95,6 +95,11 @@ fuzz: build
 	    tests/rendezvous/test_handshake.py tests/ops/test_malformed_ids.py \
 	    tests/collectives/test_damaged_messages.py \
 	    tests/planner/test_damaged_plans.py
+
+# Random faults in a job that must come to the weights of one without any.
+SOAK ?= --minutes 60 --ranks 4 --seed 1
+soak: build
+	$(BIN)/python -m tests.fault.soak $(SOAK)
 
 # Ranks as threads of one process. TensorFlow and Python are not instrumented;
 # what only they do is not looked at.

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disturbs a job at random, and looks that nothing is lost.
+
+    python -m tests.fault.soak --minutes 60 --ranks 4 --seed 1
+
+A job under `tfdist-run --max-restarts` is disturbed again and again: a rank is
+killed, stopped, or told to end; the last checkpoint is torn; a disk is full, or
+slow. Each time the cause must be named and training must go on; in the end the
+weights must be those of a job that nobody has disturbed, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tfdist_ext.checkpoints import kept
+
+PROGRAM = pathlib.Path(__file__).with_name("soak_rank.py")
+# A step's seconds while it is disturbed; that something must happen within.
+STEP, LIMIT = 0.1, 120.0
+
+
+class Job:
+    """A job that is disturbed.
+
+    Args:
+        launcher: the command line up to the program.
+        environment: of the launcher.
+        folder: for all that the job writes.
+        ranks: how many.
+        steps: that it trains.
+    """
+
+    def __init__(
+        self,
+        launcher: list[str],
+        environment: dict[str, str],
+        folder: pathlib.Path,
+        ranks: int,
+        steps: int,
+    ) -> None:
+        folder.mkdir()
+        self.folder, self.ranks = folder, ranks
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*launcher, str(PROGRAM), str(folder), str(steps), str(STEP)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def step(self) -> int:
+        """The step of the last checkpoint."""
+        return max(kept.steps_in(str(self.folder / "run")), default=0)
+
+    def goes_on(self, steps: int = 10) -> None:
+        """Waits until some steps more have been saved, or all are trained."""
+        first = self.step()
+        self.wait(lambda: self.step() >= first + steps or self.ended())
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, self.text()[-6000:]
+            time.sleep(0.05)
+
+    def says(self, text: str, since: int) -> None:
+        """Waits until the log names a cause."""
+        self.wait(lambda: text in self.text()[since:])
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def signal(self, rank: int, number: int) -> None:
+        pid = int((self.folder / f"pid-{rank}").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def finish(self) -> list[np.ndarray]:
+        """Lets the job come to its end; what it has trained."""
+        (self.folder / "hurry").touch()
+        self.wait(self.ended)
+        assert self._process.returncode == 0, self.text()[-6000:]
+        weights = np.load(self.folder / "weights.npz")
+        return [weights[name] for name in weights.files]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def kill(job: Job, rank: int) -> str:
+    job.signal(rank, signal.SIGKILL)
+    return "failed: signal 9 (SIGKILL)"
+
+
+def stop(job: Job, rank: int) -> str:
+    """Stands still for longer than the others wait; they name it."""
+    job.signal(rank, signal.SIGSTOP)
+    return f"rank {rank} (127.0.0.1:"
+
+
+def tell(job: Job, rank: int) -> str:
+    job.signal(rank, signal.SIGTERM)
+    return "Resume: got SIGTERM; saved"
+
+
+def tear(job: Job, rank: int) -> str:
+    """Damages the last checkpoint, and lets it be needed."""
+    for number in range(job.ranks):
+        job.signal(number, signal.SIGSTOP)
+    run = job.folder / "run"
+    index = run / f"ckpt-{job.step()}.index"
+    os.truncate(index, index.stat().st_size // 2)
+    for number in range(job.ranks):
+        job.signal(number, signal.SIGKILL)
+    return f"{index.with_suffix('')}' cannot be read and is left out"
+
+
+def full(job: Job, rank: int) -> str:
+    (job.folder / f"full-{rank}").touch()
+    return f"could not be written, training goes on without it: rank {rank}: "
+
+
+def slow(job: Job, rank: int) -> str:
+    (job.folder / f"slow-{rank}").touch()
+    return ""
+
+
+FAULTS = (kill, stop, tell, tear, full, slow)
+
+
+def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
+    """Does one thing to a job that trains, and waits until it trains again."""
+    job.goes_on()
+    since = len(job.text())
+    if job.ended():
+        return
+    job.says(fault(job, rank), since)
+    for file in (*job.folder.glob("full-*"), *job.folder.glob("slow-*")):
+        file.unlink()
+    job.goes_on()
+
+
+def soak(
+    make: Callable[[str, int], Job],
+    faults: list[Callable[[Job, int], str]],
+    dice: random.Random,
+    steps: int,
+) -> None:
+    """Disturbs one of two jobs, which must come to the same weights."""
+    straight = make("straight", steps)
+    try:
+        expected = straight.finish()
+    finally:
+        straight.kill()
+    job = make("disturbed", steps)
+    try:
+        for number, fault in enumerate(faults):
+            rank = dice.randrange(job.ranks)
+            print(
+                f"{time.strftime('%H:%M:%S')} fault {number + 1}: "
+                f"{fault.__name__} rank {rank} at step {job.step()}",
+                flush=True,
+            )
+            disturb(job, fault, rank)
+            assert not job.ended(), "the job ended before the faults did"
+        found = job.finish()
+    finally:
+        job.kill()
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def launcher(ranks: int, restarts: int) -> list[str]:
+    """The command that starts a job, without its program."""
+    return [
+        *(sys.executable, "-m", "tfdist_ext.launch", "-n", str(ranks)),
+        *("--max-restarts", str(restarts), "--grace", "2"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    faults = [
+        dice.choice(FAULTS) for _ in range(max(1, int(options.minutes * 2)))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def make(name: str, steps: int) -> Job:
+            path = pathlib.Path(folder, name)
+            command = launcher(options.ranks, len(faults))
+            return Job(command, dict(os.environ), path, options.ranks, steps)
+
+        steps = int(options.minutes * 60 / STEP * 2) // 20 * 20
+        soak(make, faults, dice, steps)
+    print(f"{len(faults)} faults, nothing lost")
+
+
+if __name__ == "__main__":
+    main()
