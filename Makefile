@@ -31,12 +31,13 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan \
-    test-tsan fuzz soak coverage build library environment lint format docs wheel bench clean
+    test-tsan fuzz soak coverage build library environment lint format docs wheel \
+    bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan test-tsan fuzz soak coverage wheel bench clean'
+	    'test-asan test-tsan fuzz soak coverage wheel bench gpu-check clean'
 
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
@@ -154,6 +155,10 @@ wheel: $(VENV)/.installed
 bench: build
 	$(BIN)/python -m benchmarks.$(if $(WORKLOAD),run --workload \
 	    $(WORKLOAD),all) $(BENCH_ARGS)
+
+# The kernels alone, on a GPU: any Python with numpy, and nvcc.
+gpu-check:
+	$(PY) -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .venv .venv-* tfdist_ext/_build_info.py \

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tfdist_ext"
-COMMENT = {".py": "#", ".sh": "#", ".cc": "//", ".h": "//", ".cu": "//"}
+CXX = (".cc", ".h", ".cu", ".cuh")
+COMMENT = {".py": "#", ".sh": "#", **dict.fromkeys(CXX, "//")}
 
 
 def tracked() -> list[pathlib.Path]:

@@ -24,8 +24,8 @@ constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
 
 // Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy
 // as 1, 2, 3", 2011): four words of random bits for a key and a counter.
-inline std::array<uint32_t, 4> Philox(uint64_t key, uint64_t counter_low,
-                                      uint64_t counter_high) {
+TFDIST_INLINE std::array<uint32_t, 4> Philox(uint64_t key, uint64_t counter_low,
+                                             uint64_t counter_high) {
   uint32_t k0 = static_cast<uint32_t>(key);
   uint32_t k1 = static_cast<uint32_t>(key >> 32);
   std::array<uint32_t, 4> x = {static_cast<uint32_t>(counter_low),
@@ -45,21 +45,29 @@ inline std::array<uint32_t, 4> Philox(uint64_t key, uint64_t counter_low,
 
 // The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
 struct SplitMix64 {
-  static constexpr int kShifts[] = {30, 27, 31};
-  static constexpr uint64_t kFactors[] = {0xBF58476D1CE4E5B9,
-                                          0x94D049BB133111EB};
+  static constexpr int kShift1 = 30;
+  static constexpr int kShift2 = 27;
+  static constexpr int kShift3 = 31;
+  static constexpr uint64_t kFactor1 = 0xBF58476D1CE4E5B9;
+  static constexpr uint64_t kFactor2 = 0x94D049BB133111EB;
 };
 
 // The finalizer "lowbias32" (Wellons 2018).
 struct LowBias32 {
-  static constexpr int kShifts[] = {16, 15, 16};
-  static constexpr uint32_t kFactors[] = {0x7FEB352D, 0x846CA68B};
+  static constexpr int kShift1 = 16;
+  static constexpr int kShift2 = 15;
+  static constexpr int kShift3 = 16;
+  static constexpr uint32_t kFactor1 = 0x7FEB352D;
+  static constexpr uint32_t kFactor2 = 0x846CA68B;
 };
 
 // The finalizer of MurmurHash3 (Appleby 2011).
 struct Murmur32 {
-  static constexpr int kShifts[] = {16, 13, 16};
-  static constexpr uint32_t kFactors[] = {0x85EBCA6B, 0xC2B2AE35};
+  static constexpr int kShift1 = 16;
+  static constexpr int kShift2 = 13;
+  static constexpr int kShift3 = 16;
+  static constexpr uint32_t kFactor1 = 0x85EBCA6B;
+  static constexpr uint32_t kFactor2 = 0xC2B2AE35;
 };
 
 // Mixes words, or vectors of words: those that differ in one bit become
@@ -67,9 +75,9 @@ struct Murmur32 {
 // sequences of the same numbers.
 template <typename Constants, typename W>
 TFDIST_INLINE W Mix(const W& word, const W& key = W{}) {
-  W x = (word ^ (word >> Constants::kShifts[0])) * Constants::kFactors[0] + key;
-  x = (x ^ (x >> Constants::kShifts[1])) * Constants::kFactors[1];
-  return x ^ (x >> Constants::kShifts[2]);
+  W x = (word ^ (word >> Constants::kShift1)) * Constants::kFactor1 + key;
+  x = (x ^ (x >> Constants::kShift2)) * Constants::kFactor2;
+  return x ^ (x >> Constants::kShift3);
 }
 
 }  // namespace tfdist

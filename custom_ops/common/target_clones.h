@@ -6,18 +6,24 @@
 // function. Inlined callees are compiled for the clone's processor as well. The
 // choice runs before a sanitizer has set itself up, so not under one.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    !defined(__CUDACC__) && !defined(__SANITIZE_ADDRESS__) &&          \
+    !defined(__SANITIZE_THREAD__)
 #define TFDIST_CLONES \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define TFDIST_CLONES
 #endif
 #define TFDIST_ALWAYS __attribute__((always_inline))
+// Kernels use the same functions.
+#if defined(__CUDACC__)
+#define TFDIST_INLINE __host__ __device__ inline TFDIST_ALWAYS
+#else
 #define TFDIST_INLINE inline TFDIST_ALWAYS
+#endif
 
 // What is always inlined passes no vector in a register that a clone for
 // another processor does not have.
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 

@@ -6,23 +6,12 @@
 #include <cstdint>
 #include <string>
 
-#include "custom_ops/common/counter_random.h"
-#include "custom_ops/embedding/normal_quantile.h"
+#include "custom_ops/embedding/initial_values.h"
 #include "custom_ops/embedding/placement_plan.h"
 #include "custom_ops/embedding/rotated_mod.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
-
-// One cell of a table: some parts of the rows, some of the columns.
-struct Block {
-  int64_t rows = 0;  // of the whole table
-  int64_t row_part = 0;
-  int64_t row_parts = 1;
-  int64_t local_rows = 0;
-  int64_t first_column = 0;
-  int64_t local_dim = 0;
-};
 
 template <typename Context>
 absl::Status ReadBlock(Context* ctx, Block* block) {
@@ -50,8 +39,6 @@ absl::Status ReadBlock(Context* ctx, Block* block) {
   return absl::OkStatus();
 }
 
-enum class Distribution { kConstant, kUniform, kNormal, kTruncatedNormal };
-
 // Initial values of the rows of a block. An element is a function of the row's
 // id, the column and the seed.
 class InitialRows {
@@ -60,69 +47,48 @@ class InitialRows {
   template <typename Context>
   absl::Status Read(Context* ctx) {
     TF_RETURN_IF_ERROR(ReadBlock(ctx, &block_));
-    TF_RETURN_IF_ERROR(ctx->GetAttr("a", &a_));
-    TF_RETURN_IF_ERROR(ctx->GetAttr("b", &b_));
+    TF_RETURN_IF_ERROR(ctx->GetAttr("a", &values_.a));
+    TF_RETURN_IF_ERROR(ctx->GetAttr("b", &values_.b));
     std::string name;
     TF_RETURN_IF_ERROR(ctx->GetAttr("distribution", &name));
-    distribution_ = name == "constant"  ? Distribution::kConstant
-                    : name == "uniform" ? Distribution::kUniform
-                    : name == "normal"  ? Distribution::kNormal
-                                        : Distribution::kTruncatedNormal;
+    values_.distribution = name == "constant"  ? Distribution::kConstant
+                           : name == "uniform" ? Distribution::kUniform
+                           : name == "normal"  ? Distribution::kNormal
+                                               : Distribution::kTruncatedNormal;
     return absl::OkStatus();
   }
 
   const Block& block() const { return block_; }
   // Nanoseconds that a row takes, about.
   int64_t Cost() const {
-    const bool constant = distribution_ == Distribution::kConstant;
+    const bool constant = values_.distribution == Distribution::kConstant;
     return (constant ? 1 : 10) * block_.local_dim + 10;
   }
 
   // The local columns of a row of the table.
   void Fill(uint64_t seed, int64_t id, float* out) const {
-    if (distribution_ == Distribution::kConstant) {
-      std::fill_n(out, block_.local_dim, a_);
+    if (values_.distribution == Distribution::kConstant) {
+      std::fill_n(out, block_.local_dim, values_.a);
     } else {
       Draw(seed, id, out);
     }
   }
 
  private:
-  // Four columns share one draw of random words, counted from column 0 of the
-  // table so that a block of columns draws what the whole row would.
   void Draw(uint64_t key, int64_t id, float* out) const {
     const int64_t begin = block_.first_column;
     const int64_t end = begin + block_.local_dim;
     for (int64_t column = begin; column < end;) {
-      const auto words = Philox(key, id, column / 4);
+      const auto words = InitialValues::Words(key, id, column);
       const int64_t stop = std::min(end, column / 4 * 4 + 4);
       for (; column < stop; ++column) {
-        *out++ = Value(words[column % 4]);
+        *out++ = values_.Value(words[column % 4]);
       }
     }
   }
 
-  float Value(uint32_t bits) const {
-    // P(X < -2) of a standard normal variable X.
-    constexpr double kTail = 0.022750131948179195;
-    constexpr double kScale = 1.0 / 4294967296.0;
-    const double uniform = (bits + 0.5) * kScale;
-    if (distribution_ == Distribution::kUniform) {
-      // 24 bits are exact in float: the upper bound is never reached by
-      // rounding the fraction up to 1.
-      const float fraction = static_cast<float>(bits >> 8) * 0x1p-24f;
-      return a_ + (b_ - a_) * fraction;
-    }
-    const double probability = distribution_ == Distribution::kNormal
-                                   ? uniform
-                                   : kTail + (1 - 2 * kTail) * uniform;
-    return static_cast<float>(a_ + b_ * NormalQuantile(probability));
-  }
-
   Block block_;
-  Distribution distribution_ = Distribution::kConstant;
-  float a_ = 0;
-  float b_ = 0;
+  InitialValues values_;
 };
 
 }  // namespace tfdist

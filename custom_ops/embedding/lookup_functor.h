@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "custom_ops/common/columns.h"
+
 namespace tfdist {
 
 // The pooled lookup: for every segment s,
@@ -13,7 +15,7 @@ namespace tfdist {
 //
 // A segment is a sample and `table` the shard; in the gradient of Pool a
 // segment is a unique row and `table` the gradient of the samples. No
-// TensorFlow here: the same struct drives the CPU and the CUDA functor.
+// TensorFlow here; lookup_functor_gpu.h is the same for a GPU.
 struct SegmentSum {
   const float* table;         // [*, width]
   int64_t width;              // columns of table and out
@@ -21,11 +23,6 @@ struct SegmentSum {
   const int64_t* rows;        // [entries], within the table
   const float* weights;       // [entries], or nullptr when all are 1
   float* out;                 // [segments, width]
-};
-
-// A number of a bfloat16 table: the upper half of a float.
-struct Bfloat16 {
-  uint16_t bits;
 };
 
 // Computes segments [begin, end) on the calling thread.

@@ -4,17 +4,33 @@
 
 #include <cstdint>
 
-#include "custom_ops/embedding/lookup_functor.h"
+namespace tfdist {
 
-// Launched on `stream` (a cudaStream_t), without waiting. All pointers are
-// device memory. Returns a cudaError_t, 0 for success. Entries outside of the
-// table's `table_rows` rows count as zero: a kernel cannot raise an error.
-extern "C" {
+// As `tf.nn.embedding_lookup_sparse`: a mean is divided by the sum of the
+// weights, sqrtn by the root of the sum of their squares; 0 if that is 0.
+enum class Combiner { kSum, kMean, kSqrtn };
 
-// Computes segments [0, segments) of `args`.
-int TfdistSegmentSumGpu(const tfdist::SegmentSum* args, int64_t table_rows,
-                        int64_t segments, void* stream);
+// The pooled lookup of lookup_functor.h with all pointers in device memory.
+struct GpuLookup {
+  const void* table;  // [table_rows, width], float or bfloat16
+  bool bfloat16;
+  int64_t table_rows;
+  int64_t width;
+  // [segments + 1]. nullptr: segment s has entry s alone, as where every sample
+  // has one id, and in sequences, where every id has a result of its own.
+  const int64_t* row_splits;
+  const int64_t* rows;   // [entries]
+  const float* weights;  // [entries], or nullptr when all are 1
+  Combiner combiner;
+  float* out;  // [segments, width]
+  // The least entry whose row is not in the table: min of it and what is there
+  // before. A kernel raises no error: such an entry counts as not there.
+  uint64_t* bad_entry;
+};
 
-}  // extern "C"
+// Launches on `stream`, a cudaStream_t, without waiting. Returns a cudaError_t.
+int LookupGpu(const GpuLookup& args, int64_t segments, void* stream);
+
+}  // namespace tfdist
 
 #endif  // TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_FUNCTOR_GPU_H_

@@ -4,11 +4,13 @@
 
 #include <cmath>
 
+#include "custom_ops/common/target_clones.h"
+
 namespace tfdist {
 
 // The value below which a standard normal variable falls with `probability`, in
 // (0, 1). Algorithm AS 241 (Wichura 1988), PPND7: accurate to about 1e-7.
-inline double NormalQuantile(double probability) {
+TFDIST_INLINE double NormalQuantile(double probability) {
   const double q = probability - 0.5;
   if (std::abs(q) <= 0.425) {
     const double r = 0.180625 - q * q;

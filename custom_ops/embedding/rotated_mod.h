@@ -24,7 +24,7 @@ class RotatedMod {
   static constexpr int64_t kMaxRows = int64_t{1} << 40;
   static constexpr int64_t kMaxWorldSize = int64_t{1} << 20;
 
-  explicit RotatedMod(uint64_t world_size)
+  TFDIST_INLINE explicit RotatedMod(uint64_t world_size)
       : world_size_(world_size),
         inverse_(world_size == 1 ? 0 : ~uint64_t{0} / world_size + 1) {}
 
@@ -37,7 +37,7 @@ class RotatedMod {
     return owner >= world_size_ ? owner - world_size_ : owner;
   }
 
-  uint64_t Id(uint64_t rank, uint64_t local_row) const {
+  TFDIST_INLINE uint64_t Id(uint64_t rank, uint64_t local_row) const {
     const uint64_t rotation = Rotation(local_row);
     const uint64_t offset =
         rank >= rotation ? rank - rotation : rank + world_size_ - rotation;
@@ -50,12 +50,12 @@ class RotatedMod {
   }
 
  private:
-  static uint64_t HighProduct(uint64_t a, uint64_t b) {
+  TFDIST_INLINE static uint64_t HighProduct(uint64_t a, uint64_t b) {
     return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
   }
 
   // hash(block) mod world_size, without a division (Lemire's fastmod).
-  uint64_t Rotation(uint64_t block) const {
+  TFDIST_INLINE uint64_t Rotation(uint64_t block) const {
     const uint64_t hash = (block * kGoldenRatio) >> 32;
     return HighProduct(inverse_ * hash, world_size_);
   }

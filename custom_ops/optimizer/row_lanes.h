@@ -1,36 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Vectors of floats for the update rules, in the compilers' vector extension:
-// it is split into what the processor has. The rules are templates over V,
-// which is `Lanes` or, in rows that are shorter, `float`.
+// it is split into what the processor has. Rows that are shorter are floats.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_LANES_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_LANES_H_
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "custom_ops/common/target_clones.h"
+#include "custom_ops/optimizer/row_numbers.h"
 
 namespace tfdist {
 
 constexpr int64_t kLanes = 16;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-
-// A value at any address.
-template <typename V, typename T>
-TFDIST_INLINE V Load(const T* from) {
-  V value;
-  std::memcpy(&value, from, sizeof(V));
-  return value;
-}
-
-template <typename V, typename T>
-TFDIST_INLINE void Store(const V& value, T* to) {
-  std::memcpy(to, &value, sizeof(V));
-}
-
-TFDIST_INLINE float Sqrt(float x) { return std::sqrt(x); }
 
 // Vectorised only with -fno-math-errno, which the build passes.
 TFDIST_INLINE Lanes Sqrt(const Lanes& x) {
@@ -39,28 +23,10 @@ TFDIST_INLINE Lanes Sqrt(const Lanes& x) {
   return root;
 }
 
-TFDIST_INLINE float Power(float x, float exponent) {
-  return std::pow(x, exponent);
-}
-
 TFDIST_INLINE Lanes Power(const Lanes& x, float exponent) {
   Lanes power;
   for (int64_t k = 0; k < kLanes; ++k) power[k] = std::pow(x[k], exponent);
   return power;
-}
-
-// NaN in x stays.
-template <typename V>
-TFDIST_INLINE V Max(const V& x, const V& y) {
-  return x < y ? y : x;
-}
-
-template <typename V>
-TFDIST_INLINE V Clip(const V& x, float limit) {
-  const V low = V{} - limit;
-  const V high = V{} + limit;
-  const V raised = x < low ? low : x;
-  return raised > high ? high : raised;
 }
 
 // Names a type for a generic lambda.

@@ -7,6 +7,7 @@
 #include "custom_ops/common/target_clones.h"
 #include "custom_ops/optimizer/row_access.h"
 #include "custom_ops/optimizer/row_rules.h"
+#include "custom_ops/optimizer/whole_rows.h"
 
 namespace tfdist {
 namespace {

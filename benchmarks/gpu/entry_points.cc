@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels, the CPU's functors and a device's memory as C functions. Those
+// that return an int return a cudaError_t.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "custom_ops/common/half_floats.h"
+#include "custom_ops/embedding/initial_rows_gpu.h"
+#include "custom_ops/embedding/lookup_functor.h"
+#include "custom_ops/embedding/lookup_functor_gpu.h"
+#include "custom_ops/embedding/lookup_grad_functor_gpu.h"
+#include "custom_ops/embedding/rotated_mod.h"
+#include "custom_ops/embedding/round_functor.h"
+#include "custom_ops/embedding/wire_functor_gpu.h"
+#include "custom_ops/optimizer/row_update_functor_gpu.h"
+
+namespace {
+
+using namespace tfdist;
+
+// Calls apply(rule) for a rule by its number and its numbers.
+template <typename Apply>
+int WithRule(int rule, const float* numbers, const float* mean_squares,
+             const Apply& apply) {
+  const float* n = numbers;
+  switch (rule) {
+    case 0:
+      return apply(SgdRule{n[0]});
+    case 1:
+      return apply(MomentumRule{n[0], n[1], n[2] != 0});
+    case 2:
+      return apply(AdagradRule{n[0], n[1]});
+    case 3:
+      return apply(RowWiseAdagradRule{n[0], n[1], mean_squares});
+    case 4:
+      return apply(AdamRule{n[0], n[1], n[2], n[3], n[4] != 0});
+    default:
+      return apply(FtrlRule{n[0], n[1], n[2], n[3], n[4]});
+  }
+}
+
+AdamRule Adam(const float* n) { return {n[0], n[1], n[2], n[3], n[4] != 0}; }
+
+cudaEvent_t g_begin;
+cudaEvent_t g_end;
+
+}  // namespace
+
+extern "C" {
+
+int DeviceCount(int* count) { return cudaGetDeviceCount(count); }
+const char* ErrorText(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+int Allocate(int64_t bytes, void** pointer) {
+  return cudaMalloc(pointer, bytes);
+}
+int Free(void* pointer) { return cudaFree(pointer); }
+int Copy(void* to, const void* from, int64_t bytes) {
+  return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+}
+int CopyOnDevice(void* to, const void* from, int64_t bytes) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, nullptr);
+}
+int Synchronize() { return cudaDeviceSynchronize(); }
+
+int BeginTiming() {
+  if (g_begin == nullptr) {
+    cudaEventCreate(&g_begin);
+    cudaEventCreate(&g_end);
+  }
+  return cudaEventRecord(g_begin);
+}
+
+int EndTiming(float* milliseconds) {
+  cudaEventRecord(g_end);
+  cudaEventSynchronize(g_end);
+  return cudaEventElapsedTime(milliseconds, g_begin, g_end);
+}
+
+int Lookup(const GpuLookup* args, int64_t segments) {
+  return LookupGpu(*args, segments, nullptr);
+}
+
+void LookupOnCpu(const GpuLookup* args, int64_t segments) {
+  const SegmentSum sum = {
+      args->bfloat16 ? nullptr : static_cast<const float*>(args->table),
+      args->width,
+      args->row_splits,
+      args->rows,
+      args->weights,
+      args->out};
+  if (args->bfloat16) {
+    SegmentSumBfloat16Cpu(sum, static_cast<const Bfloat16*>(args->table), 0,
+                          segments);
+  } else {
+    SegmentSumCpu(sum, 0, segments);
+  }
+}
+
+int64_t RowGradsScratch(const GpuRowGrads* args) {
+  return RowGradsScratchBytes(*args);
+}
+
+int RowGrads(const GpuRowGrads* args, void* scratch) {
+  return RowGradsGpu(*args, scratch, nullptr);
+}
+
+int ApplyRows(const GpuRows* rows, int rule, const float* numbers,
+              const float* mean_squares) {
+  return WithRule(rule, numbers, mean_squares, [&](const auto& chosen) {
+    return ApplyRowsGpu(*rows, chosen, nullptr);
+  });
+}
+
+void ApplyRowsOnCpu(const GpuRows* rows, int rule, const float* numbers,
+                    const float* mean_squares) {
+  WithRule(rule, numbers, mean_squares, [&](const auto& chosen) {
+    chosen.Apply(rows->batch, rows->buffers, 0, rows->batch.size);
+    return 0;
+  });
+}
+
+int ApplyAllRows(const GpuRows* rows, const float* numbers) {
+  return ApplyAllRowsGpu(*rows, Adam(numbers), nullptr);
+}
+
+void ApplyAllRowsOnCpu(const GpuRows* rows, const float* numbers) {
+  Adam(numbers).ApplyToAll(rows->batch, rows->buffers, 0, rows->num_rows);
+}
+
+int ScaleAllRows(const GpuRows* rows, float factor) {
+  return ScaleRowsGpu(rows->buffers, rows->num_rows, rows->batch.dim, factor,
+                      nullptr);
+}
+
+void ScaleAllRowsOnCpu(const GpuRows* rows, float factor) {
+  ScaleRows(rows->buffers, rows->batch.dim, 0, rows->num_rows, factor);
+}
+
+int InitRows(const Block* block, const InitialValues* values, uint64_t seed,
+             float* out) {
+  return InitRowsGpu(*block, *values, seed, out, nullptr);
+}
+
+// What the op makes of one element, id and column of the whole table.
+float InitialValue(const InitialValues* values, uint64_t seed, int64_t id,
+                   int64_t column) {
+  if (values->distribution == Distribution::kConstant) return values->a;
+  return values->Value(InitialValues::Words(seed, id, column)[column % 4]);
+}
+
+int64_t IdOfRow(int64_t parts, int64_t part, int64_t row) {
+  return RotatedMod(parts).Id(part, row);
+}
+
+int Widen(int type, const uint16_t* in, int64_t count, float* out) {
+  return WidenGpu(static_cast<WireType>(type), in, count, out, nullptr);
+}
+
+int Narrow(int type, const float* in, int64_t count, uint16_t* out) {
+  return NarrowGpu(static_cast<WireType>(type), in, count, out, nullptr);
+}
+
+int NarrowAtRandom(int type, const float* in, uint64_t seed, int64_t count,
+                   uint16_t* out) {
+  return NarrowAtRandomGpu(static_cast<WireType>(type), in, seed, count, out,
+                           nullptr);
+}
+
+void WidenOnCpu(int type, const uint16_t* in, int64_t count, float* out) {
+  (type == 0 ? WidenFloat16 : WidenBfloat16)(in, count, out);
+}
+
+void NarrowOnCpu(int type, const float* in, int64_t count, uint16_t* out) {
+  (type == 0 ? NarrowToFloat16 : NarrowToBfloat16)(in, count, out);
+}
+
+void NarrowAtRandomOnCpu(int type, const float* in, uint64_t seed,
+                         int64_t count, uint16_t* out) {
+  (type == 0 ? RoundToFloat16 : RoundToBfloat16)(in, seed, 0, count, out);
+}
+
+}  // extern "C"

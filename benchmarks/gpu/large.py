@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lookup in a table of more than 2^31 elements: offsets of 64 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.gpu import check_lookup
+from benchmarks.gpu import device as gpu
+from benchmarks.gpu.numbers import WrongResult
+from benchmarks.gpu.numbers import expect_equal
+
+WIDTH = 128
+ROWS = 2**31 // WIDTH + 1000
+ROWS_WRITTEN = 18  # at most, as many as are looked up
+__all__ = ["WrongResult", "check"]
+
+
+def check(device: gpu.Device, seed: int) -> str:
+    """Writes a few rows of such a table and looks them up.
+
+    Returns:
+        What was done, or why it was not.
+
+    Raises:
+        WrongResult: other rows came.
+        DeviceError: an error of CUDA, other than too little memory.
+    """
+    pointer = gpu.POINTER()
+    size = ROWS * WIDTH * 4
+    try:
+        device.call("Allocate", gpu.INT64(size), pointer)
+    except gpu.DeviceError:
+        return f"not checked, the device has no {size >> 30} GiB of memory"
+    try:
+        rng = np.random.default_rng(seed)
+        rows = np.concatenate([ROWS - 1 - np.arange(9), rng.integers(0, 9, 9)])
+        values = rng.standard_normal((ROWS_WRITTEN, WIDTH)).astype(np.float32)
+        place = {int(row): i for i, row in enumerate(np.unique(rows))}
+        for row, i in place.items():
+            device.call(
+                "Copy",
+                gpu.POINTER((pointer.value or 0) + row * WIDTH * 4),
+                gpu.POINTER(values[i].ctypes.data),
+                gpu.INT64(WIDTH * 4),
+            )
+        got = look_up(device, pointer.value, rows)
+        expected = values[[place[int(row)] for row in rows]]
+        expect_equal("rows beyond 2^31 elements", got, expected)
+    finally:
+        device.release()
+        device.call("Free", pointer)
+    return f"{len(rows)} rows of {ROWS} x {WIDTH} are right"
+
+
+def look_up(
+    device: gpu.Device, table: int | None, rows: np.ndarray
+) -> np.ndarray:
+    case = check_lookup.Case(
+        WIDTH, (1,) * len(rows), single=True, table_rows=ROWS
+    )
+    out = device.poisoned((len(rows), WIDTH), np.float32)
+    bad = device.put(np.array([check_lookup.NO_ENTRY]))
+    put = device.put(rows)
+    pointers = [table, None, put.pointer, None, out.pointer, bad.pointer]
+    args = check_lookup.arguments(case, pointers)
+    device.call("Lookup", args, gpu.INT64(len(rows)))
+    device.synchronize()
+    return out.get()

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the kernels are, against a copy on the same device and run."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.gpu import check_gradient
+from benchmarks.gpu import check_lookup
+from benchmarks.gpu import check_updates
+from benchmarks.gpu import device as gpu
+
+SAMPLES = 16384
+HOTNESS = 16
+TABLE_ROWS = 1_000_000
+WIDTHS = (32, 64, 128, 256)
+COPIED_BYTES = 1 << 30
+REPEATS = 20
+LOOKUP_GOAL, UPDATE_GOAL = 0.85, 0.60
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: bytes that a kernel must move, and its times."""
+
+    kernel: str
+    width: int
+    megabytes: float
+    minimum_ms: float
+    median_ms: float
+    maximum_ms: float
+    gigabytes_per_second: float
+    of_copy: float  # bandwidth, as a part of the copy's
+    goal: float
+
+
+def measure(device: gpu.Device) -> Iterator[Row]:
+    """Times the copy, then every kernel; memory is freed after each."""
+    copied = timed(device, copy(device))
+    device.release()
+    # A copy reads and writes.
+    bandwidth = 2 * COPIED_BYTES / np.median(copied) / 1e6
+    yield row("copy", 0, 2 * COPIED_BYTES, copied, bandwidth, 0.0)
+    for width in WIDTHS:
+        for name, prepare, goal in (
+            ("lookup", lookup, LOOKUP_GOAL),
+            ("gradient", gradient, UPDATE_GOAL),
+            ("adagrad", update, UPDATE_GOAL),
+        ):
+            run, size = prepare(device, width)
+            yield row(name, width, size, timed(device, run), bandwidth, goal)
+            device.release()
+
+
+def row(
+    name: str,
+    width: int,
+    size: int,
+    times: np.ndarray,
+    bandwidth: float,
+    goal: float,
+) -> Row:
+    speed = size / np.median(times) / 1e6
+    low, middle, high = np.percentile(times, [0, 50, 99])
+    return Row(
+        name,
+        width,
+        size / 1e6,
+        low,
+        middle,
+        high,
+        speed,
+        speed / bandwidth,
+        goal,
+    )
+
+
+def timed(device: gpu.Device, run: Callable[[], None]) -> np.ndarray:
+    """Runs it a few times to warm up, then measures it by events, in ms."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        device.call("BeginTiming")
+        run()
+        milliseconds = ctypes.c_float()
+        device.call("EndTiming", ctypes.byref(milliseconds))
+        times.append(milliseconds.value)
+    return np.array(times)
+
+
+def copy(device: gpu.Device) -> Callable[[], None]:
+    source, target = (
+        device.put(np.zeros(COPIED_BYTES, np.uint8)) for _ in range(2)
+    )
+    pointers = gpu.POINTER(target.pointer), gpu.POINTER(source.pointer)
+    return lambda: device.call(
+        "CopyOnDevice", *pointers, gpu.INT64(COPIED_BYTES)
+    )
+
+
+def random_rows(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, TABLE_ROWS, count)
+
+
+def zeros(device: gpu.Device, *shape: int) -> gpu.Array:
+    return device.put(np.zeros(shape, np.float32))
+
+
+def lookup(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
+    entries = SAMPLES * HOTNESS
+    case = check_lookup.Case(width, (HOTNESS,) * SAMPLES, table_rows=TABLE_ROWS)
+    splits = device.put(np.arange(SAMPLES + 1) * HOTNESS)
+    rows = device.put(random_rows(entries))
+    bad = device.put(np.array([check_lookup.NO_ENTRY]))
+    args = check_lookup.arguments(
+        case,
+        [
+            zeros(device, TABLE_ROWS, width).pointer,
+            splits.pointer,
+            rows.pointer,
+            None,
+            zeros(device, SAMPLES, width).pointer,
+            bad.pointer,
+        ],
+    )
+    size = (entries + SAMPLES) * width * 4 + (entries + SAMPLES) * 8
+    return lambda: device.call("Lookup", args, gpu.INT64(SAMPLES)), size
+
+
+def gradient(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
+    entries = SAMPLES * HOTNESS
+    case = check_gradient.Case(width, (HOTNESS,) * SAMPLES, TABLE_ROWS)
+    rows = random_rows(entries)
+    outputs = (
+        device.poisoned((entries,), np.int64),
+        device.poisoned((entries, width), np.float32),
+        device.poisoned((1,), np.int64),
+    )
+    args = check_gradient.arguments(
+        case,
+        entries,
+        [
+            zeros(device, SAMPLES, width),
+            device.put(np.arange(SAMPLES + 1) * HOTNESS),
+            device.put(rows),
+            None,
+            *outputs,
+        ],
+    )
+    scratch = check_gradient.scratch(device, args)
+    unique = len(np.unique(rows))
+    size = (entries + unique) * width * 4 + entries * 8
+    return lambda: device.call("RowGrads", args, scratch), size
+
+
+def update(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
+    rows = np.unique(random_rows(SAMPLES * HOTNESS))
+    case = check_updates.Case(
+        "adagrad", width, len(rows), table_rows=TABLE_ROWS
+    )
+    slot = zeros(device, TABLE_ROWS, width).pointer
+    bad = device.put(np.array([check_updates.NO_ROW]))
+    args = check_updates.arguments(
+        case,
+        [
+            device.put(rows).pointer,
+            zeros(device, len(rows), width).pointer,
+            zeros(device, TABLE_ROWS, width).pointer,
+            slot,
+            None,
+            None,
+            bad.pointer,
+        ],
+        len(rows),
+    )
+    code, values = 2, check_updates.numbers_of("adagrad")
+    # Weights and slot are read and written, the gradient read.
+    size = len(rows) * (5 * width * 4 + 8)
+    return (
+        lambda: device.call("ApplyRows", args, code, values, None),
+        size,
+    )

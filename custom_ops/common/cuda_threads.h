@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How threads of a GPU find their work. A row is the work of a group: 1 to 32
+// neighbouring threads, a power of two, as many as the row has pieces.
+#ifndef TFDIST_CUSTOM_OPS_COMMON_CUDA_THREADS_H_
+#define TFDIST_CUSTOM_OPS_COMMON_CUDA_THREADS_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace tfdist {
+
+constexpr int kBlockThreads = 256;
+constexpr int kWarpThreads = 32;
+
+// Threads of a group for rows of so many pieces.
+inline int GroupOf(int64_t pieces) {
+  int group = 1;
+  while (group < kWarpThreads && group < pieces) group *= 2;
+  return group;
+}
+
+// Blocks for `units` of work that `threads` threads do each, at least one and
+// at most what the grid stride is for.
+inline unsigned Blocks(int64_t units, int threads = 1) {
+  constexpr int64_t kMostBlocks = int64_t{1} << 20;
+  const int64_t per_block = kBlockThreads / threads;
+  const int64_t blocks = (units + per_block - 1) / per_block;
+  if (blocks < 1) return 1;
+  return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
+}
+
+// Units [FirstUnit(n), ..) in steps of UnitStride(n) are those of this thread,
+// or of its group of n.
+__device__ inline int64_t FirstUnit(int threads = 1) {
+  return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / threads;
+}
+
+__device__ inline int64_t UnitStride(int threads = 1) {
+  return int64_t{gridDim.x} * blockDim.x / threads;
+}
+
+inline bool IsAligned(const void* pointer, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+inline cudaStream_t StreamOf(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COMMON_CUDA_THREADS_H_

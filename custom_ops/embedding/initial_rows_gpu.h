@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_INITIAL_ROWS_GPU_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_INITIAL_ROWS_GPU_H_
+
+#include <cstdint>
+
+#include "custom_ops/embedding/initial_values.h"
+
+namespace tfdist {
+
+// Writes a cell of a table, [local_rows, local_dim] in device memory: what the
+// op InitRows draws, padding zero. Launches on `stream`, a cudaStream_t,
+// without waiting. Returns a cudaError_t.
+int InitRowsGpu(const Block& block, const InitialValues& values, uint64_t seed,
+                float* out, void* stream);
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_INITIAL_ROWS_GPU_H_
