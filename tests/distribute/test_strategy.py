@@ -11,6 +11,7 @@ from tfdist_ext.distribute import bootstrap
     ("arguments", "message"),
     [
         ({"gradient_dtype": "float8"}, r"`gradient_dtype`.*'float8'"),
+        ({"engine": "nccl"}, r"`engine`.*'tfdist', 'horovod'.*engine='?nccl"),
         ({"error_feedback": True}, r"`error_feedback`.*gradient_dtype="),
     ],
 )

@@ -78,6 +78,12 @@ def main():
         assert listening() <= {"0100007F"}, listening()
         threads = os.listdir("/proc/self/task")
         assert len(threads) < 40, len(threads)
+        try:  # not installed, or it has not started these ranks
+            tfdist_ext.HybridParallelStrategy(engine="horovod")
+        except (ImportError, RuntimeError) as error:
+            assert "engine='horovod'" in str(error), error
+        else:
+            raise AssertionError("Horovod knows nothing of these ranks")
         second = tfdist_ext.HybridParallelStrategy()
         results.append(train(second))
         if rank == 0:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What mpirun, srun and others start trains as one job, where they are."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -77,6 +78,20 @@ def test_horovodrun(tmp_path, alone, hosts):
     )
     start = [sys.executable, "-c", run, "-np", "2", "-H", hosts]
     check(started(tmp_path / "results", *start, sys.executable), alone)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_horovod_carries_the_messages(tmp_path, ranks):
+    """By the real library: equal numbers, and what is refused."""
+    found = importlib.util.find_spec("horovod")
+    folder = found and pathlib.Path(found.origin).parent / "tensorflow"
+    if not (folder and list(folder.glob("mpi_lib*.so"))):
+        pytest.skip("no horovod is built here (build_ops/horovod.sh)")
+    run = "import sys, horovod.runner.launch as launch;"
+    run += "sys.exit(launch.run_commandline())"
+    command = ["-c", run, "-np", str(ranks), sys.executable]
+    printed(*command, PROGRAM.with_name("horovod_program.py"), tmp_path)
+    assert len(list(tmp_path.iterdir())) == ranks
 
 
 @pytest.mark.parametrize("command", [[sys.executable], RUN])

@@ -38,6 +38,7 @@ class Collectives:
         turns: of the calls outside of steps.
         machine: what plans are made for, once it is measured.
         loop: of Keras, the outermost that runs.
+        ops: what carries tensors; this package unless told otherwise.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Collectives:
         self._tags = Tags(self.turns)
         self.machine: Machine | None = None
         self.loop: Loop | None = None
+        self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places: weakref.WeakKeyDictionary[Any, str] = (
             weakref.WeakKeyDictionary()
@@ -261,7 +263,7 @@ class Collectives:
         for indices in buckets_of(tensors):
             dtype = tensors[indices[0]].dtype
             with self._exchanging(label):
-                sums = collective_ops.all_reduce(
+                sums = self.ops.all_reduce(
                     self.group,
                     [tensors[i] for i in indices],
                     tag=self.tag(label, "all_reduce", dtype),
@@ -296,7 +298,7 @@ class Collectives:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Gathers; also returns int64 `[world_size]`, the rows of each."""
         with self._exchanging(label):
-            return collective_ops.all_gather(
+            return self.ops.all_gather(
                 self.group,
                 tensor,
                 tag=self.tag(label, "all_gather", tensor.dtype),
@@ -318,7 +320,7 @@ class Collectives:
             `[world_size]`, the rows that came from each.
         """
         with self._exchanging(label):
-            return collective_ops.all_to_all(
+            return self.ops.all_to_all(
                 self.group,
                 tensor,
                 send_splits,

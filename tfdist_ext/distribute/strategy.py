@@ -24,10 +24,12 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute import bootstrap
 from tfdist_ext.distribute import cluster as cluster_lib
+from tfdist_ext.distribute import engine as engine_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
 from tfdist_ext.distribute import seeds
+from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import building
@@ -38,10 +40,8 @@ from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
 from tfdist_ext.layers import model_plan
-from tfdist_ext.optimizers import unsupported as optimizer_checks
 from tfdist_ext.saving import keras_files
 from tfdist_ext.sharding import kernel_reads
-from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
@@ -86,14 +86,19 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             Otherwise plans are made for the defaults of `tfdist_ext.plan`.
         transport: "auto" lets ranks of one host talk through memory, 2 MiB
             for each two, where their containers allow it; "tcp" never does.
+        engine: "horovod" lets the user's Horovod carry what layers and
+            gradients exchange (by MPI, NCCL or Gloo, as it is built), started
+            by horovodrun or mpirun; the ranks still meet, agree and name
+            failures by this package, "tfdist", which otherwise does all.
 
     Raises:
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
-            chief and workers, another `gradient_dtype` or `transport`, or
-            `error_feedback` where nothing is rounded.
+            chief and workers, another `gradient_dtype`, `transport` or
+            `engine`, or `error_feedback` where nothing is rounded.
         RuntimeError: another launcher has started several processes and not
-            said how they meet, rank 0's port is taken, or not all ranks came
-            within `startup_timeout`.
+            said how they meet, rank 0's port is taken, not all ranks came
+            within `startup_timeout`, or Horovod knows other ranks.
+        ImportError: engine="horovod", and it is not built for this TensorFlow.
     """
 
     def __init__(
@@ -107,11 +112,13 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         error_feedback: bool = False,
         measure: bool = False,
         transport: choices.Transport = "auto",
+        engine: choices.Engine = "tfdist",
     ) -> None:
         where = type(self).__name__
         dtypes = choices.WIRE_DTYPES
         checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
         checks.one_of("transport", transport, choices.TRANSPORTS, where)
+        checks.one_of("engine", engine, choices.ENGINES, where)
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
@@ -124,6 +131,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
         try:
+            if engine == "horovod" and self.collectives is not None:
+                engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)
         except BaseException:  # the others shall not wait for this rank
             self.close()
@@ -230,7 +239,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
-        _check_optimizer(getattr(fn, "__self__", None))
+        unsupported.check(getattr(fn, "__self__", None))
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
             weighted=step.is_keras_loop(fn),
@@ -388,13 +397,3 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.collectives is None:
             return {}
         return dataclasses.asdict(self.collectives.group.stats())
-
-
-def _check_optimizer(model: Any) -> None:
-    # Here because a wrapper of an optimizer (a loss scale) is not seen where
-    # the optimizer updates its variables.
-    optimizer = getattr(model, "optimizer", None)
-    optimizer_checks.check_accumulation(optimizer)
-    variables = getattr(model, "trainable_variables", ())
-    if optimizer and any(map(sharded_variable.is_shard, variables)):
-        optimizer_checks.check_supported(optimizer)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_training import horovod
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -52,6 +53,9 @@ def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
+        if name == "fit":
+            horovod.check_optimizer(getattr(model, "optimizer", None))
+            horovod.check_callbacks(bound.arguments["callbacks"])
         settings = settings_of(model, bound.arguments)
         if name == "fit":
             settings.update(vocabularies_of(model))

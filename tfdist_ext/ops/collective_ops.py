@@ -38,6 +38,39 @@ class Group(Protocol):
     def handle(self) -> int: ...
 
 
+class Ops(Protocol):
+    """The exchanges of `collective_ops`, whoever carries them."""
+
+    def all_to_all(
+        self,
+        group: Group,
+        x: tf.Tensor,
+        send_splits: tf.Tensor,
+        *,
+        tag: int,
+        label: str = "",
+    ) -> tuple[tf.Tensor, tf.Tensor]: ...
+
+    def all_gather(
+        self,
+        group: Group,
+        x: tf.Tensor,
+        *,
+        tag: int,
+        label: str = "",
+    ) -> tuple[tf.Tensor, tf.Tensor]: ...
+
+    def all_reduce(
+        self,
+        group: Group,
+        tensors: Sequence[tf.Tensor],
+        *,
+        tag: int,
+        label: str = "",
+        weight: tf.Tensor | float | None = None,
+    ) -> list[tf.Tensor]: ...
+
+
 def all_to_all(
     group: Group,
     x: tf.Tensor,

@@ -31,6 +31,8 @@ WireDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
 # Between ranks of one host: through memory that they share, where they can.
 Transport = Literal["auto", "tcp"]
+# Who carries what ranks exchange: this package, or the user's Horovod.
+Engine = Literal["tfdist", "horovod"]
 
 # The last two of them are the names of keras-rs: partitioned in whatever way,
 # and an ordinary variable on every rank.
@@ -45,6 +47,7 @@ UNADMITTED: tuple[str, ...] = get_args(Unadmitted)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
+ENGINES: tuple[str, ...] = get_args(Engine)
 
 # Shorter names of placements, accepted wherever a placement is named.
 _SHORT = {

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives whose messages Horovod carries, with our own numbers.
+
+Each begins with a few bytes of our own group, by its tag: there dead ranks are
+named, and ranks that do different things or give up, as ever. Only when all
+have come does Horovod get the tensors, so it never waits for one that does not
+come. Horovod knows an operation by its name, which is made of the tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops import collective_ops
+from tfdist_ext.ops.collective_ops import Group
+
+# Horovod adds up 16 bits in 16 bits, or not at all.
+_SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+# What it does not know but need not understand, as something of its size.
+_SENT_AS = {tf.bfloat16: tf.uint16}
+
+
+class HorovodOps:
+    """Collectives as those of `collective_ops`, with the same arguments."""
+
+    def __init__(self, hvd: Any) -> None:
+        """Takes the module `horovod.tensorflow`, initialised.
+
+        Args:
+            hvd: the module.
+        """
+        self._hvd = hvd
+        self._functions: dict[tuple[Any, ...], Any] = {}
+
+    def all_to_all(
+        self,
+        group: Group,
+        x: tf.Tensor,
+        send_splits: tf.Tensor,
+        *,
+        tag: int,
+        label: str = "",
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends rows to each rank and receives rows from each."""
+
+        @tf.custom_gradient
+        def exchange(x: tf.Tensor) -> Any:
+            output, recv_splits = self._all_to_all(
+                group, x, send_splits, tag, label
+            )
+
+            def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
+                # Rows go back the way they came.
+                back, _ = self._all_to_all(
+                    group, of_output, recv_splits, tag + 1, f"{label}/gradient"
+                )
+                return tf.reshape(back, tf.shape(x))
+
+            return (output, recv_splits), gradient
+
+        return exchange(tf.convert_to_tensor(x))
+
+    def all_gather(
+        self, group: Group, x: tf.Tensor, *, tag: int, label: str = ""
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Concatenates the rows of all ranks."""
+
+        @tf.custom_gradient
+        def exchange(x: tf.Tensor) -> Any:
+            rows = tf.shape(x, tf.int64)[:1]
+            splits, _ = collective_ops.all_gather(
+                group, rows, tag=tag, label=label
+            )
+            splits = tf.ensure_shape(splits, [group.world_size])
+            output = self._named("all_gather", tag, splits, x)
+
+            def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
+                # Each rank returns to every rank that one's rows.
+                back, _ = self._all_to_all(
+                    group, of_output, splits, tag + 1, f"{label}/gradient"
+                )
+                shape = tf.concat([[group.world_size], tf.shape(x)], axis=0)
+                return tf.reduce_sum(tf.reshape(back, shape), axis=0)
+
+            return (output, splits), gradient
+
+        return exchange(tf.convert_to_tensor(x))
+
+    def all_reduce(
+        self,
+        group: Group,
+        tensors: Sequence[tf.Tensor],
+        *,
+        tag: int,
+        label: str = "",
+        weight: tf.Tensor | float | None = None,
+    ) -> list[tf.Tensor]:
+        """Sums tensors over the ranks, or takes the mean by weights."""
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        if not tensors:
+            return []
+
+        @tf.custom_gradient
+        def exchange(*parts: tf.Tensor) -> Any:
+            sums = self._all_reduce(group, parts, tag, label, weight)
+
+            def gradient(*of_sums: tf.Tensor) -> Any:
+                if weight is not None:
+                    raise NotImplementedError(
+                        "A weighted all_reduce has no gradient (op "
+                        f"{label!r}); use a plain sum."
+                    )
+                name = f"{label}/gradient"
+                return self._all_reduce(group, of_sums, tag + 1, name, None)
+
+            return sums, gradient
+
+        return list(exchange(*tensors))
+
+    def _all_to_all(
+        self,
+        group: Group,
+        x: tf.Tensor,
+        send_splits: tf.Tensor,
+        tag: int,
+        label: str,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        ones = tf.ones([group.world_size], tf.int64)
+        # One number to each rank: the rows that it is about to get.
+        recv_splits, _ = collective_ops.all_to_all(
+            group, tf.cast(send_splits, tf.int64), ones, tag=tag, label=label
+        )
+        recv_splits = tf.ensure_shape(recv_splits, [group.world_size])
+        splits = tf.cast(send_splits, tf.int32)
+        output = self._named("all_to_all", tag, recv_splits, x, splits)
+        return output, recv_splits
+
+    def _all_reduce(
+        self,
+        group: Group,
+        tensors: Sequence[tf.Tensor],
+        tag: int,
+        label: str,
+        weight: tf.Tensor | float | None,
+    ) -> list[tf.Tensor]:
+        own = tf.cast(1.0 if weight is None else weight, tf.float32)
+        weights, _ = collective_ops.all_gather(
+            group, tf.reshape(own, [1]), tag=tag, label=label
+        )
+        parts = [tf.cast(x, _SUMMED_AS.get(x.dtype, x.dtype)) for x in tensors]
+        if weight is not None:
+            scale = tf.math.divide_no_nan(
+                own * group.world_size, tf.reduce_sum(weights)
+            )
+            # What a rank of no weight has is no number, maybe.
+            parts = [
+                tf.where(own > 0, part * tf.cast(scale, part.dtype), 0)
+                for part in parts
+            ]
+        # One operation: those of several with an empty tensor may hang.
+        flat = [tf.reshape(part, [-1]) for part in parts]
+        whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+        total = self._named("all_reduce", tag, weights, whole)
+        sums = tf.split(total, [tf.size(part) for part in parts])
+        return [
+            tf.ensure_shape(
+                tf.cast(tf.reshape(value, tf.shape(tensor)), tensor.dtype),
+                tensor.shape,
+            )
+            for value, tensor in zip(sums, tensors, strict=True)
+        ]
+
+    def _named(
+        self,
+        kind: str,
+        tag: int,
+        met: tf.Tensor,
+        x: tf.Tensor,
+        *splits: tf.Tensor,
+    ) -> tf.Tensor:
+        """Runs an operation of Horovod under a name that all ranks share.
+
+        Args:
+            kind: of the operation.
+            tag: makes its name.
+            met: see `_after`.
+            x: what it sends.
+            splits: of it, where the kind has some.
+        """
+        kinds: dict[str, Callable[..., tf.Tensor]] = {
+            "all_to_all": self._send_rows,
+            "all_gather": self._gather,
+            "all_reduce": self._sum,
+        }
+        carry = kinds[kind]
+
+        def operation(x: tf.Tensor, *splits: tf.Tensor) -> tf.Tensor:
+            return carry(f"tfdist_{kind}_{tag}", x, *splits)
+
+        # Nothing of `x` may be computed between this and the operation.
+        arguments = (_after(met, x), *splits)
+        if not tf.executing_eagerly():
+            return operation(*arguments)
+        # Run eagerly, all operations of a kind would have one name. Rows
+        # differ from call to call.
+        specs = tuple(
+            tf.TensorSpec([None, *each.shape[1:]], each.dtype)
+            for each in arguments
+        )
+        key = (kind, tag, specs)
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                operation, input_signature=specs, autograph=False
+            )
+        return self._functions[key](*arguments)
+
+    def _send_rows(
+        self, name: str, x: tf.Tensor, splits: tf.Tensor
+    ) -> tf.Tensor:
+        output, _ = self._hvd.alltoall(
+            _disguised(x), splits, name=name, ignore_name_scope=True
+        )
+        return _restored(output, x)
+
+    def _gather(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        output = self._hvd.allgather(
+            _disguised(x), name=name, ignore_name_scope=True
+        )
+        return _restored(output, x)
+
+    def _sum(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        return self._hvd.allreduce(
+            x, name=name, op=self._hvd.Sum, ignore_name_scope=True
+        )
+
+
+def _disguised(x: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(x, _SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
+
+
+def _restored(output: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """What has come of rows like those of `x`."""
+    if x.dtype in _SENT_AS:
+        output = tf.bitcast(output, x.dtype)
+    return tf.ensure_shape(output, [None, *x.shape[1:]])
+
+
+def _after(met: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """`x`, which is there only when all ranks have met.
+
+    Horovod's operations are not known to do anything but compute: TensorFlow
+    would run one of constants while it optimizes the graph, whatever is to
+    come before. So `x` begins at a row that is told by what is exchanged, 0.
+
+    Args:
+        met: `[world_size]`, not negative, of an exchange of ours.
+        x: any tensor.
+    """
+    if x.shape.rank == 0:
+        return tf.reshape(_after(met, x[None]), [])
+    first = tf.minimum(tf.cast(met[0], tf.int32), 0)
+    begin = first * tf.constant([1] + [0] * (x.shape.rank - 1))
+    return tf.ensure_shape(tf.slice(x, begin, [-1] * x.shape.rank), x.shape)
