@@ -67,12 +67,20 @@ def test_all_learn_who_is_missing(free_port):
     assert f"rank 2: rank 0 ({addresses[0]}) says: {first}" == second
 
 
-def test_rank_0_is_missing(free_port):
-    addresses = addresses_of(2, free_port())
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("127.0.0.1", "Connection refused"),
+        ("no-such-host.invalid", "[Errno -"),  # in words of the resolver
+    ],
+)
+def test_rank_0_is_out_of_reach(free_port, host, why):
+    addresses = [f"{host}:{free_port()}", "127.0.0.1:1"]
     with pytest.raises(RuntimeError) as raised:
         ranks.meet(1, addresses, b"", secret=b"", timeout=0.5, patience=0.1)
     error = str(raised.value)
-    assert "cannot reach rank 0" in error and "startup_timeout=0.5 s" in error
+    assert f"cannot reach rank 0 ({addresses[0]}) within" in error
+    assert "startup_timeout=0.5 s" in error and why in error
 
 
 def test_a_taken_port_names_the_address(free_port):
