@@ -73,8 +73,11 @@ class Job:
         self.wait(lambda: self.step() >= first + steps or self.ended())
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT
+        """Waits for a condition, as long as there are new checkpoints."""
+        step, deadline = self.step(), time.monotonic() + LIMIT
         while not condition():
+            if self.step() != step:
+                step, deadline = self.step(), time.monotonic() + LIMIT
             assert time.monotonic() < deadline, self.text()[-6000:]
             time.sleep(0.05)
 
