@@ -170,6 +170,7 @@ PUBLIC = {
         "Wire",
     },
     "tfdist_ext.callbacks": {"EmbeddingMonitor", "NanGuard", "Resume"},
+    "tfdist_ext.spark": {"run"},
     "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
     "tfdist_ext.optimizers": {
         "SGD",

@@ -23,6 +23,8 @@ from tfdist_ext.launcher import ports
 from tfdist_ext.rendezvous import addresses
 from tfdist_ext.rendezvous import secret as secret_lib
 
+__all__ = ["run"]
+
 T = TypeVar("T")
 
 

@@ -13,17 +13,12 @@ import sys
 import pytest
 
 from tests.docs import blocks
+from tests.rooms import PUBLIC
 from tfdist_ext.launcher import launch_options
 
 README = (blocks.ROOT / "README.md").read_text()
 BENCHMARKS = (blocks.ROOT / "docs" / "benchmarks.md").read_text()
 PAINS = (blocks.ROOT / "docs" / "known_pains.md").read_text()
-PUBLIC = (
-    "tfdist_ext",
-    "tfdist_ext.layers",
-    "tfdist_ext.losses",
-    "tfdist_ext.optimizers",
-)
 
 
 @pytest.fixture(scope="module")
