@@ -9,6 +9,7 @@ ROOMS = {
     "rendezvous": {"version"},
     "launcher": {"rendezvous"},
     "spark": {"launcher", "rendezvous"},
+    "tracing": set(),
     "planner": {"tables"},
     "keras_internals": set(),
     "marks": {"keras_internals", "tables"},
@@ -80,6 +81,7 @@ ROOMS = {
         "sharding",
         "tables",
         "tensorflow_internals",
+        "tracing",
         "wrapping",
     },
     "saving": {
@@ -135,7 +137,14 @@ ROOMS = {
         "tensorflow_internals",
     },
 }
-WITHOUT_TENSORFLOW = ("launcher", "planner", "rendezvous", "spark", "tables")
+WITHOUT_TENSORFLOW = (
+    "launcher",
+    "planner",
+    "rendezvous",
+    "spark",
+    "tables",
+    "tracing",
+)
 
 PUBLIC = {
     "tfdist_ext": {
@@ -169,7 +178,12 @@ PUBLIC = {
         "TableConfig",
         "Wire",
     },
-    "tfdist_ext.callbacks": {"EmbeddingMonitor", "NanGuard", "Resume"},
+    "tfdist_ext.callbacks": {
+        "EmbeddingMonitor",
+        "NanGuard",
+        "Resume",
+        "Timeline",
+    },
     "tfdist_ext.spark": {"run"},
     "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
     "tfdist_ext.optimizers": {

@@ -7,6 +7,7 @@ imported here, so that the list stays short and every addition is noticed.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +271,35 @@ def serve_keys(
     ctx.set_config_key_value = insert
     ctx.get_config_key_value = wait
     ctx.report_error_to_cluster = report
+
+
+def profiled_ops(folder: str) -> list[tuple[str, int, int]]:
+    """The ops that TensorFlow's profiler has recorded on this host.
+
+    Args:
+        folder: that it was given.
+
+    Returns:
+        The type of the op, when it began and when it ended, in nanoseconds of
+        the time of day. An op that goes on by itself ends with its start.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    found = []
+    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace.FromString(path.read_bytes())
+        for plane in space.planes:
+            if not plane.name.startswith("/host"):
+                continue
+            names = {i: each.name for i, each in plane.event_metadata.items()}
+            for line in plane.lines:
+                for event in line.events:
+                    # "node:Type#...", of an op.
+                    name = names[event.metadata_id].split("#")[0]
+                    _, colon, op = name.rpartition(":")
+                    if not colon or "::" in name or " " in op:
+                        continue
+                    start = line.timestamp_ns + event.offset_ps // 1000
+                    end = start + event.duration_ps // 1000
+                    found.append((op, start, end))
+    return found

@@ -15,6 +15,9 @@ namespace tfdist {
 
 namespace {
 
+// Of what nobody has taken, 100 bytes each.
+constexpr size_t kMostTraced = 1 << 20;
+
 bool DebugRequested() {
   const char* value = std::getenv("TFDIST_DEBUG");
   return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
@@ -140,7 +143,8 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
 void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
                           const absl::Status& status,
                           const std::function<void(absl::Status)>& done) {
-  const double seconds = static_cast<double>(Now() - operation->start) / 1e9;
+  const int64_t end = Now();
+  const double seconds = static_cast<double>(end - operation->start) / 1e9;
   if (debug_) {
     Debug(*operation,
           Message(status.ok() ? "done" : "failed", " in ", seconds * 1e3,
@@ -154,6 +158,11 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     ++label.calls;
     label.bytes += operation->bytes_sent;
     label.seconds += seconds;
+    if (traces() && traced_.size() < kMostTraced) {
+      traced_.push_back({operation->label, operation->kind, operation->start,
+                         end, static_cast<int64_t>(operation->bytes_sent),
+                         static_cast<int64_t>(operation->bytes_received)});
+    }
   }
   operation->Release();
   std::function<void()> next;
@@ -187,6 +196,12 @@ GroupStats ProcessGroup::Stats() const {
   GroupStats stats = stats_;
   stats.writes = transport_.writes();
   return stats;
+}
+
+std::vector<TracedOperation> ProcessGroup::Trace(bool on) {
+  traces_ = on;
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  return std::exchange(traced_, {});
 }
 
 void ProcessGroup::CountSent(uint64_t bytes) {

@@ -51,6 +51,16 @@ struct GroupStats {
   std::map<std::string, PerLabel> labels;
 };
 
+// An operation that has ended, while a group traced.
+struct TracedOperation {
+  std::string label;
+  Kind kind;
+  int64_t start;  // of the clock of Now()
+  int64_t end;
+  int64_t bytes_sent;
+  int64_t bytes_received;
+};
+
 // The ranks of one job, connected pairwise over TCP, as seen by one of them.
 //
 // Nothing here is global to the process: several groups, of different ranks
@@ -135,6 +145,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   absl::StatusOr<std::string> AwaitKey(const std::string& key, double seconds);
 
   GroupStats Stats() const;
+  // Notes every operation from now on, or no more; takes what was noted.
+  std::vector<TracedOperation> Trace(bool on);
+  bool traces() const { return traces_.load(std::memory_order_relaxed); }
   void CountSent(uint64_t bytes);
   void CountReceived(uint64_t bytes);
 
@@ -215,8 +228,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   uint64_t inserts_ = 0;               // requests to rank 0
   std::map<uint64_t, bool> inserted_;  // its answers: whether it is new
 
-  mutable std::mutex stats_mutex_;
+  std::atomic<bool> traces_{false};
+  mutable std::mutex stats_mutex_;  // guards the next two
   GroupStats stats_;
+  std::vector<TracedOperation> traced_;
 
   Transport transport_;  // last: its thread uses all others
 };

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training that watches itself, at two ranks and more."""
 
+import time
+
 import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import NanGuard
+from tfdist_ext.callbacks import Timeline
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import DynamicVocabulary
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.tracing import bounds
+from tfdist_ext.tracing import trace
 
 keras = tf.keras
 BATCH, STEPS, DIM = 8, 12, 4
@@ -196,3 +201,31 @@ def tables_are_reported(strategy, folder):
         raise AssertionError("was not refused")
     except ValueError as error:
         assert "has the tables ['items', 'users', 'words']" in str(error)
+
+
+def slow_rank_is_seen(strategy, folder):
+    """The trace of all ranks says which one the others wait for."""
+    model = make_model(strategy)
+    path = folder / "trace.json"
+
+    def be_slow(batch, logs):
+        if strategy.rank == 1:
+            time.sleep(0.2)
+
+    slow = keras.callbacks.LambdaCallback(on_train_batch_begin=be_slow)
+    model.fit(data(), verbose=0, callbacks=[Timeline(path, (4, 8)), slow])
+    strategy.collectives.barrier("written")
+    events = trace.read(path)
+    ranks = list(range(strategy.world_size))
+    for rank in ranks:
+        mine = [event for event in events if event.rank == rank]
+        steps = [e.name for e in mine if e.kind == trace.STEP]
+        assert steps == ["step 4", "step 5", "step 6", "step 7"]
+        ids = [e for e in mine if e.name == "embedding/ids"]
+        assert len(ids) == 4 and all(e.more["bytes_sent"] for e in ids)
+        assert any(e.name == "Tfdist>Lookup" for e in mine)
+        waited = sum(e.more.get("waited_us", 0.0) for e in mine)
+        assert (waited > 4 * 100e3) == (rank != 1), (rank, waited)
+    text = bounds.report(events)
+    assert "Bound by rank 1, for which the others wait" in text, text
+    assert text.endswith("most more than they in: input."), text

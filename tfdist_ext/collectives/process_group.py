@@ -206,6 +206,19 @@ class ProcessGroup:
             return GroupStats()
         return GroupStats(**group_ops.group_stats(self.handle))
 
+    def trace(self, on: bool) -> list[tuple[str, str, list[int]]]:
+        """Notes every operation from now on, or no more, and takes the notes.
+
+        Args:
+            on: whether to go on.
+
+        Returns:
+            See `group_ops.group_trace`; nothing of a group of one rank.
+        """
+        return (
+            group_ops.group_trace(self.handle, on) if self.handle >= 0 else []
+        )
+
     def close(self) -> None:
         """Leaves in good order; the other ranks see no failure in it.
 

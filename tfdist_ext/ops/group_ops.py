@@ -140,6 +140,29 @@ def group_stats(handle: int) -> dict[str, Any]:
     return stats
 
 
+def group_trace(handle: int, on: bool) -> list[tuple[str, str, list[int]]]:
+    """Notes every operation from now on, or no more, and takes the notes.
+
+    Args:
+        handle: of the group.
+        on: whether to go on.
+
+    Returns:
+        Of each operation that has ended: label, kind, and start and end in
+        nanoseconds of `time.monotonic_ns`, bytes sent and bytes received.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        found = library().tfdist_group_trace(
+            group=tf.constant(handle, tf.int64), on=tf.constant(on)
+        )
+    labels, kinds = (
+        [text.decode() for text in each.numpy().tolist()]
+        for each in (found.labels, found.kinds)
+    )
+    numbers = found.numbers.numpy().tolist()
+    return list(zip(labels, kinds, numbers, strict=True))
+
+
 def check_same(handle: int, entries: Sequence[str]) -> None:
     """Fails on every rank unless all ranks give the same entries."""
     with tf.init_scope(), tf.device("CPU:0"):

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback that writes one trace of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.callbacks.update_watch import collectives_of
+from tfdist_ext.tracing import bounds
+from tfdist_ext.tracing import clocks
+from tfdist_ext.tracing import trace
+from tfdist_ext.tracing.trace import Event
+
+keras = tf.keras
+
+_ROUNDS = 20  # of messages by which clocks are compared
+_LOG = logging.getLogger("tfdist_ext")
+
+
+class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Writes what all ranks do in some steps into one trace, on one clock.
+
+    The file is for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
+    Every rank has its steps; its exchanges with their bytes and how long they
+    waited for the last rank to come; and the ops that it ran. `tfdist-report
+    trace FILE` says what bounds the steps.
+
+    Clocks of ranks are compared by 20 exchanges before the first step; how far
+    they may be wrong is in the file. Outside of these steps it does nothing.
+
+    Give it to `fit` on every rank:
+
+        model.fit(data, callbacks=[Timeline("trace.json")])
+
+    Args:
+        path: of the file, which rank 0 writes.
+        steps: the first step, counted from 0 at the start of `fit`, and the
+            one after the last.
+        kernels: whether TensorFlow's profiler records ops, too. One profiler
+            runs in a process at a time.
+
+    Raises:
+        ValueError: for steps that are none.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        steps: tuple[int, int] = (100, 110),
+        kernels: bool = True,
+    ) -> None:
+        super().__init__()
+        first, end = steps
+        if not 0 <= first < end:
+            raise ValueError(
+                "Argument `steps` of Timeline must be the first step and the "
+                f"one after the last. Received: steps={steps!r}"
+            )
+        self._path = os.fspath(path)
+        self._first, self._end = first, end
+        self._kernels = kernels
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Counts steps from here."""
+        self._collectives = collectives_of(self.model)
+        self._rank = 0
+        if self._collectives is not None:
+            self._rank = self._collectives.group.rank
+        self._step, self._batch = 0, -1
+        self._on = False
+        self._events: list[Event] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Counts batches from the start."""
+        self._batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begins with the first of the steps."""
+        if self._step == self._first and not self._on:
+            self._start()
+        self._began = time.monotonic_ns()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Ends with the last of the steps."""
+        if self._on:
+            self._note(
+                trace.STEP,
+                f"step {self._step}",
+                self._began,
+                time.monotonic_ns(),
+                {},
+            )
+        self._step += batch - self._batch
+        self._batch = batch
+        if self._on and self._step >= self._end:
+            self._stop()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes what there is, if training ends between the steps."""
+        if self._on:
+            self._stop()
+        elif self._step <= self._first:
+            _LOG.warning(
+                "Timeline wrote nothing to '%s': training has ended after %d "
+                "steps, before step %d.",
+                *(self._path, self._step, self._first),
+            )
+
+    def _start(self) -> None:
+        self._on = True
+        self._offset, self._errors = self._clock()
+        if self._kernels:
+            self._folder = tempfile.TemporaryDirectory(prefix="tfdist")
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=1, python_tracer_level=0
+            )
+            tf.profiler.experimental.start(self._folder.name, options)
+        if self._collectives is not None:
+            self._collectives.group.trace(True)
+
+    def _clock(self) -> tuple[float, list[float]]:
+        """Nanoseconds this clock is ahead; microseconds of error, by rank."""
+        if self._collectives is None:
+            return 0.0, [0.0]
+        times = np.zeros([1, _ROUNDS, 2], np.int64)
+        for each in times[0]:
+            each[0] = time.monotonic_ns()
+            self._collectives.all_gather(tf.zeros([1]), "timeline/clock")
+            each[1] = time.monotonic_ns()
+        everyone = self._collectives.all_gather(
+            tf.constant(times), "timeline/clocks"
+        ).numpy()
+        sent, received = (everyone[:, :, i].T.tolist() for i in (0, 1))
+        found = clocks.offsets(sent, received)
+        return found[self._rank][0], [error / 1e3 for _, error in found]
+
+    def _stop(self) -> None:
+        self._on = False
+        if self._collectives is not None:
+            for label, kind, numbers in self._collectives.group.trace(False):
+                start, end, sent, received = numbers
+                more = {
+                    "kind": kind,
+                    "bytes_sent": sent,
+                    "bytes_received": received,
+                }
+                self._note(trace.EXCHANGE, label, start, end, more)
+        if self._kernels:
+            tf.profiler.experimental.stop()
+            # The profiler's clock tells the time of day.
+            ahead = time.time_ns() - time.monotonic_ns()
+            with self._folder:
+                for op, start, end in internals.profiled_ops(self._folder.name):
+                    self._note(trace.KERNEL, op, start - ahead, end - ahead, {})
+        events = self._of_all_ranks()
+        if self._rank:
+            return
+        waited = bounds.waits(events)
+        for event in events:
+            if id(event) in waited:
+                event.more["waited_us"] = round(waited[id(event)], 3)
+        trace.write(self._path, events, self._errors)
+
+    def _note(
+        self, kind: str, name: str, start: float, end: float, more: Any
+    ) -> None:
+        begin, over = ((time - self._offset) / 1e3 for time in (start, end))
+        self._events.append(Event(self._rank, kind, name, begin, over, more))
+
+    def _of_all_ranks(self) -> list[Event]:
+        if self._collectives is None:
+            return self._events
+        mine = json.dumps([dataclasses.astuple(each) for each in self._events])
+        gathered, sizes = self._collectives.all_gather_parts(
+            tf.constant(np.frombuffer(mine.encode(), np.uint8)),
+            "timeline/events",
+        )
+        text = gathered.numpy().tobytes()
+        ends = np.cumsum(sizes.numpy())
+        parts = [
+            text[end - size : end]
+            for end, size in zip(ends, sizes.numpy(), strict=True)
+        ]
+        return [Event(*each) for part in parts for each in json.loads(part)]
