@@ -35,6 +35,8 @@ class Step:
         growth: `batches.sum_or_mean.BatchGrowth` of the step's values.
         backward: whether a tape computes gradients now. Exchanges are then
             those that belong to exchanges of the forward pass.
+        forward: whether a sum over the ranks is asked for that a tape
+            records. Its own gradient, which is given, hides it from the tape.
     """
 
     samples: tf.Tensor
@@ -50,6 +52,7 @@ class Step:
     shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     growth: Any = None
     backward: bool = False
+    forward: bool = False
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
@@ -131,10 +134,14 @@ def is_keras_loop(fn: Any) -> bool:
     return module.split(".")[0] in ("keras", "tf_keras")
 
 
-def is_gradient_reduction() -> bool:
+def is_gradient_reduction(step: Step | None) -> bool:
     """Whether an all-reduce asked for now is one of gradients.
 
     Sums asked for while a tape records belong to the forward pass (a
     synchronised batch normalisation, for example).
+
+    Args:
+        step: under way, if any.
     """
-    return not internals.is_recording()
+    forward = step is not None and step.forward
+    return not (forward or internals.is_recording())

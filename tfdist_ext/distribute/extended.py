@@ -235,7 +235,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         gradients_only = (
             label == "gradients"
             and not backward
-            and step_lib.is_gradient_reduction()
+            and step_lib.is_gradient_reduction(current)
         )
         # Means weigh by samples, so that a rank without any does not count
         # (its batch normalisation has taken the mean of nothing). In Keras's

@@ -17,8 +17,10 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.sum_or_mean import MEAN
+from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.wrapping import wrap
 
@@ -27,8 +29,9 @@ Nest = Any
 
 
 def install() -> None:
-    """Wraps losses, trackers and tapes; twice is once."""
+    """Wraps losses, trackers, tapes and sums over ranks; twice is once."""
     _allow_means()
+    _tell_forward_sums()
     _wrap(keras.losses.Loss, "__call__", _loss)
     _wrap(keras.metrics.Mean, "update_state", _track_mean)
     _wrap(keras.metrics.Sum, "update_state", _track_sum)
@@ -63,6 +66,23 @@ def _allow_means() -> None:
             return original(loss, *args, **kwargs)
 
     _keep_autograph(wrap(keras.losses.Loss, "__call__", call))
+
+
+def _tell_forward_sums() -> None:
+    """Lets sums over the ranks in a model be told from those of gradients."""
+
+    def call(original: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = collectives_lib.active()
+        step = collectives.step if collectives else None
+        if step is None:
+            return original(context, *args, **kwargs)
+        outer, step.forward = step.forward, internals.is_recording()
+        try:
+            return original(context, *args, **kwargs)
+        finally:
+            step.forward = outer
+
+    _keep_autograph(wrap(tf.distribute.ReplicaContext, "all_reduce", call))
 
 
 def _keep_autograph(wrapper: Any) -> None:
