@@ -57,6 +57,8 @@ PRIVATE_KERAS = {
     "_prev_training_metadata_path",
     "_prev_weights_path",
     "_save_model",
+    "_saved_model_arg_spec",
+    "_saved_model_inputs_spec",
     "_scratch_graph",
     "_should_save_model",
     "_training_metadata_path",

@@ -188,6 +188,21 @@ def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
         value._keras_mask = mask
 
 
+@contextlib.contextmanager
+def forgetting_inputs(model: Any) -> Iterator[None]:
+    """Lets a model of tf_keras learn from later calls what it is called with.
+
+    It saves what it was called with first.
+    """
+    names = ("_saved_model_inputs_spec", "_saved_model_arg_spec")
+    before = {name: getattr(model, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(model, name, value)
+
+
 def averages_of(optimizer: Any) -> Sequence[Any]:
     """The moving averages of an optimizer, one for each of its variables."""
     return optimizer._model_variables_moving_average

@@ -120,7 +120,9 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
     strategy = model.distribute_strategy
 
     def call(values: Nest) -> Nest:
-        return model(values, training=False)
+        # A step of the model's own may call it with less.
+        with keras_internals.forgetting_inputs(model):
+            return model(values, training=False)
 
     # Under this name layers know that it is never run, and it is no step.
     def scratch_graph(values: Nest) -> Nest:

@@ -14,15 +14,21 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.layers.index_model import IndexModel
 from tfdist_ext.retrieval import own_rows
 from tfdist_ext.retrieval import search
 from tfdist_ext.retrieval.own_rows import OwnRows
 from tfdist_ext.retrieval.table_rows import TableRows
 from tfdist_ext.retrieval.table_rows import variable_of
+from tfdist_ext.serving import signature
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import checks
 
 keras = tf.keras
+
+_NOT_TRACKED = frozenset(
+    ("candidate_embeddings", "_given", "_found", "_strategy", "_asked")
+)
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -84,6 +90,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         self._rows: Any = None
         self._found: TableRows | OwnRows | None = None
         self._ids: tf.Tensor | None = None
+        self._asked: Any = None
         if candidate_embeddings is not None:
             self.index(candidate_embeddings, candidate_ids)
         elif candidate_ids is not None:
@@ -94,7 +101,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A table is a weight of its own layer, and a part of rows of none.
-        if name in ("candidate_embeddings", "_given", "_found", "_strategy"):
+        if name in _NOT_TRACKED:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -256,6 +263,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             ValueError: without candidates, with fewer than k, or with rows
                 of another size.
         """
+        if self._asked is None:
+            self._asked = signature.inputs_of(self, queries)
         scores, ids = self._find(queries, self.k if k is None else k)
         return (scores, ids) if self.return_scores else ids
 
@@ -356,6 +365,15 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         else:
             rows = found.gather(ranks)
         return self._named(tf.range(found.count, dtype=tf.int64)).numpy(), rows
+
+    def as_model(self) -> tuple[Any, Any]:
+        """The layer as a model of Keras, for `tfdist_ext.export`.
+
+        Returns:
+            The model; and specs of what it takes, once it has been called.
+        """
+        with self._strategy.scope():
+            return IndexModel(self), self._asked
 
     def get_config(self) -> dict[str, Any]:
         """Arguments to make the layer again, without candidates."""

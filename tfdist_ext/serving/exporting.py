@@ -36,17 +36,17 @@ def export(
 ) -> None:
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
 
-    TensorFlow Serving, `tf.saved_model.load`, `saved_model_cli` and
-    TensorFlow's C API load it without this package. Every rank writes its
-    part of the tables, which are never gathered: a rank needs memory for a few
-    blocks of 64 MiB. With float32 the model predicts what `predict` does, but
-    for the order in which the rows of a sample are summed.
+    TensorFlow Serving, `tf.saved_model.load`, `saved_model_cli` and the C API
+    load it without this package. Every rank writes its part of the tables,
+    and needs memory for a few blocks of 64 MiB. With float32 the model predicts
+    what `predict` does, but for the order in which a sample's rows are summed.
 
-    The model's `serve` takes what the model takes; the signature
-    `serving_default` takes tensors by name: see docs/serving.md.
+    What is loaded is called as the model is, or by its name `serve`; the
+    signature `serving_default` takes tensors by name: see docs/serving.md.
 
     Args:
-        model: of Keras, built; its call with `training=False` is exported.
+        model: of Keras, built, or a `ShardedTopK`; its call with
+            `training=False` is exported.
         path: of the folder. A SavedModel that is there is replaced when the
             new one is complete.
         table_dtype: in which tables are served: "float32", "bfloat16", or
@@ -72,6 +72,7 @@ def export(
             have written. Nothing is changed then.
     """
     path = os.fspath(path)
+    model, inputs = _as_model(model, inputs)
     _check(model, path, table_dtype, tables, deltas)
     collectives = model_shards.collectives_of(model)
     with (
@@ -85,6 +86,14 @@ def export(
             place = text_of_first_rank(place, collectives, "export/place")
         served = ServedModel(model, inputs, table_dtype, place)
         _write(model, served, path, collectives, deltas)
+
+
+def _as_model(model: Any, inputs: Any) -> tuple[Any, Any]:
+    """A model, and what is known of its inputs, also of an index by itself."""
+    if not hasattr(model, "as_model"):
+        return model, inputs
+    model, asked = model.as_model()
+    return model, asked if inputs is None else inputs
 
 
 def _check(

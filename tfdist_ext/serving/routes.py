@@ -23,7 +23,7 @@ keras = tf.keras
 
 
 def install() -> None:
-    """Wraps them; they act on models with our layers only."""
+    """Wraps them; they act on indexes and models with our layers only."""
     wrap(keras.Model, "export", _export)
     module = internals.saved_model_save
     for owner in (tf.saved_model, module):
@@ -39,6 +39,8 @@ _saving = _Saving()
 
 
 def _has_tables(model: Any) -> bool:
+    if hasattr(model, "as_model"):
+        return True
     return isinstance(model, keras.Model) and any(
         getattr(layer, "looks_up_tables", False)
         for layer in keras_internals.layers_of(model)

@@ -90,6 +90,8 @@ class ServedModel(tf.Module):
 
         specs = signature.inputs_of(model, inputs)
         self.serve = tf.function(call, input_signature=[specs])
+        # What is loaded is called, as other models are.
+        self.__call__ = self.serve
         traced = out_of_scopes(self.serve.get_concrete_function)
         _check_ops(model, traced.graph)
         self.tables = {table.table_name: table for table in made.values()}
