@@ -22,20 +22,33 @@ def programs():
     return importlib.import_module(name)
 
 
-def first_rows(name, rows):
+def first_rows(name, rows, dim):
     seed = sum(map(ord, name))
-    matrix = np.random.default_rng(seed).normal(0, 0.5, [rows, DIM])
+    matrix = np.random.default_rng(seed).normal(0, 0.5, [rows, dim])
     return matrix.astype(np.float32)
+
+
+class OnRows(keras.layers.Embedding):
+    """Keras's layer with our definition of a regularizer: of looked-up rows."""
+
+    def __init__(self, rows, dim, embeddings_regularizer, **options):
+        super().__init__(rows, dim, **options)
+        self.of_rows = embeddings_regularizer
+
+    def call(self, inputs):
+        rows = super().call(inputs)
+        self.add_loss(self.of_rows(rows))
+        return rows
 
 
 def ported(tables, sharding="row_wise"):
     """What a port changes of a program."""
 
-    def embedding(name, rows, **options):
-        start = keras.initializers.Constant(first_rows(name, rows))
+    def embedding(name, rows, dim=DIM, **options):
+        start = keras.initializers.Constant(first_rows(name, rows, dim))
         tables[name] = tfdist_ext.layers.Embedding(
             rows,
-            DIM,
+            dim,
             embeddings_initializer=start,
             sharding=sharding,
             name=name,
@@ -59,11 +72,14 @@ def ported(tables, sharding="row_wise"):
 def published(tables):
     """What the guides have."""
 
-    def embedding(name, rows, **options):
-        matrix = first_rows(name, rows)
-        tables[name] = keras.layers.Embedding(
+    def embedding(name, rows, dim=DIM, **options):
+        matrix = first_rows(name, rows, dim)
+        kind = keras.layers.Embedding
+        if "embeddings_regularizer" in options:
+            kind = OnRows
+        tables[name] = kind(
             rows,
-            DIM,
+            dim,
             embeddings_initializer=lambda shape, dtype=None, **_: tf.constant(
                 matrix, dtype
             ),

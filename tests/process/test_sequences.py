@@ -13,7 +13,6 @@ CASES = [
     (2, 3, "own_loss/row/sgd"),
     (4, 3, "bst/auto/sgd"),
     (2, 3, "hstu/row/sgd"),
-    (2, 3, "gru4rec/row/sgd/regularized"),
     (2, 2, "hstu/auto/sgd/regularized"),
     (4, 2, "sasrec/row/adam"),
     (2, 2, "bert4rec/column/adam"),
