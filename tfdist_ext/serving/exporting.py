@@ -45,8 +45,7 @@ def export(
     signature `serving_default` takes tensors by name: see docs/serving.md.
 
     Args:
-        model: of Keras, built, or a `ShardedTopK`; its call with
-            `training=False` is exported.
+        model: of Keras, built, or a `ShardedTopK`: its call in inference.
         path: of the folder. A SavedModel that is there is replaced when the
             new one is complete.
         table_dtype: in which tables are served: "float32", "bfloat16", or
@@ -56,9 +55,9 @@ def export(
             starts at once, reads the rows that it looks up, and shares them
             with other servers of its host. Such a model stays in its folder.
         inputs: what the model takes: a nest of `tf.TensorSpec`,
-            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch of
-            which they can be learnt. Functional and Sequential models know
-            it, and models of tf_keras that have been called.
+            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch. Known
+            of Functional and Sequential models, and of those of tf_keras and
+            indexes that have been called.
         deltas: whether the model takes deltas (`export_delta`). Each rank
             then remembers 8 bytes for every row that it has.
 
