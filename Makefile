@@ -158,7 +158,7 @@ bench: build
 
 # The kernels alone, on a GPU: any Python with numpy, and nvcc.
 gpu-check:
-	$(PY) -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
+	$(firstword $(wildcard $(BIN)/python) $(PY)) -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .venv .venv-* tfdist_ext/_build_info.py \
