@@ -297,8 +297,14 @@ def finds_what_towers_compute(strategy, folder):
     index.index_from_dataset(batches.map(lambda i, rows: (i, tower(rows))))
     check(in_step(queries), queries, 2 * table[::-1], 6, ids)
     np.testing.assert_array_equal(index.gather()[1], 2 * table[::-1])
+    # All parts leave, with the ids.
+    tf.saved_model.save(index, str(folder / "index"))
+    served = tf.saved_model.load(str(folder / "index"))
+    check(served(queries), queries, 2 * table[::-1], 6, ids)
+    module = tf.Module()
+    module.index = index
     with pytest.raises(ValueError, match="each of which has a part"):
-        tf.saved_model.save(index, str(folder / "index"))
+        tf.saved_model.save(module, str(folder / "module"))
     # Exclusions: the best are left out, or all but some.
     best = expected(queries, 2 * table[::-1], ROWS)[1]
     scores, found = index.query_with_exclusions(queries, ids[best[:, :4]], k=3)

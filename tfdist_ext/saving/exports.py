@@ -51,8 +51,8 @@ def _save(
             raise ValueError(
                 f"Index '{index}' cannot be exported to '{export_dir}' by "
                 "several ranks, each of which has a part of the candidates. "
-                "Make it part of a Keras model and use tfdist_ext.export: "
-                "see 'Serving an index' in docs/retrieval.md."
+                "Use tfdist_ext.export, of the index by itself or of a Keras "
+                "model with it: see 'Serving an index' in docs/retrieval.md."
             )
     strategies = {_strategy_of(trackable) for trackable in found}
     for strategy in strategies:
