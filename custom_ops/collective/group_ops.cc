@@ -110,10 +110,11 @@ REGISTER_OP("Tfdist>GroupStats")
     .Output("label_calls: int64")
     .Output("label_bytes: int64")
     .Output("label_seconds: double")
+    .Output("waited: double")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(6));
-      for (int i = 1; i < 5; ++i) c->set_output(i, c->Vector(c->UnknownDim()));
+      for (int i = 1; i < 6; ++i) c->set_output(i, c->Vector(c->UnknownDim()));
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -125,6 +126,8 @@ labels: the labels of the operations seen.
 label_calls: calls by label.
 label_bytes: bytes sent by label.
 label_seconds: seconds from start to end, summed, by label.
+waited: seconds that operations waited for ranks to come, by the rank that came
+  last.
 )doc");
 
 REGISTER_OP("Tfdist>CheckPlan")
@@ -288,11 +291,11 @@ class GroupStatsOp : public OpKernel {
     if (group == nullptr) return;
     const GroupStats stats = group->Stats();
     const int64_t size = static_cast<int64_t>(stats.labels.size());
-    Tensor* outputs[5];
-    for (int i = 0; i < 5; ++i) {
-      OP_REQUIRES_OK(ctx,
-                     ctx->allocate_output(i, TensorShape({i == 0 ? 6 : size}),
-                                          &outputs[i]));
+    const int64_t ranks = group->world_size();
+    const int64_t sizes[6] = {6, size, size, size, size, ranks};
+    Tensor* outputs[6];
+    for (int i = 0; i < 6; ++i) {
+      OP_REQUIRES_OK(ctx, ctx->allocate_output(i, {sizes[i]}, &outputs[i]));
     }
     auto counters = outputs[0]->vec<int64_t>();
     counters(0) = stats.bytes_sent;
@@ -308,6 +311,9 @@ class GroupStatsOp : public OpKernel {
       outputs[3]->vec<int64_t>()(i) = value.bytes;
       outputs[4]->vec<double>()(i) = value.seconds;
       ++i;
+    }
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      outputs[5]->vec<double>()(rank) = stats.waited[rank];
     }
   }
 };

@@ -64,14 +64,14 @@ uint8_t* Operation::TakeEarly(int peer, Incoming* message) {
 }
 
 void Operation::AwaitHeader(int peer, Incoming* message, const char* stage) {
-  Wait(stage, [&] { return HasHeader(peer, message) ? -1 : peer; });
+  WaitForRanks(stage, [&] { return HasHeader(peer, message) ? -1 : peer; });
   CountHeader(message);
 }
 
 void Operation::AwaitHeaders(
     const std::vector<std::pair<int, Incoming*>>& messages,
     const std::function<bool(const Header&)>& ends, const char* stage) {
-  Wait(stage, [&] {
+  WaitForRanks(stage, [&] {
     int missing = -1;
     for (const auto& [peer, message] : messages) {
       if (!HasHeader(peer, message)) {
@@ -123,6 +123,26 @@ void Operation::AwaitSent(const char* stage) {
   }
 }
 
+// Each header that comes has `missing` asked again, so that `peer_` is in the
+// end whose came last.
+void Operation::WaitForRanks(const char* stage,
+                             const std::function<int()>& missing) {
+  const int first = missing();
+  if (first < 0) return;
+  const auto end = [&] {
+    const int last = waiting_for();
+    group->EndWait(last < 0 ? first : last);
+  };
+  group->BeginWait();
+  try {
+    Wait(stage, missing);
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
 void Operation::Wait(const char* stage, const std::function<int()>& missing) {
   std::unique_lock<std::mutex> lock(mutex_);
   stage_ = stage;
@@ -146,6 +166,21 @@ bool Operation::HasStray() const {
   return std::any_of(strays_.begin(), strays_.end(), [&](const auto& stray) {
     return HasHeader(stray.first, stray.second);
   });
+}
+
+std::vector<int64_t> Operation::SentTo() const {
+  std::vector<int64_t> bytes(group->world_size());
+  for (const Sent& sent : sent_) bytes[sent.peer] += sent.message.size();
+  return bytes;
+}
+
+std::vector<int64_t> Operation::ReceivedFrom() const {
+  std::vector<int64_t> bytes(group->world_size());
+  for (const Received& received : received_) {
+    if (!HasHeader(received.peer, received.message)) continue;
+    bytes[received.peer] += sizeof(Header) + received.message->header.bytes;
+  }
+  return bytes;
 }
 
 void Operation::Release() {

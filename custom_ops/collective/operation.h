@@ -110,6 +110,9 @@ class Operation : public Progress,
   std::shared_ptr<Channel> channel;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
+  // The same by peer, before Release.
+  std::vector<int64_t> SentTo() const;
+  std::vector<int64_t> ReceivedFrom() const;
 
   int waiting_for() const;
   // Whether it waits for something of `peer` that has not come.
@@ -126,6 +129,8 @@ class Operation : public Progress,
   };
   // Until `missing` returns -1; else it returns the peer that is waited for.
   void Wait(const char* stage, const std::function<int()>& missing);
+  // The same for ranks to come to the operation, which the group counts.
+  void WaitForRanks(const char* stage, const std::function<int()>& missing);
   // With the mutex held: whether what is waited for is there.
   bool Over();
   void CountHeader(const Incoming* message);

@@ -30,7 +30,9 @@ ProcessGroup::ProcessGroup(GroupOptions options)
       debug_(DebugRequested()),
       all_reduce_choice_(options_.addresses, options_.all_reduce),
       peers_(options_.world_size),
-      transport_(options_.sockets, scratch_) {}
+      transport_(options_.sockets, scratch_) {
+  stats_.waited.resize(options_.world_size);
+}
 
 ProcessGroup::~ProcessGroup() { Close(); }
 
@@ -160,8 +162,7 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     label.seconds += seconds;
     if (traces() && traced_.size() < kMostTraced) {
       traced_.push_back({operation->label, operation->kind, operation->start,
-                         end, static_cast<int64_t>(operation->bytes_sent),
-                         static_cast<int64_t>(operation->bytes_received)});
+                         end, operation->SentTo(), operation->ReceivedFrom()});
     }
   }
   operation->Release();
@@ -214,6 +215,19 @@ void ProcessGroup::CountReceived(uint64_t bytes) {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.bytes_received += bytes;
   ++stats_.messages_received;
+}
+
+void ProcessGroup::BeginWait() {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  if (waiting_++ == 0) waiting_since_ = Now();
+}
+
+void ProcessGroup::EndWait(int peer) {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  const int64_t now = Now();
+  stats_.waited[peer] += static_cast<double>(now - waiting_since_) / 1e9;
+  waiting_since_ = now;
+  --waiting_;
 }
 
 }  // namespace tfdist

@@ -49,6 +49,9 @@ struct GroupStats {
   int64_t writes = 0;  // calls of the system that messages left by
   int64_t calls = 0;
   std::map<std::string, PerLabel> labels;
+  // Seconds that operations waited for ranks to come, by the rank that came
+  // last. Those that wait at once wait once.
+  std::vector<double> waited;
 };
 
 // An operation that has ended, while a group traced.
@@ -57,8 +60,8 @@ struct TracedOperation {
   Kind kind;
   int64_t start;  // of the clock of Now()
   int64_t end;
-  int64_t bytes_sent;
-  int64_t bytes_received;
+  std::vector<int64_t> sent_to;  // bytes, by peer
+  std::vector<int64_t> received_from;
 };
 
 // The ranks of one job, connected pairwise over TCP, as seen by one of them.
@@ -150,6 +153,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   bool traces() const { return traces_.load(std::memory_order_relaxed); }
   void CountSent(uint64_t bytes);
   void CountReceived(uint64_t bytes);
+  // Around a wait for ranks to come; `peer` came last.
+  void BeginWait();
+  void EndWait(int peer);
 
  private:
   struct Peer {
@@ -229,8 +235,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   std::map<uint64_t, bool> inserted_;  // its answers: whether it is new
 
   std::atomic<bool> traces_{false};
-  mutable std::mutex stats_mutex_;  // guards the next two
+  mutable std::mutex stats_mutex_;  // guards the next four
   GroupStats stats_;
+  int waiting_ = 0;            // operations, for ranks to come
+  int64_t waiting_since_ = 0;  // of the clock of Now(), not counted yet
   std::vector<TracedOperation> traced_;
 
   Transport transport_;  // last: its thread uses all others

@@ -22,12 +22,14 @@ REGISTER_OP("Tfdist>GroupTrace")
     .Input("on: bool")
     .Output("labels: string")
     .Output("kinds: string")
-    .Output("numbers: int64")
+    .Output("times: int64")
+    .Output("bytes: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(c->UnknownDim()));
       c->set_output(1, c->Vector(c->UnknownDim()));
-      c->set_output(2, c->Matrix(c->UnknownDim(), 4));
+      c->set_output(2, c->Matrix(c->UnknownDim(), 2));
+      c->set_output(3, c->UnknownShapeOfRank(3));
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -35,8 +37,8 @@ Notes every operation of a group from now on, or no more, and takes the notes.
 
 labels: of the operations that have ended since, in order.
 kinds: all_to_all and so on.
-numbers: [operations, 4]: start and end in nanoseconds of the host's steady
-  clock, bytes sent and bytes received.
+times: [operations, 2]: start and end in nanoseconds of the host's steady clock.
+bytes: [operations, 2, ranks]: sent to each rank, and received from each.
 )doc");
 
 class GroupTraceOp : public OpKernel {
@@ -49,20 +51,24 @@ class GroupTraceOp : public OpKernel {
     std::vector<TracedOperation> traced;
     if (group != nullptr) traced = group->Trace(ctx->input(1).scalar<bool>()());
     const int64_t size = static_cast<int64_t>(traced.size());
-    Tensor* outputs[3];
-    const TensorShape shapes[3] = {{size}, {size}, {size, 4}};
-    for (int i = 0; i < 3; ++i) {
+    const int64_t ranks = group == nullptr ? 0 : group->world_size();
+    Tensor* outputs[4];
+    const TensorShape shapes[4] = {{size}, {size}, {size, 2}, {size, 2, ranks}};
+    for (int i = 0; i < 4; ++i) {
       OP_REQUIRES_OK(ctx, ctx->allocate_output(i, shapes[i], &outputs[i]));
     }
-    auto numbers = outputs[2]->matrix<int64_t>();
+    auto times = outputs[2]->matrix<int64_t>();
+    auto bytes = outputs[3]->tensor<int64_t, 3>();
     for (int64_t i = 0; i < size; ++i) {
       const TracedOperation& each = traced[i];
       outputs[0]->vec<tstring>()(i) = each.label;
       outputs[1]->vec<tstring>()(i) = KindName(each.kind);
-      numbers(i, 0) = each.start;
-      numbers(i, 1) = each.end;
-      numbers(i, 2) = each.bytes_sent;
-      numbers(i, 3) = each.bytes_received;
+      times(i, 0) = each.start;
+      times(i, 1) = each.end;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        bytes(i, 0, rank) = each.sent_to[rank];
+        bytes(i, 1, rank) = each.received_from[rank];
+      }
     }
   }
 };

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import tensorflow as tf
@@ -127,6 +128,37 @@ def test_stats_count_messages_and_bytes(world_size):
         assert stats.bytes_received == stats.bytes_sent
         assert stats.messages_sent == 3 * (world_size - 1)
         assert 0 < seconds < 60
+
+
+@pytest.mark.parametrize("form", ["", "ring", "tree"])
+def test_waits_and_bytes_are_known_by_rank(form):
+    def run(group):
+        group.trace(True)
+        collective_ops.barrier(group, tag=0)
+        for tag in (2, 4):
+            if group.rank == 2:
+                time.sleep(0.2)
+            collective_ops.all_reduce(group, [tf.ones([5000])], tag=tag)
+        return group.stats(), group.trace(False)
+
+    ended = run_on_ranks(4, run, all_reduce=form)
+    total = [sum(stats.waited) for stats, _ in ended]
+    assert total[2] + 0.1 < min(total[:2] + total[3:]), total
+    if not form:  # In others a rank waits for those that wait.
+        for rank in (0, 1, 3):
+            waited = ended[rank][0].waited
+            assert max(waited) == waited[2], (rank, waited)
+    for rank, (stats, traced) in enumerate(ended):
+        assert [each.kind for each in traced] == ["barrier"] + [
+            "all_reduce"
+        ] * 2
+        assert stats.bytes_sent == sum(sum(each.sent) for each in traced)
+        for i, each in enumerate(traced):
+            assert each.sent[rank] == each.received[rank] == 0
+            there = [ended[peer][1][i].received[rank] for peer in range(4)]
+            assert each.sent == there
+        forward = [s > 0 for s in traced[1].sent]
+        assert sum(forward) == {"": 3, "ring": 3, "tree": 2}[form], traced
 
 
 def test_closing_twice_and_ops_after_it():

@@ -95,14 +95,15 @@ def test_a_failure_on_one_host_ends_the_others(hosts, program) -> None:
     script = program("""
         print("pid", os.getpid(), flush=True)
         if RANK == 2:
-            time.sleep(0.5)
+            time.sleep(1.5)
             sys.exit(9)
         time.sleep(600)
     """)
-    with started(*hosts(), script) as process:
+    with started(*hosts(), "--stats-every", "1", script) as process:
         pids = read_pids(process, 3)
         _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 9
+    assert errors.count("tfdist-run: no rank has a strategy") >= 1
     assert "rank 2 (pid" in errors and "127.0.0.2" in errors
     assert "ranks on host me@127.0.0.2 failed: exit code 9" in errors
     check_all_dead(pids)

@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -147,14 +148,16 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
     def _stop(self) -> None:
         self._on = False
         if self._collectives is not None:
-            for label, kind, numbers in self._collectives.group.trace(False):
-                start, end, sent, received = numbers
+            for each in self._collectives.group.trace(False):
                 more = {
-                    "kind": kind,
-                    "bytes_sent": sent,
-                    "bytes_received": received,
+                    "kind": each.kind,
+                    "bytes_sent": sum(each.sent),
+                    "bytes_received": sum(each.received),
+                    "sent_to": _by_rank(each.sent),
+                    "received_from": _by_rank(each.received),
                 }
-                self._note(trace.EXCHANGE, label, start, end, more)
+                kind = trace.EXCHANGE
+                self._note(kind, each.label, each.start, each.end, more)
         if self._kernels:
             tf.profiler.experimental.stop()
             # The profiler's clock tells the time of day.
@@ -192,3 +195,8 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
             for end, size in zip(ends, sizes.numpy(), strict=True)
         ]
         return [Event(*each) for part in parts for each in json.loads(part)]
+
+
+def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
+    """Bytes by peer, of those that have some."""
+    return {f"rank {rank}": size for rank, size in enumerate(sizes) if size}

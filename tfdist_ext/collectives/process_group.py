@@ -37,6 +37,8 @@ class GroupStats:
             ready together.
         labels: by label of an operation (calls, bytes sent, seconds from its
             start to its end; those of operations at once overlap).
+        waited: seconds that operations waited for ranks to come, by the rank
+            that came last; those that wait at once wait once.
     """
 
     bytes_sent: int = 0
@@ -48,6 +50,7 @@ class GroupStats:
     labels: dict[str, tuple[int, int, float]] = dataclasses.field(
         default_factory=dict
     )
+    waited: tuple[float, ...] = ()
 
 
 class ProcessGroup:
@@ -206,7 +209,7 @@ class ProcessGroup:
             return GroupStats()
         return GroupStats(**group_ops.group_stats(self.handle))
 
-    def trace(self, on: bool) -> list[tuple[str, str, list[int]]]:
+    def trace(self, on: bool) -> list[group_ops.Traced]:
         """Notes every operation from now on, or no more, and takes the notes.
 
         Args:

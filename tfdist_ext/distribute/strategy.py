@@ -28,6 +28,7 @@ from tfdist_ext.distribute import engine as engine_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
+from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
@@ -128,6 +129,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         resolver, cluster = locating.locate(cluster_resolver, startup_timeout)
         group = bootstrap.connect(cluster, timeout, startup_timeout, transport)
         self.collectives: Collectives | None = None
+        self._reporter = reporter.start(group, os.environ)
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
         try:
@@ -178,6 +180,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Python exits; the other ranks see no failure in it. Every rank should
         close when all are done with what they do together.
         """
+        self._reporter.close()
         if self.collectives is not None:
             self.collectives.group.close()
 
@@ -237,6 +240,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Returns:
             What `fn` returns, of this rank.
         """
+        self._reporter.count_step()
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
         unsupported.check(getattr(fn, "__self__", None))
@@ -288,7 +292,6 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Returns:
             The reduced values in the same nest, on every rank.
         """
-
         stock_reduce = super().reduce
 
         def reduce_one(leaf: Any) -> Any:
@@ -343,8 +346,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         zero samples.
 
         Args:
-            dataset_fn: makes the dataset, of batches for one rank, from a
-                `tf.distribute.InputContext`.
+            dataset_fn: makes the dataset, of batches for one rank.
             options: as of the stock method.
 
         Returns:
@@ -391,9 +393,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """What the process group has sent, received and waited for.
 
         Returns:
-            Totals of bytes, messages and calls, and by label of an exchange,
-            `labels`, its calls, bytes sent and seconds; empty in one process.
+            Totals; `labels`, of each its calls, bytes sent and seconds; and
+            `waited`, seconds of waiting by rank. Empty in one process.
         """
-        if self.collectives is None:
-            return {}
-        return dataclasses.asdict(self.collectives.group.stats())
+        group = self.process_group
+        return dataclasses.asdict(group.stats()) if group else {}

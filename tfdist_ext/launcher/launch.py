@@ -63,7 +63,11 @@ def _run_ranks(
     nodes: local_ranks.Nodes | None = None,
 ) -> local_ranks.Ended:
     return local_ranks.run(
-        ranks, grace=options.grace, log_dir=options.log_dir, nodes=nodes
+        ranks,
+        grace=options.grace,
+        log_dir=options.log_dir,
+        nodes=nodes,
+        stats=options.stats,
     )
 
 

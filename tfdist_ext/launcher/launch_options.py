@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tfdist_ext.launcher import hostfile
 from tfdist_ext.launcher import launched as launched_lib
+from tfdist_ext.launcher import live_stats
 from tfdist_ext.launcher.variables import LaunchError
 from tfdist_ext.rendezvous import addresses
 
@@ -194,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time for a rank that is asked to stop, as by a SIGTERM to "
         "tfdist-run, to save before it is killed (default 30)",
     )
+    _add_stats_options(parser)
     _add_restart_options(parser)
     _add_host_options(parser)
     add("script", metavar="SCRIPT", help="the Python program to run")
@@ -204,6 +206,24 @@ def _parser() -> argparse.ArgumentParser:
         help="its arguments, passed on as they are",
     )
     return parser
+
+
+def _add_stats_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("while ranks run").add_argument
+    add(
+        "--stats",
+        action="store_const",
+        const=10.0,
+        help="print a line every 10 seconds: steps and MB sent per second, "
+        "the slowest rank, memory; of each host where there are several",
+    )
+    add(
+        "--stats-every",
+        dest="stats",
+        type=_interval,
+        metavar="SECONDS",
+        help="the same at another interval, of at least 1",
+    )
 
 
 def _add_restart_options(parser: argparse.ArgumentParser) -> None:
@@ -306,6 +326,16 @@ def _seconds(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be seconds, not {text}")
+    return value
+
+
+def _interval(text: str) -> float:
+    value = _seconds(text)
+    if value < live_stats.SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"must be at least {live_stats.SECONDS:g}, since ranks report "
+            f"once a second. Received: {text}"
+        )
     return value
 
 

@@ -18,6 +18,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 from typing import Protocol
 
+from tfdist_ext.launcher import live_stats
 from tfdist_ext.launcher import rank_output
 
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -142,6 +144,7 @@ def run(
     log_dir: pathlib.Path | None = None,
     nodes: Nodes | None = None,
     terminal: bool = True,
+    stats: float | None = None,
 ) -> Ended:
     """Starts ranks, waits for all, stops the others when one fails.
 
@@ -152,6 +155,7 @@ def run(
         nodes: the launchers of other hosts, if there are any.
         terminal: whether rank 0 writes to standard output itself; otherwise
             it goes on where nobody reads that any more.
+        stats: seconds between two lines of what the ranks do; None for none.
 
     Returns:
         How it ended. Its code is 0 if every rank succeeded; the exit code of
@@ -164,14 +168,27 @@ def run(
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
         stack.callback(_kill_all, processes)
         lock = threading.Lock()
+        live = None
+        if stats is not None:
+            ranks = list(ranks)
+            folder = tempfile.TemporaryDirectory(prefix="tfdist")
+            live = live_stats.LiveStats(
+                stack.enter_context(folder),
+                [rank.rank for rank in ranks],
+                stats,
+                lambda line: _show(line, lock),
+            )
         for rank in ranks:
             if signal.sigpending() & STOP_SIGNALS:
                 break  # Asked to stop before all have been started.
             log = _open_log(log_dir, rank)
             if log is not None:
                 stack.enter_context(log)
+            if live is not None:
+                own = {**rank.environment, **live.environment(rank.rank)}
+                rank = dataclasses.replace(rank, environment=own)
             processes.append(_Process(rank, log, lock, terminal))
-        end = _wait(processes, nodes)
+        end = _wait(processes, nodes, live)
         if nodes is not None:
             nodes.report(end.message)
         _stop(processes, end.stop_signal, grace)
@@ -196,7 +213,18 @@ class _End:
     told: bool = False
 
 
-def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
+def _show(line: str, lock: threading.Lock) -> None:
+    """Prints a line; on a terminal in the place of a progress bar."""
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    with lock, contextlib.suppress(OSError, ValueError):
+        print(f"{over}tfdist-run: {line}", file=sys.stderr, flush=True)
+
+
+def _wait(
+    processes: Sequence[_Process],
+    nodes: Nodes | None,
+    live: live_stats.LiveStats | None,
+) -> _End:
     """Waits until all ranks succeeded, one failed, or a signal came."""
     running = list(processes)
     while running:
@@ -214,6 +242,8 @@ def _wait(processes: Sequence[_Process], nodes: Nodes | None) -> _End:
                 running.remove(process)
         if nodes is not None and (failure := nodes.failure()) is not None:
             return _End(1, failure, signal.SIGTERM)
+        if live is not None:
+            live.look(process.rank.rank for process in running)
     return _End(0, None, signal.SIGTERM)
 
 

@@ -89,6 +89,7 @@ def _run(options: Any, control: BinaryIO) -> int:
             log_dir=options.log_dir,
             nodes=_Launcher(control),
             terminal=False,
+            stats=options.stats,
         )
         return ended.code
 

@@ -168,6 +168,8 @@ def _job(
     arguments = ["-n", str(host.slots), "--grace", str(options.grace)]
     if options.log_dir is not None:
         arguments += ["--log-dir", str(options.log_dir)]
+    if options.stats is not None:
+        arguments += ["--stats-every", str(options.stats)]
     if options.module:
         arguments += ["--module"]
     for name, value in options.env:

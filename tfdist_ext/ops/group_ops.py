@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -120,7 +121,7 @@ def group_await_key(handle: int, key: str, timeout: float) -> str:
 
 
 def group_stats(handle: int) -> dict[str, Any]:
-    """Counters by name, and `labels`: label to (calls, bytes, seconds)."""
+    """Counters by name; `labels`, to (calls, bytes, seconds); `waited`."""
     with tf.init_scope(), tf.device("CPU:0"):
         result = library().tfdist_group_stats(
             group=tf.constant(handle, tf.int64)
@@ -137,10 +138,31 @@ def group_stats(handle: int) -> dict[str, Any]:
             strict=True,
         )
     }
+    stats["waited"] = tuple(result.waited.numpy().tolist())
     return stats
 
 
-def group_trace(handle: int, on: bool) -> list[tuple[str, str, list[int]]]:
+class Traced(NamedTuple):
+    """An operation that has ended.
+
+    Attributes:
+        label: of the exchange.
+        kind: all_to_all and so on.
+        start: in nanoseconds of `time.monotonic_ns`.
+        end: likewise.
+        sent: bytes to each rank.
+        received: bytes from each rank.
+    """
+
+    label: str
+    kind: str
+    start: int
+    end: int
+    sent: list[int]
+    received: list[int]
+
+
+def group_trace(handle: int, on: bool) -> list[Traced]:
     """Notes every operation from now on, or no more, and takes the notes.
 
     Args:
@@ -148,8 +170,7 @@ def group_trace(handle: int, on: bool) -> list[tuple[str, str, list[int]]]:
         on: whether to go on.
 
     Returns:
-        Of each operation that has ended: label, kind, and start and end in
-        nanoseconds of `time.monotonic_ns`, bytes sent and bytes received.
+        The operations that have ended since.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         found = library().tfdist_group_trace(
@@ -159,8 +180,13 @@ def group_trace(handle: int, on: bool) -> list[tuple[str, str, list[int]]]:
         [text.decode() for text in each.numpy().tolist()]
         for each in (found.labels, found.kinds)
     )
-    numbers = found.numbers.numpy().tolist()
-    return list(zip(labels, kinds, numbers, strict=True))
+    times, peers = found.times.numpy().tolist(), found.bytes.numpy().tolist()
+    return [
+        Traced(label, kind, *when, *by_peer)
+        for label, kind, when, by_peer in zip(
+            labels, kinds, times, peers, strict=True
+        )
+    ]
 
 
 def check_same(handle: int, entries: Sequence[str]) -> None:

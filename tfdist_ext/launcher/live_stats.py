@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of `tfdist-run --stats`, and what ranks report for it.
+
+A rank writes its figures into a file of its own, which its environment names:
+nobody waits for anybody, and a rank that hangs is one whose figures grow old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+
+# Names the file of a rank.
+VARIABLE = "TFDIST_STATS_FILE"
+# Between two reports of a rank, and until it counts as silent.
+SECONDS, _SILENT_SECONDS = 1.0, 5.0
+# A rank for which others wait a smaller share of a step is not late.
+_LATE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a rank has done so far.
+
+    Attributes:
+        began: when it began to count, in seconds of `time.monotonic`.
+        time: of these figures, likewise.
+        steps: of any loop that a strategy has run.
+        bytes_sent: to all ranks.
+        waited: seconds of waiting for others to come to an exchange, by the
+            rank that came last.
+        memory: in bytes, in use.
+    """
+
+    began: float
+    time: float
+    steps: int = 0
+    bytes_sent: int = 0
+    waited: tuple[float, ...] = ()
+    memory: int = 0
+
+    def since(self, before: Figures | None) -> Figures:
+        """The difference to earlier figures, with the memory of now.
+
+        Args:
+            before: of the rank, or None. Those of what ran before in the same
+                process count for nothing.
+        """
+        if before is None or before.began != self.began:
+            none = (0.0,) * len(self.waited)
+            before = Figures(self.began, self.began, waited=none)
+        return Figures(
+            self.began,
+            self.time - before.time,
+            self.steps - before.steps,
+            self.bytes_sent - before.bytes_sent,
+            tuple(
+                now - then
+                for now, then in zip(self.waited, before.waited, strict=True)
+            ),
+            self.memory,
+        )
+
+
+class RankFile:
+    """A rank's file, for writing.
+
+    One process writes it: others that the rank starts, with its environment,
+    find it locked.
+
+    Raises:
+        OSError: it cannot be written, or is another process's.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def write(self, figures: Figures) -> None:
+        """Replaces what the file says."""
+        text = json.dumps(dataclasses.astuple(figures)).encode()
+        os.pwrite(self._file, text, 0)
+        os.ftruncate(self._file, len(text))
+
+    def close(self) -> None:
+        """Leaves nothing: nobody is to wait for more of it."""
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+
+def read(path: pathlib.Path, before: Figures | None) -> Figures | None:
+    """What a rank has written last.
+
+    Args:
+        path: of its file.
+        before: what it has written before, for the moment in which it writes.
+
+    Returns:
+        Its figures; None if it has no strategy yet, or no more.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        began, now, steps, sent, waited, memory = json.loads(text)
+    except (ValueError, TypeError):
+        return before if text else None
+    return Figures(began, now, steps, sent, tuple(waited), memory)
+
+
+class LiveStats:
+    """Shows a line of the ranks of this host every some seconds.
+
+    Args:
+        folder: for the files of the ranks.
+        ranks: of this host.
+        seconds: between two lines.
+        show: writes a line.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        ranks: Iterable[int],
+        seconds: float,
+        show: Callable[[str], None],
+    ) -> None:
+        self._files = {
+            rank: pathlib.Path(folder, f"rank-{rank}") for rank in ranks
+        }
+        self._seconds = seconds
+        self._show = show
+        self._due = time.monotonic() + seconds
+        self._before: dict[int, Figures] = {}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What tells a rank where to report."""
+        return {VARIABLE: str(self._files[rank])}
+
+    def look(self, running: Iterable[int]) -> None:
+        """Shows a line if it is time for one.
+
+        Args:
+            running: the ranks that have not ended.
+        """
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + self._seconds
+        found = {}
+        for rank in running:
+            figures = read(self._files[rank], self._before.get(rank))
+            if figures is not None:
+                found[rank] = figures
+        self._show(line(self._before, found, now))
+        self._before = found
+
+
+def line(
+    before: Mapping[int, Figures], after: Mapping[int, Figures], now: float
+) -> str:
+    """What ranks have done between two looks.
+
+    Args:
+        before: by rank, at the look before.
+        after: by rank.
+        now: of `time.monotonic`.
+
+    Returns:
+        A line.
+    """
+    if not after:
+        return "no rank has a strategy"
+    new = {rank: each.since(before.get(rank)) for rank, each in after.items()}
+    spent = {rank: max(each.time, 1e-9) for rank, each in new.items()}
+    rate = min(each.steps / spent[rank] for rank, each in new.items())
+    sent = sum(each.bytes_sent / spent[rank] for rank, each in new.items())
+    most = max(new, key=lambda rank: new[rank].memory)
+    parts = [
+        f"{rate:.{1 if rate >= 1 else 2}f} steps/s",
+        f"{sent / 1e6:.3g} MB/s sent",
+        _slowest(new, rate),
+        f"memory {sum(each.memory for each in new.values()) / 1e9:.2f} GB"
+        f" ({new[most].memory / 1e9:.2f} on rank {most})",
+    ]
+    parts += [
+        f"rank {rank} silent for {now - each.time:.0f} s"
+        for rank, each in after.items()
+        if now - each.time > _SILENT_SECONDS
+    ]
+    step = min(each.steps for each in after.values())
+    size = max(len(each.waited) for each in after.values())
+    some = f"{_named(sorted(after))} of {size}, "
+    return f"{some if len(after) < size else ''}step {step}: " + ", ".join(
+        part for part in parts if part
+    )
+
+
+def _slowest(new: Mapping[int, Figures], rate: float) -> str:
+    """Which rank the others wait for, as far as ranks of this host know."""
+    size = max(len(each.waited) for each in new.values())
+    if size < 2 or not rate:
+        return ""
+    # Late ranks make others late, for which yet others wait. These wait as
+    # long as they are waited for, the rank that is slow does not wait.
+    blamed = [
+        sum(each.waited[rank] / each.steps for each in new.values())
+        for rank in range(size)
+    ]
+    for rank, each in new.items():
+        blamed[rank] -= sum(each.waited) / each.steps
+    slowest = max(range(size), key=lambda rank: blamed[rank])
+    others = [
+        sum(each.waited) / each.steps
+        for rank, each in new.items()
+        if rank != slowest
+    ]
+    wait = 1e3 * statistics.mean(others) if others else 0.0
+    of = f"{wait:.1f} of {1e3 / rate:.1f} ms per step"
+    if wait * rate < 1e3 * _LATE:
+        return f"no rank late (waits {of})"
+    return f"slowest rank {slowest} (others wait {of})"
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
