@@ -18,6 +18,7 @@ FOLDER = pathlib.Path(sys.argv[1])
 SERVED = str(FOLDER / "served")
 MAPPED = str(FOLDER / "mapped")
 GROWN = str(FOLDER / "grown")
+DELTA = str(FOLDER / "delta")
 
 
 class Output(ctypes.Structure):
@@ -32,6 +33,28 @@ def python_loader(ids, path=SERVED):
     (name,) = predict.structured_input_signature[1]
     (found,) = predict(**{name: tf.constant(ids)}).values()
     return found.numpy()
+
+
+def python_updated(ids):
+    """Keys that came after the model was loaded."""
+    served = tf.saved_model.load(GROWN)
+    served.apply_delta(DELTA)
+    return served.serve(ids).numpy()
+
+
+def session_updated(ids):
+    """The same as servers do it, which run signatures in a session."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        graph = tf.compat.v1.saved_model.load(session, ["serve"], GROWN)
+
+        def run(name, value):
+            signature = graph.signature_def[name]
+            (given,) = signature.inputs.values()
+            outputs = {k: v.name for k, v in signature.outputs.items()}
+            return session.run(outputs, {given.name: value})
+
+        assert run("apply_delta", DELTA)["number"] == 1
+        return run("serving_default", ids)["output_0"]
 
 
 def c_library():
@@ -131,11 +154,16 @@ def main():
         (python_loader, GROWN),
         (c_loader, GROWN),
         (command_line,),
+        (python_updated,),
+        (session_updated,),
     ):
         found = predict(given["ids"], *path)
+        expected = "grown" if GROWN in path else "expected"
+        if predict.__name__.endswith("updated"):
+            expected = "grown_on"
         np.testing.assert_allclose(
             found,
-            given["grown" if GROWN in path else "expected"],
+            given[expected],
             rtol=1e-6,
             err_msg=f"{predict.__name__} {path}",
         )

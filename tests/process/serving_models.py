@@ -90,26 +90,58 @@ class Everything(keras.Model):
 
 
 class Growing(keras.Model):
-    """Ids as keys of two vocabularies that grow, to one as texts."""
+    """Ids as keys of vocabularies that grow, some of them as texts.
 
-    def __init__(self):
+    Args:
+        vocabularies: by the name of the table; None for two without eviction.
+    """
+
+    def __init__(self, vocabularies=None):
         super().__init__()
         features = {}
-        for name, dtype in (("numbers", "int64"), ("texts", "string")):
+        self.vocabularies = vocabularies or {
+            "numbers": DynamicVocabulary(100, 2),
+            "texts": DynamicVocabulary(100, 2, key_dtype="string"),
+        }
+        for name, vocabulary in self.vocabularies.items():
             table = TableConfig(
                 name,
                 embedding_dim=DIM,
                 initializer=normal(len(features)),
-                vocabulary=DynamicVocabulary(100, 2, key_dtype=dtype),
+                vocabulary=vocabulary,
             )
             features[name] = FeatureConfig(name, table, (None, 3), (None, DIM))
         self.embedding = DistributedEmbedding(features, name="embedding")
         self.top = keras.layers.Dense(1, kernel_initializer=normal(21))
 
     def call(self, ids):
-        keys = {"numbers": ids - 9, "texts": tf.strings.as_string(ids)}
+        keys = {
+            name: ids - 9
+            if vocabulary.key_dtype == "int64"
+            else tf.strings.as_string(ids)
+            for name, vocabulary in self.vocabularies.items()
+        }
         found = self.embedding(keys)
-        return self.top(tf.concat([found["numbers"], found["texts"]], 1))
+        return self.top(tf.concat([found[name] for name in keys], 1))
+
+
+class InBuckets(DynamicVocabulary):
+    """Of few keys all the same, so that every rank owns some."""
+
+    buckets = 2
+
+
+def short_lived():
+    """Vocabularies whose keys are evicted, expire or find no row."""
+    return {
+        "oldest": InBuckets(16, evict="lru"),
+        "rarest": InBuckets(
+            12, evict="lfu", key_dtype="string", full="shared_row"
+        ),
+        "expiring": InBuckets(60, steps_to_live=1, full="shared_row"),
+        "full": InBuckets(12, full="shared_row"),
+        "waiting": InBuckets(12, 2, key_dtype="string", full="shared_row"),
+    }
 
 
 def batch(seed=0):

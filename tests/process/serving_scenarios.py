@@ -13,7 +13,6 @@ from files_models import trained
 
 import tfdist_ext
 from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.layers import FullSparse
 from tfdist_ext.sharding.row_blocks import row_blocks
 
 keras = tf.keras
@@ -113,130 +112,6 @@ def stock_ways(strategy, folder):
         "keras",
         "tensorflow",
     }
-
-
-def deltas(strategy, folder):
-    """A model that is served follows the training, by what has changed."""
-    _check_deltas(strategy, folder, "float32")
-
-
-def deltas_of_int8(strategy, folder):
-    """The same with scales."""
-    _check_deltas(strategy, folder, "int8")
-
-
-def _check_deltas(strategy, folder, dtype):
-    model = _three_tables(strategy)
-    with refused(ValueError, "deltas=True"):
-        tfdist_ext.export_delta(model, folder / "too early")
-    tfdist_ext.export(model, folder / "plain", dtype)
-    tfdist_ext.export(model, folder / "served", dtype, deltas=True)
-    touched = 0
-    for number in (1, 2):
-        ids = _train(model, seed=number)
-        path = folder / f"delta{number}"
-        assert tfdist_ext.export_delta(model, path) == number
-        touched = len(np.unique(ids))
-    with _one_rank_fails_to_place(strategy), refused(Exception, "disk is full"):
-        tfdist_ext.export_delta(model, folder / "lost")
-    tfdist_ext.export(model, folder / "expected", dtype)
-    if strategy.rank > 0:
-        return
-    plain, served, expected = (
-        tf.saved_model.load(str(folder / name))
-        for name in ("plain", "served", "expected")
-    )
-    with refused(ValueError, "takes no deltas"):
-        tfdist_ext.apply_delta(plain, folder / "delta1")
-    # By the model itself, and by this package.
-    served.apply_delta(str(folder / "delta1"))
-    before = served.serve(ids).numpy()
-    _refuse_bad_deltas(served, folder)
-    np.testing.assert_array_equal(served.serve(ids), before)
-    told = tfdist_ext.apply_delta(served, folder / "delta2")
-    # The second table has a row for every two ids, the third one five.
-    assert told["number"] == 2
-    assert touched < told["rows"] <= 2 * touched + 5
-    assert not np.array_equal(served.serve(ids), before)
-    np.testing.assert_array_equal(served.serve(ids), expected.serve(ids))
-    for name, table in expected.tables.items():
-        for part in ("values", "scales")[: 1 + (dtype == "int8")]:
-            np.testing.assert_array_equal(
-                getattr(served.tables[name], part), getattr(table, part)
-            )
-
-
-def _three_tables(strategy):
-    """A model with tables in rows, in columns and on every rank."""
-
-    def sparse(name, rows, sharding):
-        return FullSparse(
-            4,
-            rows,
-            kernel_initializer=serving_models.normal(5),
-            sharding=sharding,
-            name=name,
-        )
-
-    with strategy.scope():
-        ids = keras.Input([3], dtype="int64", name="ids")
-        found = [
-            sparse("rows", 400, "row")(ids),
-            sparse("columns", 400, "column")(ids),
-            sparse("copied", 5, "replicated")(
-                keras.layers.Lambda(lambda value: value % 5)(ids)
-            ),
-        ]
-        joined = keras.layers.Concatenate()(found)
-        model = keras.Model(ids, keras.layers.Dense(1)(joined))
-        model.compile(tfdist_ext.optimizers.Adagrad(0.5), "mse")
-    _train(model, seed=0)
-    return model
-
-
-def _train(model, seed):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, 400, [16, 3])
-    labels = rng.random([16, 1]).astype(np.float32)
-    data = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(16)
-    model.fit(data, verbose=0)
-    return ids
-
-
-def _refuse_bad_deltas(served, folder):
-    """Nothing of a delta is applied that is not right as a whole."""
-    good = (folder / "delta2").read_bytes()
-    middle = len(good) // 2
-    flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
-    header = 12 + int.from_bytes(good[:8], "little") + 4
-    for text, content in (
-        ("orrupted", flipped),
-        ("truncated", good[:middle]),
-        ("Records are missing", good[:header]),
-        ("empty", b""),
-        ("applied in order", (folder / "delta1").read_bytes()),
-    ):
-        (folder / "bad").write_bytes(content)
-        with refused(Exception, text):
-            tfdist_ext.apply_delta(served, folder / "bad")
-    with refused(tf.errors.NotFoundError, "none"):
-        tfdist_ext.apply_delta(served, folder / "none")
-
-
-@contextlib.contextmanager
-def _one_rank_fails_to_place(strategy):
-    """Rank 0 cannot write the file."""
-    write = tf.io.TFRecordWriter
-
-    def fail(path):
-        raise OSError("disk is full")
-
-    if strategy.rank == 0:
-        tf.io.TFRecordWriter = fail
-    try:
-        yield
-    finally:
-        tf.io.TFRecordWriter = write
 
 
 def int8(strategy, folder):
@@ -343,15 +218,22 @@ def for_another_process(strategy, folder):
     seen = np.array([*range(12), *range(6), *range(6)]).reshape(8, 3)
     learnt = tf.data.Dataset.from_tensor_slices((seen, np.ones([8, 1])))
     growing.fit(learnt.batch(8), verbose=0)
-    with refused(ValueError, "deltas=False"):
-        tfdist_ext.export(growing, folder / "grown", inputs=ids, deltas=True)
-    tfdist_ext.export(growing, folder / "grown", inputs=ids)
+    tfdist_ext.export(growing, folder / "grown", inputs=ids, deltas=True)
     data = tf.data.Dataset.from_tensor_slices(ids).batch(8)
     tfdist_ext.export(model, folder / "served")
     tfdist_ext.export(model, folder / "mapped", tables="files")
     expected = model.predict(data, verbose=0)
     grown = growing.predict(data, verbose=0)
     assert len(np.unique(grown)) == 3  # keys of two samples, and zeros
+    later = tf.data.Dataset.from_tensor_slices((seen + 10, np.ones([8, 1])))
+    growing.fit(later.batch(8), verbose=0)
+    tfdist_ext.export_delta(growing, folder / "delta")
+    grown_on = growing.predict(data, verbose=0)
     if strategy.rank == 0:
-        noted = {"ids": ids, "expected": expected, "grown": grown}
+        noted = {
+            "ids": ids,
+            "expected": expected,
+            "grown": grown,
+            "grown_on": grown_on,
+        }
         np.savez(folder / "expected.npz", **noted)

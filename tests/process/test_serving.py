@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 PROGRAM = pathlib.Path(__file__).with_name("served_program.py")
 SCENARIOS = scenarios.without(
-    scenarios.of("serving_scenarios"),
+    scenarios.of("serving_scenarios", "delta_scenarios"),
     {"for_another_process", "every_layer_in_16_bits"},
 )
 

@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.serving.known_keys import KeyChanges
+from tfdist_ext.serving.served_keys import ServedKeys
+
 FORMAT = "tfdist_ext delta 1"
 _NUMBERS = ("number", "records", "microseconds", "variable")
 _TEXTS = ("format", "export_id", "name", "ids", "values", "scales")
@@ -25,12 +28,18 @@ _TEXTS = ("format", "export_id", "name", "ids", "values", "scales")
 ROWS_NUMBERS = 1 << 26
 
 
+# Which table, ids, and the numbers of their rows by variable.
+_Rows = tuple[int, np.ndarray, Mapping[str, np.ndarray]]
+_Records = list[dict[str, Any]]
+
+
 def write(
     path: str,
     export_id: str,
     number: int,
-    tables: Mapping[str, tuple[int, np.ndarray, Mapping[str, np.ndarray]]],
+    tables: Mapping[str, _Rows],
     dense: Sequence[tf.Tensor],
+    keys: Sequence[KeyChanges],
 ) -> None:
     """Writes a delta and puts it into place at once.
 
@@ -41,18 +50,16 @@ def write(
         tables: by name: which it is in the model, ids `[n]`, and the numbers
             of their rows by variable.
         dense: values of the other variables, in order.
+        keys: of the vocabularies that grow, in order.
     """
-    records: list[dict[str, Any]] = []
-    for name, (index, ids, encoded) in tables.items():
-        step = max(1, ROWS_NUMBERS // encoded["values"].shape[1])
-        for first in range(0, len(ids), step):
-            rows = slice(first, first + step)
-            parts = {key: _bytes(value[rows]) for key, value in encoded.items()}
-            parts["ids"] = _bytes(ids[rows])
-            records.append({"name": name, "variable": index, **parts})
+    removed, added = _of_keys(keys, len(tables) + len(dense))
+    # Whoever asks meanwhile finds a key without a row sooner than with the row
+    # of another key.
+    records = [*removed, *_of_tables(tables)]
     for index, value in enumerate(dense):
         place = len(tables) + index
         records.append({"variable": place, "values": _bytes(value)})
+    records += added
     header = {
         "format": FORMAT,
         "export_id": export_id,
@@ -69,6 +76,41 @@ def write(
     finally:
         if tf.io.gfile.exists(partial):
             tf.io.gfile.remove(partial)
+
+
+def _of_tables(tables: Mapping[str, _Rows]) -> _Records:
+    records: _Records = []
+    for name, (index, ids, encoded) in tables.items():
+        for rows in _blocks(len(ids), encoded["values"].shape[1]):
+            parts = {key: _bytes(value[rows]) for key, value in encoded.items()}
+            parts["ids"] = _bytes(ids[rows])
+            records.append({"name": name, "variable": index, **parts})
+    return records
+
+
+def _of_keys(
+    keys: Sequence[KeyChanges], first: int
+) -> tuple[_Records, _Records]:
+    """Keys that are removed, those that are added; `first` is their number."""
+    removed: _Records = []
+    added: _Records = []
+    for place, changes in enumerate(keys, first):
+        for part in _blocks(*changes.removed.shape):
+            ids = _bytes(changes.removed[part])
+            removed.append({"variable": place, "ids": ids})
+        for part in _blocks(*changes.added.shape):
+            parts = {
+                "ids": _bytes(changes.added[part]),
+                "values": _bytes(changes.rows[part]),
+            }
+            added.append({"variable": place + len(keys), **parts})
+    return removed, added
+
+
+def _blocks(rows: int, columns: int) -> list[slice]:
+    """Parts of so many rows, each small enough for a record."""
+    step = max(1, ROWS_NUMBERS // columns)
+    return [slice(first, first + step) for first in range(0, rows, step)]
 
 
 def _bytes(value: Any) -> bytes:
@@ -203,3 +245,32 @@ def assign_whole(variable: Any) -> Assign:
         return tf.zeros([], tf.int64)
 
     return assign
+
+
+def remove_keys(keys: ServedKeys) -> Assign:
+    """What takes keys out of a hash table that a record names; no rows."""
+
+    def assign(record: Parsed) -> tf.Tensor:
+        with tf.control_dependencies([keys.remove(_keys_of(record, keys))]):
+            return tf.zeros([], tf.int64)
+
+    return assign
+
+
+def insert_keys(keys: ServedKeys) -> Assign:
+    """What gives keys of a record rows in a hash table; no rows change."""
+
+    def assign(record: Parsed) -> tf.Tensor:
+        rows = tf.io.parse_tensor(record["values"], tf.int64)
+        found = keys.insert(
+            _keys_of(record, keys), tf.ensure_shape(rows, [None])
+        )
+        with tf.control_dependencies([found]):
+            return tf.zeros([], tf.int64)
+
+    return assign
+
+
+def _keys_of(record: Parsed, keys: ServedKeys) -> tf.Tensor:
+    found = tf.io.parse_tensor(record["ids"], tf.int64)
+    return tf.ensure_shape(found, [None, keys.words])

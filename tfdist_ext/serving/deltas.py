@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has changed in a model since it was last exported.
 
-Each rank keeps a fingerprint of 8 bytes of every row that it has. So training
-does nothing for it, and whatever changes a row is noticed.
+Each rank keeps a fingerprint of 8 bytes of every row that it has, and the keys
+of a vocabulary that grows. So training does nothing for it, and whatever
+changes a row is noticed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Exported:
         served: as it was exported.
         number: of the last delta, 0 for none.
         rows: where this rank's rows lay and their fingerprints, by table.
+        keys: this rank's of every vocabulary that grows.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Exported:
             name: _Rows.of(table, collectives)
             for name, table in served.tables.items()
         }
+        self.keys = [each.known() for each in served.keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +130,22 @@ def _export_delta(
         else:
             ids, rows = _to_first_rank(local, changed, spec, collectives)
         tables[name] = (index, ids, table.encoded(rows))
+    keys = [each.known() for each in served.keys]
+    changes = [
+        each.changes(known, before, collectives)
+        for each, known, before in zip(
+            served.keys, keys, exported.keys, strict=True
+        )
+    ]
     dense = served.dense_values()
     number = exported.number + 1
     if first:
-        delta_files.write(path, served.export_id, number, tables, dense)
+        delta_files.write(
+            path, served.export_id, number, tables, dense, changes
+        )
     if collectives is not None:
         collectives.barrier("export/delta")
-    exported.number, exported.rows = number, now
+    exported.number, exported.rows, exported.keys = number, now, keys
     return number
 
 

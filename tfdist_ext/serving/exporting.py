@@ -59,12 +59,12 @@ def export(
             of Functional and Sequential models, and of those of tf_keras and
             indexes that have been called.
         deltas: whether the model takes deltas (`export_delta`). Each rank
-            then remembers 8 bytes for every row that it has.
+            then remembers 8 bytes for every row that it has, and for every
+            key of a vocabulary that grows, 16 of a string's.
 
     Raises:
         ValueError: for arguments outside of these, a model whose inputs are
-            not known, or whose call does what plain ops cannot; with deltas,
-            a model with a vocabulary that grows.
+            not known, or whose call does what plain ops cannot.
         FileExistsError: if something else lies at the path; with
             `tables="files"` if anything does.
         OSError: if a rank cannot write, or rank 0 does not see what others
@@ -125,12 +125,6 @@ def _write(
             [f"{name} {table.rows}" for name, table in served.tables.items()]
         )
     path = text_of_first_rank(path, collectives, "export/path")
-    if deltas and served.keys:
-        raise ValueError(
-            f"Model '{model.name}' has a table whose vocabulary grows, and "
-            "deltas bring rows, but no keys. Export it with deltas=False, to "
-            "a new folder each time."
-        )
     exported = None
     if deltas:
         served.take_deltas(new_export_id(collectives))

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.collectives import any_dtype
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import rows_of_keys
+from tfdist_ext.serving.known_keys import KeyChanges
+from tfdist_ext.serving.known_keys import KnownKeys
 from tfdist_ext.sharding.key_shard import KeyShard
 
 # A word beside a key, or the second one of a fingerprint: never negative.
 _EMPTY, _DELETED = [0, -1], [0, -2]
+_LEAST_BUCKETS = 16
+# Keys of the table for one that may be removed before it is made anew.
+_KEYS_PER_REMOVED = 16
 # Keys that are put into the hash table at once.
 _BLOCK = 1 << 20
 
@@ -25,21 +31,16 @@ class ServedKeys(tf.Module):
             has a zero beside it, a string its fingerprint.
         full: variable `[buckets]`, whether a bucket has no row left; None
             where keys that are not known do not depend on that.
+        words: of a key of training.
     """
 
     def __init__(self, keys: KeyShard) -> None:
         super().__init__()
         config = keys.config
+        self.words = 2 if config.key_dtype == "string" else 1
         self._default = 0 if config.unadmitted == "shared_row" else -1
-        # By its name, which a session needs to find again what it restored.
-        self.table = tf.lookup.experimental.DenseHashTable(
-            tf.int64,
-            tf.int64,
-            default_value=self._default,
-            empty_key=_EMPTY,
-            deleted_key=_DELETED,
-            initial_num_buckets=16,
-        )
+        self.table, self._spare = self._new_table(), self._new_table()
+        self._removed = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.full = None
         remembered = config.min_count > 1  # also without a row
         if self._default and config.full == "shared_row" and not remembered:
@@ -49,17 +50,27 @@ class ServedKeys(tf.Module):
         # In a function, so that TensorFlow does not save it as well.
         self._source = lambda: keys
 
+    def _new_table(self) -> tf.lookup.experimental.DenseHashTable:
+        # By its name, which a session needs to find again what it restored.
+        return tf.lookup.experimental.DenseHashTable(
+            tf.int64,
+            tf.int64,
+            default_value=self._default,
+            empty_key=_EMPTY,
+            deleted_key=_DELETED,
+            initial_num_buckets=_LEAST_BUCKETS,
+        )
+
     def rows_of(self, keys: tf.Tensor) -> tf.Tensor:
         """Rows int64 `[n]` of keys `[n]`, -1 for none."""
         words = rows_of_keys.as_numbers(keys)
-        pairs = words
         if words.shape.rank == 1:
-            pairs = tf.stack([words, tf.zeros_like(words)], 1)
-        rows = self.table.lookup(pairs)
+            words = words[:, tf.newaxis]
+        rows = self.table.lookup(_pairs(words))
         if self.full is None:
             return rows
         # As in training, such a key has the shared row where none is left.
-        full = tf.gather(self.full, self._bucket_of(pairs[:, 0]))
+        full = tf.gather(self.full, self._bucket_of(words[:, 0]))
         return tf.where((rows < 0) & full, tf.zeros_like(rows), rows)
 
     def _bucket_of(self, words: tf.Tensor) -> tf.Tensor:
@@ -78,58 +89,114 @@ class ServedKeys(tf.Module):
         buckets = tf.size(self.full, tf.int64)
         return tf.cast(upper, tf.int64) * buckets // (1 << 32)
 
-    def fill(self, writes: bool) -> None:
-        """Puts in the keys that there are now; all ranks call.
+    def known(self) -> KnownKeys:
+        """The keys of this rank that there are now."""
+        return KnownKeys.of(self._source())
+
+    def changes(
+        self,
+        now: KnownKeys,
+        before: KnownKeys | None,
+        collectives: Collectives | None,
+    ) -> KeyChanges:
+        """What all ranks' keys are others, on rank 0; all ranks call.
+
+        `full` becomes what it is to be.
 
         Args:
-            writes: whether this rank needs them.
+            now: of this rank.
+            before: what the hash table has of them, None for nothing.
+            collectives: of the strategy, None in one process.
         """
-        arrays = self._source().gathered()
-        if not writes:
-            return
-        config = self._source().config
-        keys, rows, used = _known(arrays, config.steps_to_live)
-        if config.min_count > 1:
-            others = {
-                name.removeprefix("candidate_"): array
-                for name, array in arrays.items()
-                if name.startswith("candidate_")
-            }
-            others["step"] = arrays["step"]
-            # Admitted, but there was no row for them.
-            others["counts"] = np.where(
-                others["counts"] >= config.min_count, others["counts"], 0
-            )
-            more, _, _ = _known(others, config.steps_to_live)
-            keys = np.concatenate([keys, more])
-            rows = np.concatenate([rows, np.zeros([len(more)], np.int64)])
-        for first in range(0, len(keys), _BLOCK):
-            part = slice(first, first + _BLOCK)
-            self.table.insert(tf.constant(keys[part]), tf.constant(rows[part]))
+        label = self._source().name
         if self.full is not None:
-            buckets = len(used)
-            limits = -(-(config.capacity - np.arange(buckets)) // buckets)
-            self.full.assign(used == limits)
+            full = tf.constant(now.full)
+            if collectives is not None:
+                full = any_dtype.all_gather(collectives, full, f"{label}/full")
+                full = full[0]
+            self.full.assign(full)
+        return now.changes(before).to_first_rank(collectives, label)
+
+    def fill(self, collectives: Collectives | None) -> None:
+        """Puts in the keys that there are now, on rank 0; all ranks call.
+
+        Args:
+            collectives: of the strategy, None in one process.
+        """
+        found = self.changes(self.known(), None, collectives)
+        for first in range(0, len(found.rows), _BLOCK):
+            part = slice(first, first + _BLOCK)
+            self.insert(found.added[part], found.rows[part])
+
+    def insert(self, keys: Any, rows: Any) -> tf.Operation:
+        """Gives keys int64 `[n, words]`, of which none is there, rows `[n]`."""
+        return self.table.insert(_pairs(keys), tf.convert_to_tensor(rows))
+
+    def remove(self, keys: tf.Tensor) -> tf.Operation:
+        """Takes away keys int64 `[n, words]`."""
+        with tf.control_dependencies([self.table.remove(_pairs(keys))]):
+            return self._removed.assign_add(tf.shape(keys, tf.int64)[0])
+
+    def clean(self) -> tf.Tensor:
+        """Makes the hash table anew if many keys have been removed.
+
+        It marks where one was, and finds nothing any more when every place has
+        a key or a mark. What is looked up meanwhile is found in the old one.
+        """
+        few = self.table.size() // _KEYS_PER_REMOVED
+        return tf.cond(
+            self._removed.read_value() > few, self._clean, lambda: False
+        )
+
+    def _clean(self) -> tf.Tensor:
+        keys, rows = _contents(self.table)
+        rows = tf.reshape(rows, [-1])
+        live = tf.where(keys[:, 1] >= 0)[:, 0]
+        # Another table, as large, puts them where this one looks for them.
+        with tf.control_dependencies([self._empty_spare(tf.shape(keys)[0])]):
+            inserted = self._spare.insert(
+                tf.gather(keys, live), tf.gather(rows, live)
+            )
+        with tf.control_dependencies([inserted]):
+            taken = _take(self.table, *_contents(self._spare))
+        with tf.control_dependencies([taken]):
+            smallest = tf.minimum(tf.shape(keys)[0], _LEAST_BUCKETS)
+            emptied = self._empty_spare(smallest)
+        with tf.control_dependencies([emptied, self._removed.assign(0)]):
+            return tf.constant(True)
+
+    def _empty_spare(self, buckets: tf.Tensor) -> tf.Operation:
+        # Not a constant: a table writes into what it has taken.
+        keys = tf.tile(tf.constant([_EMPTY], tf.int64), [buckets, 1])
+        return _take(self._spare, keys, tf.zeros_like(keys[:, :1]))
 
     def release(self) -> None:
         """Gives the memory of the hash table back; nothing else would."""
-        tf.raw_ops.DestroyResourceOp(
-            resource=self.table.resource_handle, ignore_lookup_error=True
-        )
+        for table in (self.table, self._spare):
+            tf.raw_ops.DestroyResourceOp(
+                resource=table.resource_handle, ignore_lookup_error=True
+            )
 
 
-def _known(
-    arrays: Mapping[str, np.ndarray], steps_to_live: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keys `[n, 2]` that have not expired, their rows, and slots in use."""
-    counts, buckets = arrays["counts"], len(arrays["counts"])
-    now = arrays["step"].max()
-    live = counts > 0
-    used = live.sum(1)
-    if steps_to_live is not None:
-        live &= now - arrays["steps"] <= steps_to_live
-    bucket, slot = np.nonzero(live)
-    words = arrays["keys"][bucket, slot]
-    pairs = np.zeros([len(words), 2], np.int64)
-    pairs[:, : words.shape[1]] = words
-    return pairs, 1 + slot * buckets + bucket, used
+def _pairs(keys: Any) -> tf.Tensor:
+    keys = tf.convert_to_tensor(keys, tf.int64)
+    return tf.pad(keys, [[0, 0], [0, 2 - keys.shape[1]]])
+
+
+def _contents(table: tf.lookup.experimental.DenseHashTable) -> Any:
+    """Keys `[buckets, 2]` and rows `[buckets, 1]`, as they lie in a table."""
+    return tf.raw_ops.LookupTableExportV2(
+        table_handle=table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int64
+    )
+
+
+def _take(
+    table: tf.lookup.experimental.DenseHashTable,
+    keys: tf.Tensor,
+    rows: tf.Tensor,
+) -> tf.Operation:
+    # Whose shape function knows no keys of two words.
+    keys = tf.raw_ops.PlaceholderWithDefault(input=keys, shape=None)
+    return tf.raw_ops.LookupTableImportV2(
+        table_handle=table.resource_handle, keys=keys, values=rows
+    )

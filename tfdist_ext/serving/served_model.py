@@ -113,7 +113,7 @@ class ServedModel(tf.Module):
         """Has keys, on rank 0, that are to be saved inside; all ranks call."""
         try:
             for keys in self.keys:
-                keys.fill(collectives is None or collectives.group.rank == 0)
+                keys.fill(collectives)
             yield
         finally:
             for keys in self.keys:
@@ -131,6 +131,8 @@ class ServedModel(tf.Module):
         assignments = [
             *map(delta_files.assign_rows, self.tables.values()),
             *map(delta_files.assign_whole, self.dense),
+            *map(delta_files.remove_keys, self.keys),
+            *map(delta_files.insert_keys, self.keys),
         ]
 
         def apply(path: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -142,6 +144,8 @@ class ServedModel(tf.Module):
             with tf.control_dependencies(checks):
                 rows = delta_files.apply(records, assignments)
             with tf.control_dependencies([rows]):
+                cleaned = [keys.clean() for keys in self.keys]
+            with tf.control_dependencies(cleaned):
                 last.assign(header["number"])
             told = ("number", "microseconds")
             return {"rows": rows, **{name: header[name] for name in told}}

@@ -210,7 +210,7 @@ class KeyShard(tf.Module):
             for array in vocabulary_ops.export_keys(self.handle)[:3]
         )
         bucket, slot = np.nonzero(counts)
-        first, _ = self._owned(self._buckets())
+        first, _ = self.owned(self._buckets())
         rows = 1 + slot * self._buckets() + bucket + first
         at = (bucket, slot)
         mine = np.column_stack([rows, counts[at], steps[at], keys[at]])
@@ -248,7 +248,7 @@ class KeyShard(tf.Module):
             saved: arrays, or what can be sliced, by name.
         """
         self._read_buckets = saved[_STEP].shape[0]
-        first, end = self._owned(self._read_buckets)
+        first, end = self.owned(self._read_buckets)
         # As in a checkpoint, a rank that owns nothing reads a bucket.
         first, end = min(first, self._read_buckets - 1), max(end, first + 1)
         self._restore(
@@ -276,8 +276,12 @@ class KeyShard(tf.Module):
         """Buckets of all ranks: those of the checkpoint that was restored."""
         return int(vocabulary_ops.vocabulary_counts(self.handle)[6])
 
-    def _owned(self, buckets: int) -> tuple[int, int]:
-        """The first bucket of this rank, and the one after the last."""
+    def owned(self, buckets: int) -> tuple[int, int]:
+        """The first bucket of this rank, and the one after the last.
+
+        Args:
+            buckets: of all ranks.
+        """
         first = self._rank * buckets // self._world_size
         return first, (self._rank + 1) * buckets // self._world_size
 
@@ -325,7 +329,7 @@ class KeyShard(tf.Module):
 
         A rank that owns nothing reads a bucket that it does not use.
         """
-        first, end = self._owned(shape[0])
+        first, end = self.owned(shape[0])
         size = max(end - first, 1)
         first = min(first, shape[0] - 1)
         parts = [f"{first},{size}", *(f"0,{each}" for each in shape[1:])]
@@ -356,7 +360,7 @@ class KeyShard(tf.Module):
             found[name] = value
         # A slice does not tell of how many.
         buckets = self._read_buckets or found[_STEP].shape[0]
-        first, end = self._owned(buckets)
+        first, end = self.owned(buckets)
         arrays = [found[name][: end - first] for name in _ROWS]
         empty = [tf.zeros([end - first, 0], tf.int64)] * 3
         if _CANDIDATES[0] in found:
