@@ -280,7 +280,7 @@ class AnswerKeysOp : public OpKernel {
            question.counts.empty() ? nullptr : question.counts.data(),
            static_cast<int64_t>(question.rows.size()), question.rows.data()});
     }
-    if (learn_) return vocabulary->Learn(requests, advance_, resets);
+    if (learn_) return vocabulary->LearnStep(requests, advance_, resets);
     return vocabulary->Find(requests);
   }
 

@@ -46,7 +46,7 @@ absl::Status AllocateRows(OpKernelContext* ctx,
 }
 
 // Writes the rows that have lost their keys as an output, and leaves them to
-// the optimizer.
+// the optimizer. If the step has failed before, they come with the next one.
 absl::Status WriteResets(OpKernelContext* ctx, int index,
                          const std::vector<int32_t>& resets,
                          Vocabulary* vocabulary) {
@@ -236,7 +236,7 @@ class LocalRowsOp : public OpKernel {
                   [&](int64_t begin, int64_t end) {
                     for (int64_t t = begin; t < end; ++t) {
                       statuses[t] = learn_
-                                        ? vocabularies[t].Learn(
+                                        ? vocabularies[t].LearnStep(
                                               requests[t], advance_, &resets[t])
                                         : vocabularies[t].Find(requests[t]);
                     }

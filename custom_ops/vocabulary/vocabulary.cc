@@ -16,9 +16,26 @@ constexpr int64_t kMostLeft = 1000;
 Vocabulary::Vocabulary(const VocabularyOptions& options)
     : options_(options), bits_(BitWidth(options.buckets) - 1) {}
 
+absl::Status Vocabulary::LearnStep(const std::vector<KeyRequest>& requests,
+                                   bool advance, std::vector<int32_t>* resets) {
+  const absl::Status status = Learn(requests, advance, resets);
+  tensorflow::mutex_lock lock(resets_mutex_);
+  resets->insert(resets->end(), unread_.begin(), unread_.end());
+  unread_ = *resets;
+  return status;
+}
+
+void Vocabulary::Forget() {
+  texts_.Clear();
+  tensorflow::mutex_lock lock(resets_mutex_);
+  unread_.clear();
+}
+
 void Vocabulary::LeaveResets(const std::vector<int32_t>& rows) {
   if (rows.empty()) return;
+  texts_.Forget(rows);
   tensorflow::mutex_lock lock(resets_mutex_);
+  unread_.clear();
   resets_.insert(resets_.end(), rows.begin(), rows.end());
   if (++left_ == kMostLeft) {
     LOG(WARNING) << "Table '" << options_.name << "' has given rows to other "

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "custom_ops/vocabulary/kept_texts.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/platform/mutex.h"
 
@@ -107,9 +108,19 @@ class Vocabulary : public tensorflow::ResourceBase {
                               const KeyArrays& candidates,
                               int64_t candidate_slots) = 0;
 
-  // Rows whose slots of an optimizer are still those of other keys.
+  // Learn(), with the resets of steps that have failed before.
+  absl::Status LearnStep(const std::vector<KeyRequest>& requests, bool advance,
+                         std::vector<int32_t>* resets);
+  // Forgets what is known of keys beside Learn() and Find().
+  void Forget();
+
+  // Takes in all ranks' resets of a step: these rows' slots of an optimizer are
+  // still those of other keys.
   void LeaveResets(const std::vector<int32_t>& rows);
   std::vector<int32_t> TakeResets();
+
+  // Texts of keys that this rank has asked for, or owns.
+  KeptTexts& texts() { return texts_; }
 
  protected:
   int64_t Limit(int64_t bucket) const {
@@ -131,7 +142,9 @@ class Vocabulary : public tensorflow::ResourceBase {
  private:
   tensorflow::mutex resets_mutex_;
   std::vector<int32_t> resets_;
-  int64_t left_ = 0;  // times that resets were left, and not taken
+  int64_t left_ = 0;             // times that resets were left, and not taken
+  std::vector<int32_t> unread_;  // resets
+  KeptTexts texts_;
 };
 
 // A vocabulary of keys of one word (int64) or two (fingerprints).

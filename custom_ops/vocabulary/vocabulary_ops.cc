@@ -220,6 +220,7 @@ class ImportKeysOp : public OpKernel {
     const int64_t own =
         (options.rank + 1) * buckets / options.world_size - first;
     for (int i : {3, 6}) OP_REQUIRES_OK(ctx, Check(ctx, i, own, *vocabulary));
+    vocabulary->Forget();
     OP_REQUIRES_OK(
         ctx, vocabulary->Import(buckets, ctx->input(2).scalar<int64_t>()(),
                                 Arrays(ctx, 3), ctx->input(4).dim_size(1),

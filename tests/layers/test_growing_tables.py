@@ -13,6 +13,7 @@ from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import ShardedTopK
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.ops import vocabulary_ops
 
 keras = tf.keras
 DIM = 4
@@ -56,6 +57,8 @@ def learn(layer, keys, optimizer=None):
         ({"key_dtype": "int32"}, "key_dtype='int32'"),
         ({"full": None}, "full=None"),
         ({"unadmitted": "ones"}, "unadmitted='ones'"),
+        ({"keep_text": 1}, "keep_text=1"),
+        ({"keep_text": True}, "no strings.*key_dtype='int64'"),
     ],
 )
 def test_wrong_vocabularies_are_refused(arguments, message):
@@ -160,6 +163,50 @@ def test_strings_are_keys_of_any_kind_of_input():
         layer({"a": tf.constant([[1]])})
     with pytest.raises(ValueError, match=r"ids.*Received.*string"):
         layer_of(DynamicVocabulary(9))({"a": tf.constant([["a"]])})
+
+
+def test_texts_are_kept_as_long_as_their_keys():
+    def make(capacity):
+        vocabulary = DynamicVocabulary(
+            capacity, evict="lru", key_dtype="string", keep_text=True
+        )
+        return layer_of(vocabulary)
+
+    layer = make(3)
+    learn(layer, tf.constant([["old"], ["ü"], [""]]))
+    layer({"a": tf.constant([["not seen in training"]])})
+    learn(layer, tf.constant([["ü"], ["a" * 99], [""]]))
+    kept = {"ü".encode(), b"a" * 99, b""}
+    found = layer.get_vocabularies()["t"]
+    assert set(found["texts"]) == kept and len(found["rows"]) == 3
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[1\], \[2\]"):
+        keys = layer.keys_t
+        vocabulary_ops.keep_texts(keys.handle, [1], ["x", "y"])
+    files = {}
+    layer.save_own_variables(files)
+    other = make(3)
+    learn(other, tf.constant([["other"]]))
+    other.load_own_variables(files)
+    again = other.get_vocabularies()["t"]
+    assert again["texts"].tolist() == found["texts"].tolist()
+    copied = other.keys_t.copy()
+    learn(other, tf.constant([["b"], ["c"], ["d"]]))
+    assert set(other.get_vocabularies()["t"]["texts"]) == {b"b", b"c", b"d"}
+    other.keys_t.put_back(copied)
+    assert set(other.get_vocabularies()["t"]["texts"]) == kept
+
+
+def test_rows_of_a_step_that_has_failed_begin_anew():
+    layer = layer_of(DynamicVocabulary(2, evict="lru"))
+    optimizer = tfdist_ext.optimizers.SGD(1.0)
+    assert learn(layer, tf.constant([[1], [2]]), optimizer) == [1.0, 1.0]
+    # Two of these get the rows of 1 and 2.
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no row"):
+        learn(layer, tf.constant([[3], [4], [5]]))
+    layer({"a": tf.constant([[6]])})
+    assert learn(layer, tf.constant([[3], [4]])) == [1.0, 1.0]
+    learn(layer, tf.constant([[3], [4]]), optimizer)
+    assert learn(layer, tf.constant([[3], [4]])) == [0.0, 0.0]  # once only
 
 
 def test_keys_that_are_no_numbers_are_refused():

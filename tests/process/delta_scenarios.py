@@ -37,7 +37,7 @@ def deltas_of_keys(strategy, folder):
     _learn(model, range(5, 14))
     with _one_rank_fails_to_place(strategy), refused(Exception, "disk is full"):
         tfdist_ext.export_delta(model, folder / "lost")
-    expected = []
+    expected, texts = [], []
     for number, train in enumerate(
         (
             lambda: _learn(model, range(12, 20)),
@@ -51,6 +51,7 @@ def deltas_of_keys(strategy, folder):
         assert tfdist_ext.export_delta(model, path) == number
         tfdist_ext.export(model, folder / f"is{number}", inputs=ids)
         expected.append(_keys_of(model))
+        texts.append(_texts_of(model))
     assert not before["oldest"] <= expected[0]["oldest"]
     assert expected[1] == before
     if strategy.rank > 0:
@@ -64,6 +65,9 @@ def deltas_of_keys(strategy, folder):
         np.testing.assert_array_equal(served.serve(every), fresh.serve(every))
         for mine, its in zip(served.keys, fresh.keys, strict=True):
             assert _pairs_of(mine) == _pairs_of(its)
+        for model_texts in (served.texts, fresh.texts):
+            found = model_texts["rarest"].numpy()
+            assert found.tolist() == texts[number - 1]
 
 
 def _learn(model, ids):
@@ -80,6 +84,14 @@ def _keys_of(model):
         name: set(map(str, found["keys"].tolist()))
         for name, found in model.embedding.get_vocabularies().items()
     }
+
+
+def _texts_of(model):
+    """By row of a table, b"" where no key is."""
+    found = model.embedding.get_vocabularies()["rarest"]
+    rows = dict(zip(found["rows"].tolist(), found["texts"], strict=True))
+    assert min(map(int, rows.values())) >= 0 and len(rows) > 5
+    return [rows.get(row, b"") for row in range(13)]
 
 
 def _pairs_of(keys):

@@ -136,7 +136,11 @@ def short_lived():
     return {
         "oldest": InBuckets(16, evict="lru"),
         "rarest": InBuckets(
-            12, evict="lfu", key_dtype="string", full="shared_row"
+            12,
+            evict="lfu",
+            key_dtype="string",
+            full="shared_row",
+            keep_text=True,
         ),
         "expiring": InBuckets(60, steps_to_live=1, full="shared_row"),
         "full": InBuckets(12, full="shared_row"),

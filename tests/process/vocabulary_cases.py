@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
+from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -19,7 +20,11 @@ BATCH, STEPS, DIM = 24, 14, 6
 # name: combiner, what is known of its vocabulary but for the capacity
 TABLES = {
     "users": ("sum", 90, {"evict": "lru", "min_count": 2}),
-    "items": ("mean", 170, {"evict": "lfu", "key_dtype": "string"}),
+    "items": (
+        "mean",
+        170,
+        {"evict": "lfu", "key_dtype": "string", "keep_text": True},
+    ),
     "words": (
         "sqrtn",
         30,
@@ -127,6 +132,10 @@ def values_of(model):
     for name, table in layer.get_embedding_tables().items():
         found[f"table/{name}"] = table.numpy()
     for name, keys in layer.get_vocabularies().items():
+        if (texts := keys.pop("texts", None)) is not None:
+            known = vocabulary_ops.fingerprints(tf.constant(texts))
+            np.testing.assert_array_equal(keys["keys"], known)
+            assert name == "items" and len(texts) > 20
         for what, array in keys.items():
             # Exact as float64, whose differences are compared.
             found[f"{what}/{name}"] = (array % 2**31).astype(np.float64)

@@ -92,6 +92,7 @@ def rows_of_keys(
             collectives.step.checks.append(rows[0])
     if learn:
         _reset(resets, asked, lookup)
+        _keep_texts(rows, asked, [part for f in places for part in ids[f]])
     parts = iter(rows)
     for f in places:
         found[f] = [
@@ -168,3 +169,13 @@ def _reset(
         if keys.config.takes_back:
             (table,) = {f.table for f in lookup.features if f.keys is keys}
             keys.reset(value_of(lookup.tables[table]), rows)
+
+
+def _keep_texts(
+    rows: Sequence[tf.Tensor], asked: _Asked, lists: Sequence[Ids]
+) -> None:
+    """Keeps texts of keys where a vocabulary asks for it."""
+    for found, which, part in zip(rows, asked.of_list, lists, strict=True):
+        keys = asked.keys[which]
+        if keys.config.keep_text:
+            vocabulary_ops.keep_texts(keys.handle, found, part.values)

@@ -60,7 +60,7 @@ class GrowingTables(SparseLayer):
             For every table with a `DynamicVocabulary`, by name: "keys" int64
             `[n]`, or fingerprints int64 `[n, 2]` of strings, with their
             "rows", "counts" and "steps" (when each was last seen), int64
-            `[n]`, by row.
+            `[n]`, by row; with `keep_text` also "texts", bytes `[n]`.
         """
         return {name: keys.all_keys() for name, keys in self._keys.items()}
 

@@ -220,6 +220,41 @@ def take_resets(handle: tf.Tensor) -> tf.Tensor:
     return library().tfdist_take_resets(handle)
 
 
+def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
+    """Keeps texts of keys on this rank, until their rows are other keys'.
+
+    Args:
+        handle: of a vocabulary.
+        rows: int32 `[n]`, of the whole table. Nothing is kept of those below
+            1, nor of those of which a text is kept, or was shortened.
+        texts: string `[n]`.
+    """
+    return library().tfdist_keep_texts(handle, rows, texts)
+
+
+def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
+    """Remembers that texts are kept on other ranks.
+
+    Args:
+        handle: of a vocabulary.
+        rows: int32 `[n]`, of the whole table.
+    """
+    return library().tfdist_shorten_texts(handle, rows)
+
+
+def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The texts that are kept on this rank.
+
+    Args:
+        handle: of a vocabulary.
+
+    Returns:
+        Rows int32 `[n]`, in order, and their texts, string `[n]`.
+    """
+    rows, texts = library().tfdist_kept_texts(handle)
+    return rows, texts
+
+
 def fingerprints(texts: tf.Tensor) -> tf.Tensor:
     """Fingerprints of strings, the same in every process and for ever.
 

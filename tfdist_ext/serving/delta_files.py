@@ -23,7 +23,7 @@ from tfdist_ext.serving.served_keys import ServedKeys
 
 FORMAT = "tfdist_ext delta 1"
 _NUMBERS = ("number", "records", "microseconds", "variable")
-_TEXTS = ("format", "export_id", "name", "ids", "values", "scales")
+_TEXTS = ("format", "export_id", "name", "ids", "values", "scales", "texts")
 # Serialized tensors have less than 2 GiB.
 ROWS_NUMBERS = 1 << 26
 
@@ -103,6 +103,8 @@ def _of_keys(
                 "ids": _bytes(changes.added[part]),
                 "values": _bytes(changes.rows[part]),
             }
+            if changes.texts is not None:
+                parts["texts"] = _bytes(changes.texts[part])
             added.append({"variable": place + len(keys), **parts})
     return removed, added
 
@@ -262,9 +264,12 @@ def insert_keys(keys: ServedKeys) -> Assign:
 
     def assign(record: Parsed) -> tf.Tensor:
         rows = tf.io.parse_tensor(record["values"], tf.int64)
-        found = keys.insert(
-            _keys_of(record, keys), tf.ensure_shape(rows, [None])
-        )
+        rows = tf.ensure_shape(rows, [None])
+        texts = record["texts"]
+        if keys.texts is not None:
+            texts = tf.io.parse_tensor(texts, tf.string)
+            texts = tf.ensure_shape(texts, [None])
+        found = keys.insert(_keys_of(record, keys), rows, texts)
         with tf.control_dependencies([found]):
             return tf.zeros([], tf.int64)
 

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.sharding import key_texts
 from tfdist_ext.sharding.key_shard import KeyShard
+from tfdist_ext.sharding.key_texts import Texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +23,13 @@ class KeyChanges:
         added: keys, int64 `[n, words]`; also those that are removed, if they
             are to have other rows.
         rows: of those that are added, int64 `[n]`.
+        texts: of those that are added, None if they are not kept.
     """
 
     removed: np.ndarray
     added: np.ndarray
     rows: np.ndarray
+    texts: list[bytes] | None = None
 
     def to_first_rank(
         self, collectives: Collectives | None, label: str
@@ -41,7 +45,24 @@ class KeyChanges:
         removed = _to_first_rank(self.removed, collectives, f"{label}/removed")
         both = np.column_stack([self.added, self.rows])
         both = _to_first_rank(both, collectives, f"{label}/added")
-        return KeyChanges(removed, both[:, :-1], both[:, -1])
+        texts = self.texts
+        if texts is not None:
+            splits = np.zeros([collectives.group.world_size], np.int64)
+            splits[0] = len(texts)
+            _, texts = key_texts.send(
+                (self.rows, texts), splits, collectives, f"{label}/texts"
+            )
+        return KeyChanges(removed, both[:, :-1], both[:, -1], texts)
+
+    def with_texts(self, texts: Texts) -> KeyChanges:
+        """The same, with what is known of its rows' texts.
+
+        Args:
+            texts: with their rows, some of which may be others.
+        """
+        of_row = dict(zip(*texts, strict=True))
+        found = [of_row.get(row, b"") for row in self.rows.tolist()]
+        return dataclasses.replace(self, texts=found)
 
 
 def _to_first_rank(
@@ -96,7 +117,7 @@ class KnownKeys:
             shard: this rank's.
         """
         config = shard.config
-        buckets, now, exported = shard.copy()
+        buckets, now, exported, _ = shard.copy()
         arrays = [array.numpy() for array in exported]
 
         def seen(counts: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -108,7 +129,7 @@ class KnownKeys:
         keys, counts, steps, others, their_counts, their_steps = arrays
         waiting = seen(their_counts, their_steps)
         waiting &= their_counts >= config.min_count
-        first, end = shard.owned(buckets)
+        first, end = shard.slices.owned(buckets)
         limits = -(-(config.capacity - np.arange(first, end)) // buckets)
         return cls(
             keys,

@@ -26,16 +26,24 @@ _BLOCK = 1 << 20
 class ServedKeys(tf.Module):
     """Which keys have which rows, at the time of `fill`.
 
+    Args:
+        keys: of the training, this rank's.
+        table_name: of the table.
+
     Attributes:
+        table_name: of the table.
         table: hash table from two words, int64, to a row. A key of one word
             has a zero beside it, a string its fingerprint.
         full: variable `[buckets]`, whether a bucket has no row left; None
             where keys that are not known do not depend on that.
         words: of a key of training.
+        texts: variable string `[rows]`, of the keys, by row of the table; None
+            where they are not kept.
     """
 
-    def __init__(self, keys: KeyShard) -> None:
+    def __init__(self, keys: KeyShard, table_name: str) -> None:
         super().__init__()
+        self.table_name = table_name
         config = keys.config
         self.words = 2 if config.key_dtype == "string" else 1
         self._default = 0 if config.unadmitted == "shared_row" else -1
@@ -46,6 +54,11 @@ class ServedKeys(tf.Module):
         if self._default and config.full == "shared_row" and not remembered:
             self.full = tf.Variable(
                 tf.zeros([0], tf.bool), trainable=False, shape=[None]
+            )
+        self.texts = None
+        if config.keep_text:
+            self.texts = tf.Variable(
+                tf.zeros([0], tf.string), trainable=False, shape=[None]
             )
         # In a function, so that TensorFlow does not save it as well.
         self._source = lambda: keys
@@ -115,7 +128,11 @@ class ServedKeys(tf.Module):
                 full = any_dtype.all_gather(collectives, full, f"{label}/full")
                 full = full[0]
             self.full.assign(full)
-        return now.changes(before).to_first_rank(collectives, label)
+        found = now.changes(before)
+        texts = self._source().texts
+        if texts is not None:
+            found = found.with_texts(texts.own(now.buckets))
+        return found.to_first_rank(collectives, label)
 
     def fill(self, collectives: Collectives | None) -> None:
         """Puts in the keys that there are now, on rank 0; all ranks call.
@@ -124,17 +141,43 @@ class ServedKeys(tf.Module):
             collectives: of the strategy, None in one process.
         """
         found = self.changes(self.known(), None, collectives)
+        if self.texts is not None:
+            self.texts.assign(tf.fill([self._source().config.rows], ""))
         for first in range(0, len(found.rows), _BLOCK):
             part = slice(first, first + _BLOCK)
-            self.insert(found.added[part], found.rows[part])
+            texts = [] if found.texts is None else found.texts[part]
+            self.insert(
+                tf.constant(found.added[part]),
+                tf.constant(found.rows[part]),
+                tf.constant(texts, tf.string, [len(texts)]),
+            )
 
-    def insert(self, keys: Any, rows: Any) -> tf.Operation:
-        """Gives keys int64 `[n, words]`, of which none is there, rows `[n]`."""
-        return self.table.insert(_pairs(keys), tf.convert_to_tensor(rows))
+    def insert(
+        self, keys: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor
+    ) -> tf.Operation:
+        """Gives keys int64 `[n, words]`, of which none is there, rows `[n]`.
+
+        Args:
+            keys: of training.
+            rows: int64 of the table.
+            texts: string `[n]`; anything where they are not kept.
+        """
+        if self.texts is not None:
+            texts = tf.where(rows > 0, texts, "")  # row 0 is no key's
+            texts = self.texts.scatter_update(tf.IndexedSlices(texts, rows))
+        with tf.control_dependencies([texts]):
+            return self.table.insert(_pairs(keys), rows)
 
     def remove(self, keys: tf.Tensor) -> tf.Operation:
-        """Takes away keys int64 `[n, words]`."""
-        with tf.control_dependencies([self.table.remove(_pairs(keys))]):
+        """Takes away keys int64 `[n, words]`, which are there."""
+        pairs, gone = _pairs(keys), []
+        if self.texts is not None:
+            rows = self.table.lookup(pairs)
+            none = tf.IndexedSlices(tf.fill(tf.shape(rows), ""), rows)
+            gone = [self.texts.scatter_update(none)]
+        with tf.control_dependencies(gone):
+            removed = self.table.remove(pairs)
+        with tf.control_dependencies([removed]):
             return self._removed.assign_add(tf.shape(keys, tf.int64)[0])
 
     def clean(self) -> tf.Tensor:
@@ -178,8 +221,7 @@ class ServedKeys(tf.Module):
             )
 
 
-def _pairs(keys: Any) -> tf.Tensor:
-    keys = tf.convert_to_tensor(keys, tf.int64)
+def _pairs(keys: tf.Tensor) -> tf.Tensor:
     return tf.pad(keys, [[0, 0], [0, 2 - keys.shape[1]]])
 
 

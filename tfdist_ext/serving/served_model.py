@@ -46,6 +46,8 @@ class ServedModel(tf.Module):
         serve: the model's call in inference, of a nest of inputs.
         tables: a `Table` for every table that it reads, by name.
         keys: of those whose vocabularies grow.
+        texts: variables of their keys' texts, by name of the table, where
+            they are kept.
         dense: other variables that it reads.
         dense_values: reads what they are to hold; all ranks must call.
         resources: hash tables and such that it reads.
@@ -96,6 +98,11 @@ class ServedModel(tf.Module):
         _check_ops(model, traced.graph)
         self.tables = {table.table_name: table for table in made.values()}
         self.keys = list(grown.values())
+        self.texts = {
+            each.table_name: each.texts
+            for each in self.keys
+            if each.texts is not None
+        }
         read = {id(outer) for outer, _ in traced.graph.captures}
         owners = list(_variables(model, traced.graph, read, made))
         self.dense = [component for _, component in owners]
@@ -189,7 +196,9 @@ def _with_rows(
         return lists
     if id(keys) not in grown:
         with tf.init_scope():
-            grown[id(keys)] = ServedKeys(keys)
+            known = {each.table_name for each in grown.values()}
+            name = _new_name(feature.spec.table, known)
+            grown[id(keys)] = ServedKeys(keys, name)
     rows_of = grown[id(keys)].rows_of
     return [
         dataclasses.replace(part, values=rows_of(part.values)) for part in lists
@@ -205,12 +214,18 @@ def _table(
     source = value_of(lookup.tables[feature.table])
     if id(source) not in made:
         known = {table.table_name for table in made.values()}
-        name, number = feature.spec.table, 1
-        while name in known:
-            name, number = f"{feature.spec.table}_{number}", number + 1
+        name = _new_name(feature.spec.table, known)
         with tf.init_scope():
             made[id(source)] = make(name, feature.spec, source)
     return made[id(source)]
+
+
+def _new_name(table: str, known: set[str]) -> str:
+    """The name of a table, with a number if another one has it."""
+    name, number = table, 1
+    while name in known:
+        name, number = f"{table}_{number}", number + 1
+    return name
 
 
 def out_of_scopes(call: Callable[[], Any]) -> Any:

@@ -25,16 +25,18 @@ from tfdist_ext.ops import init_ops
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.sharding import checkpoint_slices
 from tfdist_ext.sharding import initial_rows
+from tfdist_ext.sharding import key_texts
+from tfdist_ext.sharding.key_slices import CANDIDATES
+from tfdist_ext.sharding.key_slices import ROWS
+from tfdist_ext.sharding.key_slices import STEP
+from tfdist_ext.sharding.key_slices import KeySlices
+from tfdist_ext.sharding.key_texts import KeyTexts
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tfdist_ext.collectives.collectives import Collectives
 
-# In the order of `vocabulary_ops.export_keys`.
-_ROWS = ("keys", "counts", "steps")
-_CANDIDATES = tuple(f"candidate_{name}" for name in _ROWS)
-_STEP = "step"
 _COUNTS = ("rows", "candidates", "admitted", "evicted", "expired", "step")
 
 
@@ -65,18 +67,19 @@ class KeyShard(tf.Module):
         self._spec = spec
         self.config = config
         self._collectives = collectives
-        self._rank, self._world_size = 0, 1
+        rank, world_size = 0, 1
         if collectives is not None:
-            self._rank = collectives.group.rank
-            self._world_size = collectives.group.world_size
+            rank = collectives.group.rank
+            world_size = collectives.group.world_size
             marks.set_collectives(self, collectives)
             marks.set_slicing(self, self._slice_in)
+        self.slices = KeySlices(config, rank, world_size)
         self._initial: tuple[str, float, float] | None = None
         if config.takes_back:
             self._initial = initial_rows.describe_rows(initializer, spec)
         with tf.init_scope():
             self.handle = vocabulary_ops.vocabulary(
-                spec.table, config, self._rank, self._world_size
+                spec.table, config, rank, world_size
             )
             self._seed = tf.constant(
                 initial_rows.seed_of(initializer, spec.table), tf.int64
@@ -90,6 +93,9 @@ class KeyShard(tf.Module):
         self._slots = _Slots()
         self._read_buckets = 0
         self._exported = _Exported()
+        self.texts: KeyTexts | None = None
+        if config.keep_text:
+            self.texts = KeyTexts(spec.table, self.handle, collectives)
 
     def begins_step(self) -> bool:
         """Whether a lookup that is traced now is the first of its graph."""
@@ -195,7 +201,7 @@ class KeyShard(tf.Module):
                 [mine], f"{self._spec.table}/counts"
             )
         found = dict(zip(_COUNTS, totals.numpy().tolist(), strict=False))
-        found[_STEP] = int(mine[_COUNTS.index(_STEP)])
+        found[STEP] = int(mine[_COUNTS.index(STEP)])
         return found
 
     def all_keys(self) -> dict[str, np.ndarray]:
@@ -203,14 +209,15 @@ class KeyShard(tf.Module):
 
         Returns:
             "keys" int64 `[n]`, or `[n, 2]` fingerprints, with "rows",
-            "counts" and "steps" int64 `[n]`, by row.
+            "counts" and "steps" int64 `[n]`, and "texts" where they are kept,
+            by row.
         """
         keys, counts, steps = (
             array.numpy()
             for array in vocabulary_ops.export_keys(self.handle)[:3]
         )
         bucket, slot = np.nonzero(counts)
-        first, _ = self.owned(self._buckets())
+        first, _ = self.slices.owned(self._buckets())
         rows = 1 + slot * self._buckets() + bucket + first
         at = (bucket, slot)
         mine = np.column_stack([rows, counts[at], steps[at], keys[at]])
@@ -221,19 +228,19 @@ class KeyShard(tf.Module):
             ).numpy()
         mine = mine[np.argsort(mine[:, 0])]
         found = mine[:, 3:]
-        return {
-            "keys": found[:, 0] if found.shape[1] == 1 else found,
-            "rows": mine[:, 0],
-            "counts": mine[:, 1],
-            "steps": mine[:, 2],
-        }
+        names = ("rows", "counts", "steps")
+        by_row = dict(zip(names, mine[:, :3].T, strict=True))
+        by_row["keys"] = found[:, 0] if found.shape[1] == 1 else found
+        if self.texts is not None:
+            of_row = dict(zip(*self.texts.of_all(self._buckets()), strict=True))
+            texts = [of_row.get(row, b"") for row in mine[:, 0].tolist()]
+            by_row["texts"] = np.array(texts, object)
+        return by_row
 
     def gathered(self) -> dict[str, np.ndarray]:
         """What a file of Keras holds, on every rank; all ranks call."""
         found = {}
-        arrays = self._export()
-        for name in self._names():
-            value = arrays[name]
+        for name, value in self._whole().items():
             if self._collectives is not None:
                 value = self._collectives.all_gather(
                     value, f"{self._spec.table}/{name}"
@@ -247,13 +254,13 @@ class KeyShard(tf.Module):
         Args:
             saved: arrays, or what can be sliced, by name.
         """
-        self._read_buckets = saved[_STEP].shape[0]
-        first, end = self.owned(self._read_buckets)
+        self._read_buckets = saved[STEP].shape[0]
+        first, end = self.slices.owned(self._read_buckets)
         # As in a checkpoint, a rank that owns nothing reads a bucket.
         first, end = min(first, self._read_buckets - 1), max(end, first + 1)
         self._restore(
             {
-                name: tf.constant(np.asarray(each[first:end]), tf.int64)
+                name: tf.constant(np.asarray(each[first:end]))
                 for name, each in saved.items()
             }
         )
@@ -262,7 +269,8 @@ class KeyShard(tf.Module):
         """The keys of this rank, for `put_back`."""
         counts = vocabulary_ops.vocabulary_counts(self.handle)
         arrays = vocabulary_ops.export_keys(self.handle)
-        return int(counts[6]), counts[5], arrays
+        texts = None if self.texts is None else self.texts.all()
+        return int(counts[6]), counts[5], arrays, texts
 
     def put_back(self, copied: Any) -> None:
         """Makes the keys of this rank what they were.
@@ -270,86 +278,85 @@ class KeyShard(tf.Module):
         Args:
             copied: of `copy`.
         """
-        vocabulary_ops.import_keys(self.handle, *copied)
+        *keys, texts = copied
+        vocabulary_ops.import_keys(self.handle, *keys)
+        if self.texts is not None:
+            self.texts.keep(texts)
 
     def _buckets(self) -> int:
         """Buckets of all ranks: those of the checkpoint that was restored."""
         return int(vocabulary_ops.vocabulary_counts(self.handle)[6])
 
-    def owned(self, buckets: int) -> tuple[int, int]:
-        """The first bucket of this rank, and the one after the last.
-
-        Args:
-            buckets: of all ranks.
-        """
-        first = self._rank * buckets // self._world_size
-        return first, (self._rank + 1) * buckets // self._world_size
-
-    def _names(self) -> tuple[str, ...]:
-        if self.config.min_count > 1:
-            return (*_ROWS, *_CANDIDATES, _STEP)
-        return (*_ROWS, _STEP)
-
     def _export(self) -> dict[str, tf.Tensor]:
         arrays = vocabulary_ops.export_keys(self.handle)
-        found = dict(zip((*_ROWS, *_CANDIDATES), arrays, strict=True))
+        found = dict(zip((*ROWS, *CANDIDATES), arrays, strict=True))
         step = vocabulary_ops.vocabulary_counts(self.handle)[5]
-        found[_STEP] = tf.fill([tf.shape(arrays[1])[0]], step)
+        found[STEP] = tf.fill([tf.shape(arrays[1])[0]], step)
         return found
+
+    def _whole(self) -> dict[str, tf.Tensor]:
+        """All that is saved of this rank's keys."""
+        found = self._export()
+        return {
+            **{name: found[name] for name in self.slices.names},
+            **self._packed_texts(self._buckets()),
+        }
+
+    def _packed_texts(self, buckets: int) -> dict[str, tf.Tensor]:
+        if self.texts is None:
+            return {}
+        packed = self.texts.packed(
+            buckets, self.slices.slots(buckets), *self.slices.owned(buckets)
+        )
+        return {name: tf.constant(value) for name, value in packed.items()}
 
     def _piece(self, name: str) -> tf.Tensor | None:
         """One of what is exported, at once for all of them."""
         pieces = self._exported.pieces
         if name not in pieces:
             found = self._export()
-            pieces.update({each: found[each] for each in self._names()})
+            pieces.update({each: found[each] for each in self.slices.names})
         value = pieces.pop(name)
         return value if value.shape[0] else None  # a rank may own no bucket
-
-    def shapes(self, buckets: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what all ranks save together, by name."""
-        slots = -(-self.config.capacity // buckets)
-        words = 2 if self.config.key_dtype == "string" else 1
-        return {
-            name: (buckets,)
-            if name == _STEP
-            else (buckets, slots, words)
-            if name.endswith("keys")
-            else (buckets, slots)
-            for name in self._names()
-        }
 
     def _slice_in(self, shape: tuple[int, ...]) -> str:
         """The slice to be read of a file, maybe of a smaller vocabulary."""
         self._read_buckets = shape[0]
-        return self.slice_of(shape)
-
-    def slice_of(self, shape: tuple[int, ...]) -> str:
-        """This rank's part of an array of all ranks, as TensorFlow writes it.
-
-        A rank that owns nothing reads a bucket that it does not use.
-        """
-        first, end = self.owned(shape[0])
-        size = max(end - first, 1)
-        first = min(first, shape[0] - 1)
-        parts = [f"{first},{size}", *(f"0,{each}" for each in shape[1:])]
-        return f"{' '.join(map(str, shape))} {':'.join(parts)}"
+        return self.slices.slice_of(shape)
 
     def _saved(self) -> dict[str, Any]:
         if self._collectives is None:
-            found = self._export()
-            return {name: found[name] for name in self._names()}
+            return self._whole()
+        buckets = self._buckets()
+        saved = {
+            name: self._save_spec(
+                name, shape, functools.partial(self._piece, name)
+            )
+            for name, shape in self.slices.shapes(buckets).items()
+        }
+        for name, value in self._packed_texts(buckets).items():
+            shape = (buckets, *value.shape[1:])
+            saved[name] = self._save_spec(
+                name, shape, value if value.shape[0] else None, value.dtype
+            )
+        return saved
+
+    def _save_spec(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        tensor: Any,
+        dtype: tf.DType = tf.int64,
+    ) -> dict[str, Any]:
+        slice_spec = self.slices.slice_of(shape)
         return {
-            name: {
-                (spec := self.slice_of(shape)): internals.SaveSpec(
-                    tensor=functools.partial(self._piece, name),
-                    slice_spec=spec,
-                    name=name,
-                    dtype=tf.int64,
-                    device="CPU:0",
-                )
-            }
-            for name, shape in self.shapes(self._buckets()).items()
+            slice_spec: internals.SaveSpec(
+                tensor=tensor,
+                slice_spec=slice_spec,
+                name=name,
+                dtype=dtype,
+                device="CPU:0",
+            )
         }
 
     def _restore(self, restored: dict[str, Any]) -> None:
@@ -359,18 +366,20 @@ class KeyShard(tf.Module):
                 (value,) = value.values()
             found[name] = value
         # A slice does not tell of how many.
-        buckets = self._read_buckets or found[_STEP].shape[0]
-        first, end = self.owned(buckets)
-        arrays = [found[name][: end - first] for name in _ROWS]
+        buckets = self._read_buckets or found[STEP].shape[0]
+        first, end = self.slices.owned(buckets)
+        arrays = [found[name][: end - first] for name in ROWS]
         empty = [tf.zeros([end - first, 0], tf.int64)] * 3
-        if _CANDIDATES[0] in found:
-            empty = [found[name][: end - first] for name in _CANDIDATES]
+        if CANDIDATES[0] in found:
+            empty = [found[name][: end - first] for name in CANDIDATES]
         vocabulary_ops.import_keys(
             self.handle,
             buckets,
-            tf.reduce_max(found[_STEP]),
+            tf.reduce_max(found[STEP]),
             [*arrays, *empty],
         )
+        if self.texts is not None and key_texts.BYTES in found:
+            self.texts.take(found, buckets, first, end)
 
 
 @dataclasses.dataclass

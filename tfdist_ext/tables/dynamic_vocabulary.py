@@ -41,6 +41,8 @@ class DynamicVocabulary:
             the step on every rank, "shared_row" is row 0.
         unadmitted: what candidates, and keys that were never trained, get:
             "zeros", which do not learn, or "shared_row".
+        keep_text: whether the texts of strings that have rows are kept, for
+            `get_vocabularies`, checkpoints and exports.
 
     Raises:
         ValueError: for a value outside of these.
@@ -55,6 +57,7 @@ class DynamicVocabulary:
     unadmitted: choices.Unadmitted = dataclasses.field(
         default="zeros", kw_only=True
     )
+    keep_text: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         where = "DynamicVocabulary"
@@ -72,6 +75,13 @@ class DynamicVocabulary:
         checks.one_of("key_dtype", self.key_dtype, choices.KEY_DTYPES, where)
         checks.one_of("full", self.full, choices.FULL, where)
         checks.one_of("unadmitted", self.unadmitted, choices.UNADMITTED, where)
+        checks.boolean("keep_text", self.keep_text, where, optional=False)
+        if self.keep_text and self.key_dtype != "string":
+            raise ValueError(
+                "Argument `keep_text` must be False where keys are no strings. "
+                f"Received: keep_text=True, key_dtype='{self.key_dtype}' "
+                f"({where}). Leave it out, or use key_dtype='string'."
+            )
 
     @property
     def rows(self) -> int:
