@@ -40,6 +40,8 @@ ROOMS = {
         "collectives",
         "keras_internals",
         "marks",
+        "sharding",
+        "tables",
         "tensorflow_internals",
         "wrapping",
     },

@@ -27,6 +27,8 @@ DATA = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
         ({"every": True}, "every=True"),
         ({"keep": 0}, "keep=0"),
         ({"keep": 1.5}, "keep=1.5"),
+        ({"deltas": -1}, "deltas=-1"),
+        ({"deltas": True}, "deltas=True"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said):
@@ -77,20 +79,34 @@ def test_nothing_that_can_be_read_is_an_error(strategy, tmp_path):
     assert model.fit(*DATA, verbose=0).history["loss"]
 
 
+def test_deltas_that_save_nothing_are_told(strategy, tmp_path):
+    """As of what changes as a whole in every step."""
+    model = make_model(strategy)
+    saved = Resume(tmp_path, every=1, deltas=2)
+    with pytest.warns(UserWarning, match="bytes have changed since the last"):
+        model.fit(*DATA, batch_size=1, epochs=40, verbose=0, callbacks=[saved])
+    assert tf.train.latest_checkpoint(tmp_path).endswith("ckpt-160")
+
+
 def test_the_last_checkpoints_are_kept(tmp_path):
     folder = str(tmp_path)
-    assert kept.steps_in(f"{folder}/none") == []
-    for step in (2, 10, 9):
+    assert kept.found_in(f"{folder}/none") == []
+    names = ["2", "10", "9", "3-since-2", "11-since-10", "13-since-10"]
+    names += ["14-since-10", "15-since-2", "20", "21-since-20"]
+    for name in names:
         for end in ("index", "data-00000-of-00001"):
-            (tmp_path / f"ckpt-{step}.{end}").touch()
-    (tmp_path / "ckpt-11_ranks").mkdir()
+            (tmp_path / f"ckpt-{name}.{end}").touch()
+    for unfinished in ("16_ranks", "16-since-2_ranks"):
+        (tmp_path / f"ckpt-{unfinished}").mkdir()
     (tmp_path / "ckpt-x.index").touch()
-    kept.keep(folder, 2)
+    kept.keep(folder, 2, last=15)
     kept.remove_unfinished(folder)
-    assert kept.steps_in(folder) == [10, 9]
+    found = [each.name for each in kept.found_in(folder)]
+    # Without that whose full one is gone, and without what came later.
+    assert found == ["ckpt-14-since-10", "ckpt-10", "ckpt-9"]
     assert tf.train.latest_checkpoint(folder) == f"{folder}/ckpt-10"
     left = {path.name for path in tmp_path.iterdir()}
-    assert not any("-2." in name or "ckpt-11" in name for name in left)
+    assert len(left) == 2 * len(found) + 2
     assert "ckpt-x.index" in left
 
 

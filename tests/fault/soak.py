@@ -65,7 +65,8 @@ class Job:
 
     def step(self) -> int:
         """The step of the last checkpoint."""
-        return max(kept.steps_in(str(self.folder / "run")), default=0)
+        found = kept.found_in(str(self.folder / "run"))
+        return found[0].step if found else 0
 
     def goes_on(self, steps: int = 10) -> None:
         """Waits until some steps more have been saved, or all are trained."""

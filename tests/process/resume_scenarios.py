@@ -82,8 +82,8 @@ class Fails(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.03)  # for the threads that write
-        steps = kept.steps_in(self.directory)
-        if self.mine and sum(step > self.after for step in steps) > 1:
+        found = kept.found_in(self.directory)
+        if self.mine and sum(each.step > self.after for each in found) > 1:
             raise RuntimeError("stop here")
 
 
@@ -123,7 +123,7 @@ def goes_on(strategy, folder):
             assert end.code == 143
     assert any(why in str(each.message) for each in w), w
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    first = kept.steps_in(directory)[0]
+    first = kept.found_in(directory)[0].step
     assert STEPS < first < 2 * STEPS, first  # before the step after batch 3
     # Rank 0 fails, and the last checkpoint is damaged.
     try:
@@ -132,11 +132,11 @@ def goes_on(strategy, folder):
     except (RuntimeError, tf.errors.AbortedError) as error:
         assert "stop here" in str(error), error
     barrier(strategy)
-    newest, before, *_ = kept.steps_in(directory)
+    newest, before, *_ = (each.step for each in kept.found_in(directory))
     assert newest > before > first
     barrier(strategy)
     if strategy.rank == 0:
-        tear(kept.path_of(directory, newest))
+        tear(kept.Kept(newest).path(directory))
     barrier(strategy)
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
@@ -152,8 +152,8 @@ def goes_on(strategy, folder):
     model, rest = run(strategy, directory)
     assert not rest, rest
     check_same(strategy, model, straight)
-    assert len(kept.steps_in(directory)) == 3
-    last_step = kept.path_of(directory, EPOCHS * STEPS)
+    assert len(kept.found_in(directory)) == 3
+    last_step = kept.Kept(EPOCHS * STEPS).path(directory)
     assert tf.train.latest_checkpoint(directory) == last_step
     assert not list((folder / "run").glob("*_ranks"))
 
@@ -194,8 +194,8 @@ def begin(strategy, folder):
     directory = str(folder / "run")
     with contextlib.suppress(SystemExit):
         run(strategy, directory, At(strategy, 0, 2, notice), every="epoch")
-    (step, *_) = kept.steps_in(directory)
-    assert 2 * STEPS < step < 3 * STEPS
+    last, *_ = kept.found_in(directory)
+    assert 2 * STEPS < last.step < 3 * STEPS
     return weights(strategy, straight)
 
 

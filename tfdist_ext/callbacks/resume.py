@@ -51,15 +51,20 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             alone. Rank 0's counts.
         every: batches from save to save, or "epoch". One more is made at the
             end of training.
-        keep: number of checkpoints that are left.
+        keep: number of full checkpoints that are left, and of deltas.
+        deltas: number of checkpoints between two full ones that have only
+            what has changed since the full one: rows of tables and slots.
+            They are made and read faster if few rows are trained between.
+            The one at the end of training is full.
         signals: that are a notice.
 
     Attributes:
         seconds: that training has waited for copies, in the last `fit`.
 
     Raises:
-        ValueError: for `every` or `keep` below 1; in `fit` for a model that
-            is not built or not of a `HybridParallelStrategy`.
+        ValueError: for `every` or `keep` below 1, or `deltas` below 0; in
+            `fit` for a model that is not built or not of a
+            `HybridParallelStrategy`.
         OSError: in `fit`, if there are checkpoints but none can be read.
     """
 
@@ -69,14 +74,17 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         every: int | Literal["epoch"] = "epoch",
         keep: int = 3,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        deltas: int = 0,
     ) -> None:
         super().__init__()
         if every != "epoch":
             _check_count("every", every, "'epoch' or a number of batches")
         _check_count("keep", keep, "a number")
+        _check_count("deltas", deltas, "a number", least=0)
         self._directory = os.fspath(directory)
         self._every = every
         self._keep = keep
+        self._deltas = deltas
         self._signals = tuple(signals)
         self._walk: Walk | None = None
         self.seconds = 0.0
@@ -122,7 +130,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         collectives = _strategy_of(model).collectives
         assert self._walk is not None
         self._run = saved_run.SavedRun(
-            model, self._directory, self._keep, collectives
+            model, self._directory, self._keep, self._deltas, collectives
         )
         self._beats = Beats(collectives)
         self._logs: Any = None
@@ -166,7 +174,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             last = 0 if stopped else self.params.get("epochs", 0)
             self._walk.end(max(place.epoch + 1, last), self._one_iterator)
             self._finish()
-            self._save()
+            self._save(whole=True)
         self._finish()
         if noticed:
             self._leave()
@@ -202,9 +210,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         assert isinstance(self._every, int)
         return step // self._every > self._saved_step // self._every
 
-    def _save(self) -> None:
+    def _save(self, whole: bool = False) -> None:
         assert self._walk is not None
-        self._run.begin(self._walk.place, self._logs)
+        self._run.begin(self._walk.place, self._logs, whole)
         self._saved_step = self._walk.place.step
         self._epoch_unsaved = False
         self.seconds = self._run.seconds
@@ -236,10 +244,10 @@ def install() -> None:
     wrap(keras.Model, "fit", _fit)
 
 
-def _check_count(name: str, value: Any, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _check_count(name: str, value: Any, what: str, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
-            f"Argument `{name}` of Resume must be {what} of at least 1. "
+            f"Argument `{name}` of Resume must be {what} of at least {least}. "
             f"Received: {name}={value!r}"
         )
 

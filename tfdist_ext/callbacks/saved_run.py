@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
+import uuid
 import warnings
 from typing import Any
 
@@ -18,13 +20,18 @@ from tfdist_ext.callbacks import random_states
 from tfdist_ext.callbacks.place_in_data import Place
 from tfdist_ext.checkpoints import kept
 from tfdist_ext.checkpoints import saver
+from tfdist_ext.checkpoints.changed_rows import ChangedRows
+from tfdist_ext.checkpoints.changed_rows import Marks
 from tfdist_ext.checkpoints.later import LaterWrite
 from tfdist_ext.checkpoints.reading import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 
-# What every checkpoint of objects has.
+# What every checkpoint of objects has, and what those of a run do.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_PROGRESS = "progress/.ATTRIBUTES/py_state"
+# Of all bytes in a delta, above which it is said that they gain little.
+_MUCH = 0.5
 NOTHING = -1  # is under way, beside the phases of a `LaterWrite`
 
 
@@ -40,6 +47,23 @@ class _Text(tf.train.experimental.PythonState):
         self.text = tf.compat.as_text(string_value)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Base:
+    """The full checkpoint since which deltas have the changes.
+
+    Attributes:
+        id: of that one, "" for none.
+        step: that it was made at.
+        marks: what rows this rank had, None for no deltas since then.
+        deltas: that were written since.
+    """
+
+    id: str = ""
+    step: int = 0
+    marks: Marks | None = None
+    deltas: int = 0
+
+
 class SavedRun:
     """Writes and reads the checkpoints of one call of `fit`.
 
@@ -47,6 +71,7 @@ class SavedRun:
         model: that is trained, built.
         directory: of the checkpoints; rank 0's counts.
         keep: checkpoints that are left.
+        deltas: between two full ones.
         collectives: of the strategy; None in one process.
 
     Attributes:
@@ -59,6 +84,7 @@ class SavedRun:
         model: Any,
         directory: str,
         keep: int,
+        deltas: int,
         collectives: Collectives | None,
     ) -> None:
         saver.install()
@@ -68,7 +94,11 @@ class SavedRun:
             directory, collectives, "resume/directory"
         )
         self._keep = keep
+        self._deltas = deltas
+        self._base = _Base()
         self._writing: LaterWrite | None = None
+        self._pending = self._base
+        self._has_said_much = False
         self.path = ""
         self.seconds = 0.0
         _build(model)
@@ -92,16 +122,18 @@ class SavedRun:
         """
         if self._rank == 0:
             kept.remove_unfinished(self._directory)
-        listed = json.dumps(kept.steps_in(self._directory))
-        steps = json.loads(
-            text_of_first_rank(listed, self._collectives, "resume/steps")
+        listed = json.dumps(
+            [(each.step, each.since) for each in kept.found_in(self._directory)]
         )
+        told = text_of_first_rank(listed, self._collectives, "resume/steps")
         failures = []
-        for step in steps:
-            path = kept.path_of(self._directory, step)
+        for found in itertools.starmap(kept.Kept, json.loads(told)):
+            path = found.path(self._directory)
             try:
-                self._open(path)
-                self._checkpoint.read(path).assert_existing_objects_matched()
+                full = self._open(found)
+                with saver.over(full):
+                    status = self._checkpoint.read(path)
+                status.assert_existing_objects_matched()
             except tf.errors.UnavailableError:  # a rank has gone
                 raise
             except tf.errors.OpError as error:
@@ -121,14 +153,27 @@ class SavedRun:
             )
         return None
 
-    def _open(self, path: str) -> None:
-        """Reads an index on every rank, before any begins to read more."""
+    def _open(self, found: kept.Kept) -> str | None:
+        """Reads indexes on every rank, before any begins to read more.
+
+        Returns:
+            The path of the full checkpoint that a delta needs, else None.
+        """
         failure = None
+        path, full = found.path(self._directory), None
         try:
-            tf.train.load_checkpoint(path).get_tensor(_GRAPH)
+            progress = _progress_in(path)
+            if found.since is not None:
+                full = found.full.path(self._directory)
+                if _progress_in(full).get("id") != progress["since"]:
+                    raise ValueError(
+                        f"It has what changed since another '{full}' than "
+                        "the one that is there."
+                    )
         except (tf.errors.OpError, ValueError) as error:
             failure = tf.errors.DataLossError(None, None, str(error))
         agree(failure, self._collectives)
+        return full
 
     def _take_progress(self) -> tuple[Place, dict[str, float]]:
         progress = json.loads(self._progress.text)
@@ -150,15 +195,25 @@ class SavedRun:
         """How far this rank is with what is under way, `NOTHING` if so."""
         return self._writing.phase if self._writing else NOTHING
 
-    def begin(self, place: Place, logs: Any) -> None:
+    def begin(self, place: Place, logs: Any, whole: bool = False) -> None:
         """Copies a checkpoint, which a thread then writes; all ranks call.
 
         Args:
             place: where training is.
             logs: what the last step has returned, or None.
+            whole: whether it is to be a full one.
         """
+        base = self._base
+        if whole or base.marks is None or base.deltas >= self._deltas:
+            base = _Base()
+        changed = ChangedRows(base.marks) if self._deltas else None
+        since = None if base.marks is None else base.step
+        made = kept.Kept(place.step, since)
+        own = uuid.uuid4().hex  # rank 0's is written
         self._progress.text = json.dumps(
             {
+                "id": own,
+                "since": base.id,
                 "place": dataclasses.asdict(place),
                 "logs": _numbers(logs),
                 "seed": internals.global_seed(),
@@ -167,11 +222,18 @@ class SavedRun:
         )
         self._writing = LaterWrite(
             self._checkpoint,
-            kept.path_of(self._directory, place.step),
+            made.path(self._directory),
             self._collectives,
-            lambda: kept.keep(self._directory, self._keep),
+            lambda: kept.keep(self._directory, self._keep, made.step),
+            changed,
         )
         self.seconds += self._writing.seconds
+        self._pending = dataclasses.replace(base, deltas=base.deltas + 1)
+        if since is None:
+            marks = changed.now if changed is not None else None
+            self._pending = _Base(own, place.step, marks)
+        elif changed is not None:
+            self._say_much(changed.share)
 
     def hear(self, phases: list[int]) -> None:
         """Takes the next step of what is under way; all ranks must call.
@@ -192,7 +254,23 @@ class SavedRun:
             )
         else:
             self.path = self._writing.path
+            self._base = self._pending
         self._writing = None
+
+    def _say_much(self, share: float) -> None:
+        """Says once that most of a model changes from full to full."""
+        if share <= _MUCH or self._has_said_much or self._rank:
+            return
+        self._has_said_much = True
+        warnings.warn(
+            f"{share:.0%} of the model's bytes have changed since the last "
+            "full checkpoint, so deltas save little. Optimizers of Keras change"
+            " every row in each step if they have momentum or weight decay; "
+            "those of tfdist_ext.optimizers only the rows of a batch. Make "
+            f"full checkpoints more often than every {self._deltas + 1}th "
+            "time, or leave `deltas` out.",
+            stacklevel=2,
+        )
 
     def wait(self, seconds: float) -> None:
         """Waits for this rank's thread, `seconds` at most."""
@@ -208,6 +286,14 @@ class SavedRun:
         )
         lines = gathered.numpy().tobytes().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def _progress_in(path: str) -> dict[str, Any]:
+    """What a checkpoint says of itself, from which its index can be read."""
+    reader = tf.train.load_checkpoint(path)
+    reader.get_tensor(_GRAPH)
+    found: dict[str, Any] = json.loads(reader.get_tensor(_PROGRESS))
+    return found
 
 
 def _build(model: Any) -> None:

@@ -3,51 +3,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import tensorflow as tf
 
 gfile = tf.io.gfile
 
-_INDEX = re.compile(r"ckpt-(\d+)\.index")
-_UNFINISHED = re.compile(r"ckpt-\d+_ranks/?")
+_INDEX = re.compile(r"ckpt-(\d+)(?:-since-(\d+))?\.index")
+_UNFINISHED = re.compile(r"ckpt-\d+(-since-\d+)?_ranks/?")
 
 
-def path_of(folder: str, step: int) -> str:
-    """Where the checkpoint of a step lies."""
-    return f"{folder}/ckpt-{step}"
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A checkpoint in a folder.
+
+    Attributes:
+        step: that it was made at.
+        since: step of the full one since which it has the changes; None for
+            one that is full.
+    """
+
+    step: int
+    since: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in the folder, without an ending."""
+        since = "" if self.since is None else f"-since-{self.since}"
+        return f"ckpt-{self.step}{since}"
+
+    @property
+    def full(self) -> Kept:
+        """That which has all, for what has not changed."""
+        return self if self.since is None else Kept(self.since)
+
+    def path(self, folder: str) -> str:
+        """Where it lies."""
+        return f"{folder}/{self.name}"
 
 
-def steps_in(folder: str) -> list[int]:
-    """The steps of which there are checkpoints, the last one first."""
+def found_in(folder: str) -> list[Kept]:
+    """The checkpoints, the last one first; of a step, the full one first."""
     if not gfile.isdir(folder):
         return []
-    found = map(_INDEX.fullmatch, gfile.listdir(folder))
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = filter(None, map(_INDEX.fullmatch, gfile.listdir(folder)))
+    found = [Kept(int(m[1]), int(m[2]) if m[2] else None) for m in matches]
+    return sorted(found, key=_by_time, reverse=True)
 
 
-def keep(folder: str, most: int) -> None:
+def keep(folder: str, most: int, last: int) -> None:
     """Removes all but the last checkpoints, and says which is the last.
+
+    As many full ones are left, and as many deltas, each with its full one.
 
     Args:
         folder: of the checkpoints.
-        most: that are left.
+        most: full ones that are left.
+        last: step of the one that was just made. Later ones are of a run that
+            was gone back behind, since they cannot be read.
     """
-    steps = steps_in(folder)
-    for step in steps[most:]:
-        path = path_of(folder, step)
-        gfile.remove(f"{path}.index")  # without which the rest is nothing
-        for data in gfile.glob(f"{path}.data-*"):
-            gfile.remove(data)
-    # What `tf.train.latest_checkpoint` reads.
-    names = [f"ckpt-{step}" for step in reversed(steps[:most])]
-    lines = [f'model_checkpoint_path: "{names[-1]}"']
-    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
-    with gfile.GFile(f"{folder}/checkpoint.part", "w") as file:
-        file.write("\n".join([*lines, ""]))
-    gfile.rename(
-        f"{folder}/checkpoint.part", f"{folder}/checkpoint", overwrite=True
-    )
+    all_ = found_in(folder)
+    found = [each for each in all_ if each.step <= last]
+    full = [each for each in found if each.since is None][:most]
+    deltas = [each for each in found if each.since is not None][:most]
+    left = {*full, *(each for each in deltas if each.full in full)}
+    for each in all_:
+        if each not in left:
+            _remove(each.path(folder))
+    _say_last(folder, [each.name for each in reversed(full)])
 
 
 def remove_unfinished(folder: str) -> None:
@@ -56,3 +80,26 @@ def remove_unfinished(folder: str) -> None:
         for name in gfile.listdir(folder):
             if _UNFINISHED.fullmatch(name):
                 gfile.rmtree(f"{folder}/{name}")
+
+
+def _by_time(kept: Kept) -> tuple[int, bool, int]:
+    return kept.step, kept.since is None, kept.full.step
+
+
+def _remove(path: str) -> None:
+    gfile.remove(f"{path}.index")  # without which the rest is nothing
+    for data in gfile.glob(f"{path}.data-*"):
+        gfile.remove(data)
+
+
+def _say_last(folder: str, names: list[str]) -> None:
+    """Writes what `tf.train.latest_checkpoint` reads; full ones only."""
+    if not names:
+        return
+    lines = [f'model_checkpoint_path: "{names[-1]}"']
+    lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
+    with gfile.GFile(f"{folder}/checkpoint.part", "w") as file:
+        file.write("\n".join([*lines, ""]))
+    gfile.rename(
+        f"{folder}/checkpoint.part", f"{folder}/checkpoint", overwrite=True
+    )

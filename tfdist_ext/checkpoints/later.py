@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.checkpoints import saver
+from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.collectives.calls import brief
 from tfdist_ext.collectives.collectives import Collectives
 
@@ -40,6 +41,7 @@ class LaterWrite:
         path: of the checkpoint; rank 0's counts.
         collectives: of the strategy; None in one process.
         placed: called on rank 0 when the checkpoint is in its place.
+        changed: what has changed since a full checkpoint, None for all.
 
     Attributes:
         path: of the checkpoint.
@@ -53,9 +55,10 @@ class LaterWrite:
         path: str,
         collectives: Collectives | None,
         placed: Callable[[], None],
+        changed: ChangedRows | None = None,
     ) -> None:
         start = time.monotonic()
-        with saver.copying() as copies:
+        with saver.copying(changed) as copies:
             checkpoint.write(path)
         (self._parts,) = copies
         self.seconds = time.monotonic() - start

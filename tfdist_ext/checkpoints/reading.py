@@ -8,8 +8,11 @@ is damaged, changes no variable of any rank.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,12 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.checkpoints import saved_objects
+from tfdist_ext.checkpoints.delta_rows import DeltaRows
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
 
+# Functions that restore an object, and what was read for them.
+Read = list[tuple[Any, dict[str, Any]]]
 # Where the adapters of TensorFlow's savers keep their variable.
 _VARIABLES = (
     "_trackable",
@@ -34,7 +40,8 @@ def restore(
     saver: Any,
     file_prefix: Any,
     options: Any,
-    collectives: Collectives,
+    collectives: Collectives | None,
+    full: str | None = None,
 ) -> dict[str, Any]:
     """Restores what a saver holds; all ranks must call.
 
@@ -43,15 +50,20 @@ def restore(
         saver: `MultiDeviceSaver` of this rank's objects.
         file_prefix: path of the checkpoint.
         options: `tf.train.CheckpointOptions` or None.
-        collectives: of the strategy.
+        collectives: of the strategy; None in one process.
+        full: path of the checkpoint since which that one has the changes.
 
     Returns:
         No operations: all is done.
     """
-    read: list[tuple[Any, dict[str, Any]]] = []
+    read: Read = []
     failure: Exception | None = None
     try:
-        _read(original, saver, file_prefix, options, collectives, read)
+        if full is None:
+            _read(original, saver, file_prefix, options, collectives, read)
+        else:
+            path = _text(file_prefix)
+            _read_over(original, saver, path, options, collectives, read, full)
     except Exception as error:
         failure = error
     agree(failure, collectives)
@@ -88,13 +100,78 @@ def agree(failure: Exception | None, collectives: Collectives | None) -> None:
         )
 
 
+def _read_over(
+    original: Any,
+    saver: Any,
+    path: str,
+    options: Any,
+    collectives: Collectives | None,
+    read: Read,
+    full: str,
+) -> None:
+    """Reads what a delta has, and the rest of the full checkpoint."""
+    delta = DeltaRows(path)
+    with _only(saver, lambda key: key not in delta.keys):
+        _read(original, saver, path, options, collectives, read)
+    first = len(read)
+    with _only(saver, lambda key: key in delta.keys):
+        _read(original, saver, full, options, collectives, read)
+        _put_in_rows(saver, delta, read[first:])
+
+
+def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
+    """Replaces what has changed since in what was read."""
+    slices = {
+        (tensor.checkpoint_key, tensor.slice_spec): (
+            tensor._tensor_save_spec.slice_spec.strip()
+        )
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+    }
+    for fn, tensors in read:
+        for key, asked in saver._restore_fn_to_keys[fn]:
+            holder, place = tensors, key.partition("/.ATTRIBUTES/")[2]
+            if asked:
+                holder, place = tensors[place], asked
+            holder[place] = delta.put_into(
+                key, slices[key, asked], holder[place]
+            )
+
+
+@contextlib.contextmanager
+def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Lets a saver restore what has wanted keys, and nothing else."""
+    by_task = saver._shardable_tensors_by_task
+    functions = saver._keys_to_restore_fn
+    counted = saver._restore_fn_to_keys
+    saver._shardable_tensors_by_task = {
+        task: found
+        for task, tensors in by_task.items()
+        if (found := [each for each in tensors if wanted(each.checkpoint_key)])
+    }
+    saver._keys_to_restore_fn = {
+        key: fn for key, fn in functions.items() if wanted(key[0])
+    }
+    saver._restore_fn_to_keys = {
+        fn: found
+        for fn, keys in counted.items()
+        if (found := [key for key in keys if wanted(key[0])])
+    }
+    try:
+        yield
+    finally:
+        saver._shardable_tensors_by_task = by_task
+        saver._keys_to_restore_fn = functions
+        saver._restore_fn_to_keys = counted
+
+
 def _read(
     original: Any,
     saver: Any,
     file_prefix: Any,
     options: Any,
-    collectives: Collectives,
-    read: list[tuple[Any, dict[str, Any]]],
+    collectives: Collectives | None,
+    read: Read,
 ) -> None:
     """Reads all that this rank needs into a list of functions and values."""
     functions = saver._keys_to_restore_fn
@@ -114,6 +191,11 @@ def _read(
     for fn, tensors in read:
         _add_new_rows(fn, tensors)
         _check_shapes(fn, tensors)
+
+
+def _text(file_prefix: Any) -> str:
+    path: bytes = tf.get_static_value(tf.convert_to_tensor(file_prefix))
+    return path.decode()
 
 
 class _Later:
@@ -173,7 +255,7 @@ def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
 
 
 def _name_own_states(
-    saver: Any, file_prefix: Any, collectives: Collectives
+    saver: Any, file_prefix: Any, collectives: Collectives | None
 ) -> None:
     """Lets every rank read the state that it has saved for itself."""
     own = [
@@ -182,10 +264,10 @@ def _name_own_states(
         for tensor in tensors
         if any(map(saved_objects.is_of_one_rank, _objects(tensor.trackable)))
     ]
-    if not own:
+    if not own or collectives is None:
         return
     group = collectives.group
-    path = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    path = _text(file_prefix)
     saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     for tensor in own:
         name = tensor.checkpoint_key
@@ -212,7 +294,7 @@ def _fit_slices(saver: Any, file_prefix: Any) -> None:
     ]
     if not growing:
         return
-    path = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    path = _text(file_prefix)
     saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     for tensors, place, slicing in growing:
         tensor = tensors[place]

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.checkpoints import reading
 from tfdist_ext.checkpoints import writing
+from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.saved_objects import collectives_of
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
@@ -35,6 +36,8 @@ from tfdist_ext.wrapping import wrap
 class _Acting(threading.local):
     collectives: Collectives | None = None
     copies: list[writing.Parts] | None = None
+    changed: ChangedRows | None = None
+    full: str | None = None
 
 
 _acting = _Acting()
@@ -51,14 +54,34 @@ def _of(collectives: Collectives | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def copying() -> Iterator[list[writing.Parts]]:
-    """What is saved inside is copied into the list instead of written."""
+def copying(
+    changed: ChangedRows | None = None,
+) -> Iterator[list[writing.Parts]]:
+    """What is saved inside is copied into the list instead of written.
+
+    Args:
+        changed: what has changed since a full checkpoint, None for all.
+    """
     copies: list[writing.Parts] = []
-    _acting.copies = copies
+    _acting.copies, _acting.changed = copies, changed
     try:
         yield copies
     finally:
-        _acting.copies = None
+        _acting.copies = _acting.changed = None
+
+
+@contextlib.contextmanager
+def over(full: str | None) -> Iterator[None]:
+    """What is restored inside has changed since another checkpoint.
+
+    Args:
+        full: path of that one; None if there is none.
+    """
+    _acting.full = full
+    try:
+        yield
+    finally:
+        _acting.full = None
 
 
 def install() -> None:
@@ -131,7 +154,9 @@ def _save_parts(
 ) -> Any:
     collectives = _acting.collectives
     if _acting.copies is not None:
-        parts = writing.gather(saver, file_prefix, options, collectives)
+        parts = writing.gather(
+            saver, file_prefix, options, collectives, _acting.changed
+        )
         return _acting.copies.append(writing.copied(parts))
     if collectives is None:
         return original(saver, file_prefix, options)
@@ -142,9 +167,12 @@ def _restore_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = _acting.collectives
-    if collectives is None or not tf.executing_eagerly():
+    full = _acting.full
+    if (collectives is None and full is None) or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
-    return reading.restore(original, saver, file_prefix, options, collectives)
+    return reading.restore(
+        original, saver, file_prefix, options, collectives, full
+    )
 
 
 def _save_managed(

@@ -12,7 +12,6 @@ a rank dies.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -21,14 +20,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.checkpoints import saved_objects
+from tfdist_ext.checkpoints.changed_rows import ChangedRows
+from tfdist_ext.checkpoints.changed_rows import Entry
+from tfdist_ext.checkpoints.gathering import files_of
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 
 gfile = tf.io.gfile
-
-# Name, slice of the whole tensor ("" for all of it), values.
-Entry = tuple[str, str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +109,7 @@ def gather(
     file_prefix: Any,
     options: Any,
     collectives: Collectives | None,
+    changed: ChangedRows | None = None,
 ) -> Parts:
     """What this rank is to write; all ranks must call.
 
@@ -119,12 +118,14 @@ def gather(
         file_prefix: path of the checkpoint; rank 0's counts.
         options: `tf.train.CheckpointOptions` or None.
         collectives: of the strategy; None in one process.
+        changed: what the rows are is noted there; and only those are written
+            that have changed, where it says so.
     """
     options = options or tf.train.CheckpointOptions()
     rank = collectives.group.rank if collectives else 0
     mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
     prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
-    files = _files(saver, options, rank)
+    files = files_of(saver, options, collectives, changed)
     counts = _counts(prefix, files, collectives)
     return Parts(prefix, rank, counts, files, options)
 
@@ -146,76 +147,6 @@ def _copy(value: tf.Tensor) -> tf.Tensor:
         if value.dtype == tf.string:  # nobody changes texts in place
             return value
         return tf.raw_ops.DeepCopy(x=value)
-
-
-def _object(tensor: Any) -> Any:
-    """The object that a saver's tensor belongs to."""
-    return getattr(tensor.trackable, "obj", tensor.trackable)
-
-
-def _files(saver: Any, options: Any, rank: int) -> list[list[Entry]]:
-    """What this rank writes, by file; exchanges rows with the others."""
-    shards, others = _shards_and_others(saver, rank)
-    files = _split(saver, shards, None)
-    if rank == 0:
-        callback = options.experimental_sharding_callback
-        files += _split(saver, others, callback)
-        if callback is not None:
-            return files
-    else:
-        files += [
-            [
-                (saved_objects.name_of_rank(name, rank), *rest)
-                for name, *rest in f
-            ]
-            for f in _split(saver, others, None)
-        ]
-    return [list(itertools.chain(*files))] if files else []
-
-
-def _shards_and_others(
-    saver: Any, rank: int
-) -> tuple[dict[Any, list[Any]], dict[Any, list[Any]]]:
-    """This rank's tensors by device, shards and what else it writes."""
-    shards: dict[Any, list[Any]] = {}
-    others: dict[Any, list[Any]] = {}
-    for task, tensors in saver._shardable_tensors_by_task.items():
-        for tensor in tensors:
-            found = _object(tensor)
-            if saved_objects.is_sum(found):
-                # Read by an exchange, which needs all ranks.
-                tensor = _evaluated(tensor)
-            if saved_objects.is_shard(found):
-                shards.setdefault(task, []).append(tensor)
-            elif rank == 0 or saved_objects.is_of_one_rank(found):
-                others.setdefault(task, []).append(tensor)
-    return shards, others
-
-
-def _evaluated(tensor: Any) -> Any:
-    spec = tensor._tensor_save_spec
-    value = spec.tensor
-    spec._tensor = value
-    return tensor
-
-
-def _split(
-    saver: Any, by_task: dict[Any, list[Any]], callback: Any
-) -> list[list[Entry]]:
-    """Values and names of tensors, by file."""
-    saver._shardable_tensors_by_task = by_task
-    files = []
-    for _, shards in saver._get_shards_by_task(callback):
-        for shard in shards:
-            entries = [
-                (name, spec, value)
-                for name, slices in shard.items()
-                for spec, value in slices.items()
-                if value is not None
-            ]
-            if entries:
-                files.append(entries)
-    return files
 
 
 def _counts(

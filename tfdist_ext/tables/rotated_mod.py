@@ -75,9 +75,28 @@ def ids_of_part(
     """
     blocks = -(-rows // row_parts)
     last = blocks if end is None else min(end, blocks)
-    block = np.arange(first, last, dtype=np.int64)
-    ids = block * row_parts + (part - _rotation(block)) % row_parts
+    ids = ids_at(np.arange(first, last), part, row_parts)
     return ids[ids < rows]
+
+
+def ids_at(
+    local_rows: npt.ArrayLike, part: int, row_parts: int
+) -> npt.NDArray[np.int64]:
+    """The ids that have these local rows of a part.
+
+    >>> ids_at([0, 2], part=0, row_parts=2).tolist()
+    [0, 4]
+
+    Args:
+        local_rows: non-negative integers, any shape.
+        part: which one.
+        row_parts: number of parts of the rows.
+
+    Returns:
+        int64 of the same shape; that of padding is not below the table's rows.
+    """
+    block = np.asarray(local_rows, np.int64)
+    return block * row_parts + (part - _rotation(block)) % row_parts
 
 
 def _rotation(block: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
