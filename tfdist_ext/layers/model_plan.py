@@ -240,6 +240,7 @@ def _features_after(
             placement,
             group.rank,
             group.world_size,
+            grows=old.grows,
         )
         features[table.config.name] = dataclasses.replace(
             table.feature, spec=spec, unique=placement.deduplicate
