@@ -31,6 +31,12 @@ for word; do host=$command; command=$word; done
 case $host in
 10.*) echo "ssh: connect to host $host port 22: No route" >&2; exit 255 ;;
 esac
+if [ -e {log}.down ]; then
+  case $host in me@*)
+    [ -s {log}.down ] || rm {log}.down
+    echo "ssh: connect to host $host port 22: Refused" >&2; exit 255 ;;
+  esac
+fi
 echo "Welcome to $host"
 env -i PATH="$PATH" sh -c "$command"
 """
@@ -120,6 +126,66 @@ def test_a_host_out_of_reach_is_named(hosts, program) -> None:
         "tfdist-run: cannot start ranks on host 10.0.0.9: exit code 255, ssh: "
         "connect to host 10.0.0.9 port 22: No route\n"
     ) in done.stderr
+
+
+FAILS = """
+start = os.environ["TFDIST_RESTART"]
+print(f"start {start} rank {RANK} of", len(CONFIG["cluster"]["worker"]))
+sys.stdout.flush()
+if start == "0" and RANK == 2:
+    open(sys.argv[1], "w").write(sys.argv[2])
+    sys.exit(9)
+if start == "0":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("down", "options", "ranks"),
+    [("", [], 3), ("for good", ["--min-ranks", "2"], 2)],
+    ids=["comes back", "stays away"],
+)
+def test_all_hosts_start_again(
+    hosts, program, tmp_path, down, options, ranks
+) -> None:
+    """While one that has failed is out of reach, for a while or for good."""
+    away = str(tmp_path / "log.down")
+    done = launch(
+        *(*hosts(), *options, "--max-restarts", "2", "--grace", "1"),
+        *("--restart-timeout", "8" if ranks == 3 else "3"),
+        *("--log-dir", str(tmp_path / "logs"), program(FAILS), away, down),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "me@127.0.0.2 failed: exit code 9" in done.stderr
+    assert "starts again (1 of 2 restarts)" in done.stderr
+    said = f"goes on with {ranks} ranks, without hosts that did not come back: "
+    assert (f"{said}me@127.0.0.2\n" in done.stderr) == (ranks == 2)
+    for rank in range(ranks):
+        assert f"start 1 rank {rank} of {ranks}\n" in done.stdout
+    logs = sorted(path.name for path in tmp_path.glob("logs/restart-1/*"))
+    assert logs == [f"rank-{rank}.log" for rank in range(ranks)]
+
+
+def test_a_host_that_stays_away_is_named(hosts, program, tmp_path) -> None:
+    """Nor does it start again where the launcher is told to stop."""
+    away = str(tmp_path / "log.down")
+    arguments = (*hosts(), "--max-restarts", "1", "--grace", "1")
+    failing = (program(FAILS), away, "for good")
+    done = launch(*arguments, "--restart-timeout", "2", *failing)
+    assert done.returncode == 1
+    assert (
+        "hosts me@127.0.0.2 did not start within --restart-timeout 2; host "
+        "me@127.0.0.2: exit code 255, ssh: connect to host me@127.0.0.2 port"
+    ) in done.stderr
+    pathlib.Path(away).unlink()
+    script = program(SAVES.replace("SECONDS", "0"))
+    with started(*arguments, script) as process:
+        pids = read_pids(process, 3)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 143
+    assert "starts again" not in errors
+    check_all_dead(pids)
 
 
 SAVES = """

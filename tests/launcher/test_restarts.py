@@ -65,7 +65,7 @@ def test_who_is_told_to_stop_does_not_start_again(program):
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
-        (["--min-ranks", "2"], {}, "--min-ranks needs --max-restarts and"),
+        (["--min-ranks", "2"], {}, "--min-ranks needs --max-restarts, and"),
         (["--max-restarts", "-1"], {}, "must be a number"),
         (
             ["--max-restarts", "1"],

@@ -49,12 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.hosts:
-        return ssh_hosts.run(options.hosts, options, os.environ)
+        return restarts.run(options, _run_by_ssh)
     if "TF_CONFIG" in os.environ or options.launched is not None:
         return _run_ranks([_rank_under_manager(options)], options).code
     if options.nnodes == 1:
         return restarts.run(options, _run_on_this_host)
     return restarts.run(options, _run_on_several_hosts)
+
+
+def _run_by_ssh(options: argparse.Namespace) -> local_ranks.Ended:
+    return ssh_hosts.run(options.hosts, options, os.environ)
 
 
 def _run_ranks(

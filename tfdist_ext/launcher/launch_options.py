@@ -86,20 +86,16 @@ def _check(
             f"for more ranks. Leave -n, --nnodes and --hostfile out, or unset "
             f"{variable}."
         )
-    if options.hostfile is not None:
-        placed = "--hostfile is given"
     if placed and options.max_restarts:
         parser.error(
-            f"{placed}: --max-restarts is for ranks that tfdist-run -n or "
-            "--nnodes starts. Let what has started them start them again, "
-            "with callbacks.Resume they go on"
+            f"{placed}: --max-restarts is for ranks that tfdist-run -n, "
+            "--nnodes or --hostfile starts. Let what has started them start "
+            "them again, with callbacks.Resume they go on"
         )
-    if options.min_ranks is not None and not (
-        options.max_restarts and options.nnodes > 1
-    ):
+    if options.min_ranks is not None and not (options.max_restarts and several):
         parser.error(
-            "--min-ranks needs --max-restarts and --nnodes of at least 2: "
-            "on one host all ranks come back"
+            "--min-ranks needs --max-restarts, and --nnodes of at least 2 or "
+            "--hostfile: on one host all ranks come back"
         )
     if options.hostfile is not None:
         _read_hosts(parser, options)
@@ -241,7 +237,7 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="M",
         help="start again without hosts that do not come back, if M ranks are "
-        "left (default: all must come back); host 0 must stay",
+        "left (default: all must come back); with --nnodes host 0 must stay",
     )
     add(
         "--restart-timeout",

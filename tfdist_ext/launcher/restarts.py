@@ -3,7 +3,8 @@
 
 All ranks of a host are ended and started anew, as processes: what a failed
 rank has left in TensorFlow, or a driver, is gone with it. Hosts meet again
-before each start; those that do not come are left out, if enough ranks are.
+before each start, or are reached again by ssh; those that do not come are left
+out, if enough ranks are.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def _options_of(
         # they for it and those that it waits for.
         waits = options.restart_timeout + options.grace
         own.start_timeout = waits if options.node_rank == 0 else 2 * waits
+        if options.hosts:  # the connections have ended
+            own.start_timeout = options.restart_timeout
         if options.log_dir is not None:
             own.log_dir = pathlib.Path(options.log_dir, f"restart-{restarts}")
     return own

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +36,8 @@ _REMOTE = "tfdist_ext.launcher.remote_host"
 _FORWARDED = ("TFDIST_", "TF_", "KERAS_", "XLA_", "NCCL_", "OMP_")
 _KEPT = (secret_lib.VARIABLE, secret_lib.FILE_VARIABLE)
 _POLL_SECONDS = 0.2
+# From try to try to reach a host again.
+_AGAIN_SECONDS = 1.0
 # For the hosts to end and say why, after their ranks have had their grace.
 _LAST_WORDS_SECONDS = 10.0
 _SSH_FAILED = 255
@@ -46,6 +50,7 @@ class _Connection:
         self, host: Host, command: Sequence[str], lock: threading.Lock
     ) -> None:
         self.host = host
+        self.begun = time.monotonic()
         self.ports: list[int] | None = None
         self._lock = lock
         self._output: rank_output.Pump | None = None
@@ -93,10 +98,14 @@ class _Connection:
         self._errors.join(_POLL_SECONDS)
         said = b"; ".join(list(self._errors.tail)[-3:]).decode(errors="replace")
         code = self._process.returncode
-        return f"exit code {code}" + (f", {said}" if said else "")
+        how = f"host {self.host.login}: exit code {code}"
+        return how + (f", {said}" if said else "")
 
     def end(self) -> None:
         """Closes the connection; shows the rest of the output."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         if self.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -109,37 +118,49 @@ def run(
     hosts: Sequence[Host],
     options: argparse.Namespace,
     environment: Mapping[str, str],
-) -> int:
+) -> local_ranks.Ended:
     """Runs the ranks of all hosts until all have ended.
 
     Args:
         hosts: with at least one slot.
-        options: of the command line.
+        options: of the command line, of one start.
         environment: of this process.
 
     Returns:
-        0 if every rank succeeded; the exit code of the first host where one
-        has not, or 128 + the signal that this process got; 1 if not all hosts
-        could be reached.
+        How it ended. Its code is 0 if every rank succeeded; the exit code of
+        the first host where one has not, or 128 + the signal that this process
+        got; 1 if not all hosts could be reached.
     """
     signals = local_ranks.signals_to_fetch()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     lock = threading.Lock()
     with contextlib.ExitStack() as stack:
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
-        connections = []
-        for host in hosts:
+
+        def connect(host: Host) -> _Connection:
             command = _command(host, options, environment)
             connection = _Connection(host, command, lock)
             stack.callback(connection.end)
             connection.send(_job(host, options, environment))
-            connections.append(connection)
-        code, message = _place(connections, options.start_timeout)
-        if code is None:
-            code, message = _wait(connections, options.grace)
-    if message:
-        print(f"tfdist-run: {message}", file=sys.stderr, flush=True)
-    return code
+            return connection
+
+        connections = [connect(host) for host in hosts]
+        end = _reach(connections, connect, options)
+        if end is None:
+            _place(connections)
+            end = _wait(connections, options.grace)
+    if end.message:
+        print(f"tfdist-run: {end.message}", file=sys.stderr, flush=True)
+    return local_ranks.Ended(end.code, end.told)
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Why it ended: `message` is empty where every rank succeeded."""
+
+    code: int
+    message: str
+    told: bool = False
 
 
 def _command(
@@ -185,31 +206,60 @@ def _job(
     }
 
 
-def _place(
-    connections: Sequence[_Connection], timeout: float
-) -> tuple[int | None, str]:
-    """Waits for all hosts, then tells each where its ranks are.
+def _reach(
+    connections: list[_Connection],
+    connect: Callable[[Host], _Connection],
+    options: argparse.Namespace,
+) -> _End | None:
+    """Waits for all hosts; at a restart, without those that stay away.
+
+    Args:
+        connections: to every host; to those that are there, afterwards.
+        connect: makes another one, for one that has ended.
+        options: of the command line, of one start.
 
     Returns:
-        None, or the exit code with which this ends and why.
+        None, or why this ends.
     """
+    timeout = options.start_timeout
     deadline = time.monotonic() + timeout
     while missing := [each for each in connections if each.ports is None]:
         number = _stop_signal(0.05)
         if number:
-            return 128 + number, f"got {signal.Signals(number).name}"
-        for each in missing:
-            if each.poll() is not None and each.ports is None:
-                return 1, (
-                    f"cannot start ranks on host {each.host.login}: "
-                    f"{each.how_it_ended()}"
-                )
+            return _told(number)
+        failed = [each for each in missing if each.poll() is not None]
+        for each in failed:
+            if each.ports is not None:
+                continue
+            if not options.restarts:
+                return _End(1, f"cannot start ranks on {each.how_it_ended()}")
+            if time.monotonic() > each.begun + _AGAIN_SECONDS:
+                connections[connections.index(each)] = connect(each.host)
         if time.monotonic() > deadline:
+            there = [each for each in connections if each.ports is not None]
+            ranks = sum(each.host.slots for each in there)
             names = ", ".join(each.host.login for each in missing)
-            return 1, (
-                f"hosts {names} did not start within --start-timeout "
-                f"{timeout:g}"
+            if options.restarts and ranks >= (options.min_ranks or options.n):
+                print(
+                    f"tfdist-run: goes on with {ranks} ranks, without hosts "
+                    f"that did not come back: {names}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                connections[:] = there
+                return None
+            option = "--restart" if options.restarts else "--start"
+            why = "".join(f"; {each.how_it_ended()}" for each in failed)
+            return _End(
+                1,
+                f"hosts {names} did not start within {option}-timeout "
+                f"{timeout:g}{why}",
             )
+    return None
+
+
+def _place(connections: Sequence[_Connection]) -> None:
+    """Tells each host where its ranks are, and all others."""
     workers = [
         f"{each.host.name}:{port}"
         for each in connections
@@ -222,12 +272,11 @@ def _place(
         place = {"workers": workers, "first_rank": first_rank, "secret": secret}
         each.send(place)
         first_rank += each.host.slots
-    return None, ""
 
 
-def _wait(connections: Sequence[_Connection], grace: float) -> tuple[int, str]:
+def _wait(connections: Sequence[_Connection], grace: float) -> _End:
     """Waits for the ends of all hosts; a failure on one ends the others."""
-    code, message, deadline = 0, "", float("inf")
+    end, deadline = _End(0, ""), float("inf")
     while time.monotonic() < deadline:
         number = _stop_signal(_POLL_SECONDS)
         running = [each for each in connections if each.poll() is None]
@@ -235,22 +284,30 @@ def _wait(connections: Sequence[_Connection], grace: float) -> tuple[int, str]:
         if number:
             for each in running:
                 each.send({"signal": number})
-            patience = (0.0 if code else grace) + _LAST_WORDS_SECONDS
-            code = code or 128 + number
-            message = message or f"got {signal.Signals(number).name}"
+            patience = (0.0 if end.code else grace) + _LAST_WORDS_SECONDS
+            # After a failure that is what is said; nothing starts again.
+            end = dataclasses.replace(
+                end if end.code else _told(number), told=True
+            )
             deadline = min(deadline, time.monotonic() + patience)
-        elif failed is not None and not code:
+        elif failed is not None and not end.code:
             code = failed.poll() or 1
             message = f"ranks on host {failed.host.login} failed: exit code "
             message += f"{code}"
             if code == _SSH_FAILED:
                 message += ", or ssh has lost the connection"
+            end = _End(code, message)
             for each in running:
                 each.send({"ended": f"on another host: {message}"})
             deadline = time.monotonic() + grace + _LAST_WORDS_SECONDS
         if not running:
             break
-    return code, message
+    return end
+
+
+def _told(number: int) -> _End:
+    name = signal.Signals(number).name
+    return _End(128 + number, f"got {name}", told=True)
 
 
 def _failed(connections: Sequence[_Connection]) -> _Connection | None:
