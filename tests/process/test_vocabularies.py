@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabularies that grow: ranks train, and restore, what one process does."""
 
+import pathlib
+
 import pytest
 
 pytestmark = pytest.mark.process
+HERE = pathlib.Path(__file__).parent
 MODULE = "vocabulary_cases"
 
 
@@ -26,3 +29,10 @@ def saved(pools, tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "more"), [(4, 0), (1, 0), (2, 35)])
 def test_keys_rows_and_slots_are_restored(pools, saved, ranks, more):
     pools.run(f"{MODULE}.restore", saved, "adam", more, ranks=ranks)
+
+
+def test_a_rank_that_dies_in_a_step_takes_nothing_that_was_saved(
+    run_ranks, pools, saved, tmp_path
+):
+    run_ranks(HERE / "crash_while_growing.py", 2, saved, tmp_path)
+    pools.run(f"{MODULE}.go_on", saved, tmp_path, ranks=2)
