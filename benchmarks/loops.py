@@ -154,10 +154,15 @@ class CustomLoop:
 
 
 class FitLoop:
-    """`model.fit` without validation, metrics or progress bar."""
+    """`model.fit` without validation, metrics or progress bar.
+
+    Attributes:
+        callbacks: whose time counts.
+    """
 
     def __init__(self, trainee: Trainee):
         self.trainee = trainee
+        self.callbacks: list[tf.keras.callbacks.Callback] = []
         with trainee.variant.strategy.scope():
             trainee.model.compile(
                 optimizer=trainee.optimizer,
@@ -177,7 +182,7 @@ class FitLoop:
             epochs=1,
             steps_per_epoch=count,
             verbose=0,
-            callbacks=[timer],
+            callbacks=[*self.callbacks, timer],
         )
         return timer.seconds, []
 

@@ -20,6 +20,8 @@ _EXAMPLES = """\
 examples:
   python -m benchmarks.turns --workload timelines --ranks 4 --egress 100mbit \\
       --settings sharding=row sharding=auto sharding=auto,wire_dtype=bfloat16
+  python -m benchmarks.turns --workload timelines --ranks 2 --loop fit \\
+      --settings timeline=none timeline=waiting timeline=exchanges timeline=all
 """
 
 
@@ -37,7 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=parse_setting,
         required=True,
         metavar="NAME=VALUE,...",
-        help="of `run`, besides `sharding`, the end of a variant's name",
+        help="of `run`; besides `sharding`, the end of a variant's name, and "
+        "`timeline`, what callbacks.Timeline traces: `none` is none of them, "
+        "`waiting` no step, `exchanges`, `all`",
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="turns of each setting (5)"

@@ -64,6 +64,11 @@ def _prepare(
         options["batch"] * context.ranks,
     )
     loop = loops.LOOPS[options["loop"]](trainee)
+    if "timeline" in setting:
+        timeline = _timeline(context, setting["timeline"])
+        if not isinstance(loop, loops.FitLoop):
+            raise ValueError(f"{setting} needs --loop fit: it is a callback")
+        loop.callbacks = timeline
     if options["check_steps"]:
         found = check.check(context, trainee, loop)
         problem = errors.problem(
@@ -77,3 +82,19 @@ def _prepare(
     )
     loop.run(inputs, options["warm_up"])
     return loop, inputs
+
+
+def _timeline(
+    context: rank.RankContext, what: str
+) -> list[tfdist_ext.callbacks.Timeline]:
+    """The callback that traces all steps or, `waiting`, none of them."""
+    if what == "none":
+        return []
+    first = {"waiting": 10**9, "exchanges": 0, "all": 0}[what]
+    return [
+        tfdist_ext.callbacks.Timeline(
+            context.folder / "trace.json",
+            (first, 2 * 10**9),
+            kernels=what != "exchanges",
+        )
+    ]

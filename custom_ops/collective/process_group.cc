@@ -161,8 +161,10 @@ void ProcessGroup::Finish(const std::shared_ptr<Operation>& operation,
     label.bytes += operation->bytes_sent;
     label.seconds += seconds;
     if (traces() && traced_.size() < kMostTraced) {
-      traced_.push_back({operation->label, operation->kind, operation->start,
-                         end, operation->SentTo(), operation->ReceivedFrom()});
+      const auto call = static_cast<int64_t>(operation->channel->calls);
+      traced_.push_back({operation->label, operation->kind, operation->tag,
+                         call, operation->start, end, operation->SentTo(),
+                         operation->ReceivedFrom()});
     }
   }
   operation->Release();

@@ -58,6 +58,8 @@ struct GroupStats {
 struct TracedOperation {
   std::string label;
   Kind kind;
+  int64_t tag;  // with `call` the same on all ranks
+  int64_t call;
   int64_t start;  // of the clock of Now()
   int64_t end;
   std::vector<int64_t> sent_to;  // bytes, by peer

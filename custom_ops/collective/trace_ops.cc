@@ -22,6 +22,7 @@ REGISTER_OP("Tfdist>GroupTrace")
     .Input("on: bool")
     .Output("labels: string")
     .Output("kinds: string")
+    .Output("calls: int64")
     .Output("times: int64")
     .Output("bytes: int64")
     .SetIsStateful()
@@ -29,7 +30,8 @@ REGISTER_OP("Tfdist>GroupTrace")
       c->set_output(0, c->Vector(c->UnknownDim()));
       c->set_output(1, c->Vector(c->UnknownDim()));
       c->set_output(2, c->Matrix(c->UnknownDim(), 2));
-      c->set_output(3, c->UnknownShapeOfRank(3));
+      c->set_output(3, c->Matrix(c->UnknownDim(), 2));
+      c->set_output(4, c->UnknownShapeOfRank(3));
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -37,6 +39,7 @@ Notes every operation of a group from now on, or no more, and takes the notes.
 
 labels: of the operations that have ended since, in order.
 kinds: all_to_all and so on.
+calls: [operations, 2]: the tag and how many calls of it were before.
 times: [operations, 2]: start and end in nanoseconds of the host's steady clock.
 bytes: [operations, 2, ranks]: sent to each rank, and received from each.
 )doc");
@@ -52,17 +55,21 @@ class GroupTraceOp : public OpKernel {
     if (group != nullptr) traced = group->Trace(ctx->input(1).scalar<bool>()());
     const int64_t size = static_cast<int64_t>(traced.size());
     const int64_t ranks = group == nullptr ? 0 : group->world_size();
-    Tensor* outputs[4];
-    const TensorShape shapes[4] = {{size}, {size}, {size, 2}, {size, 2, ranks}};
-    for (int i = 0; i < 4; ++i) {
+    Tensor* outputs[5];
+    const TensorShape shapes[5] = {
+        {size}, {size}, {size, 2}, {size, 2}, {size, 2, ranks}};
+    for (int i = 0; i < 5; ++i) {
       OP_REQUIRES_OK(ctx, ctx->allocate_output(i, shapes[i], &outputs[i]));
     }
-    auto times = outputs[2]->matrix<int64_t>();
-    auto bytes = outputs[3]->tensor<int64_t, 3>();
+    auto calls = outputs[2]->matrix<int64_t>();
+    auto times = outputs[3]->matrix<int64_t>();
+    auto bytes = outputs[4]->tensor<int64_t, 3>();
     for (int64_t i = 0; i < size; ++i) {
       const TracedOperation& each = traced[i];
       outputs[0]->vec<tstring>()(i) = each.label;
       outputs[1]->vec<tstring>()(i) = KindName(each.kind);
+      calls(i, 0) = each.tag;
+      calls(i, 1) = each.call;
       times(i, 0) = each.start;
       times(i, 1) = each.end;
       for (int64_t rank = 0; rank < ranks; ++rank) {

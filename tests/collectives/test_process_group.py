@@ -157,6 +157,7 @@ def test_waits_and_bytes_are_known_by_rank(form):
             assert each.sent[rank] == each.received[rank] == 0
             there = [ended[peer][1][i].received[rank] for peer in range(4)]
             assert each.sent == there
+            assert (each.tag, each.call) == (2 * i, 0), each
         forward = [s > 0 for s in traced[1].sent]
         assert sum(forward) == {"": 3, "ring": 3, "tree": 2}[form], traced
 

@@ -19,7 +19,7 @@ from tfdist_ext.tracing import trace
 
 keras = tf.keras
 BATCH, STEPS, DIM = 8, 12, 4
-ROWS = {"users": 30, "items": 20}
+ROWS = {"users": 30, "items": 20, "days": 40}
 
 
 def data(poisoned=()):
@@ -41,6 +41,7 @@ def make_model(strategy, rate=0.1, **compiled):
     placements = {
         "users": placement.row_wise(ranks),
         "items": placement.grid(ranks // 2, 2),
+        "days": placement.data_parallel(),
         "words": placement.row_wise(ranks),
     }
     with strategy.scope():
@@ -180,27 +181,52 @@ def tables_are_reported(strategy, folder):
     assert reported == counts["admitted"]
     counted, edges = histograms[0]
     norms = np.linalg.norm(after["users"], axis=1)
+    edges[-1] *= 1 + 1e-6  # norms in float64 differ a little
     np.testing.assert_array_equal(counted, np.histogram(norms, edges)[0])
     strategy.collectives.barrier("written")
-    assert list((folder / "logs").glob("events*"))
-    # SGD at rate 1 moves a row by its gradient.
+    (events,) = (folder / "logs").glob("events*")
+    for name, figures in monitor.reports[4].items():
+        assert name.encode() in events.read_bytes(), (name, figures)
+    gradients_and_nan_are_seen(strategy, model, after)
+
+
+def gradients_and_nan_are_seen(strategy, model, before):
+    """SGD at rate 1 moves a row by its gradient; the next one is NaN."""
+    layer = model.get_layer("embedding")
     with strategy.scope():
         optimizer = tfdist_ext.optimizers.SGD(1.0)
         model.compile(optimizer, "mse")
-    monitor = EmbeddingMonitor(["items", "users"])
-    history = model.fit(data().take(1), verbose=0, callbacks=[monitor]).history
-    moved = {n: t.numpy() for n, t in layer.get_embedding_tables().items()}
-    for name in ("items", "users"):
+    tables = []
+
+    def keep(batch, logs):
+        found = layer.get_embedding_tables().items()
+        tables.append({name: table.numpy() for name, table in found})
+
+    monitor = EmbeddingMonitor([*ROWS], every=1)
+    keeps = keras.callbacks.LambdaCallback(on_train_batch_end=keep)
+    model.fit(data((1,)).take(2), verbose=0, callbacks=[monitor, keeps])
+    for name in ROWS:
         np.testing.assert_allclose(
-            history[f"{name}/gradient_norm"],
-            np.linalg.norm(moved[name] - after[name]),
+            monitor.reports[1][f"{name}/gradient_norm"],
+            np.linalg.norm(tables[0][name] - before[name]),
             rtol=1e-4,
         )
+        wrong = ~np.isfinite(tables[1][name]).all(axis=1)
+        assert 0 < wrong.sum() < len(wrong)
+        assert np.isclose(monitor.reports[2][f"{name}/nan"], wrong.mean())
+        longest = np.linalg.norm(tables[1][name][~wrong], axis=1).max()
+        assert np.isclose(monitor.reports[2][f"{name}/max_norm"], longest)
     try:
         model.fit(data(), callbacks=[EmbeddingMonitor(["cats"])], verbose=0)
         raise AssertionError("was not refused")
     except ValueError as error:
-        assert "has the tables ['items', 'users', 'words']" in str(error)
+        known = "['days', 'items', 'users', 'words']"
+        assert f"has the tables {known}" in str(error)
+    try:
+        monitor.histogram("cats")
+        raise AssertionError("was not refused")
+    except ValueError as error:
+        assert "watches the tables ['days', 'items', 'users']" in str(error)
 
 
 def slow_rank_is_seen(strategy, folder):
@@ -222,7 +248,22 @@ def slow_rank_is_seen(strategy, folder):
         steps = [e.name for e in mine if e.kind == trace.STEP]
         assert steps == ["step 4", "step 5", "step 6", "step 7"]
         ids = [e for e in mine if e.name == "embedding/ids"]
-        assert len(ids) == 4 and all(e.more["bytes_sent"] for e in ids)
+        assert len(ids) == 4
+        for each in ids:
+            sent = each.more["sent_to"]
+            assert sum(sent.values()) == each.more["bytes_sent"]
+            assert set(sent) == {f"rank {r}" for r in ranks if r != rank}
+        last = [e.more["came_last"] for e in ids]
+        # Others are late where the profiler starts.
+        assert max(last, key=last.count) == "rank 1", last
+        received = [e.more["received_from"].get("rank 0") for e in ids]
+        if rank == 1:
+            others = [
+                e.more["sent_to"]["rank 1"]
+                for e in events
+                if e.rank == 0 and e.name == "embedding/ids"
+            ]
+            assert received == others
         assert any(e.name == "Tfdist>Lookup" for e in mine)
         waited = sum(e.more.get("waited_us", 0.0) for e in mine)
         assert (waited > 4 * 100e3) == (rank != 1), (rank, waited)

@@ -13,6 +13,10 @@ from tfdist_ext.tracing.trace import STEP
 from tfdist_ext.tracing.trace import Event
 
 
+def call(step):
+    return {"call": f"2/{step}"}
+
+
 def events(late=0.0, lookup=1000.0):
     """Two steps of 10 ms of two ranks; rank 1 reads its input so much later."""
     found = []
@@ -25,13 +29,13 @@ def events(late=0.0, lookup=1000.0):
                 Event(rank, STEP, f"step {step}", begin, last + 500),
                 Event(rank, KERNEL, "IteratorGetNext", begin, first),
                 Event(rank, KERNEL, "Tfdist>Lookup", first, first + lookup),
-                Event(rank, EXCHANGE, "ids", first + lookup, last),
+                Event(rank, EXCHANGE, "ids", first + lookup, last, call(step)),
                 Event(rank, KERNEL, "Tfdist>ApplyRowSgd", last, last + 400),
             ]
     for event in found:
         waited = bounds.waits(found).get(id(event))
         if waited is not None:
-            event.more["waited_us"] = waited
+            event.more["waited_us"] = waited[0]
     return found
 
 
@@ -70,6 +74,19 @@ def test_without_a_late_rank_the_kind_of_work_is_named():
     assert "Bound by link: 3.00 ms of 4.60" in bounds.report(events())
     assert "Bound by lookup: 9.00 ms" in bounds.report(events(lookup=9000.0))
     assert bounds.report([]) == "The trace has no steps."
+
+
+def test_exchanges_are_told_apart_by_their_calls():
+    """One was under way when the trace began, and had ended on rank 0."""
+    whole = events(late=5000.0)
+    early = Event(1, EXCHANGE, "ids", -900.0, -800.0, {"call": "2/-1"})
+    assert (
+        bounds.report([early, *whole]).splitlines()[2:3]
+        == (bounds.report(whole).splitlines()[2:3])
+    )
+    found = bounds.waits([early, *whole])
+    assert id(early) not in found
+    assert {last for _, last in found.values()} == {1}
 
 
 def test_what_is_no_trace_is_said(tmp_path, capsys):

@@ -49,7 +49,7 @@ class GradientNorms:
         self._wanted.assign(wanted)
 
     def squares(self) -> Any:
-        """float32 `[variables]`, of the last step that noted them.
+        """float64 `[variables]`, of the last step that noted them.
 
         Where a variable is a part of a table, those of this rank's part.
         """
@@ -62,11 +62,11 @@ class GradientNorms:
             variables = self._find()
             self._places = {id(value_of(v)): i for i, v in enumerate(variables)}
             with tf.init_scope():
-                zeros = tf.zeros([len(variables)])
+                zeros = tf.zeros([len(variables)], tf.float64)
                 self._squares = tf.Variable(zeros, **_OF_THIS_RANK)
 
         def note() -> bool:
-            squares = [tf.zeros([])] * len(self._places)
+            squares = [tf.zeros([], tf.float64)] * len(self._places)
             for gradient, variable in pairs:
                 place = self._places.get(id(value_of(variable)))
                 if place is not None:
@@ -82,7 +82,8 @@ class GradientNorms:
             gradient = self._of_all_ranks(gradient)
         gradient = without_duplicates(gradient)
         values = getattr(gradient, "values", gradient)
-        return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+        # Squares of what diverges soon leave float32.
+        return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
     def _of_all_ranks(self, gradient: Any) -> Any:
         """The gradient of a variable that every rank holds whole."""

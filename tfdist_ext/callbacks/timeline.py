@@ -32,9 +32,9 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Writes what all ranks do in some steps into one trace, on one clock.
 
     The file is for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
-    Every rank has its steps; its exchanges with their bytes and how long they
-    waited for the last rank to come; and the ops that it ran. `tfdist-report
-    trace FILE` says what bounds the steps.
+    Every rank has its steps; its exchanges with their bytes, by peer, and how
+    long they waited for the rank that came last; and the ops that it ran.
+    `tfdist-report trace FILE` says what bounds the steps.
 
     Clocks of ranks are compared by 20 exchanges before the first step; how far
     they may be wrong is in the file. Outside of these steps it does nothing.
@@ -151,6 +151,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
             for each in self._collectives.group.trace(False):
                 more = {
                     "kind": each.kind,
+                    "call": f"{each.tag}/{each.call}",
                     "bytes_sent": sum(each.sent),
                     "bytes_received": sum(each.received),
                     "sent_to": _by_rank(each.sent),
@@ -171,7 +172,9 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         waited = bounds.waits(events)
         for event in events:
             if id(event) in waited:
-                event.more["waited_us"] = round(waited[id(event)], 3)
+                microseconds, last = waited[id(event)]
+                event.more["waited_us"] = round(microseconds, 3)
+                event.more["came_last"] = f"rank {last}"
         trace.write(self._path, events, self._errors)
 
     def _note(

@@ -80,13 +80,10 @@ class WatchedTable:
         return self._spec.partitioned or self.counts
 
     def norms(self) -> np.ndarray:
-        """Norms of this rank's rows, float32 `[n]`; all ranks call."""
+        """Norms of this rank's rows, float64 `[n]`; all ranks call."""
         squares = np.concatenate(
-            [np.zeros([0], np.float32)]
-            + [
-                np.einsum("ij,ij->i", block, block)
-                for block in map(_as_floats, self._blocks())
-            ]
+            [np.zeros([0])]
+            + [_squares(_as_floats(block)) for block in self._blocks()]
         )
         if self._spec.column_parts > 1:
             assert self._collectives is not None
@@ -156,6 +153,15 @@ def tables_of(
                     feature.spec, variable, collectives
                 )
     return list(found.values())
+
+
+def _squares(block: np.ndarray) -> np.ndarray:
+    """Sums of the squares of rows, float64 `[n]`."""
+    found = np.einsum("ij,ij->i", block, block).astype(np.float64)
+    # Those of finite numbers may be too large for float32.
+    large = np.flatnonzero(~np.isfinite(found))
+    found[large] = np.square(block[large].astype(np.float64)).sum(axis=1)
+    return found
 
 
 def _as_floats(block: tf.Tensor) -> np.ndarray:

@@ -148,6 +148,8 @@ class Traced(NamedTuple):
     Attributes:
         label: of the exchange.
         kind: all_to_all and so on.
+        tag: of the exchange, the same on all ranks.
+        call: how many of the tag were before, likewise.
         start: in nanoseconds of `time.monotonic_ns`.
         end: likewise.
         sent: bytes to each rank.
@@ -156,6 +158,8 @@ class Traced(NamedTuple):
 
     label: str
     kind: str
+    tag: int
+    call: int
     start: int
     end: int
     sent: list[int]
@@ -180,11 +184,14 @@ def group_trace(handle: int, on: bool) -> list[Traced]:
         [text.decode() for text in each.numpy().tolist()]
         for each in (found.labels, found.kinds)
     )
-    times, peers = found.times.numpy().tolist(), found.bytes.numpy().tolist()
+    calls, times, peers = (
+        each.numpy().tolist()
+        for each in (found.calls, found.times, found.bytes)
+    )
     return [
-        Traced(label, kind, *when, *by_peer)
-        for label, kind, when, by_peer in zip(
-            labels, kinds, times, peers, strict=True
+        Traced(label, kind, *call, *when, *by_peer)
+        for label, kind, call, when, by_peer in zip(
+            labels, kinds, calls, times, peers, strict=True
         )
     ]
 

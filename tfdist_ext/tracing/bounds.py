@@ -150,36 +150,33 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def waits(events: Sequence[Event]) -> dict[int, float]:
+def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
     """Microseconds that each exchange of a rank began before the last's.
 
-    Exchanges of a label are the same on all ranks in their order.
-
     Returns:
-        By the identity of the event.
+        By the identity of the event, with the rank that came last.
     """
     found = {}
     for group in _together(events):
-        last = max(event.start for event in group)
+        last = max(group, key=lambda event: event.start)
         for event in group:
-            waited = min(last, event.end) - event.start
-            found[id(event)] = max(waited, 0.0)
+            waited = min(last.start, event.end) - event.start
+            found[id(event)] = max(waited, 0.0), last.rank
     return found
 
 
 def _together(events: Sequence[Event]) -> list[list[Event]]:
-    """The exchanges that are one, of all ranks."""
-    by_rank: dict[str, dict[int, list[Event]]] = collections.defaultdict(
-        lambda: collections.defaultdict(list)
-    )
-    for event in sorted(events, key=lambda each: each.start):
+    """The exchanges that are one, of all ranks.
+
+    One that has begun before the trace is left out: it may have ended before
+    on some of the ranks.
+    """
+    calls: dict[str, list[Event]] = collections.defaultdict(list)
+    ranks = {event.rank for event in events}
+    for event in events:
         if event.kind == EXCHANGE:
-            by_rank[event.name][event.rank].append(event)
-    return [
-        list(group)
-        for ranks in by_rank.values()
-        for group in zip(*ranks.values(), strict=False)
-    ]
+            calls[event.more["call"]].append(event)
+    return [group for group in calls.values() if len(group) == len(ranks)]
 
 
 def _lateness(events: Sequence[Event], steps: int) -> dict[int, float]:
