@@ -24,6 +24,7 @@ PRIVATE_MODULES = {
     "tensorflow.python.autograph.core.config_lib",
     "tensorflow.python.checkpoint.functional_saver",
     "tensorflow.python.data.experimental.ops.distribute",
+    "tensorflow.python.data.ops.prefetch_op",
     "tensorflow.python.distribute.collective_all_reduce_strategy",
     "tensorflow.python.distribute.distribute_lib",
     "tensorflow.python.distribute.values",

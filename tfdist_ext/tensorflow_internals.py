@@ -16,6 +16,7 @@ from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core import config_lib as autograph_rules
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
+from tensorflow.python.data.ops import prefetch_op
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
@@ -173,6 +174,11 @@ def batch_size_of(dataset: tf.data.Dataset) -> int:
         return int(data_ops.compute_batch_size(dataset))
     except IndexError:  # elements are scalars
         return -1
+
+
+def reads_ahead(dataset: tf.data.Dataset) -> bool:
+    """Whether `prefetch` is the last that is done to a dataset."""
+    return isinstance(dataset, prefetch_op._PrefetchDataset)
 
 
 def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:

@@ -17,6 +17,7 @@ from tfdist_ext.batches import whole_batch
 from tfdist_ext.collectives import step as step_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
+from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.sharding import kernel_reads
@@ -77,6 +78,25 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             cluster_resolver, worker_device
         )
         return devices[:1], kind
+
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> Any:
+        # Called in a process alone: with ranks there is more to it.
+        if self._stays_here(options) or input_lib.has_optional(dataset):
+            return input_lib.read_ahead(dataset)
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable[[Any], tf.data.Dataset], options: Any
+    ) -> Any:
+        if self._stays_here(options):
+            return input_lib.read_ahead(dataset_fn(self._make_input_context()))
+        return super()._distribute_datasets_from_function(dataset_fn, options)
+
+    def _stays_here(self, options: Any) -> bool:
+        """Whether no batch is copied to a device."""
+        return options is None and "CPU" in self.worker_devices[0]
 
     def _create_variable(
         self, next_creator: Callable[..., tf.Variable], **kwargs: Any

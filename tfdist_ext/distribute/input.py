@@ -127,6 +127,19 @@ def has_optional(dataset: tf.data.Dataset) -> bool:
     return any(isinstance(spec, tf.OptionalSpec) for spec in flat)
 
 
+def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset for one process alone, read while a step runs.
+
+    It stays one of plain tf.data. Stock's iterators for devices are made of a
+    dozen functions, which are traced for every loop, and ask a thread and
+    several ops at every step.
+
+    Args:
+        dataset: of any batches.
+    """
+    return dataset if internals.reads_ahead(dataset) else dataset.prefetch(1)
+
+
 def own_batches(
     dataset: tf.data.Dataset, collectives: Collectives, name: str
 ) -> tf.data.Dataset:

@@ -321,8 +321,6 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             ValueError: where ranks read data that do not go together.
         """
         if self.collectives is None:
-            if input_lib.has_optional(dataset):  # which stock cannot read
-                return dataset
             return super().experimental_distribute_dataset(dataset, options)
         if marks.is_distributed(dataset):
             return dataset
