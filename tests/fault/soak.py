@@ -4,9 +4,9 @@
     python -m tests.fault.soak --minutes 60 --ranks 4 --seed 1
 
 A job under `tfdist-run --max-restarts` is disturbed again and again: a rank is
-killed, stopped, or told to end; the last checkpoint is torn; a disk is full, or
-slow. Each time the cause must be named and training must go on; in the end the
-weights must be those of a job that nobody has disturbed, bit by bit.
+killed, stopped, cut off, or told to end; the last checkpoint is torn; a disk is
+full, or slow. Each time the cause must be named and training must go on; in the
+end the weights must be those of a job that nobody has disturbed, bit by bit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tfdist_ext.checkpoints import kept
 PROGRAM = pathlib.Path(__file__).with_name("soak_rank.py")
 # A step's seconds while it is disturbed; that something must happen within.
 STEP, LIMIT = 0.1, 120.0
+EVERY = 5  # steps from checkpoint to checkpoint
 
 
 class Job:
@@ -41,6 +42,7 @@ class Job:
         folder: for all that the job writes.
         ranks: how many.
         steps: that it trains.
+        every: from checkpoint to checkpoint.
     """
 
     def __init__(
@@ -50,23 +52,27 @@ class Job:
         folder: pathlib.Path,
         ranks: int,
         steps: int,
+        every: int,
     ) -> None:
         folder.mkdir()
         self.folder, self.ranks = folder, ranks
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*launcher, str(PROGRAM), str(folder), str(steps), str(STEP)],
+                [*launcher, *map(str, (PROGRAM, folder, steps, STEP, every))],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
 
+    def last(self) -> kept.Kept:
+        """The last checkpoint, full or not."""
+        return next(iter(kept.found_in(str(self.folder / "run"))), kept.Kept(0))
+
     def step(self) -> int:
         """The step of the last checkpoint."""
-        found = kept.found_in(str(self.folder / "run"))
-        return found[0].step if found else 0
+        return self.last().step
 
     def goes_on(self, steps: int = 10) -> None:
         """Waits until some steps more have been saved, or all are trained."""
@@ -121,6 +127,12 @@ def stop(job: Job, rank: int) -> str:
     return f"rank {rank} (127.0.0.1:"
 
 
+def cut(job: Job, rank: int) -> str:
+    """Loses all its connections, and lives; the others name it."""
+    (job.folder / f"cut-{rank}").touch()
+    return f"rank {rank} (127.0.0.1:"
+
+
 def tell(job: Job, rank: int) -> str:
     job.signal(rank, signal.SIGTERM)
     return "Resume: got SIGTERM; saved"
@@ -131,7 +143,7 @@ def tear(job: Job, rank: int) -> str:
     for number in range(job.ranks):
         job.signal(number, signal.SIGSTOP)
     run = job.folder / "run"
-    index = run / f"ckpt-{job.step()}.index"
+    index = run / f"{job.last().name}.index"
     os.truncate(index, index.stat().st_size // 2)
     for number in range(job.ranks):
         job.signal(number, signal.SIGKILL)
@@ -148,7 +160,7 @@ def slow(job: Job, rank: int) -> str:
     return ""
 
 
-FAULTS = (kill, stop, tell, tear, full, slow)
+FAULTS = (kill, stop, cut, tell, tear, full, slow)
 
 
 def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
@@ -158,24 +170,25 @@ def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
     if job.ended():
         return
     job.says(fault(job, rank), since)
-    for file in (*job.folder.glob("full-*"), *job.folder.glob("slow-*")):
-        file.unlink()
+    for kind in ("full", "slow", "cut"):
+        for file in job.folder.glob(f"{kind}-*"):
+            file.unlink(missing_ok=True)
     job.goes_on()
 
 
 def soak(
-    make: Callable[[str, int], Job],
+    make: Callable[[str, int, int], Job],
     faults: list[Callable[[Job, int], str]],
     dice: random.Random,
     steps: int,
 ) -> None:
     """Disturbs one of two jobs, which must come to the same weights."""
-    straight = make("straight", steps)
+    straight = make("straight", steps, 20 * EVERY)
     try:
         expected = straight.finish()
     finally:
         straight.kill()
-    job = make("disturbed", steps)
+    job = make("disturbed", steps, EVERY)
     try:
         for number, fault in enumerate(faults):
             rank = dice.randrange(job.ranks)
@@ -213,12 +226,13 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
 
-        def make(name: str, steps: int) -> Job:
+        def make(name: str, steps: int, every: int) -> Job:
             path = pathlib.Path(folder, name)
             command = launcher(options.ranks, len(faults))
-            return Job(command, dict(os.environ), path, options.ranks, steps)
+            environment = dict(os.environ)
+            return Job(command, environment, path, options.ranks, steps, every)
 
-        steps = int(options.minutes * 60 / STEP * 2) // 20 * 20
+        steps = int(options.minutes * 60 / STEP) // 20 * 20
         soak(make, faults, dice, steps)
     print(f"{len(faults)} faults, nothing lost")
 

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a job that is disturbed and must come to the same weights.
 
-Usage: soak_rank.py FOLDER STEPS SECONDS
+Usage: soak_rank.py FOLDER STEPS SECONDS EVERY
 
-Trains STEPS steps of at least SECONDS each, until a file `hurry` is there.
-Heeds files `full-R` (rank R cannot write more than a few bytes to a file) and
-`slow-R` (what rank R writes takes two seconds). Rank 0 leaves the weights.
+Trains STEPS steps of at least SECONDS each, until a file `hurry` is there, and
+saves after EVERY. Heeds files `full-R` (rank R cannot write more than a few
+bytes to a file), `slow-R` (what rank R writes takes two seconds) and `cut-R`
+(rank R loses its connections, once). Rank 0 leaves the weights.
 """
 
+import contextlib
 import os
 import pathlib
 import resource
+import socket
 import sys
+import threading
 import time
 
 import numpy as np
@@ -22,7 +26,7 @@ from tfdist_ext.callbacks import Resume
 from tfdist_ext.checkpoints import writing
 
 keras = tf.keras
-ROWS, BATCH, EPOCH = 64, 8, 20
+ROWS, BATCH, EPOCH = 2000, 8, 20
 FULL = 64  # bytes
 
 
@@ -54,6 +58,21 @@ def slow_down(folder, rank):
     writing.Parts.write = slow
 
 
+def be_cut(folder, rank):
+    """Ends all connections of this process, when the file says so."""
+    file = folder / f"cut-{rank}"
+    while not file.exists():
+        time.sleep(0.05)
+    file.unlink(missing_ok=True)
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family == socket.AF_INET:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
 def main():
     folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     keras.utils.set_random_seed(1)
@@ -61,6 +80,7 @@ def main():
     rank = strategy.rank
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     slow_down(folder, rank)
+    threading.Thread(target=be_cut, args=(folder, rank), daemon=True).start()
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -81,7 +101,7 @@ def main():
         epochs=steps // EPOCH,
         verbose=0,
         callbacks=[
-            Resume(folder / "run", every=5),
+            Resume(folder / "run", every=int(sys.argv[4]), deltas=3),
             Disturbed(folder, rank, float(sys.argv[3])),
         ],
     )

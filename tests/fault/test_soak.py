@@ -22,7 +22,8 @@ def test_nothing_is_lost(servers, tmp_path):
     ]
     environment = servers.environment(3, RANKS)
 
-    def make(name, steps):
-        return soak.Job(launcher, environment, tmp_path / name, RANKS, steps)
+    def make(name, steps, every):
+        folder = tmp_path / name
+        return soak.Job(launcher, environment, folder, RANKS, steps, every)
 
     soak.soak(make, faults, dice, STEPS)
