@@ -31,13 +31,14 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-asan \
-    test-tsan fuzz soak coverage build library environment lint format docs wheel \
-    bench gpu-check clean
+    test-tsan test-horovod fuzz soak coverage build library environment lint \
+    format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan test-tsan fuzz soak coverage wheel bench gpu-check clean'
+	    'test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
+	    'gpu-check clean'
 
 demo: build
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
@@ -87,6 +88,25 @@ test-asan: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
 	$(WITH_ASAN) $(PYTEST) tests/ops tests/collectives \
 	    -m 'not process and not fault'
+
+# Horovod beside the environment: its launcher alone, and all of it, built for
+# this TensorFlow. Where it cannot be imported its tests would only be skipped.
+HOROVOD = $(CURDIR)/build/horovod-$(TF)
+HOROVOD_TESTS = -m pytest $(PYTEST_ARGS) tests/process/test_other_launchers.py
+test-horovod: build $(HOROVOD)/.built
+	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python -c 'import horovod.runner'
+	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python $(HOROVOD_TESTS) \
+	    -k test_horovodrun
+	PYTHONPATH=$(HOROVOD)/library $(BIN)/python -c 'import horovod.tensorflow'
+	PYTHONPATH=$(HOROVOD)/library $(BIN)/python $(HOROVOD_TESTS) \
+	    -k 'test_horovodrun or test_horovod_carries'
+
+$(HOROVOD)/.built: $(VENV)/.installed build_ops/horovod.sh
+	rm -rf $(HOROVOD)
+	HOROVOD_WITHOUT_TENSORFLOW=1 build_ops/horovod.sh $(BIN)/python \
+	    --target $(HOROVOD)/launcher
+	build_ops/horovod.sh $(BIN)/python --target $(HOROVOD)/library
+	@touch $@
 
 # For a night: damaged handshakes, messages, ids and plans, so many of each.
 FUZZ_INPUTS = 1000000

@@ -158,11 +158,13 @@ class FitLoop:
 
     Attributes:
         callbacks: whose time counts.
+        cpu_seconds: of this process in each step of the last run.
     """
 
     def __init__(self, trainee: Trainee):
         self.trainee = trainee
         self.callbacks: list[tf.keras.callbacks.Callback] = []
+        self.cpu_seconds: list[float] = []
         with trainee.variant.strategy.scope():
             trainee.model.compile(
                 optimizer=trainee.optimizer,
@@ -184,6 +186,7 @@ class FitLoop:
             verbose=0,
             callbacks=[*self.callbacks, timer],
         )
+        self.cpu_seconds = timer.cpu_seconds
         return timer.seconds, []
 
     def _distributed(
@@ -204,10 +207,12 @@ class StepTimer(tf.keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts the clock."""
         self.last = time.perf_counter()
+        self.last_cpu = time.process_time()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Takes the time; reading the loss waits for the step."""
@@ -216,6 +221,9 @@ class StepTimer(tf.keras.callbacks.Callback):
         now = time.perf_counter()
         self.seconds.append(now - self.last)
         self.last = now
+        now = time.process_time()
+        self.cpu_seconds.append(now - self.last_cpu)
+        self.last_cpu = now
 
 
 LOOPS = {"custom": CustomLoop, "fit": FitLoop}

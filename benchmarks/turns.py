@@ -21,7 +21,7 @@ examples:
   python -m benchmarks.turns --workload timelines --ranks 4 --egress 100mbit \\
       --settings sharding=row sharding=auto sharding=auto,wire_dtype=bfloat16
   python -m benchmarks.turns --workload timelines --ranks 2 --loop fit \\
-      --settings timeline=none timeline=waiting timeline=exchanges timeline=all
+      --settings sharding=row,timeline=none sharding=row,timeline=all
 """
 
 
@@ -76,10 +76,12 @@ def table(
 ) -> str:
     """A line per setting, of several ranks the worst.
 
-    `ms/step` is the median of the rounds, between the fastest and the slowest.
+    `ms/step` is the median of the rounds, between the fastest and the slowest;
+    `cpu ms` that of processor time, which others on the machine disturb less.
     """
     lines = [
-        f"{'ms/step':>9}{'of':>18}{'gain':>6}{'MB':>9}{'less':>6}  setting"
+        f"{'ms/step':>9}{'of':>18}{'gain':>6}{'cpu ms':>9}{'MB':>9}"
+        f"{'less':>6}  setting"
     ]
     first: tuple[float, float] | None = None
     for index, setting in enumerate(settings):
@@ -94,13 +96,19 @@ def table(
             )
             for r in results
         )
+        cpu = max(
+            statistics.median(
+                found[str(index)]["per_step"]["cpu_ms"] for found in r["rounds"]
+            )
+            for r in results
+        )
         time = statistics.median(times)
         first = first or (time, sent)
         spread = f"{min(times):.2f} - {max(times):.2f}"
         less = f"{1 - sent / first[1]:.0%}" if first[1] else "-"
         name = ",".join(f"{key}={value}" for key, value in setting.items())
         lines.append(
-            f"{time:>9.2f}{spread:>18}{1 - time / first[0]:>6.0%}"
+            f"{time:>9.2f}{spread:>18}{1 - time / first[0]:>6.0%}{cpu:>9.2f}"
             f"{sent / report.MEGABYTE:>9.4f}{less:>6}  {name}"
         )
     return "\n".join(lines)

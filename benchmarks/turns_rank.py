@@ -42,9 +42,14 @@ def run_rank(context: rank.RankContext) -> dict[str, Any]:
             seconds, _ = loop.run(inputs, steps)
             context.barrier(f"turned {turn}.{index}")
             after = measure.sample(context.interface)
+            per_step = measure.per_step(before, after, steps)
+            if isinstance(loop, loops.FitLoop):
+                # Without what `fit` does before and after.
+                cpu = measure.quantiles_ms(loop.cpu_seconds)["p50"]
+                per_step["cpu_ms"] = cpu
             found[str(index)] = {
                 "p50": measure.quantiles_ms(seconds)["p50"],
-                "per_step": measure.per_step(before, after, steps),
+                "per_step": per_step,
             }
         rounds.append(found)
     return {"rounds": rounds}

@@ -6,7 +6,8 @@
 #   PIP_OPTIONS  for pip install, as --target DIR
 # Horovod's own variables choose what is built; without them it is Gloo on
 # processors. HOROVOD_WITHOUT_MPI=0 leaves MPI to Horovod's own search and
-# HOROVOD_GPU_OPERATIONS=NCCL adds NCCL.
+# HOROVOD_GPU_OPERATIONS=NCCL adds NCCL; HOROVOD_WITHOUT_TENSORFLOW=1 installs
+# nothing but its launcher, horovodrun.
 set -euo pipefail
 python=$1
 shift
@@ -32,6 +33,13 @@ trap 'rm -rf "$folder"' EXIT
   --no-build-isolation -d "$folder" "horovod==$version"
 tar -xzf "$folder/horovod-$version.tar.gz" -C "$folder"
 source=$folder/horovod-$version
+export HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
+if [ "${HOROVOD_WITHOUT_TENSORFLOW:-0}" = 1 ]; then
+  export HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_GLOO=1
+  "$python" -m pip install --no-build-isolation --no-deps "$@" "$source"
+  echo "The launcher of Horovod $version is installed, without its library."
+  exit
+fi
 
 # From TensorFlow 2.19 on its wheel lacks headers of XLA that this file needs.
 # Without it Horovod's operations cannot be compiled by XLA; all others are
@@ -46,7 +54,6 @@ fi
 sed -i "s/^$before\$/$after/" "$source/$file"
 
 export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_GLOO=1
-export HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
 if [ "${HOROVOD_WITHOUT_MPI:-1}" = 1 ]; then
   export HOROVOD_WITHOUT_MPI=1
 else

@@ -28,7 +28,10 @@ def _rank(*settings):
             {
                 str(index): {
                     "p50": time,
-                    "per_step": {"egress_bytes": settings[index][1]},
+                    "per_step": {
+                        "egress_bytes": settings[index][1],
+                        "cpu_ms": 2 * time,
+                    },
                 }
                 for index, time in enumerate(times)
             }
@@ -45,10 +48,10 @@ def test_the_slowest_rank_of_each_round_counts():
     settings = [{"sharding": "row"}, {"sharding": "auto", "wire_packing": True}]
     _, first, second = turns.table(settings, results).splitlines()
     assert first.split() == [
-        *("12.00", "11.00", "-", "30.00", "0%", "2.0000", "0%"),
+        *("12.00", "11.00", "-", "30.00", "0%", "24.00", "2.0000", "0%"),
         "sharding=row",
     ]
     assert second.split() == [
-        *("6.00", "5.00", "-", "9.00", "50%", "1.5000", "25%"),
+        *("6.00", "5.00", "-", "9.00", "50%", "10.00", "1.5000", "25%"),
         "sharding=auto,wire_packing=True",
     ]
