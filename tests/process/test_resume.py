@@ -18,17 +18,15 @@ def test_goes_on_at_another_number_of_ranks(run_scenario, begun, ended):
     run_scenario(end, weights, ranks=ended, keras=3)
 
 
-@pytest.mark.parametrize(("ranks", "keras"), [(2, 3)])
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 2)])
 def test_falls_back_over_deltas(run_scenario, ranks, keras):
     scenario = "delta_checkpoint_scenarios.falls_back"
     run_scenario(scenario, ranks=ranks, keras=keras)
 
 
-@pytest.mark.parametrize(
-    ("begun", "ended", "keras"), [(4, 1, 3), (1, 2, 3), (2, 4, 2)]
-)
-def test_deltas_at_another_number_of_ranks(run_scenario, begun, ended, keras):
+@pytest.mark.parametrize(("begun", "ended"), [(4, 1), (1, 2)])
+def test_deltas_at_another_number_of_ranks(run_scenario, begun, ended):
     scenarios = "delta_checkpoint_scenarios"
     begin, end = f"{scenarios}.begin", f"{scenarios}.end"
-    states, *_ = run_scenario(begin, ranks=begun, keras=keras)
-    run_scenario(end, *states, ranks=ended, keras=keras)
+    states, *_ = run_scenario(begin, ranks=begun, keras=3)
+    run_scenario(end, *states, ranks=ended, keras=3)
