@@ -29,7 +29,7 @@ from tfdist_ext.checkpoints import kept
 
 PROGRAM = pathlib.Path(__file__).with_name("soak_rank.py")
 # A step's seconds while it is disturbed; that something must happen within.
-STEP, LIMIT = 0.1, 120.0
+STEP, LIMIT = 0.1, 300.0
 EVERY = 5  # steps from checkpoint to checkpoint
 
 
