@@ -98,15 +98,17 @@ class Collectives:
                 "of the program train, evaluate and predict."
             )
         self._stepping_thread = me
-        self._steps.append(step)
-        try:
-            yield step
-        finally:
-            self._steps.pop()
-        if step.exchanges and not tf.executing_eagerly():
-            # With their numbers and its role the tags are equal too.
-            lines = (f"step {step.role}", *step.exchanges)
-            self._compare_exchanges(lines)
+        # In Keras's loops, which are more than a step, that does nothing.
+        with self.together(f"step `{step.role}`"):
+            self._steps.append(step)
+            try:
+                yield step
+            finally:
+                self._steps.pop()
+            if step.exchanges and not tf.executing_eagerly():
+                # With their numbers and its role the tags are equal too.
+                lines = (f"step {step.role}", *step.exchanges)
+                self._compare_exchanges(lines)
 
     @contextlib.contextmanager
     def rehearsing(self, graph: tf.Graph) -> Iterator[None]:

@@ -15,6 +15,7 @@ from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers.index_model import IndexModel
+from tfdist_ext.retrieval import alike
 from tfdist_ext.retrieval import own_rows
 from tfdist_ext.retrieval import search
 from tfdist_ext.retrieval.own_rows import OwnRows
@@ -112,6 +113,11 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             self._strategy = tf.distribute.get_strategy()
             self._collectives = collectives_lib.active()
 
+    @alike.on_all_ranks
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Searches, see `call`."""
+        return super().__call__(*args, **kwargs)
+
     @property
     def candidate_embeddings(self) -> Any:
         """What the candidates were given as; may be set, see `index`."""
@@ -121,6 +127,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def candidate_embeddings(self, value: Any) -> None:
         self.index(value)
 
+    @alike.on_all_ranks
     def index(
         self,
         candidates: Any,
@@ -148,11 +155,16 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         Raises:
             ValueError: for candidates of another rank than 2, or another
                 number of identifiers.
+            tf.errors.InvalidArgumentError: on every rank, if one indexes
+                another number or kind of candidates, or other identifiers.
         """
         self._join()
-        of_table = isinstance(candidates, keras.layers.Layer) or (
-            hasattr(candidates, "assign")
-        )
+        of_layer = isinstance(candidates, keras.layers.Layer)
+        of_table = of_layer or hasattr(candidates, "assign")
+        if not of_table:
+            candidates = tf.convert_to_tensor(candidates)
+        given = {"identifiers": identifiers, "rows": rows, "table": table}
+        alike.check_index(self._collectives, self.name, candidates, **given)
         if of_table:
             self._hold(candidates, None, identifiers)
             self._table, self._rows = table, rows
@@ -163,7 +175,6 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"layer or its variable. Received: {type(candidates).__name__} "
                 f"(layer '{self.name}')."
             )
-        candidates = tf.convert_to_tensor(candidates)
         own_rows.check_rows(candidates, identifiers, self.name)
         mine = own_rows.slice_of(candidates, self._collectives)
         found = OwnRows([mine], None, self._collectives)
@@ -181,6 +192,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         """
         self.index(candidate_embeddings, candidate_ids)
 
+    @alike.on_all_ranks
     def index_from_dataset(
         self, candidates: tf.data.Dataset, model: Any = None
     ) -> ShardedTopK:
@@ -315,6 +327,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             return positions
         return tf.gather(self._ids, positions)
 
+    @alike.on_all_ranks
     def query_with_exclusions(
         self, queries: Any, exclusions: Any, k: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -338,17 +351,13 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             )
         k = self.k if k is None else k
         scores, ids = self._find(queries, k, exclusions.shape[1])
-        exclusions = tf.cast(exclusions, ids.dtype)
-        hit = tf.equal(ids[:, :, tf.newaxis], exclusions[:, tf.newaxis, :])
-        lowest = tf.constant(-np.inf, scores.dtype)
-        scores = tf.where(tf.reduce_any(hit, axis=2), lowest, scores)
-        scores, places = tf.math.top_k(scores, k)
-        return scores, tf.gather(ids, places, batch_dims=1)
+        return search.without(scores, ids, tf.cast(exclusions, ids.dtype), k)
 
     def is_exact(self) -> bool:
         """True, for `tfrs.metrics.FactorizedTopK`."""
         return True
 
+    @alike.on_all_ranks
     def gather(self) -> tuple[np.ndarray, np.ndarray]:
         """All candidates, on every rank; all ranks must call.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.collectives.agreeing import agree
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 
@@ -67,6 +68,8 @@ def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         return x, None
     if is_symbolic_build() or is_shape_inference():
         return x, None
+    kind = f"{x.dtype.name} [n{''.join(f', {d}' for d in x.shape[1:])}]"
+    agree(collectives, [f"gather_candidates of {kind}"])
     if x.dtype.is_floating:
         x = _gradient_of_all(x)
     rows, sizes = any_dtype.all_gather(collectives, x, "gather_candidates")

@@ -199,9 +199,16 @@ def group_trace(handle: int, on: bool) -> list[Traced]:
 def check_same(handle: int, entries: Sequence[str]) -> None:
     """Fails on every rank unless all ranks give the same entries."""
     with tf.init_scope(), tf.device("CPU:0"):
-        library().tfdist_check_plan(
-            entries=tf.constant(list(entries), tf.string, [len(entries)]),
-            group=handle,
-            tag=0,
-            label="plan",
-        )
+        try:
+            library().tfdist_check_plan(
+                entries=tf.constant(list(entries), tf.string, [len(entries)]),
+                group=handle,
+                tag=0,
+                label="plan",
+            )
+        except tf.errors.InvalidArgumentError as error:
+            advice = (
+                "Let all ranks build and call the same, with equal arguments"
+            )
+            text = f"{error.message.partition(' [Op:')[0]} {advice}."
+            raise tf.errors.InvalidArgumentError(None, None, text) from None

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.collectives import any_dtype
+from tfdist_ext.collectives.agreeing import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.retrieval.search import Part
@@ -28,6 +29,10 @@ class OwnRows:
             many.
         ids: of each row, `[n]` for each batch; None for positions.
         collectives: of the strategy; all ranks must call.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on every rank, if they have different
+            numbers of batches, or rows of different kinds.
     """
 
     def __init__(
@@ -38,6 +43,9 @@ class OwnRows:
     ) -> None:
         rows = tf.concat(batches, axis=0)
         sizes = [int(batch.shape[0]) for batch in batches]
+        if collectives is not None:
+            kind = f"{rows.dtype.name} [n, {rows.shape[1]}]"
+            agree(collectives, [f"candidates, {len(sizes)} batches of {kind}"])
         positions, self.count = _positions(sizes, collectives)
         self.dim = int(rows.shape[1])
         self.ids = None

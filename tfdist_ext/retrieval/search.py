@@ -13,6 +13,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfdist_ext.collectives.agreeing import agree
 from tfdist_ext.collectives.collectives import Collectives
 
 # Scores at a time, 64 MB.
@@ -58,10 +59,16 @@ def best(
     Returns:
         The scores, `[n, k]`, highest first, and int64 `[n, k]`, the positions
         of the candidates.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on every rank, if they ask for
+            different numbers, or with queries of different kinds.
     """
     if collectives is None or part.everywhere:
         return _best_here(queries, part, k)
     world_size = collectives.group.world_size
+    dim, dtype = queries.shape[-1], queries.dtype.name
+    agree(collectives, [f"search {label}: k={k}, queries {dtype} [n, {dim}]"])
     everyone, sizes = collectives.all_gather_parts(queries, f"{label}/queries")
     answers = _best_here(everyone, part, k)
     names = ("scores", "positions")
@@ -130,3 +137,24 @@ def _best_here(
         parallel_iterations=1,
     )
     return scores[:asked], positions[:asked]
+
+
+def without(
+    scores: tf.Tensor, ids: tf.Tensor, exclusions: tf.Tensor, k: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The best of what is found that are not among some.
+
+    Args:
+        scores: `[n, m]`, highest first.
+        ids: `[n, m]`, of what has them.
+        exclusions: `[n, e]`, ids.
+        k: how many, at most m.
+
+    Returns:
+        Scores and ids, `[n, k]`; scores are -inf where there are no more.
+    """
+    hit = tf.equal(ids[:, :, tf.newaxis], exclusions[:, tf.newaxis, :])
+    lowest = tf.constant(scores.dtype.as_numpy_dtype("-inf"), scores.dtype)
+    scores = tf.where(tf.reduce_any(hit, axis=2), lowest, scores)
+    scores, places = tf.math.top_k(scores, k)
+    return scores, tf.gather(ids, places, batch_dims=1)
