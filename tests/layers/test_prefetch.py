@@ -137,6 +137,24 @@ def prepare_embedding(layer, x):
     return layer.preprocess({"ids": x["ids"], "dense": x["dense"]}, weights)
 
 
+def nested(ids):
+    """Ragged in two dimensions, with a third of one size behind them."""
+    pairs = tf.stack([ids.values, ids.values], axis=1)
+    lists = tf.RaggedTensor.from_row_splits(pairs, ids.row_splits)
+    number = tf.cast(ids.nrows(), tf.int64)
+    # Sample i has i % 3 lists: the last of the batch has what is left.
+    ends = tf.cumsum(tf.range(number) % 3)
+    ends = tf.concat([[0], tf.minimum(ends[:-1], number), [number]], 0)
+    return tf.RaggedTensor.from_row_splits(lists, ends)
+
+
+def total(rows):
+    """The sum of all rows of a sample."""
+    while len(rows.shape) > 2:
+        rows = tf.reduce_sum(rows, 1)
+    return rows
+
+
 WAYS = {
     "embedding": (embedding, prepare_embedding),
     "full_sparse": (
@@ -147,6 +165,10 @@ WAYS = {
     "ragged": (
         lambda **options: Embedding(ROWS, 4, name="rows", **options),
         lambda layer, x: layer.preprocess(x["ids"]),
+    ),
+    "nested": (
+        lambda **options: Embedding(ROWS, 4, name="rows", **options),
+        lambda layer, x: layer.preprocess(nested(x["ids"])),
     ),
     "masked": (
         lambda **o: Embedding(ROWS, 4, mask_zero=True, name="rows", **o),
@@ -171,9 +193,7 @@ def test_one_process_trains_the_same(way):
 
         def call(self, inputs):
             found = tf.nest.flatten(self.layer(inputs))
-            sums = [
-                tf.reduce_sum(x, 1) if len(x.shape) == 3 else x for x in found
-            ]
+            sums = [total(x) for x in found]
             mask = getattr(found[0], "_keras_mask", None)
             if mask is not None:
                 sums.append(tf.cast(mask, tf.float32))
@@ -194,7 +214,7 @@ def test_one_process_trains_the_same(way):
     assert losses[0][1] < losses[0][0]
 
 
-@pytest.mark.parametrize("way", ["sequences", "ragged", "masked"])
+@pytest.mark.parametrize("way", ["sequences", "ragged", "nested", "masked"])
 def test_sequences_are_cut_by_sample(way):
     make, prepare = WAYS[way]
     layer = make(prefetch_ids=True)

@@ -59,6 +59,22 @@ def test_weights_of_sequences():
     np.testing.assert_allclose(found[0, 0], MATRIX[[1, 2]] * [[2], [3]])
 
 
+@pytest.mark.parametrize("length", [None, 2, 5])
+def test_cells_of_a_sparse_tensor_without_an_id_are_zeros(length):
+    cells = [[0, 1], [0, 2], [2, 0], [2, 3]]
+    ids = tf.SparseTensor(cells, tf.constant([3, 0, 7, 3], tf.int64), [3, 4])
+    weights = tf.SparseTensor(cells, [1.0, 2.0, 3.0, 4.0], [3, 4])
+    expected = np.zeros([3, 6, DIM], np.float32)
+    rows, columns = zip(*cells, strict=True)
+    expected[rows, columns] = MATRIX[[3, 0, 7, 3]] * [[1], [2], [3], [4]]
+    layer = layer_of([None], [length])
+    found = tf.function(layer)(ids, weights)
+    assert found.shape[1:] == [length, DIM] or length is None
+    np.testing.assert_allclose(found, expected[:, : length or 4], rtol=1e-6)
+    found = layer(tf.sparse.reset_shape(ids, [4, 4]))
+    np.testing.assert_array_equal(found[3], np.zeros([length or 4, DIM]))
+
+
 def test_a_combiner_takes_the_last_dimension():
     ids = np.random.default_rng(2).integers(0, ROWS, [2, 3, 4])
     found = layer_of([3, 4], [3], "mean")(tf.constant(ids))
@@ -127,13 +143,3 @@ def test_functional_models_know_the_shapes():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="`output_shape` tells"):
         layer_of([3], [3])(tf.zeros([2, 4], tf.int64))
-    with pytest.raises(ValueError, match="from_sparse"):
-        layer_of([None], [None])(RAGGED.to_sparse())
-    nested = tf.ragged.constant([[[1], []]], dtype=tf.int64)
-    table = TableConfig("t", ROWS, DIM, combiner=None)
-    shapes = (None, None, None), (None, None, None, DIM)
-    layer = DistributedEmbedding(
-        FeatureConfig("f", table, *shapes), prefetch_ids=True
-    )
-    with pytest.raises(ValueError, match="one ragged dimension"):
-        layer.preprocess(nested)

@@ -35,7 +35,7 @@ class Outline(tf.experimental.BatchableExtensionType):
 
     @property
     def lists_per_sample(self) -> tf.Tensor:
-        """int64 scalar, where no dimension is ragged."""
+        """int64 scalar; of what lies in ragged dimensions, if there are any."""
         return tf.reduce_prod(self.inner)
 
 
@@ -85,24 +85,20 @@ def zeros(outline: Outline, dim: int) -> Any:
 
 def cut(outline: Outline, start: Any, stop: Any) -> Outline:
     """The outline of some samples in a row."""
-    if not outline.splits:
-        count = tf.cast(stop - start, tf.int64)
-        return Outline(count, outline.inner, outline.sizes)
-    (splits,) = outline.splits
-    splits = splits[start : stop + 1]
-    return Outline(
-        splits[-1] - splits[0],
-        outline.inner,
-        outline.sizes,
-        (splits - splits[0],),
-        outline.pad,
-    )
+    splits = []
+    for each in outline.splits:
+        part = each[start : stop + 1]
+        start, stop = part[0], part[-1]
+        splits.append(part - start)
+    count = tf.cast(stop - start, tf.int64)
+    inner, sizes = outline.inner, outline.sizes
+    return Outline(count, inner, sizes, tuple(splits), outline.pad)
 
 
 def lists_before(outline: Outline, sample: Any) -> tf.Tensor:
     """int64 scalar, the number of the first list of a sample."""
-    if outline.splits:
-        return outline.splits[0][sample]
+    for splits in outline.splits:
+        sample = splits[sample]
     return tf.cast(sample, tf.int64) * outline.lists_per_sample
 
 

@@ -25,19 +25,12 @@ def outline_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Outline:
         layer: name, for errors.
         length: what ragged dimensions are filled to; nothing known leaves
             them ragged.
-
-    Raises:
-        ValueError: for a SparseTensor whose rows are to be kept.
     """
     if isinstance(ids, tf.RaggedTensor):
         return _of_ragged(ids, kept, layer, length)
     if isinstance(ids, tf.SparseTensor):
         if kept:
-            raise ValueError(
-                f"Layer '{layer}': a SparseTensor does not say where the rows "
-                "of its ids belong in a sequence. Give a RaggedTensor, "
-                "`tf.RaggedTensor.from_sparse(ids)`, or a tensor."
-            )
+            return outline.dense(ids.dense_shape, ids.shape)
         return outline.dense(ids.dense_shape[:-1], ids.shape[:-1])
     ids = tf.convert_to_tensor(ids)
     shape, static = tf.shape(ids, tf.int64), ids.shape
@@ -65,7 +58,7 @@ def _of_ragged(
 
 
 def of_length(ids: Any, length: Sizes, layer: str) -> Any:
-    """The ids of sequences: ragged ones cut after a length, others checked.
+    """The ids of sequences: cut after a length; of a tensor it is checked.
 
     Args:
         ids: `[batch, ...]`, or weights of ids.
@@ -80,7 +73,7 @@ def of_length(ids: Any, length: Sizes, layer: str) -> Any:
     if isinstance(ids, tf.RaggedTensor):
         return ids[(slice(None), *(slice(size) for size in length))]
     if isinstance(ids, tf.SparseTensor):
-        return ids
+        return _sparse_of_length(ids, length)
     ids = tf.convert_to_tensor(ids)
     if not ids.shape[1:].is_compatible_with(length):
         raise ValueError(
@@ -88,3 +81,13 @@ def of_length(ids: Any, length: Sizes, layer: str) -> Any:
             f", as its `output_shape` tells. Received: shape {ids.shape}."
         )
     return tf.ensure_shape(ids, [None, *length])
+
+
+def _sparse_of_length(ids: tf.SparseTensor, length: Sizes) -> tf.SparseTensor:
+    sizes = tf.constant([-1, *(-1 if n is None else n for n in length)])
+    sizes = tf.cast(sizes, tf.int64)
+    shape = tf.where(sizes < 0, ids.dense_shape, sizes)
+    cut = tf.sparse.slice(ids, tf.zeros_like(shape), shape)
+    return tf.SparseTensor(
+        cut.indices, cut.values, tf.ensure_shape(shape, [len(length) + 1])
+    )

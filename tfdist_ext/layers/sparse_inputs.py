@@ -150,7 +150,8 @@ def ids_of(
 ) -> Ids:
     """CSR ids of a feature whose ids are given as values.
 
-    A list is the ids of the last dimension, or, where rows are kept, one id.
+    A list is the ids of the last dimension, or, where rows are kept, one id
+    (of a cell of a SparseTensor one or none).
     `cells.arranged` lays the results out again.
 
     Args:
@@ -171,7 +172,7 @@ def ids_of(
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
         found = _require_ids(value.values, layer, kinds)
-        splits = _one_each(found) if kept else _splits_of_sparse(value)
+        splits = _splits_of_cells(value) if kept else _splits_of_sparse(value)
         ids = Ids(found, splits, tf.zeros([0]))
     else:
         ids = _without_weights(value, layer, kinds, kept)
@@ -322,6 +323,16 @@ def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
         value.indices[:, 0],
         tf.range(value.dense_shape[0] + 1),
         out_type=tf.int64,
+    )
+
+
+def _splits_of_cells(value: tf.SparseTensor) -> tf.Tensor:
+    """Row splits of lists that are cells, most of which may have no id."""
+    shape = value.dense_shape
+    within = tf.math.cumprod(shape, exclusive=True, reverse=True)
+    cells = tf.reduce_sum(value.indices * within, axis=1)
+    return tf.searchsorted(
+        cells, tf.range(tf.reduce_prod(shape) + 1), out_type=tf.int64
     )
 
 

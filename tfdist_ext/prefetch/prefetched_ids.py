@@ -140,17 +140,7 @@ def bundle(
     Args:
         ids: per feature, the lists whose results are summed.
         outlines: how the results of each feature lie.
-
-    Raises:
-        ValueError: for ids that cannot be cut by samples: with several ragged
-            dimensions, or ragged ones before others.
     """
-    for each in outlines:
-        if len(each.splits) + bool(each.splits and each.sizes) > 1:
-            raise ValueError(
-                "prefetch_ids=True takes sequences with one ragged dimension. "
-                f"Received: {len(each.splits)}, and {len(each.sizes)} others."
-            )
     first = outlines[0]
     samples = first.count
     if first.splits:
