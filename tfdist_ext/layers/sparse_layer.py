@@ -18,6 +18,7 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.optimizers import repeated_rows
 from tfdist_ext.optimizers import row_norms
 from tfdist_ext.optimizers import table_optimizers
 from tfdist_ext.prefetch import prefetched_ids
@@ -35,6 +36,7 @@ KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
 
 
 routes.install()
+repeated_rows.install()
 
 
 def _field_of_wire(field: str) -> Any:
