@@ -8,15 +8,24 @@ from collections.abc import Callable
 import pytest
 
 PREAMBLE = """
-import json, os, signal, subprocess, sys, time
+import glob, json, os, signal, subprocess, sys, time
 CONFIG = json.loads(os.environ["TF_CONFIG"])
 RANK = CONFIG["task"]["index"]
+
+def meet():
+    open(f"{__file__}.{RANK}", "w").close()
+    ranks = len(CONFIG["cluster"]["worker"])
+    while len(glob.glob(glob.escape(__file__) + ".*")) < ranks:
+        time.sleep(0.02)
 """
 
 
 @pytest.fixture
 def program(tmp_path: pathlib.Path) -> Callable[[str], str]:
-    """Writes a program; TF_CONFIG and the rank are at its hand."""
+    """Writes a program; TF_CONFIG and the rank are at its hand.
+
+    `meet()` waits for all ranks: nobody knows how long they take to start.
+    """
 
     def write(body: str) -> str:
         path = tmp_path / "train.py"

@@ -100,6 +100,7 @@ def test_all_ranks_of_all_hosts_are_one_job(hosts, program, tmp_path) -> None:
 def test_a_failure_on_one_host_ends_the_others(hosts, program) -> None:
     script = program("""
         print("pid", os.getpid(), flush=True)
+        meet()
         if RANK == 2:
             time.sleep(1.5)
             sys.exit(9)
