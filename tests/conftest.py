@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions in the report's header; tiers; ranks; what runs beside what."""
 
+import fcntl
 import importlib.metadata
 import os
 import pathlib
@@ -64,6 +65,20 @@ def run_scenario(
 def run_ranks(servers: Servers) -> Programs:
     """Runs a program on ranks of its own."""
     return Programs(servers)
+
+
+@pytest.fixture(scope="session")
+def emulated_ops(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Collectives between GPUs for a CPU, built by the first who asks."""
+    from tests.fake_gpu import build  # imports TensorFlow
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    used = os.environ.get("TFDIST_LIBRARY", TESTS.parent / build.LIBRARY)
+    with (folder / "emulated_ops.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(folder, pathlib.Path(used))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <cstring>
 #include <new>
 #include <vector>
 
 #include "custom_ops/collective/all_reduce.h"
+#include "custom_ops/collective/all_reduce_inputs.h"
 #include "custom_ops/collective/collective_op.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -112,20 +112,13 @@ class AllReduceOp : public CollectiveOp {
     for (int i = 0; i < count; ++i) {
       const Tensor& input = ctx->input(i);
       bytes += input.TotalBytes();
-      call.options.count += input.NumElements();
-      call.options.shape_hash =
-          HashShape(input.shape(), 0, call.options.shape_hash);
-      if (call.options.shapes.size() < sizeof(Header::shapes)) {
-        call.options.shapes += (i > 0 ? " " : "") + input.shape().DebugString();
-      }
       TF_RETURN_IF_ERROR(ctx->forward_input_or_allocate_output(
           {i}, i, input.shape(), &call.outputs[i]));
     }
     AllReduce::Options& options = call.options;
-    options.dtype = ctx->input(0).dtype();
-    options.element_bytes = tensorflow::DataTypeSize(ctx->input(0).dtype());
+    DescribeInputs(ctx, options);
     options.weighted = weighted_;
-    if (weighted_) ReadWeight(ctx->input(count), call);
+    if (weighted_) call.error = ReadWeight(ctx->input(count), options);
     if (count == 1) {
       options.input = ctx->input(0).data();
       options.output = call.outputs[0]->data();
@@ -143,19 +136,6 @@ class AllReduceOp : public CollectiveOp {
     call.reduce = std::make_unique<AllReduce>(*call.operation, options);
     if (!call.error.empty()) call.reduce->SetError(call.error);
     return absl::OkStatus();
-  }
-
-  static void ReadWeight(const Tensor& weight, AllReduceCall& call) {
-    if (weight.NumElements() != 1) {
-      call.error = Message("weight must be a scalar, received shape ",
-                           weight.shape().DebugString());
-      return;
-    }
-    call.options.weight = weight.flat<float>()(0);
-    if (!std::isfinite(call.options.weight) || call.options.weight < 0) {
-      call.error = Message("weight must be finite and not negative, received ",
-                           call.options.weight);
-    }
   }
 
   bool weighted_ = false;

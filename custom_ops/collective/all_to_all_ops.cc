@@ -3,6 +3,7 @@
 #include <numeric>
 #include <vector>
 
+#include "custom_ops/collective/all_to_all_splits.h"
 #include "custom_ops/collective/collective_op.h"
 #include "custom_ops/collective/exchange.h"
 #include "custom_ops/common/allocate_output.h"
@@ -114,7 +115,7 @@ class AllToAllOp : public CollectiveOp {
     if (call->operation == nullptr) return done();
     const Tensor& input = ctx->input(0);
     const std::string error =
-        Check(input, ctx->input(1), call->operation->group->world_size());
+        CheckSplits(input, ctx->input(1), call->operation->group->world_size());
     Header header;
     header.dtype = input.dtype();
     SetRowShape(header, input.shape());
@@ -130,28 +131,6 @@ class AllToAllOp : public CollectiveOp {
     call->operation->Keep(input);
     const bool small = input.TotalBytes() <= kPostInline;
     Start(ctx, std::move(call), small, std::move(done));
-  }
-
- private:
-  static std::string Check(const Tensor& input, const Tensor& splits,
-                           int world_size) {
-    if (input.dims() < 1) return "input must have at least one dimension";
-    if (splits.dims() != 1 || splits.dim_size(0) != world_size) {
-      return Message("send_splits must have shape [", world_size,
-                     "], received ", splits.shape().DebugString());
-    }
-    int64_t left = input.dim_size(0);
-    for (int peer = 0; peer < world_size; ++peer) {
-      const int64_t rows = splits.vec<int64_t>()(peer);
-      if (rows < 0 || rows > left) {
-        return Message("send_splits[", peer, "] is ", rows, " where ", left,
-                       " of ", input.dim_size(0), " rows are left");
-      }
-      left -= rows;
-    }
-    if (left == 0) return "";
-    return Message("send_splits sum to ", input.dim_size(0) - left,
-                   ", the input has ", input.dim_size(0), " rows");
   }
 };
 

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "custom_ops/collective/broadcast_shape.h"
 #include "custom_ops/collective/collective_op.h"
 #include "custom_ops/collective/exchange.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
@@ -49,18 +50,11 @@ struct BroadcastCall {
   std::shared_ptr<uint8_t> message;
   size_t bytes = 0;
 
-  static constexpr int kMaxDims = 15;
-  static constexpr size_t kShapeBytes = (kMaxDims + 1) * sizeof(int64_t);
-
   void Pack(const Tensor& input) {
     bytes = kShapeBytes + input.TotalBytes();
     message = operation->group->scratch().Acquire(bytes);
     operation->Keep(message);
-    int64_t shape[kMaxDims + 1] = {input.dims()};
-    for (int i = 0; i < input.dims() && i < kMaxDims; ++i) {
-      shape[i + 1] = input.dim_size(i);
-    }
-    std::memcpy(message.get(), shape, kShapeBytes);
+    PackShape(input.shape(), message.get());
     if (input.TotalBytes() == 0) return;
     std::memcpy(message.get() + kShapeBytes, input.data(), input.TotalBytes());
   }
@@ -92,12 +86,8 @@ struct BroadcastCall {
                                       " bytes, fewer than those of a shape")),
           true);
     }
-    int64_t dims[kMaxDims + 1];
-    std::memcpy(dims, message.get(), kShapeBytes);
     tensorflow::TensorShape shape;
-    for (int i = 0; i < dims[0] && i < kMaxDims; ++i) {
-      CheckOk(shape.AddDimWithStatus(dims[i + 1]));
-    }
+    CheckOk(UnpackShape(message.get(), &shape));
     Tensor* output = nullptr;
     CheckOk(ctx->allocate_output(0, shape, &output));
     if (output->TotalBytes() != bytes - kShapeBytes) {
@@ -137,10 +127,9 @@ class BroadcastOp : public CollectiveOp {
     header.root = static_cast<int32_t>(root_);
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
     if (call->operation->group->rank() == root_) {
-      if (input.dims() > BroadcastCall::kMaxDims) {
+      if (input.dims() > kMaxDims) {
         call->exchange->SetError(Message("input has ", input.dims(),
-                                         " dimensions, more than ",
-                                         BroadcastCall::kMaxDims));
+                                         " dimensions, more than ", kMaxDims));
       }
       call->Pack(input);
     }

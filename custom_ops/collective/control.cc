@@ -170,6 +170,16 @@ void ProcessGroup::OnBrokenPeer(int peer) {
   Fail(peer, absl::StatusCode::kUnavailable, reason);
 }
 
+void ProcessGroup::OnBrokenDevice(const std::string& reason) {
+  {
+    // A death is seen by its connections too, which say whose it is.
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, kNoticeTime, [&] { return failed(); });
+  }
+  Fail(rank(), absl::StatusCode::kUnavailable,
+       Message(RankName(rank()), ": ", reason));
+}
+
 void ProcessGroup::Fail(int culprit, absl::StatusCode code,
                         const std::string& reason) {
   {
@@ -250,8 +260,12 @@ bool ProcessGroup::Stale(const Operation& operation) const {
 void ProcessGroup::AbortWhatNobodyAnswers() {
   for (const auto& operation : running_) {
     const int peer = operation->waiting_for();
-    const bool peer_left =
-        peer >= 0 && peers_[peer].generation > operation->generation;
+    const auto left = [&](const Peer& each) {
+      return each.generation > operation->generation;
+    };
+    const bool peer_left = operation->on_device_since() > 0
+                               ? std::any_of(peers_.begin(), peers_.end(), left)
+                               : peer >= 0 && left(peers_[peer]);
     if (peer_left || operation->generation < generation_) operation->Abort();
   }
 }
@@ -336,7 +350,8 @@ bool ProcessGroup::OnTick() {
 int64_t ProcessGroup::LastMoved(const Operation& operation) const {
   const int peer = operation.waiting_for();
   const bool known = peer >= 0 && peer != rank();
-  return std::max(operation.start, known ? transport_.last_moved(peer) : 0);
+  return std::max({operation.start, operation.on_device_since(),
+                   known ? transport_.last_moved(peer) : 0});
 }
 
 std::shared_ptr<Operation> ProcessGroup::Late(int64_t than) const {
@@ -403,6 +418,12 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   } else {
     culprit = rank();
     reason = Message(RankName(culprit), " did not finish", after);
+    if (operation->on_device_since() > 0) {
+      reason +=
+          ", which all ranks have begun on their GPUs: NCCL_DEBUG=INFO "
+          "shows where NCCL waits; with TFDIST_NCCL=0 exchanges go "
+          "through the hosts";
+    }
   }
   lock.unlock();
   Fail(culprit, absl::StatusCode::kUnavailable, reason);

@@ -17,6 +17,8 @@ namespace tfdist {
 namespace {
 
 constexpr size_t kLongestError = 2000;
+// That must be the same on all ranks.
+constexpr uint16_t kFlags = kWeightedFlag | kDeviceFlag;
 // How long a mismatch waits for the headers of those who may agree.
 constexpr int64_t kPatience = 1'000'000'000;
 
@@ -39,8 +41,9 @@ std::string Describe(const Header& header) {
                   ByRow(header.kind) ? " bytes per row" : " bytes");
   if (copy.shapes[0] != '\0') text += Message(", ", GetText(copy.shapes));
   if ((header.flags & kWeightedFlag) != 0) text += ", weighted";
+  if ((header.flags & kDeviceFlag) != 0) text += ", between GPUs";
   if (header.kind == Kind::kBroadcast) text += Message(", root ", header.root);
-  if (header.kind == Kind::kAllReduce) {
+  if (header.kind == Kind::kAllReduce && (header.flags & kDeviceFlag) == 0) {
     text += Message(", ", FormName(header.root));
   }
   return text + ")";
@@ -126,7 +129,7 @@ bool Exchange::Agrees(const Header& one, const Header& other) const {
   const bool excused = ((one.flags | other.flags) & kErrorFlag) != 0;
   const bool lengths_agree = one.agreed == other.agreed &&
                              one.shape_hash == other.shape_hash &&
-                             ((one.flags ^ other.flags) & kWeightedFlag) == 0;
+                             ((one.flags ^ other.flags) & kFlags) == 0;
   const auto is_short = [](const Header& header) {
     return (header.flags & kErrorFlag) == 0 || header.bytes <= kLongestError;
   };
@@ -185,10 +188,10 @@ void Exchange::CheckBytes(int peer) {
   const int64_t rows = header(peer).rows;
   const uint64_t row = header_.agreed;
   const bool by_row = ByRow(header_.kind);
+  const bool here = row != 0 && (header_.flags & kDeviceFlag) == 0;
   const bool rows_fit =
       rows >= 0 && static_cast<uint64_t>(rows) <= kMostBytes &&
-      (row == 0 ? bytes == 0
-                : bytes % row == 0 && bytes / row == uint64_t(rows));
+      (here ? bytes % row == 0 && bytes / row == uint64_t(rows) : bytes == 0);
   if ((!by_row || rows_fit) && bytes == expected_bytes_.value_or(bytes)) return;
   ProcessGroup& group = *operation_.group;
   group.Fail(peer, absl::StatusCode::kInternal,

@@ -55,6 +55,9 @@ class Exchange {
     Post(peer, data, rows * header_.agreed, rows);
   }
   void SendToAll(const void* data, size_t bytes);
+  // No rows of these messages are in them: their number, for each peer.
+  void SetRowsElsewhere() { header_.flags |= kDeviceFlag; }
+  void AnnounceRows(int peer, int64_t rows) { Post(peer, nullptr, 0, rows); }
 
   // Awaits and checks the headers of all expected peers. Throws the error of
   // any rank that has one, after taking in all messages; and a Stray where a

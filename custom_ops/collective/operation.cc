@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 
 #include "custom_ops/collective/channel.h"
@@ -11,6 +12,15 @@
 #include "custom_ops/common/message.h"
 
 namespace tfdist {
+
+using std::chrono_literals::operator""us;
+
+namespace {
+
+// How long an operation between GPUs may go on after it was aborted.
+constexpr int64_t kGrace = 1'000'000'000;
+
+}  // namespace
 
 Operation::Operation(std::shared_ptr<ProcessGroup> group, Kind kind,
                      int64_t tag, std::string label)
@@ -141,6 +151,36 @@ void Operation::WaitForRanks(const char* stage,
     throw;
   }
   end();
+}
+
+void Operation::AwaitDevice(const std::function<bool()>& over,
+                            const char* stage) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stage_ = stage;
+    peer_ = -1;
+  }
+  on_device_since_ = Now();
+  int64_t end = 0;
+  for (int looks = 0; !over(); ++looks) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // The first exchanges of a step are over within microseconds.
+    const auto pause = looks < 64 ? 1us : looks < 1024 ? 20us : 500us;
+    if (!aborted_) {
+      changed_.wait_for(lock, pause);
+      continue;
+    }
+    lock.unlock();
+    if (end == 0) end = Now() + kGrace;
+    if (!group->failed() && Now() < end) {
+      std::this_thread::sleep_for(pause);
+      continue;
+    }
+    group->Fail(group->rank(), absl::StatusCode::kUnavailable,
+                std::string(group->FailureOf(*this).message()));
+    throw OperationError(group->FailureOf(*this), true);
+  }
+  on_device_since_ = 0;
 }
 
 void Operation::Wait(const char* stage, const std::function<int()>& missing) {

@@ -68,6 +68,12 @@ class Operation : public Progress,
   void AwaitBytes(int peer, Incoming* message, uint64_t bytes,
                   const char* stage);
   void AwaitSent(const char* stage);
+  // Looks again and again until it is over: nobody tells when a GPU is ready.
+  // All ranks are in it: what is aborted meanwhile may still end for a moment,
+  // and if it does not the group fails, as the ranks are not in step.
+  void AwaitDevice(const std::function<bool()>& over, const char* stage);
+  // Since when it waits for a GPU, and so for all ranks; of Now(), or 0.
+  int64_t on_device_since() const { return on_device_since_; }
   // Waits end with `Stray` once any of these messages, which no rank sends that
   // does the same as this one, has a header.
   struct Stray {};
@@ -145,6 +151,7 @@ class Operation : public Progress,
   const std::function<int()>* missing_ = nullptr;  // of the wait
 
   std::atomic<int64_t> cancelled_at_{0};
+  std::atomic<int64_t> on_device_since_{0};
   std::deque<Sent> sent_;  // messages do not move
   std::vector<Received> received_;
   std::vector<std::pair<int, Incoming*>> strays_;

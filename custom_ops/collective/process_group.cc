@@ -194,6 +194,16 @@ void ProcessGroup::Debug(const Operation& operation,
                text.c_str());
 }
 
+std::shared_ptr<GpuLinks> ProcessGroup::gpu_links() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return gpu_links_;
+}
+
+void ProcessGroup::SetGpuLinks(std::shared_ptr<GpuLinks> links) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  gpu_links_.swap(links);
+}
+
 GroupStats ProcessGroup::Stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   GroupStats stats = stats_;

@@ -26,6 +26,8 @@
 
 namespace tfdist {
 
+class GpuLinks;
+
 struct GroupOptions {
   int rank = 0;
   int world_size = 1;
@@ -130,6 +132,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   // A connection with `peer` broke: waits until the transport's thread has read
   // why, and fails the group.
   void OnBrokenPeer(int peer);
+  // What moves data between GPUs has failed: waits until it is known whether a
+  // peer has died, and fails the group.
+  void OnBrokenDevice(const std::string& reason);
   // The group's failure, or why a rank left, told for one operation.
   absl::Status FailureOf(const Operation& operation);
 
@@ -148,6 +153,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   absl::Status InsertKey(const std::string& key, const std::string& value);
   // Waits until some rank has inserted it; `seconds` of 0 is no limit.
   absl::StatusOr<std::string> AwaitKey(const std::string& key, double seconds);
+
+  // What a CUDA build adds, if anything: all ranks have it or none.
+  std::shared_ptr<GpuLinks> gpu_links() const;
+  void SetGpuLinks(std::shared_ptr<GpuLinks> links);
 
   GroupStats Stats() const;
   // Notes every operation from now on, or no more; takes what was noted.
@@ -232,6 +241,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   uint64_t pings_ = 0;
   int64_t last_ping_ = 0;  // of the clock of Now()
   int64_t last_warning_ = 0;
+  std::shared_ptr<GpuLinks> gpu_links_;
   std::map<std::string, std::string> keys_;
   uint64_t inserts_ = 0;               // requests to rank 0
   std::map<uint64_t, bool> inserted_;  // its answers: whether it is new

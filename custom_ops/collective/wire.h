@@ -51,6 +51,8 @@ inline const char* KindName(Kind kind) {
 constexpr uint16_t kErrorFlag = 1;
 // The sender weighs its tensors.
 constexpr uint16_t kWeightedFlag = 2;
+// The rows travel between GPUs, not in messages.
+constexpr uint16_t kDeviceFlag = 4;
 
 struct Header {
   uint32_t magic = kMagic;

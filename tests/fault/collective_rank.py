@@ -18,8 +18,10 @@ import time
 import tensorflow as tf
 
 from tests import meeting_files
+from tests.fake_gpu import emulation
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.ops import gpu_ops
 from tfdist_ext.rendezvous import mesh
 
 
@@ -134,6 +136,20 @@ def disagreeing(group, step):
             group, tf.zeros([3], tf.int64), tag=2, label="layer other"
         )
     return small(group, step)
+
+
+def between_gpus(group, step):
+    """GPUs that are stand-ins; in the fifth exchange one of them is no more."""
+    if step == 0:
+        path = os.environ["TFDIST_TEST_EMULATED"]
+        ops = emulation.load(pathlib.Path(path))
+        gpu_ops.library = lambda: ops
+        assert emulation.connect(group, path) == ""
+    emulation.on_gpu(
+        lambda: collective_ops.all_reduce(
+            group, [tf.ones([4])], tag=12, label="layer dense/bucket"
+        )
+    )()
 
 
 def main():

@@ -164,6 +164,19 @@ def test_link_down(running_ranks, scenario, world_size, victim, tmp_path):
         assert cut_off["time"] - down < limit
 
 
+def test_death_between_gpus(
+    running_ranks, emulated_ops, monkeypatch, tmp_path
+):
+    """NCCL sees that too, and does not say of whom."""
+    monkeypatch.setenv("TFDIST_TEST_EMULATED", str(emulated_ops))
+    monkeypatch.setenv("FAKE_NCCL_DIE", "1@5")
+    with running_ranks("between_gpus", 2, 60):
+        (result,) = results(tmp_path, [0], DETECTION_LIMIT + 5)
+        assert_blames(result, 1, "'layer ", tmp_path)
+        assert "over NCCL) failed" in result["message"]
+        assert "died or was killed" in result["message"]
+
+
 def test_kill_reaches_those_who_wait_for_survivors(running_ranks, tmp_path):
     with running_ranks("chain", 4, 60):
         killed = time.time()

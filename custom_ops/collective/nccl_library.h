@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_COLLECTIVE_NCCL_LIBRARY_H_
+#define TFDIST_CUSTOM_OPS_COLLECTIVE_NCCL_LIBRARY_H_
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+struct CUstream_st;
+
+namespace tfdist {
+
+// As much of NCCL's interface as is used, declared here: neither its header nor
+// its library is there when this is built. 2.14 and later.
+struct ncclComm;
+struct NcclId {
+  char bytes[128];
+};
+enum NcclResult : int {
+  kNcclSuccess = 0,
+  kNcclInProgress = 7,
+};
+enum NcclType : int {
+  kNcclInt8 = 0,
+  kNcclHalf = 6,
+  kNcclFloat = 7,
+  kNcclDouble = 8,
+  kNcclBfloat16 = 9,
+};
+// The config of 2.14, which later ones fill up.
+struct NcclConfig {
+  size_t size = sizeof(NcclConfig);
+  unsigned int magic = 0xcafebeef;
+  unsigned int version = 21400;
+  int blocking = 0;
+};
+
+struct NcclLibrary {
+  static constexpr int kOldest = 21400;
+
+  // Loads the first of `files` that is there; null, and why in `error`, where
+  // none is or it is too old.
+  static const NcclLibrary* Load(const std::vector<std::string>& files,
+                                 std::string* error);
+
+  // "2.27.7"
+  std::string Version() const;
+
+  int version = 0;
+  NcclResult (*GetVersion)(int*) = nullptr;
+  NcclResult (*GetUniqueId)(NcclId*) = nullptr;
+  NcclResult (*CommInitRankConfig)(ncclComm**, int ranks, NcclId, int rank,
+                                   NcclConfig*) = nullptr;
+  NcclResult (*CommGetAsyncError)(ncclComm*, NcclResult*) = nullptr;
+  NcclResult (*CommAbort)(ncclComm*) = nullptr;
+  NcclResult (*GroupStart)() = nullptr;
+  NcclResult (*GroupEnd)() = nullptr;
+  NcclResult (*Send)(const void*, size_t, NcclType, int peer, ncclComm*,
+                     CUstream_st*) = nullptr;
+  NcclResult (*Recv)(void*, size_t, NcclType, int peer, ncclComm*,
+                     CUstream_st*) = nullptr;
+  NcclResult (*AllReduce)(const void*, void*, size_t, NcclType, int op,
+                          ncclComm*, CUstream_st*) = nullptr;
+  NcclResult (*RedOpCreatePreMulSum)(int* op, void* scalar, NcclType,
+                                     int residence, ncclComm*) = nullptr;
+  NcclResult (*RedOpDestroy)(int op, ncclComm*) = nullptr;
+  const char* (*GetErrorString)(NcclResult) = nullptr;
+  const char* (*GetLastError)(ncclComm*) = nullptr;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_NCCL_LIBRARY_H_
