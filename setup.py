@@ -78,8 +78,11 @@ class TaggedWheel(bdist_wheel):
 
 
 def version(tensorflow: toolchain.Installed | None) -> str:
-    """The local part keeps wheels for several TensorFlow minors apart."""
-    return f"{VERSION}+tf{tensorflow.minor}" if tensorflow else VERSION
+    """The local part tells wheels for TensorFlow's minors, and CUDA, apart."""
+    if tensorflow is None:
+        return VERSION
+    cuda = ".cuda" if os.environ.get("TFDIST_CUDA") == "1" else ""
+    return f"{VERSION}+tf{tensorflow.minor}{cuda}"
 
 
 def requirements(tensorflow: toolchain.Installed | None) -> list[str]:

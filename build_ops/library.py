@@ -244,13 +244,14 @@ def _link(
         *VARIANTS.get(variant, []),
         *map(str, objects),
         *shlex.split(os.environ.get("LDFLAGS", "")),
-        *tools.link_flags,
-        *("-o", str(target)),
     ]
     if cuda:
+        # Before TensorFlow, which has functions of the same names, and not for
+        # others to find: those would ask for TensorFlow's version of CUDA.
         command += [f"-L{_cuda_home(tools) / 'lib64'}", "-lcudart_static"]
+        command += ["-Wl,--exclude-libs,libcudart_static.a"]
         command += ["-lrt", "-ldl", "-lpthread"]
-    _run(command)
+    _run([*command, *tools.link_flags, "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:

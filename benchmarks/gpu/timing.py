@@ -36,7 +36,11 @@ class Row:
     maximum_ms: float
     gigabytes_per_second: float
     of_copy: float  # bandwidth, as a part of the copy's
-    goal: float
+    goal: float  # of that; 0 for none
+
+    @property
+    def missed(self) -> bool:
+        return self.of_copy < self.goal
 
 
 def measure(device: gpu.Device) -> Iterator[Row]:
@@ -55,6 +59,21 @@ def measure(device: gpu.Device) -> Iterator[Row]:
             run, size = prepare(device, width)
             yield row(name, width, size, timed(device, run), bandwidth, goal)
             device.release()
+
+
+def bytes_moved(width: int) -> dict[str, int]:
+    """What must be read and written of a batch, if nothing is read twice."""
+    entries = SAMPLES * HOTNESS
+    unique = len(np.unique(random_rows(entries)))
+    gradient = (entries + unique) * width * 4 + entries * 8
+    # Weights and slot are read and written, the gradient read.
+    adagrad = unique * (5 * width * 4 + 8)
+    return {
+        "lookup": (entries + SAMPLES) * (width * 4 + 8),
+        "gradient": gradient,
+        "adagrad": adagrad,
+        "update": gradient + adagrad,
+    }
 
 
 def row(
@@ -129,7 +148,7 @@ def lookup(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
             bad.pointer,
         ],
     )
-    size = (entries + SAMPLES) * width * 4 + (entries + SAMPLES) * 8
+    size = bytes_moved(width)["lookup"]
     return lambda: device.call("Lookup", args, gpu.INT64(SAMPLES)), size
 
 
@@ -154,8 +173,7 @@ def gradient(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
         ],
     )
     scratch = check_gradient.scratch(device, args)
-    unique = len(np.unique(rows))
-    size = (entries + unique) * width * 4 + entries * 8
+    size = bytes_moved(width)["gradient"]
     return lambda: device.call("RowGrads", args, scratch), size
 
 
@@ -180,8 +198,7 @@ def update(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
         len(rows),
     )
     code, values = 2, check_updates.numbers_of("adagrad")
-    # Weights and slot are read and written, the gradient read.
-    size = len(rows) * (5 * width * 4 + 8)
+    size = bytes_moved(width)["adagrad"]
     return (
         lambda: device.call("ApplyRows", args, code, values, None),
         size,

@@ -197,8 +197,6 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void SendControlToAll(const ControlFrame& frame);
   void SayGoodbye(const std::string& error);
   void OnPing(int peer, ControlFrame& frame);
-  void OnLeave(int peer, ControlFrame& frame);
-  bool Stale(const Operation& operation) const;
   // With mutex_ held.
   void AbortWhatNobodyAnswers();
   int64_t LastMoved(const Operation& operation) const;
@@ -206,12 +204,16 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   std::vector<int> SilentPeers() const;
   bool AllHaveAnswered() const;
   int PeerThatSays(int32_t code) const;  // in the last pong, or -1
-  void ForgetCauses();
   void OnDeadline(const std::shared_ptr<Operation>& operation);
   std::string DescribeRunning() const;
   int PeerAwaitedInVain() const;
   std::shared_ptr<Operation> NotWantedAnyMore() const;
   std::string GoneReason(int peer) const;
+
+  // generations.cc
+  void OnLeave(int peer, ControlFrame& frame);
+  bool Stale(const Operation& operation) const;
+  void ForgetCauses();  // with mutex_ held
 
   // keys.cc
   bool Insert(const std::string& key, const std::string& value);

@@ -243,7 +243,9 @@ def test_an_error_of_nccl_ends_all_ranks(connect, monkeypatch, world_size):
 def test_who_never_comes_is_waited_for_until_the_deadline(
     connect, monkeypatch, wish, stage
 ):
-    monkeypatch.setenv(f"FAKE_NCCL_{wish}", "1@0" if wish == "ABSENT" else "1@2")
+    monkeypatch.setenv(
+        f"FAKE_NCCL_{wish}", "1@0" if wish == "ABSENT" else "1@2"
+    )
     for kind, text in texts_of(2, sum_three_times(connect), timeout=1.0):
         assert kind is tf.errors.UnavailableError
         assert f"stage {stage} over NCCL) failed: rank" in text
@@ -256,9 +258,7 @@ def test_pinned_memory_may_be_missing(connect, monkeypatch):
 
     def run(group):
         connect(group, nccl=0)
-        on_gpu(
-            lambda: collective_ops.broadcast(group, tf.zeros([2]), tag=2)
-        )()
+        on_gpu(lambda: collective_ops.broadcast(group, tf.zeros([2]), tag=2))()
 
     for _, text in texts_of(2, run):
         assert "cudaHostAlloc: out of memory (CUDA error 2)" in text
@@ -289,9 +289,7 @@ def test_who_exchanges_through_the_hosts_and_why(connect, monkeypatch, caplog):
 
 def test_a_group_without_gpus_says_so(emulated):
     def run(group):
-        on_gpu(
-            lambda: collective_ops.all_gather(group, tf.zeros([1]), tag=2)
-        )()
+        on_gpu(lambda: collective_ops.all_gather(group, tf.zeros([1]), tag=2))()
 
     for _, text in texts_of(2, run):
         assert "opened without a GPU; run the op on the CPU" in text

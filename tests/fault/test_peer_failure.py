@@ -164,9 +164,7 @@ def test_link_down(running_ranks, scenario, world_size, victim, tmp_path):
         assert cut_off["time"] - down < limit
 
 
-def test_death_between_gpus(
-    running_ranks, emulated_ops, monkeypatch, tmp_path
-):
+def test_death_between_gpus(running_ranks, emulated_ops, monkeypatch, tmp_path):
     """NCCL sees that too, and does not say of whom."""
     monkeypatch.setenv("TFDIST_TEST_EMULATED", str(emulated_ops))
     monkeypatch.setenv("FAKE_NCCL_DIE", "1@5")

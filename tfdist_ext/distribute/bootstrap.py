@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.collectives import gpus
 from tfdist_ext.collectives.process_group import ALL_REDUCE_VARIABLE
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
@@ -77,7 +78,7 @@ def connect(
         connection.poll_busily(connections, os.environ)
         return connections
 
-    return ProcessGroup(
+    group = ProcessGroup(
         rank=rank,
         world_size=len(addresses),
         addresses=addresses,
@@ -85,6 +86,8 @@ def connect(
         timeout=timeout,
         all_reduce=os.environ.get(ALL_REDUCE_VARIABLE, ""),
     )
+    gpus.connect(group, os.environ, gpus.visible_device())
+    return group
 
 
 def warn_of_strangers(address: str) -> None:
