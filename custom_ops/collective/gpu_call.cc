@@ -32,25 +32,28 @@ void GpuCall::FollowTensorFlow() const {
 std::shared_ptr<uint8_t> GpuCall::ToHost(const std::vector<Tensor>& tensors) {
   size_t bytes = 0;
   for (const Tensor& tensor : tensors) bytes += tensor.TotalBytes();
-  std::shared_ptr<uint8_t> memory = links->pinned().Acquire(bytes);
-  operation->Keep(memory);
-  FollowTensorFlow();
-  uint8_t* place = memory.get();
-  for (const Tensor& tensor : tensors) {
-    links->stream().Copy(place, tensor.data(), tensor.TotalBytes());
-    place += tensor.TotalBytes();
-  }
+  std::shared_ptr<uint8_t> memory = links->Pinned(*operation, bytes);
+  links->Guard(*operation, [&] {
+    FollowTensorFlow();
+    uint8_t* place = memory.get();
+    for (const Tensor& tensor : tensors) {
+      links->stream().Copy(place, tensor.data(), tensor.TotalBytes());
+      place += tensor.TotalBytes();
+    }
+  });
   links->AwaitStream(*operation, "copy to the host");
   return memory;
 }
 
 void GpuCall::ToDevice(const uint8_t* data,
                        const std::vector<Tensor*>& tensors) {
-  FollowTensorFlow();
-  for (Tensor* tensor : tensors) {
-    links->stream().Copy(tensor->data(), data, tensor->TotalBytes());
-    data += tensor->TotalBytes();
-  }
+  links->Guard(*operation, [&] {
+    FollowTensorFlow();
+    for (Tensor* tensor : tensors) {
+      links->stream().Copy(tensor->data(), data, tensor->TotalBytes());
+      data += tensor->TotalBytes();
+    }
+  });
   links->AwaitStream(*operation, "copy to the GPU");
 }
 

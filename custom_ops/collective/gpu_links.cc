@@ -60,6 +60,13 @@ void GpuLinks::AwaitStream(Operation& operation, const char* stage) {
   });
 }
 
+std::shared_ptr<uint8_t> GpuLinks::Pinned(Operation& operation, size_t bytes) {
+  std::shared_ptr<uint8_t> memory;
+  Guard(operation, [&] { memory = pinned_.Acquire(bytes); });
+  operation.Keep(memory);
+  return memory;
+}
+
 // Memory that a GPU still writes must not be let go, so what fails is ended.
 void GpuLinks::Guard(Operation& operation, const std::function<void()>& work) {
   const auto end = [&] {

@@ -27,16 +27,18 @@ class GpuLinks {
 
   bool over_nccl() const { return nccl_ != nullptr; }
   const CudaStream& stream() const { return stream_; }
-  PinnedPool& pinned() { return pinned_; }
+  std::shared_ptr<uint8_t> Pinned(Operation& operation, size_t bytes);
   // Must be called on each thread before any use of CUDA.
   void Enter() const { UseDevice(device_); }
 
   // On rank 0: the next turn of a generation.
   int64_t GiveTurn(uint32_t generation);
-  // Begins work of NCCL in its turn and awaits its end. If it fails, so does
-  // the group; nothing is under way afterwards.
+  // Begins work of NCCL in its turn and awaits its end, guarded.
   using Work = std::function<void(NcclCommunicator&, const CudaStream&)>;
   void Run(Operation& operation, int64_t turn, const Work& begin);
+  // Does what may fail for reasons of CUDA or NCCL. If it does, so does the
+  // group; nothing is under way afterwards.
+  void Guard(Operation& operation, const std::function<void()>& work);
   // Awaits all that the stream has been given.
   void AwaitStream(Operation& operation, const char* stage);
 
@@ -49,7 +51,6 @@ class GpuLinks {
   static void Renew(Turns& turns, uint32_t generation);
   bool IsTurn(uint32_t generation, int64_t turn);
   void EndTurn(uint32_t generation);
-  void Guard(Operation& operation, const std::function<void()>& work);
 
   const int device_;
   const CudaStream stream_;

@@ -96,8 +96,7 @@ struct RowsCall : GpuCall {
 
   void RunThroughHost(const std::vector<int64_t>& rows, Tensor* output) {
     const std::shared_ptr<uint8_t> host_output =
-        links->pinned().Acquire(output->TotalBytes());
-    operation->Keep(host_output);
+        links->Pinned(*operation, output->TotalBytes());
     const int rank = operation->group->rank();
     uint8_t* place = host_output.get();
     for (int peer = 0; peer < operation->group->world_size(); ++peer) {

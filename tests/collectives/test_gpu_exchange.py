@@ -260,7 +260,9 @@ def test_pinned_memory_may_be_missing(connect, monkeypatch):
         connect(group, nccl=0)
         on_gpu(lambda: collective_ops.broadcast(group, tf.zeros([2]), tag=2))()
 
-    for _, text in texts_of(2, run):
+    for kind, text in texts_of(2, run):
+        assert kind is tf.errors.UnavailableError
+        assert "rank 0 (127.0.0.1:7000): broadcast 'tag 2': " in text
         assert "cudaHostAlloc: out of memory (CUDA error 2)" in text
 
 
