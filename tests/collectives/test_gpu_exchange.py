@@ -5,6 +5,7 @@ Ranks are threads. Every result is that of the ops for CPUs.
 """
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
@@ -36,6 +37,10 @@ def connect(emulated, emulated_ops, monkeypatch):
 
     yield connect
     count = ctypes.CDLL(emulated_ops).fake_gpu_open_count
+    # A thread may still let the last one go.
+    deadline = time.monotonic() + 10
+    while count() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert count() == 0, "streams, events, memory or communicators are left"
 
 
