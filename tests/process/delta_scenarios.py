@@ -49,7 +49,8 @@ def deltas_of_keys(strategy, folder):
         train()
         path = folder / f"delta{number}"
         assert tfdist_ext.export_delta(model, path) == number
-        tfdist_ext.export(model, folder / f"is{number}", inputs=ids)
+        if number < 3:  # in the last nothing has changed
+            tfdist_ext.export(model, folder / f"is{number}", inputs=ids)
         expected.append(_keys_of(model))
         texts.append(_texts_of(model))
     assert not before["oldest"] <= expected[0]["oldest"]
@@ -61,7 +62,8 @@ def deltas_of_keys(strategy, folder):
     for number in (1, 2, 3):
         told = tfdist_ext.apply_delta(served, folder / f"delta{number}")
         assert (told["rows"] > 0) == (number < 3), told
-        fresh = tf.saved_model.load(str(folder / f"is{number}"))
+        if number < 3:
+            fresh = tf.saved_model.load(str(folder / f"is{number}"))
         np.testing.assert_array_equal(served.serve(every), fresh.serve(every))
         for mine, its in zip(served.keys, fresh.keys, strict=True):
             assert _pairs_of(mine) == _pairs_of(its)
