@@ -23,6 +23,7 @@ from tfdist_ext.checkpoints import saver
 from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.changed_rows import Marks
 from tfdist_ext.checkpoints.later import LaterWrite
+from tfdist_ext.checkpoints.opened import Opened
 from tfdist_ext.checkpoints.reading import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
@@ -290,9 +291,9 @@ class SavedRun:
 
 def _progress_in(path: str) -> dict[str, Any]:
     """What a checkpoint says of itself, from which its index can be read."""
-    reader = tf.train.load_checkpoint(path)
-    reader.get_tensor(_GRAPH)
-    found: dict[str, Any] = json.loads(reader.get_tensor(_PROGRESS))
+    opened = Opened(path)
+    opened.tensor(_GRAPH)
+    found: dict[str, Any] = json.loads(opened.tensor(_PROGRESS))
     return found
 
 

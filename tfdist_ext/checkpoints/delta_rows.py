@@ -17,6 +17,8 @@ import re
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.checkpoints.opened import Opened
+
 _IDS = re.compile(r"(.*)/rows_of_(\d+)/ids")
 
 
@@ -57,12 +59,15 @@ class DeltaRows:
 
     Attributes:
         keys: tensors of which it has rows; all others it has whole.
+
+    Raises:
+        tf.errors.DataLossError: it cannot be read, here or later.
     """
 
     def __init__(self, path: str) -> None:
-        self._reader = tf.train.load_checkpoint(path)
+        self._opened = Opened(path)
         self._ranks: dict[str, list[int]] = {}
-        for name in self._reader.get_variable_to_shape_map():
+        for name in self._opened.names:
             if match := _IDS.fullmatch(name):
                 self._ranks.setdefault(match[1], []).append(int(match[2]))
         self.keys = frozenset(self._ranks)
@@ -78,15 +83,15 @@ class DeltaRows:
         rows, (first, first_column) = value.numpy().copy(), _offsets(spec)
         for rank in self._ranks[key]:
             name = f"{key}/rows_of_{rank}"
-            ids = self._reader.get_tensor(f"{name}/ids") - first
+            ids = self._opened.tensor(f"{name}/ids") - first
             here = (ids >= 0) & (ids < len(rows))
             if not here.any():
                 continue
-            values = self._reader.get_tensor(f"{name}/values")[here]
+            values = self._opened.tensor(f"{name}/values")[here]
             if rows.ndim != 2:
                 rows[ids[here]] = values
                 continue
-            start, end = self._reader.get_tensor(f"{name}/columns")
+            start, end = self._opened.tensor(f"{name}/columns")
             end = end if end >= 0 else values.shape[1]
             left = max(start, first_column)
             right = min(end, first_column + rows.shape[1])
