@@ -292,7 +292,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             # Nothing is run, and candidates may not be built.
             count = k + excluded
             found = tf.zeros([tf.reduce_prod(shape), count], tf.int64)
-            scores = tf.cast(found, _scored(queries.dtype))
+            scores = tf.cast(found, search.scored(queries.dtype))
         else:
             count, scores, found = self._search(queries, k, excluded)
         shape = tf.concat([shape, [count]], axis=0)
@@ -314,7 +314,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             )
         count = min(k + excluded, candidates.count)
         flat = tf.reshape(queries, [-1, candidates.dim])
-        flat = tf.cast(flat, _scored(queries.dtype))
+        flat = tf.cast(flat, search.scored(queries.dtype))
         part = candidates.part(self._collectives)
         scores, positions = search.best(
             flat, part, count, self._collectives, self.name
@@ -397,8 +397,3 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
 class _Held(tf.__internal__.tracking.AutoTrackable):
     """Variables that are no weights of a layer."""
-
-
-def _scored(dtype: tf.DType) -> tf.DType:
-    """The dtype of scores for queries of a dtype: at least single."""
-    return dtype if dtype.size >= tf.float32.size else tf.float32

@@ -40,6 +40,11 @@ class Part:
     everywhere: bool
 
 
+def scored(dtype: tf.DType) -> tf.DType:
+    """The dtype of scores for queries of a dtype: at least single."""
+    return dtype if dtype.size >= tf.float32.size else tf.float32
+
+
 def best(
     queries: tf.Tensor,
     part: Part,
