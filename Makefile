@@ -30,14 +30,14 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help demo test test-fast test-process test-fault test-asan \
-    test-tsan test-horovod fuzz soak coverage build library environment lint \
+.PHONY: help demo test test-fast test-process test-fault test-ports \
+    test-asan test-tsan test-horovod fuzz soak coverage build library environment lint \
     format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
+	    'test-ports test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
 	    'gpu-check clean'
 
 demo: build
@@ -54,6 +54,10 @@ test-process: build
 
 test-fault: build
 	$(PYTEST) -m fault
+
+# Published programs at 1, 2 and 4 ranks each; the suite has two sizes of each.
+test-ports: build
+	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/process/test_ports.py
 
 # The installed package is the source tree itself (editable); only the library
 # has to be built again, and that compiles only what has changed.

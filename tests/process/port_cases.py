@@ -34,6 +34,14 @@ def results(case, parts, tables, table):
     return found
 
 
+def in_one_process(strategy, case, folder):
+    """A program as it was published, and its port on one rank."""
+    as_published = published(strategy, case, folder)
+    keras.backend.clear_session()
+    alone = tfdist_ext.HybridParallelStrategy()
+    return as_published, ported(alone, case, folder)
+
+
 def save(model, folder):
     """Saves a model, on all ranks; the folder, for each of them."""
     path = str(folder / "served")

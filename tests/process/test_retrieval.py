@@ -7,6 +7,7 @@ import scenarios
 pytestmark = pytest.mark.process
 
 SCENARIOS = scenarios.of("retrieval_scenarios")
+FAILURES = scenarios.of("retrieval_failures_scenarios")
 # With layers and losses of Keras.
 OF_KERAS = scenarios.only(
     SCENARIOS,
@@ -21,22 +22,8 @@ OF_KERAS = scenarios.only(
 @pytest.mark.parametrize(
     ("ranks", "keras", "scenario"),
     [(4, 3, scenario) for scenario in SCENARIOS]
-    + [(2, 2, scenario) for scenario in OF_KERAS],
+    + [(2, 2, scenario) for scenario in OF_KERAS]
+    + [(2, 3, scenario) for scenario in FAILURES],
 )
 def test_scenario(run_scenario, ranks, keras, scenario):
     run_scenario(scenario, ranks=ranks, keras=keras)
-
-
-CASES = [
-    (2, 2, "basic"),
-    (2, 2, "multitask"),
-    (2, 2, "sequential"),
-    (2, 2, "options"),
-    (4, 3, "basic"),
-    (2, 3, "sequential"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "keras", "case"), CASES)
-def test_ports_train_as_published(one_process, ranks, keras, case):
-    one_process.check("retrieval_cases", case, ranks, keras)
