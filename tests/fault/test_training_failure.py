@@ -24,8 +24,8 @@ GROUP_TIMEOUT = 3
 
 
 @contextlib.contextmanager
-def training(servers, world_size, folder):
-    """Ranks that train, as a list of processes."""
+def training(servers, world_size, folder, what):
+    """Ranks that train or search, as a list of processes."""
     common = servers.environment(3, world_size)
     with ports.reserve(world_size, "127.0.0.1") as reserved:
         workers = [f"127.0.0.1:{port}" for port in reserved]
@@ -39,7 +39,7 @@ def training(servers, world_size, folder):
                 "TFDIST_PORT_IS_HELD": "1",
                 "TFDIST_TEST_PID": str(folder / f"pid.{rank}"),
             }
-            program = [ENTER, PROGRAM, folder, GROUP_TIMEOUT]
+            program = [ENTER, PROGRAM, folder, GROUP_TIMEOUT, what]
             with open(folder / f"output.{rank}", "w") as output:
                 ranks.append(
                     subprocess.Popen(
@@ -69,14 +69,19 @@ def wait_for(folder, stem, ranks, limit):
     return paths
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+KILL, STOP = (signal.SIGKILL, 0), (signal.SIGSTOP, GROUP_TIMEOUT)
+
+
 @pytest.mark.parametrize(
-    ("end", "wait"),
-    [(signal.SIGKILL, 0), (signal.SIGSTOP, GROUP_TIMEOUT)],
-    ids=["kill", "stop"],
+    ("what", "victim", "how"),
+    [
+        *(("fit", victim, how) for how in (KILL, STOP) for victim in (0, 1)),
+        ("search", 1, KILL),
+    ],
 )
-def test_survivors_name_the_rank_and_end(servers, tmp_path, victim, end, wait):
-    with training(servers, 3, tmp_path) as (ranks, workers):
+def test_survivors_name_the_rank_and_end(servers, tmp_path, what, victim, how):
+    end, wait = how
+    with training(servers, 3, tmp_path, what) as (ranks, workers):
         start = time.time()
         os.kill(int((tmp_path / f"pid.{victim}").read_text()), end)
         survivors = [rank for rank in range(3) if rank != victim]
