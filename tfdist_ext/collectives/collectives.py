@@ -99,7 +99,7 @@ class Collectives:
             )
         self._stepping_thread = me
         # In Keras's loops, which are more than a step, that does nothing.
-        with self.together(f"step `{step.role}`"):
+        with self.together(f"step `{step.role}`", own_first=True):
             self._steps.append(step)
             try:
                 yield step
@@ -126,7 +126,11 @@ class Collectives:
 
     @contextlib.contextmanager
     def together(
-        self, what: str, all_end: bool = False, steps: bool = True
+        self,
+        what: str,
+        all_end: bool = False,
+        steps: bool = True,
+        own_first: bool = False,
     ) -> Iterator[None]:
         """What all ranks do together, until all have or one has failed.
 
@@ -147,6 +151,8 @@ class Collectives:
             all_end: whether no rank shall go on before all have come to the
                 end.
             steps: whether functions with exchanges may be run inside.
+            own_first: whether an error that this rank meets by itself counts
+                before one that another has met already.
 
         Raises:
             tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
@@ -154,13 +160,16 @@ class Collectives:
         """
         # Not by thread: TensorFlow runs a replica in a thread of its own.
         outermost = self._depth == 0
+        left = ""
         if outermost:
-            self._catch_up()
+            left = self._catch_up(raises=not own_first)
             if steps:
                 self.group.will_leave(True)
         self._depth += 1
         try:
             yield
+            if left:
+                raise tf.errors.AbortedError(None, None, left)
             if outermost and all_end:
                 self.barrier(f"end of {what}")
         except BaseException as error:
@@ -192,16 +201,18 @@ class Collectives:
             return self.together(label, steps=False)
         return contextlib.nullcontext()
 
-    def _catch_up(self) -> None:
-        """Leaves what another rank has left; raises if nobody knows yet."""
+    def _catch_up(self, raises: bool) -> str:
+        """Leaves what another rank has left; says so if nobody knows yet."""
         reason, told = self.group.left()
         if not reason:
-            return
+            return ""
+        text = f"rank {self.group.rank}: {reason}"
+        if not told and not raises:
+            return text
         self.group.leave(reason)
         if not told:
-            raise tf.errors.AbortedError(
-                None, None, f"rank {self.group.rank}: {reason}"
-            )
+            raise tf.errors.AbortedError(None, None, text)
+        return ""
 
     def _compare_exchanges(self, lines: tuple[str, ...]) -> None:
         # Ranks trace new exchanges at the same step; those that only have new

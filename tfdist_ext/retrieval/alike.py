@@ -31,7 +31,8 @@ def on_all_ranks(method: Method) -> Method:
         collectives = layer._collectives or collectives_lib.active()
         if collectives is None:
             return method(layer, *args, **kwargs)
-        with collectives.together(f"{method.__name__} of '{layer.name}'"):
+        what = f"{method.__name__} of '{layer.name}'"
+        with collectives.together(what, own_first=True):
             return method(layer, *args, **kwargs)
 
     return together  # type: ignore[return-value]
