@@ -20,6 +20,7 @@ RANKS = (1, 2)
 # Sums in another order, and products that a GPU rounds to fewer bits.
 TOLERANCE = 0.01
 LOSS = re.compile(r"\bloss: ([-+.\w]+)")
+PREFIX = re.compile(r"\[(\d+)\] ")  # of lines of other ranks than 0
 LIMIT = 1800
 # What TensorFlow has to have, said by a process that ends with it.
 QUESTION = """
@@ -102,21 +103,32 @@ def run(example: str, ranks: int, device: str) -> str:
     return done.stdout
 
 
-def losses_in(text: str) -> tuple[float, ...]:
-    """Finds what rank 0 prints after each epoch."""
-    return tuple(float(found) for found in LOSS.findall(text))
+def losses_in(text: str, ranks: int) -> tuple[float, ...]:
+    """Finds what each rank prints after each epoch: all the same.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    losses: list[list[float]] = [[] for _ in range(ranks)]
+    for line in text.splitlines():
+        rank = PREFIX.match(line)
+        for found in LOSS.findall(line):
+            losses[int(rank[1]) if rank else 0].append(float(found))
+    if any(each != losses[0] for each in losses):
+        raise RuntimeError(f"the ranks print different losses: {losses}")
+    return tuple(losses[0])
 
 
 def check(run: Run = run) -> Iterator[Result]:
     """Trains every example on CPUs once, and on GPUs by 1 and 2 ranks."""
     for example in EXAMPLES:
-        expected = losses_in(run(example, 1, "cpu"))
+        expected = losses_in(run(example, 1, "cpu"), 1)
         for ranks in RANKS:
             begin = time.monotonic()
             losses: tuple[float, ...] = ()
             error = ""
             try:
-                losses = losses_in(run(example, ranks, "gpu"))
+                losses = losses_in(run(example, ranks, "gpu"), ranks)
             except (RuntimeError, subprocess.TimeoutExpired) as failure:
                 error = str(failure)
             seconds = time.monotonic() - begin

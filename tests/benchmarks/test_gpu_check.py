@@ -12,7 +12,18 @@ from benchmarks.gpu import timing
 from benchmarks.gpu import torch_bags
 from benchmarks.gpu import train
 
-EPOCHS = "Epoch 1/2\n9/9 - 1s - accuracy: 0.6 - loss: {}\nloss: {}\n"
+EPOCHS = "9/9 - 1s - accuracy: 0.6 - loss: {}\n9/9 - loss: {}\n"
+
+
+def printed(ranks: int, *losses: float) -> str:
+    """What all ranks print, the last one first."""
+    text = EPOCHS.format(*losses)
+    others = [
+        f"[{rank}] {line}"
+        for rank in range(ranks - 1, 0, -1)
+        for line in text.splitlines()
+    ]
+    return "\n".join([*others, text])
 
 
 def test_goals_are_passed_or_missed(
@@ -43,7 +54,7 @@ def test_losses_on_gpus_are_those_of_a_cpu(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(example: str, ranks: int, device: str) -> str:
-        return EPOCHS.format(0.7, 0.501 if device == "gpu" else 0.5)
+        return printed(ranks, 0.7, 0.501 if device == "gpu" else 0.5)
 
     path = tmp_path / "training.csv"
     assert train.report(train.check(run), path) == 0
@@ -52,7 +63,14 @@ def test_losses_on_gpus_are_those_of_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "got", [EPOCHS.format(0.7, 0.6), "", "loss: nan\n" * 2]
+    "got",
+    [
+        printed(2, 0.7, 0.6),
+        printed(1, 0.7, 0.5),
+        printed(2, 0.7, 0.5).replace("0.5", "0.6", 1),
+        "",
+        "loss: nan\n[1] loss: nan\n" * 2,
+    ],
 )
 def test_other_losses_are_wrong(tmp_path: pathlib.Path, got: str) -> None:
     def run(example: str, ranks: int, device: str) -> str:
