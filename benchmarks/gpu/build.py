@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FUNCTORS = [
     "custom_ops/common/half_floats.cc",
     "custom_ops/embedding/lookup_functor.cc",
+    "custom_ops/embedding/lookup_grad_functor.cc",
     "custom_ops/embedding/round_functor.cc",
     "custom_ops/optimizer/row_update_functor.cc",
     "benchmarks/gpu/entry_points.cc",

@@ -19,15 +19,16 @@ NO_ENTRY = np.uint64(2**64 - 1)
 class Case:
     """One lookup; `counts` are the entries of every segment."""
 
-    width: int
+    width: int  # of the first table; a block more, a column more
     counts: tuple[int, ...]
-    bfloat16: bool = False
+    bfloat16: bool = False  # of every other table
     weighted: bool = False
     combiner: str = "sum"
     single: bool = False  # no row_splits
     table_rows: int = 53
     special: str = ""  # "nan", "outside", "zero weights" or none
     shift: int = 0  # numbers before the table's first: no loads of 16 bytes
+    blocks: int = 1  # tables that are looked up in one launch
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -54,6 +55,50 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     yield Case(8, (1, 2), shift=1)
     yield Case(16, (1, 2), bfloat16=True, shift=3)
     yield Case(4, tuple(int(n) for n in rng.integers(0, 3, 700)))
+    yield Case(15, (2, 0, 1, 4, 4, 3, 1), blocks=3, weighted=True)
+    yield Case(6, (3, 1) * 20, True, blocks=7, special="outside")
+    yield Case(3, (1,) * 50, single=True, blocks=2)
+
+
+@dataclasses.dataclass
+class Table:
+    """One block's table on the host, and its segments."""
+
+    stored: np.ndarray
+    matrix: np.ndarray  # as floats
+    bfloat16: bool
+    shift: int
+    segments: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[1]
+
+    def block(self, table: int | None, out: int | None) -> gpu.LookupBlock:
+        return gpu.LookupBlock(
+            (table or 0) + self.stored.itemsize * self.shift,
+            self.bfloat16,
+            *self.matrix.shape,
+            int(self.segments[0]) if self.segments.size else 0,
+            out,
+        )
+
+
+def draw(case: Case, rng: np.random.Generator) -> list[Table]:
+    parts = np.array_split(np.arange(len(case.counts)), case.blocks)
+    tables = []
+    for k, segments in enumerate(parts):
+        shape = (case.table_rows, case.width + k)
+        values = numbers.floats(rng, shape[0] * shape[1] + case.shift)
+        if case.special == "nan":
+            values[case.shift :: 7] = np.nan
+        bfloat16 = case.bfloat16 != bool(k % 2)
+        stored = numbers.to_bfloat16(values) if bfloat16 else values
+        if bfloat16:
+            values = numbers.from_bfloat16(stored)
+        matrix = values[case.shift :].reshape(shape)
+        tables.append(Table(stored, matrix, bfloat16, case.shift, segments))
+    return tables
 
 
 def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
@@ -65,28 +110,28 @@ def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
     splits = numbers.row_splits(np.asarray(case.counts, np.int64))
     entries = int(splits[-1])
     rows = rng.integers(0, case.table_rows, entries)
-    table = numbers.floats(rng, case.table_rows * case.width + case.shift)
+    tables = draw(case, rng)
     weights = numbers.floats(rng, entries) if case.weighted else None
-    if case.special == "nan":
-        table[case.shift :: 7] = np.nan
     if case.special == "zero weights":
         assert weights is not None
         weights[:] = 0
     if case.special == "outside" and entries:
         rows[rng.integers(0, entries, 2)] = [case.table_rows, -1]
-    stored = numbers.to_bfloat16(table) if case.bfloat16 else table
-    if case.bfloat16:
-        table = numbers.from_bfloat16(stored)
-    matrix = table[case.shift :].reshape(case.table_rows, case.width)
-    got, bad = run(device, case, stored, splits, rows, weights)
+    got, bad = run(device, case, tables, splits, rows, weights)
     outside = (rows < 0) | (rows >= case.table_rows)
     first = np.uint64(np.argmax(outside)) if outside.any() else NO_ENTRY
     numbers.expect_equal(f"{case}: bad_entry", bad, np.array([first]))
-    expected, scale = reference(case, matrix, splits, rows, weights, outside)
-    numbers.expect_close(f"{case}", got, expected, scale)
-    if case.combiner == "sum" and not outside.any():
-        functor = on_cpu(device, case, stored, splits, rows, weights)
-        numbers.expect_close(f"{case}, as the CPU", got, functor, scale)
+    for table in tables:
+        size = len(table.segments) * table.width
+        mine, got = got[:size].reshape(-1, table.width), got[size:]
+        own = splits[table.segments[0] :] if size else splits
+        own = own[: len(table.segments) + 1]
+        given = case, table.matrix, own, rows, weights
+        expected, scale = reference(*given, outside)
+        numbers.expect_close(f"{case}", mine, expected, scale)
+        if case.combiner == "sum" and not outside.any():
+            functor = on_cpu(device, table, own, rows, weights)
+            numbers.expect_close(f"{case}, as the CPU", mine, functor, scale)
 
 
 def reference(
@@ -98,7 +143,7 @@ def reference(
     outside: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums in float64; returns them and how large the summands were."""
-    shape = (len(splits) - 1, case.width)
+    shape = (len(splits) - 1, matrix.shape[1])
     expected, scale = np.zeros(shape), np.zeros(shape)
     for s in range(len(expected)):
         total = 0.0
@@ -119,56 +164,77 @@ def reference(
     return expected, np.abs(scale)
 
 
-def arguments(case: Case, pointers: list[int | None]) -> gpu.Lookup:
-    table, splits, rows, weights, out, bad = pointers
-    size = 2 if case.bfloat16 else 4
+def arguments(
+    device: gpu.Device,
+    blocks: list[gpu.LookupBlock],
+    segments: int,
+    rows: np.ndarray,
+    splits: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    combiner: str = "sum",
+) -> gpu.Lookup:
+    """Puts what is looked up, and the blocks, into the device's memory."""
+    put = [
+        None if each is None else device.put(each)
+        for each in (splits, rows, weights)
+    ]
     return gpu.Lookup(
-        (table or 0) + size * case.shift,
-        case.bfloat16,
-        case.table_rows,
-        case.width,
-        None if case.single else splits,
-        rows,
-        weights,
-        COMBINERS.index(case.combiner),
-        out,
-        bad,
+        device.put_structures(blocks).pointer,
+        len(blocks),
+        max(block.width for block in blocks),
+        segments,
+        *map(numbers.pointer, put),
+        COMBINERS.index(combiner),
+        device.put(np.array([NO_ENTRY])).pointer,
     )
 
 
 def run(
     device: gpu.Device,
     case: Case,
-    table: np.ndarray,
+    tables: list[Table],
     splits: np.ndarray,
     rows: np.ndarray,
     weights: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    out = device.poisoned((len(case.counts), case.width), np.float32)
-    bad = device.put(np.array([NO_ENTRY]))
-    inputs = [table, splits, rows, weights]
-    put = [None if each is None else device.put(each) for each in inputs]
-    pointers = [numbers.pointer(each) for each in (*put, out, bad)]
-    args = arguments(case, pointers)
-    device.call("Lookup", args, gpu.INT64(len(case.counts)))
+    """Returns the results of all tables behind each other."""
+    sizes = [len(table.segments) * table.width for table in tables]
+    out = device.poisoned((sum(sizes),), np.float32)
+    blocks = [
+        table.block(
+            device.put(table.stored).pointer, (out.pointer or 0) + 4 * int(before)
+        )
+        for table, before in zip(
+            tables, numbers.row_splits(np.array(sizes)), strict=False
+        )
+    ]
+    args = arguments(
+        device,
+        blocks,
+        len(case.counts),
+        rows,
+        None if case.single else splits,
+        weights,
+        case.combiner,
+    )
+    bad = device.arrays[-1]
+    device.call("Lookup", args)
     device.synchronize()
     return out.get(), bad.get()
 
 
 def on_cpu(
     device: gpu.Device,
-    case: Case,
-    table: np.ndarray,
+    table: Table,
     splits: np.ndarray,
     rows: np.ndarray,
     weights: np.ndarray | None,
 ) -> np.ndarray:
-    out = np.zeros((len(case.counts), case.width), np.float32)
-    arrays = [table, splits, rows, weights, out]
-    pointers = [numbers.address(each).value for each in arrays]
-    case = dataclasses.replace(case, single=False)
-    args = arguments(case, [*pointers, None])
-    device.library.LookupOnCpu(
-        gpu.ctypes.byref(args), gpu.INT64(len(case.counts))
+    out = np.zeros((len(splits) - 1, table.width), np.float32)
+    block = table.block(table.stored.ctypes.data, out.ctypes.data)
+    pointers = (numbers.address(each).value for each in (splits, rows, weights))
+    args = gpu.Lookup(
+        gpu.ctypes.addressof(block), 1, table.width, len(out), *pointers
     )
+    device.library.LookupOnCpu(gpu.ctypes.byref(args))
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,53 @@ POISON = 0xA5  # of outputs before a kernel, and of what lies behind arrays
 POINTER, INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
-class Lookup(ctypes.Structure):
-    """GpuLookup of lookup_functor_gpu.h."""
+class LookupBlock(ctypes.Structure):
+    """GpuLookupBlock of lookup_functor_gpu.h."""
 
     _fields_ = (
         ("table", POINTER),
         ("bfloat16", ctypes.c_bool),
         ("table_rows", INT64),
         ("width", INT64),
+        ("first_segment", INT64),
+        ("out", POINTER),
+    )
+
+
+class Lookup(ctypes.Structure):
+    """GpuLookup of lookup_functor_gpu.h."""
+
+    _fields_ = (
+        ("blocks", POINTER),
+        ("block_count", INT64),
+        ("widest", INT64),
+        ("segments", INT64),
         ("row_splits", POINTER),
         ("rows", POINTER),
         ("weights", POINTER),
         ("combiner", ctypes.c_int),
-        ("out", POINTER),
         ("bad_entry", POINTER),
+    )
+
+
+class GradBlock(ctypes.Structure):
+    """GpuGradBlock of lookup_grad_functor_gpu.h."""
+
+    _fields_ = (
+        ("table", INT64),
+        ("first_sample", INT64),
+        ("first_value", INT64),
+    )
+
+
+class GradTable(ctypes.Structure):
+    """GpuGradTable of lookup_grad_functor_gpu.h."""
+
+    _fields_ = (
+        ("first_key", INT64),
+        ("rows", INT64),
+        ("width", INT64),
+        ("row_grads", POINTER),
     )
 
 
@@ -37,16 +71,20 @@ class RowGrads(ctypes.Structure):
 
     _fields_ = (
         ("grad", POINTER),
-        ("width", INT64),
+        ("blocks", POINTER),
+        ("block_count", INT64),
+        ("tables", POINTER),
+        ("table_count", INT64),
+        ("keys", INT64),
+        ("widest", INT64),
+        ("quads", ctypes.c_bool),
         ("samples", INT64),
         ("row_splits", POINTER),
         ("rows", POINTER),
         ("weights", POINTER),
         ("entries", INT64),
-        ("table_rows", INT64),
         ("unique_rows", POINTER),
-        ("row_grads", POINTER),
-        ("unique", POINTER),
+        ("first_unique", POINTER),
     )
 
 
@@ -171,6 +209,11 @@ class Device:
 
     def put(self, values: np.ndarray) -> Array:
         return Array(self, values)
+
+    def put_structures(self, structures: Sequence[ctypes.Structure]) -> Array:
+        """Copies a table of C structures."""
+        together = b"".join(bytes(each) for each in structures)
+        return Array(self, np.frombuffer(together, np.uint8))
 
     def poisoned(self, shape: tuple[int, ...], dtype: type) -> Array:
         """An output that nothing has been written to."""

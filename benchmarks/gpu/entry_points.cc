@@ -10,6 +10,7 @@
 #include "custom_ops/embedding/initial_rows_gpu.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/lookup_functor_gpu.h"
+#include "custom_ops/embedding/lookup_grad_functor.h"
 #include "custom_ops/embedding/lookup_grad_functor_gpu.h"
 #include "custom_ops/embedding/rotated_mod.h"
 #include "custom_ops/embedding/round_functor.h"
@@ -80,23 +81,23 @@ int EndTiming(float* milliseconds) {
   return cudaEventElapsedTime(milliseconds, g_begin, g_end);
 }
 
-int Lookup(const GpuLookup* args, int64_t segments) {
-  return LookupGpu(*args, segments, nullptr);
-}
+int Lookup(const GpuLookup* args) { return LookupGpu(*args, nullptr); }
 
-void LookupOnCpu(const GpuLookup* args, int64_t segments) {
+// Of one block, whose memory is the host's.
+void LookupOnCpu(const GpuLookup* args) {
+  const GpuLookupBlock& block = args->blocks[0];
   const SegmentSum sum = {
-      args->bfloat16 ? nullptr : static_cast<const float*>(args->table),
-      args->width,
+      block.bfloat16 ? nullptr : static_cast<const float*>(block.table),
+      block.width,
       args->row_splits,
       args->rows,
       args->weights,
-      args->out};
-  if (args->bfloat16) {
-    SegmentSumBfloat16Cpu(sum, static_cast<const Bfloat16*>(args->table), 0,
-                          segments);
+      block.out};
+  if (block.bfloat16) {
+    SegmentSumBfloat16Cpu(sum, static_cast<const Bfloat16*>(block.table), 0,
+                          args->segments);
   } else {
-    SegmentSumCpu(sum, 0, segments);
+    SegmentSumCpu(sum, 0, args->segments);
   }
 }
 
@@ -104,8 +105,19 @@ int64_t RowGradsScratch(const GpuRowGrads* args) {
   return RowGradsScratchBytes(*args);
 }
 
-int RowGrads(const GpuRowGrads* args, void* scratch) {
-  return RowGradsGpu(*args, scratch, nullptr);
+int SortRows(const GpuRowGrads* args, void* scratch) {
+  return SortRowsGpu(*args, scratch, nullptr);
+}
+
+int SumRowGrads(const GpuRowGrads* args, void* scratch) {
+  return SumRowGradsGpu(*args, scratch, nullptr);
+}
+
+// Entries that are in order already, as the op on a CPU gives them.
+void RowGradsOnCpu(const float* grad, int64_t width, int64_t unique,
+                   const int64_t* row_splits, const uint64_t* entries,
+                   const float* weights, float* out) {
+  RowGradSumCpu({grad, width, row_splits, entries, weights, out}, 0, unique);
 }
 
 int ApplyRows(const GpuRows* rows, int rule, const float* numbers,

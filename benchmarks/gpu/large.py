@@ -56,14 +56,9 @@ def check(device: gpu.Device, seed: int) -> str:
 def look_up(
     device: gpu.Device, table: int | None, rows: np.ndarray
 ) -> np.ndarray:
-    case = check_lookup.Case(
-        WIDTH, (1,) * len(rows), single=True, table_rows=ROWS
-    )
     out = device.poisoned((len(rows), WIDTH), np.float32)
-    bad = device.put(np.array([check_lookup.NO_ENTRY]))
-    put = device.put(rows)
-    pointers = [table, None, put.pointer, None, out.pointer, bad.pointer]
-    args = check_lookup.arguments(case, pointers)
-    device.call("Lookup", args, gpu.INT64(len(rows)))
+    block = gpu.LookupBlock(table, False, ROWS, WIDTH, 0, out.pointer)
+    args = check_lookup.arguments(device, [block], len(rows), rows)
+    device.call("Lookup", args)
     device.synchronize()
     return out.get()

@@ -133,48 +133,37 @@ def zeros(device: gpu.Device, *shape: int) -> gpu.Array:
 
 def lookup(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
     entries = SAMPLES * HOTNESS
-    case = check_lookup.Case(width, (HOTNESS,) * SAMPLES, table_rows=TABLE_ROWS)
-    splits = device.put(np.arange(SAMPLES + 1) * HOTNESS)
-    rows = device.put(random_rows(entries))
-    bad = device.put(np.array([check_lookup.NO_ENTRY]))
+    table = zeros(device, TABLE_ROWS, width).pointer
+    out = zeros(device, SAMPLES, width).pointer
+    block = gpu.LookupBlock(table, False, TABLE_ROWS, width, 0, out)
+    splits = np.arange(SAMPLES + 1) * HOTNESS
     args = check_lookup.arguments(
-        case,
-        [
-            zeros(device, TABLE_ROWS, width).pointer,
-            splits.pointer,
-            rows.pointer,
-            None,
-            zeros(device, SAMPLES, width).pointer,
-            bad.pointer,
-        ],
+        device, [block], SAMPLES, random_rows(entries), splits
     )
     size = bytes_moved(width)["lookup"]
-    return lambda: device.call("Lookup", args, gpu.INT64(SAMPLES)), size
+    return lambda: device.call("Lookup", args), size
 
 
 def gradient(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:
     entries = SAMPLES * HOTNESS
-    case = check_gradient.Case(width, (HOTNESS,) * SAMPLES, TABLE_ROWS)
     rows = random_rows(entries)
-    outputs = (
-        device.poisoned((entries,), np.int64),
-        device.poisoned((entries, width), np.float32),
-        device.poisoned((1,), np.int64),
+    unique = len(np.unique(rows))
+    batch = check_gradient.Batch(
+        np.zeros(SAMPLES * width, np.float32),
+        np.arange(SAMPLES + 1) * HOTNESS,
+        rows,
+        None,
+        [check_gradient.Table(TABLE_ROWS, width, SAMPLES)],
     )
-    args = check_gradient.arguments(
-        case,
-        entries,
-        [
-            zeros(device, SAMPLES, width),
-            device.put(np.arange(SAMPLES + 1) * HOTNESS),
-            device.put(rows),
-            None,
-            *outputs,
-        ],
-    )
-    scratch = check_gradient.scratch(device, args)
+    on_device = check_gradient.OnDevice(device, batch)
+    on_device.give_room([unique])
     size = bytes_moved(width)["gradient"]
-    return lambda: device.call("RowGrads", args, scratch), size
+
+    def run() -> None:
+        on_device.sort()
+        on_device.sum()
+
+    return run, size
 
 
 def update(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:

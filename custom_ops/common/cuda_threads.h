@@ -41,7 +41,26 @@ __device__ inline int64_t UnitStride(int threads = 1) {
   return int64_t{gridDim.x} * blockDim.x / threads;
 }
 
-inline bool IsAligned(const void* pointer, uintptr_t bytes) {
+// The last of `count` that begins at or before `place`. `begin_of(i)` never
+// falls, and begin_of(0) is at or before it.
+template <typename BeginOf>
+__device__ int64_t LastBegun(int64_t count, int64_t place,
+                             const BeginOf& begin_of) {
+  int64_t low = 0;
+  int64_t high = count - 1;
+  while (low < high) {
+    const int64_t middle = high - (high - low) / 2;
+    if (begin_of(middle) <= place) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+__host__ __device__ inline bool IsAligned(const void* pointer,
+                                          uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 

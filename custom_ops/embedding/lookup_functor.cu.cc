@@ -25,15 +25,16 @@ struct Divisor {
 // Some columns of one segment. Entries in their order: the same bits always.
 template <typename T, int kCount>
 __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
+                                             const GpuLookupBlock& block,
                                              int64_t segment, int64_t column) {
   const bool single = args.row_splits == nullptr;
   const int64_t end = single ? segment + 1 : args.row_splits[segment + 1];
-  const T* table = static_cast<const T*>(args.table) + column;
+  const T* table = static_cast<const T*>(block.table) + column;
   Columns<float, kCount> sum = {};
   Divisor divisor = {args.combiner};
   for (int64_t i = single ? segment : args.row_splits[segment]; i < end; ++i) {
     const int64_t row = args.rows[i];
-    if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(args.table_rows)) {
+    if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(block.table_rows)) {
       if (column == 0) {
         atomicMin(reinterpret_cast<unsigned long long*>(args.bad_entry),
                   static_cast<unsigned long long>(i));
@@ -41,7 +42,7 @@ __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
       continue;
     }
     const float weight = args.weights == nullptr ? 1.0f : args.weights[i];
-    const auto values = LoadColumns<kCount>(table + row * args.width);
+    const auto values = LoadColumns<kCount>(table + row * block.width);
     for (int k = 0; k < kCount; ++k) sum.at[k] += weight * values.at[k];
     divisor.Add(weight);
   }
@@ -49,45 +50,66 @@ __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
   return sum;
 }
 
-// A group of threads works on one segment at a time, each of its threads on
-// kCount neighbouring columns: a row is read in one piece, sums need no others.
+// The columns of this thread; the result of a segment may begin anywhere.
 template <typename T, int kCount>
-__global__ void LookupKernel(GpuLookup args, int64_t segments, int group) {
-  const int64_t first = threadIdx.x % group * kCount;
-  const int64_t stride = group * kCount;
-  for (int64_t s = FirstUnit(group); s < segments; s += UnitStride(group)) {
-    for (int64_t column = first; column < args.width; column += stride) {
-      StoreColumns(SumSegment<T, kCount>(args, s, column),
-                   args.out + s * args.width + column);
+__device__ void SumColumns(const GpuLookup& args, const GpuLookupBlock& block,
+                           int64_t segment, int group) {
+  float* out = block.out + (segment - block.first_segment) * block.width;
+  const bool whole = IsAligned(out, 16);
+  for (int64_t column = threadIdx.x % group * kCount; column < block.width;
+       column += group * kCount) {
+    const auto sum = SumSegment<T, kCount>(args, block, segment, column);
+    if (whole) {
+      StoreColumns(sum, out + column);
+    } else {
+      for (int k = 0; k < kCount; ++k) out[column + k] = sum.at[k];
     }
   }
 }
 
-template <typename T, int kCount>
-int Launch(const GpuLookup& args, int64_t segments, void* stream) {
-  const int group = GroupOf((args.width + kCount - 1) / kCount);
-  LookupKernel<T, kCount>
-      <<<Blocks(segments, group), kBlockThreads, 0, StreamOf(stream)>>>(
-          args, segments, group);
-  return cudaGetLastError();
+// With loads of 16 bytes where all rows begin at a multiple of them.
+template <typename T>
+__device__ void SumWidest(const GpuLookup& args, const GpuLookupBlock& block,
+                          int64_t segment, int group) {
+  constexpr int kCount = 16 / sizeof(T);
+  if (block.width % kCount == 0 && IsAligned(block.table, 16)) {
+    SumColumns<T, kCount>(args, block, segment, group);
+  } else {
+    SumColumns<T, 1>(args, block, segment, group);
+  }
 }
 
-// Loads of 16 bytes where all rows begin at a multiple of them.
-template <typename T>
-int LaunchWidest(const GpuLookup& args, int64_t segments, void* stream) {
-  constexpr int kCount = 16 / sizeof(T);
-  const bool whole = args.width % kCount == 0 && IsAligned(args.table, 16) &&
-                     IsAligned(args.out, 16);
-  return whole ? Launch<T, kCount>(args, segments, stream)
-               : Launch<T, 1>(args, segments, stream);
+// The block of a segment.
+__device__ const GpuLookupBlock& BlockOf(const GpuLookup& args,
+                                         int64_t segment) {
+  return args.blocks[LastBegun(args.block_count, segment, [&](int64_t i) {
+    return args.blocks[i].first_segment;
+  })];
+}
+
+// A group of threads works on one segment at a time, each of its threads on
+// neighbouring columns: a row is read in one piece, sums need no others.
+__global__ void LookupKernel(GpuLookup args, int group) {
+  for (int64_t s = FirstUnit(group); s < args.segments;
+       s += UnitStride(group)) {
+    const GpuLookupBlock block = BlockOf(args, s);
+    if (block.bfloat16) {
+      SumWidest<Bfloat16>(args, block, s, group);
+    } else {
+      SumWidest<float>(args, block, s, group);
+    }
+  }
 }
 
 }  // namespace
 
-int LookupGpu(const GpuLookup& args, int64_t segments, void* stream) {
-  if (segments == 0 || args.width == 0) return cudaSuccess;
-  return args.bfloat16 ? LaunchWidest<Bfloat16>(args, segments, stream)
-                       : LaunchWidest<float>(args, segments, stream);
+int LookupGpu(const GpuLookup& args, void* stream) {
+  if (args.segments == 0 || args.widest == 0) return cudaSuccess;
+  constexpr int kColumns = 4;  // of a thread; eight of bfloat16
+  const int group = GroupOf((args.widest + kColumns - 1) / kColumns);
+  LookupKernel<<<Blocks(args.segments, group), kBlockThreads, 0,
+                 StreamOf(stream)>>>(args, group);
+  return cudaGetLastError();
 }
 
 }  // namespace tfdist

@@ -10,26 +10,38 @@ namespace tfdist {
 // weights, sqrtn by the root of the sum of their squares; 0 if that is 0.
 enum class Combiner { kSum, kMean, kSqrtn };
 
-// The pooled lookup of lookup_functor.h with all pointers in device memory.
-struct GpuLookup {
+// Segments that are summed from one table.
+struct GpuLookupBlock {
   const void* table;  // [table_rows, width], float or bfloat16
   bool bfloat16;
   int64_t table_rows;
   int64_t width;
+  int64_t first_segment;
+  float* out;  // [segments of the block, width]
+};
+
+// The pooled lookup of lookup_functor.h for all tables, with all pointers in
+// device memory.
+struct GpuLookup {
+  // Ascending by first_segment, from 0 on. None is empty.
+  const GpuLookupBlock* blocks;
+  int64_t block_count;
+  int64_t widest;  // width of the widest block
+  int64_t segments;
   // [segments + 1]. nullptr: segment s has entry s alone, as where every sample
   // has one id, and in sequences, where every id has a result of its own.
   const int64_t* row_splits;
   const int64_t* rows;   // [entries]
   const float* weights;  // [entries], or nullptr when all are 1
   Combiner combiner;
-  float* out;  // [segments, width]
   // The least entry whose row is not in the table: min of it and what is there
   // before. A kernel raises no error: such an entry counts as not there.
   uint64_t* bad_entry;
 };
 
-// Launches on `stream`, a cudaStream_t, without waiting. Returns a cudaError_t.
-int LookupGpu(const GpuLookup& args, int64_t segments, void* stream);
+// One launch on `stream`, a cudaStream_t, without waiting. Returns a
+// cudaError_t.
+int LookupGpu(const GpuLookup& args, void* stream);
 
 }  // namespace tfdist
 

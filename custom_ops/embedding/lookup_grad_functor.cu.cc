@@ -10,63 +10,94 @@ namespace {
 
 constexpr int64_t kChunk = 64;  // entries
 
-// Entries by row. Those of no row of the table have row table_rows: they come
+// Entries by key. Those of no row of a table have the key args.keys: they come
 // last, and are skipped.
 struct Sorted {
-  uint64_t* rows;     // [entries], ascending
-  uint32_t* entries;  // [entries], ascending within a row
-  uint32_t* samples;  // [entries], of unsorted entries
-  uint32_t* ordinal;  // [entries]: which of the unique rows, from 1 on
-  float* before;      // [chunks, width]: of a row that began in another chunk
-  float* after;       // [chunks, width]: of one that begins here and goes on
+  uint64_t* keys;     // [entries], ascending
+  uint32_t* entries;  // [entries], ascending within a key
+  uint64_t* values;   // [entries], of unsorted entries: where their gradient is
+  uint32_t* ordinal;  // [entries]: which of the unique keys, from 1 on
+  float* before;      // [chunks, widest]: of a row that began in another chunk
+  float* after;       // [chunks, widest]: of one that begins here and goes on
 };
 
-__device__ bool Begins(const uint64_t* rows, int64_t i) {
-  return i == 0 || rows[i - 1] != rows[i];
+__device__ bool Begins(const uint64_t* keys, int64_t i) {
+  return i == 0 || keys[i - 1] != keys[i];
 }
 
-// A thread prepares one entry: its row as a key, its position, and its sample,
-// the last one that begins at or before it.
+// The table of a key: of those that begin with it, the last, which has rows.
+__device__ int64_t TableOf(const GpuRowGrads& args, uint64_t key) {
+  return LastBegun(args.table_count, static_cast<int64_t>(key),
+                   [&](int64_t t) { return args.tables[t].first_key; });
+}
+
+// A thread prepares one entry: its key, its position, and where the gradient
+// of its sample lies.
 __global__ void KeysKernel(GpuRowGrads args, uint64_t* keys,
-                           uint32_t* positions, uint32_t* samples) {
+                           uint32_t* positions, uint64_t* values) {
   for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
+    const int64_t sample = args.row_splits == nullptr
+                               ? i
+                               : LastBegun(args.samples, i, [&](int64_t s) {
+                                   return args.row_splits[s];
+                                 });
+    const GpuGradBlock block =
+        args.blocks[LastBegun(args.block_count, sample, [&](int64_t b) {
+          return args.blocks[b].first_sample;
+        })];
+    const GpuGradTable table = args.tables[block.table];
     const uint64_t row = args.rows[i];
-    const uint64_t limit = args.table_rows;
-    keys[i] = row < limit ? row : limit;
+    const bool inside = row < static_cast<uint64_t>(table.rows);
+    keys[i] = inside ? table.first_key + row : args.keys;
     positions[i] = static_cast<uint32_t>(i);
-    int64_t low = args.row_splits == nullptr ? i : 0;
-    int64_t high = args.row_splits == nullptr ? i : args.samples - 1;
+    values[i] = block.first_value + (sample - block.first_sample) * table.width;
+  }
+}
+
+// A thread marks one entry: 1 where a row of a table begins.
+__global__ void MarkKernel(GpuRowGrads args, const uint64_t* keys,
+                           uint32_t* marks) {
+  const uint64_t limit = args.keys;
+  for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
+    marks[i] = keys[i] < limit && Begins(keys, i) ? 1 : 0;
+  }
+}
+
+// A thread writes the row that begins at one entry.
+__global__ void UniqueKernel(GpuRowGrads args, Sorted sorted) {
+  const uint64_t limit = args.keys;
+  for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
+    const uint64_t key = sorted.keys[i];
+    if (key >= limit || !Begins(sorted.keys, i)) continue;
+    args.unique_rows[sorted.ordinal[i] - 1] =
+        key - args.tables[TableOf(args, key)].first_key;
+  }
+}
+
+// A thread counts the unique rows before one table, the last one those of all.
+__global__ void FirstsKernel(GpuRowGrads args, Sorted sorted) {
+  for (int64_t t = FirstUnit(); t <= args.table_count; t += UnitStride()) {
+    const uint64_t key =
+        t < args.table_count ? args.tables[t].first_key : args.keys;
+    int64_t low = 0;  // the first entry with this key or a higher one
+    int64_t high = args.entries;
     while (low < high) {
-      const int64_t middle = high - (high - low) / 2;
-      if (args.row_splits[middle] <= i) {
-        low = middle;
+      const int64_t middle = low + (high - low) / 2;
+      if (sorted.keys[middle] < key) {
+        low = middle + 1;
       } else {
-        high = middle - 1;
+        high = middle;
       }
     }
-    samples[i] = static_cast<uint32_t>(low);
+    args.first_unique[t] = low == 0 ? 0 : sorted.ordinal[low - 1];
   }
 }
 
-// A thread marks one entry: 1 where a row of the table begins.
-__global__ void MarkKernel(GpuRowGrads args, const uint64_t* rows,
-                           uint32_t* marks) {
-  const uint64_t limit = args.table_rows;
-  for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
-    marks[i] = rows[i] < limit && Begins(rows, i) ? 1 : 0;
-  }
-}
-
-// A thread writes the row that begins at one entry; the last entry knows how
-// many there are.
-__global__ void UniqueKernel(GpuRowGrads args, Sorted sorted) {
-  const uint64_t limit = args.table_rows;
-  for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
-    if (sorted.rows[i] < limit && Begins(sorted.rows, i)) {
-      args.unique_rows[sorted.ordinal[i] - 1] = sorted.rows[i];
-    }
-    if (i == args.entries - 1) *args.unique = sorted.ordinal[i];
-  }
+// Where the sum of an entry's row goes.
+__device__ float* RowGradOf(const GpuRowGrads& args, const Sorted& sorted,
+                            int64_t table, int64_t entry) {
+  const int64_t row = sorted.ordinal[entry] - 1 - args.first_unique[table];
+  return args.tables[table].row_grads + row * args.tables[table].width;
 }
 
 // Some columns of one chunk: a sum is stored where its row ends, or the chunk.
@@ -76,24 +107,30 @@ __device__ void SumChunk(const GpuRowGrads& args, const Sorted& sorted,
   const int64_t begin = chunk * kChunk;
   const int64_t end =
       begin + kChunk < args.entries ? begin + kChunk : args.entries;
-  const uint64_t limit = args.table_rows;
-  bool began_before = !Begins(sorted.rows, begin);
+  const uint64_t limit = args.keys;
+  bool began_before = !Begins(sorted.keys, begin);
+  int64_t table = -1;
   Columns<float, kCount> sum = {};
-  for (int64_t i = begin; i < end && sorted.rows[i] < limit; ++i) {
-    const uint32_t entry = sorted.entries[i];
-    const float weight = args.weights == nullptr ? 1.0f : args.weights[entry];
-    const auto values = LoadColumns<kCount>(
-        args.grad + int64_t{sorted.samples[entry]} * args.width + column);
-    for (int k = 0; k < kCount; ++k) sum.at[k] += weight * values.at[k];
-    const bool ends = i + 1 == args.entries || Begins(sorted.rows, i + 1);
-    if (!ends && i + 1 < end) continue;
-    float* to = args.row_grads + int64_t{sorted.ordinal[i] - 1} * args.width;
-    if (began_before) {
-      to = sorted.before + chunk * args.width;
-    } else if (!ends) {
-      to = sorted.after + chunk * args.width;
+  for (int64_t i = begin; i < end && sorted.keys[i] < limit; ++i) {
+    if (i == begin || Begins(sorted.keys, i)) {
+      table = TableOf(args, sorted.keys[i]);
     }
-    StoreColumns(sum, to + column);
+    const bool ends = i + 1 == args.entries || Begins(sorted.keys, i + 1);
+    if (column < args.tables[table].width) {
+      const uint32_t entry = sorted.entries[i];
+      const float weight = args.weights == nullptr ? 1.0f : args.weights[entry];
+      const auto values =
+          LoadColumns<kCount>(args.grad + sorted.values[entry] + column);
+      for (int k = 0; k < kCount; ++k) sum.at[k] += weight * values.at[k];
+      if (!ends && i + 1 < end) continue;
+      float* to = sorted.before + chunk * args.widest;
+      if (!began_before) {
+        to = ends ? RowGradOf(args, sorted, table, i)
+                  : sorted.after + chunk * args.widest;
+      }
+      StoreColumns(sum, to + column);
+    }
+    if (!ends) continue;
     sum = {};
     began_before = false;
   }
@@ -106,7 +143,7 @@ __global__ void ChunksKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
                              int group) {
   const int64_t first = threadIdx.x % group * kCount;
   for (int64_t c = FirstUnit(group); c < chunks; c += UnitStride(group)) {
-    for (int64_t column = first; column < args.width;
+    for (int64_t column = first; column < args.widest;
          column += group * kCount) {
       SumChunk<kCount>(args, sorted, c, column);
     }
@@ -118,22 +155,15 @@ __global__ void ChunksKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
 __device__ int64_t EndOfRow(const GpuRowGrads& args, const Sorted& sorted,
                             int64_t chunk) {
   const int64_t end = (chunk + 1) * kChunk;
-  if (end >= args.entries || Begins(sorted.rows, end)) return -1;
-  const uint64_t row = sorted.rows[end];
+  if (end >= args.entries || Begins(sorted.keys, end)) return -1;
+  const uint64_t key = sorted.keys[end];
   const int64_t begin = chunk * kChunk;
-  const bool spans = sorted.rows[begin] == row && !Begins(sorted.rows, begin);
-  if (row >= static_cast<uint64_t>(args.table_rows) || spans) return -1;
-  int64_t low = end;
-  int64_t high = args.entries - 1;
-  while (low < high) {
-    const int64_t middle = high - (high - low) / 2;
-    if (sorted.rows[middle] == row) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  const bool spans = sorted.keys[begin] == key && !Begins(sorted.keys, begin);
+  if (key >= static_cast<uint64_t>(args.keys) || spans) return -1;
+  return end + LastBegun(args.entries - end, static_cast<int64_t>(key),
+                         [&](int64_t i) {
+                           return static_cast<int64_t>(sorted.keys[end + i]);
+                         });
 }
 
 // A block adds the partial sums of the row that begins in its chunk and goes
@@ -147,25 +177,27 @@ __global__ void JoinKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
   for (int64_t c = blockIdx.x; c < chunks; c += gridDim.x) {
     const int64_t last = EndOfRow(args, sorted, c);
     if (last < 0) continue;
-    for (int64_t from = 0; from < args.width; from += group * kCount) {
+    const int64_t table = TableOf(args, sorted.keys[last]);
+    const int64_t width = args.tables[table].width;
+    for (int64_t from = 0; from < width; from += group * kCount) {
       const int64_t column = from + threadIdx.x % group * kCount;
       Columns<float, kCount> sum = {};
-      for (int64_t p = c + mine; p <= last / kChunk && column < args.width;
+      for (int64_t p = c + mine; p <= last / kChunk && column < width;
            p += groups) {
         const float* part = p == c ? sorted.after : sorted.before;
-        const auto values = LoadColumns<kCount>(part + p * args.width + column);
+        const auto values =
+            LoadColumns<kCount>(part + p * args.widest + column);
         for (int k = 0; k < kCount; ++k) sum.at[k] += values.at[k];
       }
       partial[threadIdx.x] = sum;
       __syncthreads();
-      if (mine == 0 && column < args.width) {
+      if (mine == 0 && column < width) {
         for (int g = 1; g < groups; ++g) {
           for (int k = 0; k < kCount; ++k) {
             sum.at[k] += partial[threadIdx.x + g * group].at[k];
           }
         }
-        const int64_t row = sorted.ordinal[last] - 1;
-        StoreColumns(sum, args.row_grads + row * args.width + column);
+        StoreColumns(sum, RowGradOf(args, sorted, table, last) + column);
       }
       __syncthreads();
     }
@@ -176,10 +208,10 @@ int64_t ChunksOf(const GpuRowGrads& args) {
   return (args.entries + kChunk - 1) / kChunk;
 }
 
-// Bits of the keys: those of rows, and of table_rows itself.
+// Bits of the keys: those of rows, and of args.keys itself.
 int KeyBits(const GpuRowGrads& args) {
   int bits = 1;
-  while (bits < 63 && args.table_rows >> bits != 0) ++bits;
+  while (bits < 63 && args.keys >> bits != 0) ++bits;
   return bits;
 }
 
@@ -203,7 +235,7 @@ T* Take(size_t count, char* begin, size_t* bytes) {
 int CubSort(const GpuRowGrads& args, const Scratch& at, void* cub,
             size_t* bytes, cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(
-      cub, *bytes, at.keys, at.sorted.rows, at.positions, at.sorted.entries,
+      cub, *bytes, at.keys, at.sorted.keys, at.positions, at.sorted.entries,
       static_cast<int>(args.entries), 0, KeyBits(args), stream);
 }
 
@@ -217,10 +249,10 @@ int CubCount(const GpuRowGrads& args, const Scratch& at, void* cub,
 
 Scratch Divide(const GpuRowGrads& args, char* begin) {
   Scratch at = {};
-  const size_t partial = ChunksOf(args) * args.width;
-  at.sorted.rows = Take<uint64_t>(args.entries, begin, &at.bytes);
+  const size_t partial = ChunksOf(args) * args.widest;
+  at.sorted.keys = Take<uint64_t>(args.entries, begin, &at.bytes);
   at.sorted.entries = Take<uint32_t>(args.entries, begin, &at.bytes);
-  at.sorted.samples = Take<uint32_t>(args.entries, begin, &at.bytes);
+  at.sorted.values = Take<uint64_t>(args.entries, begin, &at.bytes);
   at.sorted.ordinal = Take<uint32_t>(args.entries, begin, &at.bytes);
   at.sorted.before = Take<float>(partial, begin, &at.bytes);
   at.sorted.after = Take<float>(partial, begin, &at.bytes);
@@ -238,7 +270,7 @@ template <int kCount>
 int SumSorted(const GpuRowGrads& args, const Sorted& sorted,
               cudaStream_t stream) {
   const int64_t chunks = ChunksOf(args);
-  const int group = GroupOf((args.width + kCount - 1) / kCount);
+  const int group = GroupOf((args.widest + kCount - 1) / kCount);
   ChunksKernel<kCount><<<Blocks(chunks, group), kBlockThreads, 0, stream>>>(
       args, sorted, chunks, group);
   JoinKernel<kCount>
@@ -253,27 +285,33 @@ size_t RowGradsScratchBytes(const GpuRowGrads& args) {
   return Divide(args, nullptr).bytes;
 }
 
-int RowGradsGpu(const GpuRowGrads& args, void* scratch, void* stream_pointer) {
+int SortRowsGpu(const GpuRowGrads& args, void* scratch, void* stream_pointer) {
   const cudaStream_t stream = StreamOf(stream_pointer);
   if (args.entries == 0) {
-    return cudaMemsetAsync(args.unique, 0, sizeof(*args.unique), stream);
+    return cudaMemsetAsync(args.first_unique, 0,
+                           (args.table_count + 1) * sizeof(int64_t), stream);
   }
   Scratch at = Divide(args, static_cast<char*>(scratch));
   const unsigned blocks = Blocks(args.entries);
   KeysKernel<<<blocks, kBlockThreads, 0, stream>>>(args, at.keys, at.positions,
-                                                   at.sorted.samples);
+                                                   at.sorted.values);
   int error = CubSort(args, at, at.cub, &at.cub_bytes, stream);
   if (error != cudaSuccess) return error;
-  MarkKernel<<<blocks, kBlockThreads, 0, stream>>>(args, at.sorted.rows,
+  MarkKernel<<<blocks, kBlockThreads, 0, stream>>>(args, at.sorted.keys,
                                                    at.positions);
   error = CubCount(args, at, at.cub, &at.cub_bytes, stream);
   if (error != cudaSuccess) return error;
   UniqueKernel<<<blocks, kBlockThreads, 0, stream>>>(args, at.sorted);
-  if (args.width == 0) return cudaGetLastError();
-  const bool whole = args.width % 4 == 0 && IsAligned(args.grad, 16) &&
-                     IsAligned(args.row_grads, 16);
-  return whole ? SumSorted<4>(args, at.sorted, stream)
-               : SumSorted<1>(args, at.sorted, stream);
+  FirstsKernel<<<Blocks(args.table_count + 1), kBlockThreads, 0, stream>>>(
+      args, at.sorted);
+  return cudaGetLastError();
+}
+
+int SumRowGradsGpu(const GpuRowGrads& args, void* scratch, void* stream) {
+  if (args.entries == 0 || args.widest == 0) return cudaSuccess;
+  const Scratch at = Divide(args, static_cast<char*>(scratch));
+  return args.quads ? SumSorted<4>(args, at.sorted, StreamOf(stream))
+                    : SumSorted<1>(args, at.sorted, StreamOf(stream));
 }
 
 }  // namespace tfdist

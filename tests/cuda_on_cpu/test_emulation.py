@@ -91,7 +91,7 @@ def test_kernels_compute_what_the_cpu_does(
     [
         (GRADIENT, "      __syncthreads();\n      if", "      if", "gradient"),
         (GRADIENT, "      __syncthreads();\n    }", "    }", "gradient"),
-        (LOOKUP, "column < args.width", "column <= args.width", "lookup"),
+        (LOOKUP, "column < block.width", "column <= block.width", "lookup"),
         (UPDATES, "half = group / 2", "half = group / 4", "updates"),
         (WIRE, "first + kCount <= count", "first < count", "values"),
     ],
