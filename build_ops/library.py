@@ -39,6 +39,8 @@ VARIANTS = {
     "tsan": ["-fsanitize=thread"],
     "coverage": ["--coverage", "-fprofile-update=atomic"],
 }
+# Kernels of ops for GPUs: C++ that needs CUDA's headers.
+GPU_KERNELS = "_gpu_kernels.cc"
 DEBUG = ["-O1", "-g", "-fno-omit-frame-pointer"]
 
 
@@ -115,6 +117,8 @@ def _build(
     for source in sorted((root / "custom_ops").rglob("*.cc")):
         path = source.relative_to(root)
         output = folder / path.with_suffix(".o")
+        if path.name.endswith(GPU_KERNELS) and not cuda:
+            continue
         if not path.name.endswith(".cu.cc"):
             commands[output] = _cxx_command(
                 tools, root, source, output, [*where, *own]

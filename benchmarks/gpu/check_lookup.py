@@ -202,7 +202,8 @@ def run(
     out = device.poisoned((sum(sizes),), np.float32)
     blocks = [
         table.block(
-            device.put(table.stored).pointer, (out.pointer or 0) + 4 * int(before)
+            device.put(table.stored).pointer,
+            (out.pointer or 0) + 4 * int(before),
         )
         for table, before in zip(
             tables, numbers.row_splits(np.array(sizes)), strict=False

@@ -11,10 +11,12 @@ import numpy as np
 
 from benchmarks.gpu import device as gpu
 from benchmarks.gpu import numbers
+from benchmarks.gpu import rules
 from benchmarks.gpu.rules import RULES
 from benchmarks.gpu.rules import reference
 
 NO_ROW = np.uint64(2**64 - 1)
+LONGEST = ctypes.c_float(rules.LONGEST)
 SEED = 0x1234567890ABCDEF
 
 
@@ -28,7 +30,7 @@ class Case:
     bfloat16: bool = False
     stochastic: bool = False
     all_rows: bool = False
-    means: bool = False  # mean squares given
+    means: bool = False  # mean squares given, or those of rows to clip
     special: str = ""  # "nan", "outside" or none
     table_rows: int = 61
 
@@ -54,6 +56,17 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
             yield Case(rule, dim, 0, bfloat16=dim == 5, all_rows=True)
     yield Case("row-wise adagrad", 32, 40)
     yield Case("row-wise adagrad", 3, 40, means=True)
+    for dim in (1, 32, 58, 132):
+        for bfloat16 in (False, True):
+            yield Case(
+                "clip",
+                dim,
+                40,
+                bfloat16,
+                stochastic=dim == 58,
+                means=dim == 32,
+                special=str(rng.choice(["", "nan", "outside"])),
+            )
     yield Case("scale", 8, 0)
     yield Case("scale", 5, 0, bfloat16=True, stochastic=True)
     yield Case("sgd", 8, 0)
@@ -84,6 +97,8 @@ def draw(case: Case, rng: np.random.Generator) -> State:
     grads = numbers.floats(rng, case.size, case.dim)
     if case.special == "nan":
         grads[0] = np.nan
+    if case.special == "nan" and case.rule == "clip":
+        table[rows[0]] = np.nan
     means = np.abs(numbers.floats(rng, case.size)) if case.means else None
     stored = numbers.to_bfloat16(table) if case.bfloat16 else table
     return State(stored, slots, rows, grads, means)
@@ -96,13 +111,16 @@ def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
         WrongResult: it is not that of the CPU's functor, or far from float64.
     """
     before = draw(case, rng)
-    given = before.rows.copy()
+    given, means = before.rows.copy(), before.means
     if case.special == "outside":
         given[-1] = case.table_rows
         given[0] = -1
         inside = (given >= 0) & (given < case.table_rows)
         before = dataclasses.replace(
-            before, rows=before.rows[inside], grads=before.grads[inside]
+            before,
+            rows=before.rows[inside],
+            grads=before.grads[inside],
+            means=None if means is None else means[inside],
         )
     after = before.copy()
     apply_on_cpu(device, case, after)
@@ -111,7 +129,9 @@ def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
     got, bad = apply(
         device,
         case,
-        dataclasses.replace(before.copy(), rows=given, grads=grads),
+        dataclasses.replace(
+            before.copy(), rows=given, grads=grads, means=means
+        ),
     )
     first = np.uint64(0) if case.special == "outside" else NO_ROW
     numbers.expect_equal(f"{case}: bad_row", bad, np.array([first]))
@@ -184,13 +204,15 @@ def apply(
     arrays = [rows, grads, table, *slots, bad]
     args = arguments(case, [each.pointer for each in arrays], len(state.rows))
     means = None if state.means is None else device.put(state.means)
+    given = gpu.POINTER(numbers.pointer(means))
     values = numbers_of(case.rule)
     if case.rule == "scale":
         device.call("ScaleAllRows", args, ctypes.c_float(0.7))
+    elif case.rule == "clip":
+        device.call("ClipLongRows", args, LONGEST, given)
     elif case.all_rows:
         device.call("ApplyAllRows", args, values)
     else:
-        given = gpu.POINTER(numbers.pointer(means))
         device.call("ApplyRows", args, RULES[case.rule].code, values, given)
     device.synchronize()
     after = State(
@@ -208,11 +230,13 @@ def apply_on_cpu(device: gpu.Device, case: Case, state: State) -> None:
     pointers = [numbers.address(each).value for each in arrays]
     args = ctypes.byref(arguments(case, [*pointers, None], len(state.rows)))
     values = numbers_of(case.rule)
+    given = numbers.address(state.means)
     if case.rule == "scale":
         device.library.ScaleAllRowsOnCpu(args, ctypes.c_float(0.7))
+    elif case.rule == "clip":
+        device.library.ClipLongRowsOnCpu(args, LONGEST, given)
     elif case.all_rows:
         device.library.ApplyAllRowsOnCpu(args, values)
     else:
-        given = numbers.address(state.means)
         code = RULES[case.rule].code
         device.library.ApplyRowsOnCpu(args, code, values, given)

@@ -143,6 +143,16 @@ void ApplyAllRowsOnCpu(const GpuRows* rows, const float* numbers) {
   Adam(numbers).ApplyToAll(rows->batch, rows->buffers, 0, rows->num_rows);
 }
 
+int ClipLongRows(const GpuRows* rows, float longest, const float* squares) {
+  return ClipRowsGpu(*rows, {longest, squares}, nullptr);
+}
+
+void ClipLongRowsOnCpu(const GpuRows* rows, float longest,
+                       const float* squares) {
+  const ClipRule rule = {longest, squares};
+  rule.Apply(rows->batch, rows->buffers, 0, rows->batch.size);
+}
+
 int ScaleAllRows(const GpuRows* rows, float factor) {
   return ScaleRowsGpu(rows->buffers, rows->num_rows, rows->batch.dim, factor,
                       nullptr);

@@ -17,6 +17,8 @@ class Rule:
     numbers: tuple[float, ...]
 
 
+LONGEST = 0.75  # of a row that is clipped
+
 RULES = {
     "sgd": Rule(0, (0.1,)),
     "momentum": Rule(1, (0.1, 0.9, 0)),
@@ -36,7 +38,7 @@ def reference(
     """Applies a rule.
 
     Args:
-        name: the rule, or "scale" by 0.7.
+        name: the rule, "clip" to 0.75, or "scale" by 0.7.
         table: `[rows, dim]`, as floats.
         state: its slots and the batch.
         all_rows: whether rows without a gradient get one of zero.
@@ -48,6 +50,14 @@ def reference(
     slots = [slot.astype(np.float64) for slot in state.slots]
     if name == "scale":
         return w * np.float32(0.7), slots
+    if name == "clip":
+        squares = (w[state.rows] ** 2).sum(1)
+        if state.means is not None:
+            squares = state.means.astype(np.float64)
+        longer = np.sqrt(squares) > LONGEST
+        part = LONGEST / np.sqrt(squares[longer])
+        w[state.rows[longer]] *= part[:, np.newaxis]
+        return w, slots
     rows, g = state.rows, state.grads.astype(np.float64)
     if all_rows:
         every = np.zeros_like(w)

@@ -59,6 +59,7 @@ class InitialRows {
   }
 
   const Block& block() const { return block_; }
+  const InitialValues& values() const { return values_; }
   // Nanoseconds that a row takes, about.
   int64_t Cost() const {
     const bool constant = values_.distribution == Distribution::kConstant;

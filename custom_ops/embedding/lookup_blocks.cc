@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/embedding/lookup_blocks.h"
 
+#include "custom_ops/embedding/lookup_functor.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
@@ -58,6 +59,17 @@ absl::Status FindLookupBlocks(int64_t samples, const Tensor& served,
                            samples);
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckRows(int64_t table, int64_t limit, const int64_t* begin,
+                       const int64_t* end) {
+  const uint64_t highest = HighestRow(begin, end - begin);
+  if (begin == end || highest < static_cast<uint64_t>(limit)) {
+    return absl::OkStatus();
+  }
+  return InvalidArgument("Row ", static_cast<int64_t>(highest),
+                         " is out of range: table ", table, " has ", limit,
+                         " rows");
 }
 
 absl::Status ReadFeatureTables(tensorflow::OpKernelConstruction* ctx,

@@ -34,6 +34,10 @@ absl::Status FindLookupBlocks(int64_t samples, const tensorflow::Tensor& served,
                               const std::vector<int64_t>& widths,
                               LookupBlocks* found);
 
+// An error if one of the rows [begin, end) is not in the table of `limit` rows.
+absl::Status CheckRows(int64_t table, int64_t limit, const int64_t* begin,
+                       const int64_t* end);
+
 // Reads the attribute `feature_tables` and checks that it is below `tables`.
 absl::Status ReadFeatureTables(tensorflow::OpKernelConstruction* ctx,
                                int64_t tables,

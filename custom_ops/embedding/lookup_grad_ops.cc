@@ -6,10 +6,6 @@
 
 #include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/common/radix_sort.h"
-#include "custom_ops/embedding/id_lists.h"
-#include "custom_ops/embedding/lookup_blocks.h"
-#include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/lookup_grad_functor.h"
 #include "custom_ops/embedding/parallel_segments.h"
 #include "custom_ops/embedding/sorted_entries.h"
@@ -92,7 +88,8 @@ class LookupGradOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<TableEntries> tables;
-    OP_REQUIRES_OK(ctx, FindEntries(ctx, &tables));
+    OP_REQUIRES_OK(ctx,
+                   FindTableEntries(ctx, feature_tables_, widths_, &tables));
     // Taken out for this call: another one may run at the same time.
     Scratch scratch;
     {
@@ -117,37 +114,6 @@ class LookupGradOp : public OpKernel {
 
  private:
   static constexpr int64_t kEntriesPerRange = 16384;
-
-  // The entries of every table.
-  absl::Status FindEntries(OpKernelContext* ctx,
-                           std::vector<TableEntries>* tables) const {
-    const Tensor& weights = ctx->input(2);
-    const Tensor& grad = ctx->input(4);
-    const int64_t samples = ctx->input(0).NumElements() - 1;
-    TF_RETURN_IF_ERROR(
-        CheckIdList(0, ctx->input(1), ctx->input(0), weights, samples));
-    LookupBlocks found;
-    TF_RETURN_IF_ERROR(FindLookupBlocks(samples, ctx->input(3), feature_tables_,
-                                        widths_, &found));
-    if (grad.dims() != 1 || grad.NumElements() != found.values) {
-      return InvalidArgument("grad must have the ", found.values,
-                             " elements of Lookup's values. Received shape: ",
-                             grad.shape().DebugString());
-    }
-    const TableEntries none = {
-        {},
-        static_cast<const int64_t*>(ctx->input(0).data()),
-        static_cast<const int64_t*>(ctx->input(1).data()),
-        WeightsOrNull(weights)};
-    tables->assign(widths_.size(), none);
-    for (const LookupBlock& block : found.blocks) {
-      TableEntries& table = (*tables)[block.table];
-      table.blocks.push_back(block);
-      table.count += table.Count(block);
-      table.offset_bits = BitWidth(found.values);
-    }
-    return absl::OkStatus();
-  }
 
   // Sorts the entries of tables [first, end) by row and sums them.
   absl::Status SumTables(OpKernelContext* ctx,
@@ -181,16 +147,8 @@ class LookupGradOp : public OpKernel {
                                 const TableEntries& table,
                                 std::vector<RowRange>* ranges) {
     if (table.count == 0) return absl::OkStatus();
-    uint64_t highest = 0;
-    for (const LookupBlock& block : table.blocks) {
-      highest = std::max(highest, HighestRow(table.rows + table.First(block),
-                                             table.Count(block)));
-    }
-    if (BitWidth(highest) + table.offset_bits > 63) {
-      return InvalidArgument("rows must be in [0, 2^", 63 - table.offset_bits,
-                             "). Received: ", static_cast<int64_t>(highest));
-    }
-    const int64_t limit = static_cast<int64_t>(highest) + 1;
+    int64_t limit = 0;
+    TF_RETURN_IF_ERROR(RowLimit(table, &limit));
     const int64_t size =
         std::clamp<int64_t>(table.count / kEntriesPerRange, 1, threads);
     for (int64_t i = 0; i < size; ++i) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -9,12 +8,10 @@
 #include "custom_ops/embedding/lookup_blocks.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/parallel_segments.h"
+#include "custom_ops/embedding/read_tables.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
 namespace {
@@ -23,8 +20,6 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("Tfdist>Lookup")
@@ -66,56 +61,6 @@ feature_tables: the table of every feature; -1 if none of its samples are here.
 table_shapes: [rows, d] of every table, for the gradient.
 shards: what every table is a shard of, for the gradient (lookup_ops.lookup).
 )doc");
-
-// The tables of a kernel, locked for reading while this object lives: an
-// update of their rows must not interleave.
-class ReadTables {
- public:
-  absl::Status Lock(OpKernelContext* ctx, int count) {
-    variables_.resize(count);
-    std::vector<tensorflow::mutex*> mutexes;
-    for (int i = 0; i < count; ++i) {
-      TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-          ctx, tensorflow::HandleFromInput(ctx, i), &variables_[i]));
-      mutexes.push_back(variables_[i]->mu());
-    }
-    // In the order of addresses, as kernels that write do, each once.
-    std::sort(mutexes.begin(), mutexes.end());
-    mutexes.erase(std::unique(mutexes.begin(), mutexes.end()), mutexes.end());
-    for (auto* mutex : mutexes) {
-      locks_.push_back(std::make_unique<tensorflow::tf_shared_lock>(*mutex));
-    }
-    return Check();
-  }
-
-  const Tensor& operator[](int64_t i) const { return *variables_[i]->tensor(); }
-
-  std::vector<int64_t> Widths() const {
-    std::vector<int64_t> widths;
-    for (const auto& variable : variables_) {
-      widths.push_back(variable->tensor()->dim_size(1));
-    }
-    return widths;
-  }
-
- private:
-  absl::Status Check() const {
-    for (const auto& variable : variables_) {
-      const Tensor& table = *variable->tensor();
-      if (table.dims() != 2 || (table.dtype() != tensorflow::DT_FLOAT &&
-                                table.dtype() != tensorflow::DT_BFLOAT16)) {
-        return InvalidArgument(
-            "A table must be a matrix of float or bfloat16. Received: ",
-            table.DebugString(0));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  // The references outlive the locks: members are destroyed last to first.
-  std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
-  std::vector<std::unique_ptr<tensorflow::tf_shared_lock>> locks_;
-};
 
 class LookupOp : public OpKernel {
  public:
@@ -170,21 +115,17 @@ class LookupOp : public OpKernel {
     }
     std::mutex mutex;
     absl::Status status;
-    ParallelSegmentSums(
-        ctx->device()->tensorflow_cpu_worker_threads()->workers, blocks,
-        [&](size_t i, int64_t first, int64_t end) {
-          const int64_t table = found.blocks[i].table;
-          const int64_t limit = tables[table].dim_size(0);
-          const uint64_t highest = HighestRow(rows + first, end - first);
-          if (first == end || highest < static_cast<uint64_t>(limit)) {
-            return true;
-          }
-          std::lock_guard<std::mutex> lock(mutex);
-          status = InvalidArgument("Row ", static_cast<int64_t>(highest),
-                                   " is out of range: table ", table, " has ",
-                                   limit, " rows");
-          return false;
-        });
+    ParallelSegmentSums(ctx->device()->tensorflow_cpu_worker_threads()->workers,
+                        blocks, [&](size_t i, int64_t first, int64_t end) {
+                          const int64_t table = found.blocks[i].table;
+                          const int64_t limit = tables[table].dim_size(0);
+                          const absl::Status found_status =
+                              CheckRows(table, limit, rows + first, rows + end);
+                          if (found_status.ok()) return true;
+                          std::lock_guard<std::mutex> lock(mutex);
+                          status = found_status;
+                          return false;
+                        });
     return status;
   }
 

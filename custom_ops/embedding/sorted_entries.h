@@ -5,29 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
-#include "custom_ops/embedding/lookup_blocks.h"
+#include "custom_ops/embedding/table_entries.h"
 
 namespace tfdist {
-
-// What Lookup was given for one table: sample s of a block has the entries
-// row_splits[s] .. row_splits[s + 1].
-struct TableEntries {
-  std::vector<LookupBlock> blocks;
-  const int64_t* row_splits;
-  const int64_t* rows;
-  const float* weights;  // nullptr when all are 1
-  int64_t count = 0;     // entries of all blocks
-  int offset_bits = 0;   // enough for an offset within the values
-
-  int64_t First(const LookupBlock& block) const {
-    return row_splits[block.first_sample];
-  }
-  int64_t Count(const LookupBlock& block) const {
-    return row_splits[block.first_sample + block.samples] - First(block);
-  }
-};
 
 // Memory that is kept for the next step: fresh pages cost more than what is
 // written to them.

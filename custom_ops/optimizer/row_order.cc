@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
 
@@ -14,11 +15,27 @@ bool StrictlyAscending(const int64_t* rows, int64_t size) {
   return true;
 }
 
-int64_t FirstRowOutside(const int64_t* rows, int64_t size, int64_t num_rows) {
+absl::Status CheckRowsInside(const std::string& op, const int64_t* rows,
+                             int64_t size, int64_t num_rows,
+                             const std::string& table) {
   for (int64_t i = 0; i < size; ++i) {
-    if (rows[i] < 0 || rows[i] >= num_rows) return i;
+    if (rows[i] >= 0 && rows[i] < num_rows) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(op, ": row ", rows[i], " at position ", i,
+                     " is outside the ", num_rows, " rows of ", table));
   }
-  return -1;
+  return absl::OkStatus();
+}
+
+absl::Status CheckEachOnce(const std::string& op, const int64_t* rows,
+                           int64_t size) {
+  if (StrictlyAscending(rows, size)) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(CheckSortable(op, size));
+  const UniqueRows unique(rows, size);
+  if (unique.size() == size) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(op, ": ", size, " rows must each be given once; received ",
+                   unique.size(), " different ones"));
 }
 
 absl::Status CheckSortable(const std::string& op, int64_t size) {

@@ -13,8 +13,14 @@ namespace tfdist {
 // True if every row is greater than the one before: sorted and unique.
 bool StrictlyAscending(const int64_t* rows, int64_t size);
 
-// Position of the first row outside [0, num_rows), or -1 if all are inside.
-int64_t FirstRowOutside(const int64_t* rows, int64_t size, int64_t num_rows);
+// An error that names the first row outside [0, num_rows) of `table`.
+absl::Status CheckRowsInside(const std::string& op, const int64_t* rows,
+                             int64_t size, int64_t num_rows,
+                             const std::string& table);
+
+// An error if a row occurs twice.
+absl::Status CheckEachOnce(const std::string& op, const int64_t* rows,
+                           int64_t size);
 
 // An error if there are more rows than UniqueRows takes. Ascending rows need
 // not be sorted and have no limit.

@@ -129,6 +129,12 @@ TFDIST_INLINE Updated<V, 2> Compute(const PowerFtrl& rule, const Row& row,
   });
 }
 
+// What is taken off a row, as a part of it, by the sum of its squares.
+TFDIST_INLINE float Excess(const ClipRule& rule, float squares) {
+  const float norm = Sqrt(squares);
+  return norm > rule.longest ? 1 - rule.longest / norm : 0;
+}
+
 }  // namespace tfdist
 
 #endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_RULES_H_

@@ -86,6 +86,23 @@ TFDIST_INLINE void UpdateRowsIn(Table table, const RowWiseAdagradRule& rule,
   }
 }
 
+template <typename Table>
+TFDIST_INLINE void UpdateRowsIn(Table table, const ClipRule& rule,
+                                const RowBatch& batch,
+                                const RowBuffers& buffers, int64_t begin,
+                                int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = batch.rows[i];
+    float* weights = table.Open(row);
+    const float excess =
+        Excess(rule, rule.squares != nullptr ? rule.squares[i]
+                                             : SumSquares(weights, batch.dim));
+    if (excess == 0) continue;
+    for (int64_t j = 0; j < batch.dim; ++j) weights[j] -= excess * weights[j];
+    table.Close(row);
+  }
+}
+
 template <typename Rule>
 TFDIST_INLINE void UpdateRows(const Rule& rule, const RowBatch& batch,
                               const RowBuffers& buffers, int64_t begin,
@@ -176,6 +193,12 @@ void FtrlRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
   } else {
     UpdateRows(PowerFtrl{*this}, batch, buffers, begin, end);
   }
+}
+
+TFDIST_CLONES
+void ClipRule::Apply(const RowBatch& batch, const RowBuffers& buffers,
+                     int64_t begin, int64_t end) const {
+  UpdateRows(*this, batch, buffers, begin, end);
 }
 
 TFDIST_CLONES

@@ -90,15 +90,15 @@ __global__ void UpdateRowsKernel(GpuRows args, Rule rule, int group) {
   }
 }
 
-// The mean of the squares of a row, for all threads of its group. They sum in
+// The sum of the squares of a row, for all threads of its group. They sum in
 // the same order always: own columns, then by halves of the group.
-template <typename V>
-__device__ float MeanSquare(const float* grad, int64_t dim, int group) {
+template <typename V, typename Columns>
+__device__ float SumSquares(int64_t dim, int group, const Columns& columns) {
   float sum = 0;
   for (int64_t column = threadIdx.x % group * kCountOf<V>; column < dim;
        column += group * kCountOf<V>) {
-    const V g = Load<V>(grad + column);
-    for (int k = 0; k < kCountOf<V>; ++k) sum += ColumnOf(g * g, k);
+    const V x = columns(column);
+    for (int k = 0; k < kCountOf<V>; ++k) sum += ColumnOf(x * x, k);
   }
   const int lane = threadIdx.x % kWarpThreads;
   const unsigned mask = static_cast<unsigned>(((uint64_t{1} << group) - 1)
@@ -106,7 +106,7 @@ __device__ float MeanSquare(const float* grad, int64_t dim, int group) {
   for (int half = group / 2; half > 0; half /= 2) {
     sum += __shfl_xor_sync(mask, sum, half, group);
   }
-  return sum / static_cast<float>(dim);
+  return sum;
 }
 
 // A group of threads updates one row at a time: they sum the squares of its
@@ -121,9 +121,13 @@ __global__ void RowWiseAdagradKernel(GpuRows args, RowWiseAdagradRule rule,
     const int64_t row = RowAt(args, i, first == 0);
     if (row < 0) continue;
     const float* grad = args.batch.grads + i * dim;
-    const float mean = rule.mean_squares != nullptr
-                           ? rule.mean_squares[i]
-                           : MeanSquare<V>(grad, dim, group);
+    float mean = 0;
+    if (rule.mean_squares != nullptr) {
+      mean = rule.mean_squares[i];
+    } else {
+      const auto columns = [&](int64_t j) { return Load<V>(grad + j); };
+      mean = SumSquares<V>(dim, group, columns) / static_cast<float>(dim);
+    }
     float* slot = args.buffers.slots[0] + row;
     const float sum = *slot + mean;
     const unsigned lane = threadIdx.x % kWarpThreads;
@@ -133,6 +137,30 @@ __global__ void RowWiseAdagradKernel(GpuRows args, RowWiseAdagradRule rule,
     const SgdRule sgd = {rule.learning_rate / Sqrt(sum + rule.epsilon)};
     for (int64_t column = first; column < dim; column += group * kCountOf<V>) {
       UpdateColumns<V>(sgd, args, grad + column, row, column);
+    }
+  }
+}
+
+// A group of threads clips one row at a time: they sum its squares together,
+// then each scales the columns of a V if the row is too long.
+template <typename V>
+__global__ void ClipRowsKernel(GpuRows args, ClipRule rule, int group) {
+  const int64_t dim = args.batch.dim;
+  const int64_t first = threadIdx.x % group * kCountOf<V>;
+  for (int64_t i = FirstUnit(group); i < args.batch.size;
+       i += UnitStride(group)) {
+    const int64_t row = RowAt(args, i, first == 0);
+    if (row < 0) continue;
+    const auto columns = [&](int64_t j) {
+      return OpenColumns<V>(args.buffers, row * dim + j);
+    };
+    const float excess = Excess(rule, rule.squares != nullptr
+                                          ? rule.squares[i]
+                                          : SumSquares<V>(dim, group, columns));
+    if (excess == 0) continue;
+    for (int64_t column = first; column < dim; column += group * kCountOf<V>) {
+      const V weights = columns(column);
+      CloseColumns(weights - excess * weights, args.buffers, row, dim, column);
     }
   }
 }
@@ -253,6 +281,22 @@ template int ApplyRowsGpu(const GpuRows&, const AdagradRule&, void*);
 template int ApplyRowsGpu(const GpuRows&, const RowWiseAdagradRule&, void*);
 template int ApplyRowsGpu(const GpuRows&, const AdamRule&, void*);
 template int ApplyRowsGpu(const GpuRows&, const FtrlRule&, void*);
+
+int ClipRowsGpu(const GpuRows& rows, const ClipRule& rule, void* stream) {
+  const int64_t dim = rows.batch.dim;
+  if (rows.batch.size == 0 || dim == 0) return cudaSuccess;
+  const int columns = InQuads(rows.buffers, nullptr, dim, 0) ? 4 : 1;
+  const int group = GroupOf(dim / columns);
+  const unsigned blocks = Blocks(rows.batch.size, group);
+  if (columns == 4) {
+    ClipRowsKernel<Quad>
+        <<<blocks, kBlockThreads, 0, StreamOf(stream)>>>(rows, rule, group);
+  } else {
+    ClipRowsKernel<float>
+        <<<blocks, kBlockThreads, 0, StreamOf(stream)>>>(rows, rule, group);
+  }
+  return cudaGetLastError();
+}
 
 int ApplyAllRowsGpu(const GpuRows& rows, const AdamRule& rule, void* stream) {
   if (rows.num_rows == 0 || rows.batch.dim == 0) return cudaSuccess;

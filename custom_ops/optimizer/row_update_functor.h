@@ -110,6 +110,17 @@ struct FtrlRule {
              int64_t end) const;
 };
 
+// Rows longer than `longest`, as a Euclidean norm, are scaled down to it. The
+// batch has no gradients. squares [batch.size] are the sums of the squares of
+// whole rows where a rank holds only some of the columns; nullptr computes
+// them. A row with NaN is left as it is.
+struct ClipRule {
+  float longest;
+  const float* squares;
+  void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
+             int64_t end) const;
+};
+
 // Multiplies rows begin to end - 1 of a table by a factor.
 void ScaleRows(const RowBuffers& buffers, int64_t dim, int64_t begin,
                int64_t end, float factor);

@@ -24,6 +24,9 @@ struct GpuRows {
 template <typename Rule>
 int ApplyRowsGpu(const GpuRows& rows, const Rule& rule, void* stream);
 
+// No gradients.
+int ClipRowsGpu(const GpuRows& rows, const ClipRule& rule, void* stream);
+
 // Every row of the table; those of the batch, which ascend strictly, with their
 // gradient and the others with one of zero.
 int ApplyAllRowsGpu(const GpuRows& rows, const AdamRule& rule, void* stream);

@@ -3,13 +3,9 @@
 // One fused kernel per row optimizer: check, order the rows, update in place.
 #include <type_traits>
 
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/optimizer/row_order.h"
-#include "custom_ops/optimizer/row_update_functor.h"
-#include "custom_ops/optimizer/rule_inputs.h"
 #include "custom_ops/optimizer/shard_access.h"
+#include "custom_ops/optimizer/update_inputs.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
@@ -22,37 +18,19 @@ class ApplyRowsOp : public tf::OpKernel {
       : OpKernel(ctx), inputs_(ctx) {}
 
   void Compute(tf::OpKernelContext* ctx) override {
-    const tf::Tensor* rows;
-    const tf::Tensor* grads;
-    OP_REQUIRES_OK(ctx, ctx->input("rows", &rows));
-    OP_REQUIRES_OK(ctx, ctx->input("grads", &grads));
-    Rule rule;
-    OP_REQUIRES_OK(ctx, inputs_.Read(ctx, rows->NumElements(), &rule));
-    Rounding rounding;
-    OP_REQUIRES_OK(ctx, ReadRounding(ctx, &rounding));
+    UpdateInputs<Rule> given;
     ShardAccess shard;
-    const int num_slots = inputs_.NumSlots();
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1 + num_slots));
-    OP_REQUIRES_OK(ctx, CheckShapes(shard, *rows, *grads));
-    OP_REQUIRES_OK(ctx, CheckRows(shard, *rows));
+    OP_REQUIRES_OK(ctx, given.Read(ctx, name(), &inputs_, &shard));
     OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     shard.UseHugePages();
-
-    const RowBatch batch = {rows->flat<int64_t>().data(),
-                            grads->flat<float>().data(), rows->NumElements(),
-                            grads->dim_size(1)};
-    const Work work = {rule, shard.Buffers(num_slots, rounding),
-                       shard.tensor(0).dim_size(0)};
-    if (StrictlyAscending(batch.rows, batch.size)) {
-      Update(ctx, work, batch);
-      return;
+    const Work work = {given.rule,
+                       shard.Buffers(inputs_.NumSlots(), given.rounding),
+                       given.num_rows};
+    if (given.ascending) {
+      Update(ctx, work, given.batch);
+    } else {
+      UpdateRepeated(ctx, work, given.batch);
     }
-    OP_REQUIRES(ctx, !HasMeans(rule),
-                absl::InvalidArgumentError(
-                    absl::StrCat(name(),
-                                 ": rows must be strictly ascending when "
-                                 "mean_squares are given")));
-    UpdateRepeated(ctx, work, batch);
   }
 
  private:
@@ -61,53 +39,6 @@ class ApplyRowsOp : public tf::OpKernel {
     RowBuffers buffers;
     int64_t num_rows;  // of the table
   };
-
-  absl::Status CheckShapes(const ShardAccess& shard, const tf::Tensor& rows,
-                           const tf::Tensor& grads) const {
-    const tf::TensorShape& table = shard.tensor(0).shape();
-    if (table.dims() != 2 || rows.dims() != 1 || grads.dims() != 2 ||
-        grads.dim_size(0) != rows.dim_size(0) ||
-        grads.dim_size(1) != table.dim_size(1)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          name(),
-          ": rows [n] and grads [n, dim] must fit the table [rows, "
-          "dim]; received rows ",
-          rows.shape().DebugString(), ", grads ", grads.shape().DebugString(),
-          ", table ", table.DebugString(), " (", shard.name(0), ")"));
-    }
-    const tf::TensorShape slot_shape =
-        std::is_same<Rule, RowWiseAdagradRule>::value
-            ? tf::TensorShape({table.dim_size(0)})
-            : table;
-    for (int i = 1; i <= inputs_.NumSlots(); ++i) {
-      if (shard.tensor(i).shape() != slot_shape) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(name(), ": slot ", shard.name(i), " must have shape ",
-                         slot_shape.DebugString(), "; received ",
-                         shard.tensor(i).shape().DebugString()));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status CheckRows(const ShardAccess& shard,
-                         const tf::Tensor& rows) const {
-    const int64_t num_rows = shard.tensor(0).dim_size(0);
-    const int64_t* data = rows.flat<int64_t>().data();
-    const int64_t outside = FirstRowOutside(data, rows.NumElements(), num_rows);
-    if (outside < 0) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat(name(), ": row ", data[outside], " at position ", outside,
-                     " is outside the ", num_rows, " rows of ", shard.name(0)));
-  }
-
-  static bool HasMeans(const RowWiseAdagradRule& rule) {
-    return rule.mean_squares != nullptr;
-  }
-  template <typename Other>
-  static bool HasMeans(const Other&) {
-    return false;
-  }
 
   // Rough cycles per row: the memory of a row and its slots dominates.
   int64_t CostPerRow(int64_t dim) const {
@@ -142,7 +73,6 @@ class ApplyRowsOp : public tf::OpKernel {
   // so that a row is updated once with its whole gradient.
   void UpdateRepeated(tf::OpKernelContext* ctx, const Work& work,
                       const RowBatch& batch) const {
-    OP_REQUIRES_OK(ctx, CheckSortable(name(), batch.size));
     const UniqueRows unique(batch.rows, batch.size);
     tf::Tensor sums;
     OP_REQUIRES_OK(ctx, ctx->allocate_temp(tf::DT_FLOAT,

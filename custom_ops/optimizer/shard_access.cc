@@ -50,7 +50,13 @@ absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int num_variables) {
   return absl::OkStatus();
 }
 
-absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx) {
+absl::Status CopyOnHost(const void* from, int64_t bytes, void* to) {
+  std::memcpy(to, from, bytes);
+  return absl::OkStatus();
+}
+
+absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx,
+                                         const CopyBytes& copy_bytes) {
   for (auto& variable : variables_) {
     tf::Tensor* values = variable->tensor();
     // In copy-on-read mode nothing may alias the buffer; otherwise one
@@ -61,7 +67,8 @@ absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx) {
     tf::Tensor copy;
     TF_RETURN_IF_ERROR(
         ctx->allocate_temp(values->dtype(), values->shape(), &copy));
-    std::memcpy(copy.data(), values->data(), values->TotalBytes());
+    TF_RETURN_IF_ERROR(
+        copy_bytes(values->data(), values->TotalBytes(), copy.data()));
     *values = copy;
     variable->copy_on_read_mode.store(true);
   }
@@ -73,6 +80,12 @@ void ShardAccess::UseHugePages() {
     tf::Tensor* values = variable->tensor();
     ExchangeForHugePages(values->data(), values->TotalBytes());
   }
+}
+
+MatrixSize ShardAccess::TableSize() const {
+  const int64_t size = tensor(0).NumElements();
+  const int64_t rows = tensor(0).dims() == 0 ? 1 : tensor(0).dim_size(0);
+  return size == 0 ? MatrixSize{0, 0} : MatrixSize{rows, size / rows};
 }
 
 RowBuffers ShardAccess::Buffers(int num_slots, const Rounding& rounding) const {

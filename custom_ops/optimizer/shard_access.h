@@ -2,6 +2,7 @@
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_SHARD_ACCESS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_SHARD_ACCESS_H_
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,17 @@
 #include "tensorflow/core/platform/mutex.h"
 
 namespace tfdist {
+
+// Copies bytes where the buffers are.
+using CopyBytes =
+    std::function<absl::Status(const void* from, int64_t bytes, void* to)>;
+absl::Status CopyOnHost(const void* from, int64_t bytes, void* to);
+
+// The table as a matrix, whatever its shape.
+struct MatrixSize {
+  int64_t rows;
+  int64_t dim;
+};
 
 // Exclusive access to the variables in the first resource inputs of a kernel:
 // a table and its slots. Locked while this object lives, in address order so
@@ -26,7 +38,8 @@ class ShardAccess {
   // Makes the buffers safe to write in place. Call it once every input has
   // been checked: it copies a buffer that somebody else still reads, once,
   // and makes later reads of that variable copy instead.
-  absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx);
+  absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx,
+                              const CopyBytes& copy = CopyOnHost);
 
   // Exchanges the pages of the buffers for huge ones: once, at the first
   // update.
@@ -35,6 +48,8 @@ class ShardAccess {
   const tensorflow::Tensor& tensor(int index) const {
     return *variables_[index]->tensor();
   }
+  // No rows if it has no elements.
+  MatrixSize TableSize() const;
   // The values of num_slots slots and of the table, to write.
   RowBuffers Buffers(int num_slots, const Rounding& rounding) const;
   const std::string& name(int index) const { return names_[index]; }

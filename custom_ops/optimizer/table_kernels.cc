@@ -4,12 +4,10 @@
 // weight decay of a whole table.
 #include <algorithm>
 
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/optimizer/row_order.h"
-#include "custom_ops/optimizer/row_update_functor.h"
 #include "custom_ops/optimizer/shard_access.h"
+#include "custom_ops/optimizer/table_inputs.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
@@ -24,14 +22,8 @@ class SumDuplicateRowsOp : public tf::OpKernel {
   void Compute(tf::OpKernelContext* ctx) override {
     const tf::Tensor& rows = ctx->input(0);
     const tf::Tensor& grads = ctx->input(1);
-    OP_REQUIRES(
-        ctx,
-        rows.dims() == 1 && grads.dims() == 2 &&
-            grads.dim_size(0) == rows.dim_size(0),
-        absl::InvalidArgumentError(absl::StrCat(
-            name(), ": expected rows [n] and grads [n, dim]; received ",
-            rows.shape().DebugString(), " and ", grads.shape().DebugString())));
-    const int64_t* data = rows.flat<int64_t>().data();
+    OP_REQUIRES_OK(ctx, CheckRowGradients(name(), rows, grads));
+    const auto* data = static_cast<const int64_t*>(rows.data());
     if (StrictlyAscending(data, rows.NumElements())) {
       ctx->set_output(0, rows);
       ctx->set_output(1, grads);
@@ -64,25 +56,17 @@ class ScaleTableOp : public tf::OpKernel {
   using OpKernel::OpKernel;
 
   void Compute(tf::OpKernelContext* ctx) override {
-    const tf::Tensor& factor = ctx->input(1);
-    OP_REQUIRES(ctx, factor.dims() == 0,
-                absl::InvalidArgumentError(
-                    absl::StrCat(name(), ": factor must be a scalar; received ",
-                                 factor.shape().DebugString())));
+    float factor = 0;
     Rounding rounding;
-    OP_REQUIRES_OK(ctx, ReadRounding(ctx, &rounding));
     ShardAccess shard;
+    OP_REQUIRES_OK(ctx, ReadScale(ctx, name(), &factor, &rounding));
     OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
     OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     const RowBuffers buffers = shard.Buffers(0, rounding);
-    const int64_t size = shard.tensor(0).NumElements();
-    const int64_t rows =
-        shard.tensor(0).dims() == 0 ? 1 : shard.tensor(0).dim_size(0);
-    if (size == 0) return;
-    const auto scale = static_cast<float>(factor.scalar<double>()());
-    ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers, rows,
-                  size / rows, [&](int64_t begin, int64_t end) {
-                    ScaleRows(buffers, size / rows, begin, end, scale);
+    const MatrixSize size = shard.TableSize();
+    ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers,
+                  size.rows, size.dim, [&](int64_t begin, int64_t end) {
+                    ScaleRows(buffers, size.dim, begin, end, factor);
                   });
   }
 };

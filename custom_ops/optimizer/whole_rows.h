@@ -43,7 +43,7 @@ TFDIST_INLINE float Sum(const Lanes& lanes) {
 }
 
 // The last vector overlaps its neighbour, whose lanes count only once.
-TFDIST_INLINE float MeanSquare(const float* grad, int64_t dim) {
+TFDIST_INLINE float SumSquares(const float* grad, int64_t dim) {
   constexpr Lanes kLane = {0, 1, 2,  3,  4,  5,  6,  7,
                            8, 9, 10, 11, 12, 13, 14, 15};
   float sum = 0;
@@ -61,7 +61,11 @@ TFDIST_INLINE float MeanSquare(const float* grad, int64_t dim) {
     lanes += kLane < static_cast<float>(j - last) ? Lanes{} : g * g;
     sum = Sum(lanes);
   }
-  return sum / static_cast<float>(dim);
+  return sum;
+}
+
+TFDIST_INLINE float MeanSquare(const float* grad, int64_t dim) {
+  return SumSquares(grad, dim) / static_cast<float>(dim);
 }
 
 }  // namespace tfdist

@@ -5,6 +5,7 @@
 #ifndef TFDIST_TESTS_CUDA_ON_CPU_CUDA_RUNTIME_H_
 #define TFDIST_TESTS_CUDA_ON_CPU_CUDA_RUNTIME_H_
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -31,6 +32,7 @@ enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 namespace cuda_on_cpu {
 
 inline cudaError_t last_error = cudaSuccess;
+inline std::atomic<uint64_t> waits{0};  // of the host for a stream, so far
 
 // What a translated launch calls.
 template <typename Kernel>
@@ -98,6 +100,17 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes,
 }
 
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  ++cuda_on_cpu::waits;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaLaunchHostFunc(cudaStream_t, void (*function)(void*),
+                                      void* argument) {
+  function(argument);
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;

@@ -270,6 +270,43 @@ def test_scale_table(ops, shape):
     np.testing.assert_allclose(table, start * 0.9, rtol=1e-6)
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+@pytest.mark.parametrize("dim", [1, 16, 58])
+def test_long_rows_are_scaled_down(ops, dtype, dim):
+    """Of norm 2, whatever their columns elsewhere; NaN stays."""
+    rng = np.random.default_rng(dim)
+    value = values(rng, 9, dim) * 3
+    value[4] = np.nan
+    table = tf.Variable(value, dtype=dtype)
+    value = tf.cast(table, tf.float32).numpy()
+    rows = np.array([8, 1, 4, 5, 0])
+    elsewhere = np.array([9, 0, 0, 0, 9], np.float32)
+    for squares in (None, (value[rows] ** 2).sum(axis=1) + elsewhere):
+        norms = np.linalg.norm(value[rows], axis=1)
+        norms = norms if squares is None else np.sqrt(squares)
+        value[rows] *= np.where(norms > 2, 2 / norms, 1)[:, np.newaxis]
+        ops.clip_rows(table, rows, max_norm=2.0, squares=squares)
+        rtol = 1e-5 if dtype == tf.float32 else 2**-8
+        np.testing.assert_allclose(tf.cast(table, tf.float32), value, rtol=rtol)
+        value = tf.cast(table, tf.float32).numpy()
+
+
+@pytest.mark.parametrize(
+    "rows, squares, found",
+    [
+        ([1, 3], None, "row 3 at position 1 is outside the 3 rows"),
+        ([2, 0, 2], None, "3 rows must each be given once; received 2"),
+        ([0, 1], [1.0], r"squares \[n\] or \[0\]"),
+    ],
+)
+def test_rows_that_cannot_be_scaled_down(rows, squares, found):
+    table = tf.Variable(tf.ones([3, 4]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=found):
+        optimizer_ops.clip_rows(table, rows, max_norm=1.0, squares=squares)
+    np.testing.assert_array_equal(table, tf.ones([3, 4]))
+
+
 def test_what_is_no_scalar_is_refused():
     table = tf.Variable(tf.zeros([5, 3], tf.bfloat16))
     rows, grads = np.array([1], np.int64), np.ones([1, 3], np.float32)

@@ -165,6 +165,25 @@ def apply_row_ftrl(
     _replace(table, rows, leader, rounding_seed)
 
 
+def clip_rows(
+    table: tf.Variable,
+    rows: tf.Tensor,
+    *,
+    max_norm: Any,
+    squares: tf.Tensor | None = None,
+    rounding_seed: Any = None,
+) -> None:
+    """See `optimizer_ops.clip_rows`."""
+    weights = tf.cast(tf.gather(table, rows), tf.float32)
+    if squares is None:
+        squares = tf.reduce_sum(tf.square(weights), axis=1)
+    norms = tf.sqrt(squares)
+    longer = tf.where(norms > max_norm)[:, 0]
+    excess = 1 - max_norm / tf.gather(norms, longer)
+    step = -excess[:, tf.newaxis] * tf.gather(weights, longer)
+    _move(table, tf.gather(rows, longer), step, rounding_seed)
+
+
 def scale_table(
     table: tf.Variable, factor: Any, *, rounding_seed: Any = None
 ) -> None:

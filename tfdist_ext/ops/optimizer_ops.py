@@ -323,6 +323,34 @@ def sum_duplicate_rows(
     return unique_rows, sums
 
 
+def clip_rows(
+    table: tf.Variable,
+    rows: tf.Tensor,
+    *,
+    max_norm: Any,
+    squares: tf.Tensor | None = None,
+    rounding_seed: Any = None,
+) -> Any:
+    """Scales rows that are longer than a norm down to it.
+
+    Args:
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
+        rows: int64 `[n]`, local rows, each once, in any order.
+        max_norm: scalar, the largest Euclidean norm.
+        squares: float32 `[n]`, the sum of the squares of every row where this
+            rank holds only some of its columns. None computes it.
+        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
+
+    Returns:
+        The operation in a graph, None when executing eagerly.
+    """
+    if squares is None:
+        squares = tf.zeros([0], tf.float32)
+    return library().tfdist_clip_rows(
+        table.handle, rows, squares, _scalar(max_norm), _seeds(rounding_seed)
+    )
+
+
 def scale_table(
     table: tf.Variable, factor: Any, *, rounding_seed: Any = None
 ) -> Any:

@@ -49,24 +49,30 @@ def clip(
         max_norm: the largest Euclidean norm.
         seed: for rounding to bfloat16 at random, or None.
     """
-    values = tf.cast(tf.gather(variable, rows), tf.float32)
-    squares = tf.reduce_sum(tf.square(values), axis=1)
     spec = marks.shard_spec(variable)
-    if spec is not None and spec.column_parts > 1:
+    divided = spec is not None and spec.column_parts > 1
+    squares = None
+    if divided or not has_kernel(variable):
+        values = tf.cast(tf.gather(variable, rows), tf.float32)
+        squares = tf.reduce_sum(tf.square(values), axis=1)
+    if divided:
         label = f"{spec.table}/norms of rows"
         squares = sum_over_ranks(squares, label, spec.row_peers)
+    if has_kernel(variable):
+        optimizer_ops.clip_rows(
+            variable,
+            rows,
+            max_norm=max_norm,
+            squares=squares,
+            rounding_seed=seed,
+        )
+        return
     norms = tf.sqrt(squares)
     longer = tf.where(norms > max_norm)[:, 0]
     excess = 1 - max_norm / tf.gather(norms, longer)
     excess = excess[:, tf.newaxis] * tf.gather(values, longer)
-    rows = tf.gather(rows, longer)
-    if has_kernel(variable):
-        optimizer_ops.apply_row_sgd(
-            variable, rows, excess, learning_rate=1.0, rounding_seed=seed
-        )
-    else:
-        excess = tf.cast(excess, variable.dtype)
-        variable.scatter_sub(tf.IndexedSlices(excess, rows))
+    excess = tf.cast(excess, variable.dtype)
+    variable.scatter_sub(tf.IndexedSlices(excess, tf.gather(rows, longer)))
 
 
 def _build(

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an OpKernel asks of the GPU it runs on. Ids, rows and hyperparameters
+// are in the host's memory, where they are checked as on a CPU; numbers are in
+// the GPU's. So no kernel has to wait to know whether an input is wrong.
+#ifndef TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
+#define TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "xla/stream_executor/stream.h"
+
+namespace tfdist {
+
+// In tests kernels run under emulation, on a CPU, where they are asked for.
+#if TFDIST_CUDA
+const char* const kGpuDevice = tensorflow::DEVICE_GPU;
+const char* const kGpuLabel = "";
+#else
+const char* const kGpuDevice = tensorflow::DEVICE_CPU;
+const char* const kGpuLabel = "emulated";
+#endif
+
+// Work of one call of an OpKernel: on TensorFlow's stream, in memory of
+// TensorFlow's allocator.
+class GpuWork {
+ public:
+  explicit GpuWork(tensorflow::OpKernelContext* ctx) : ctx_(ctx) {
+    const auto* device = ctx->op_device_context();
+    if (device == nullptr || device->stream() == nullptr) return;
+    stream_ = device->stream()->platform_specific_handle().stream;
+  }
+
+  void* stream() const { return stream_; }
+
+  // What a launch has returned, as a status.
+  absl::Status Launched(int error) const {
+    if (error == cudaSuccess) return absl::OkStatus();
+    return absl::InternalError(
+        absl::StrCat(ctx_->op_kernel().name(), ": CUDA error ", error, ": ",
+                     cudaGetErrorString(static_cast<cudaError_t>(error))));
+  }
+
+  // Memory of the GPU while this object lives. Whoever gets it next uses it on
+  // the same stream, behind what has been launched here.
+  template <typename T>
+  absl::Status Room(int64_t count, T** room) {
+    return Take({}, count, room);
+  }
+
+  // Memory of the host that the GPU reaches, while this object lives.
+  template <typename T>
+  absl::Status PinnedRoom(int64_t count, T** room) {
+    tensorflow::AllocatorAttributes pinned;
+    pinned.set_on_host(true);
+    pinned.set_gpu_compatible(true);
+    return Take(pinned, count, room);
+  }
+
+  absl::Status Copy(const void* from, int64_t bytes, void* to) const {
+    if (bytes == 0) return absl::OkStatus();
+    return Launched(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault,
+                                    static_cast<cudaStream_t>(stream_)));
+  }
+
+  // Waits for all that has been launched.
+  absl::Status Wait() const {
+    return Launched(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)));
+  }
+
+  // Keeps the memory taken last until all that has been launched is done.
+  absl::Status KeepLastUntilDone() {
+    auto last = std::make_unique<tensorflow::Tensor>(kept_.back());
+    TF_RETURN_IF_ERROR(Launched(cudaLaunchHostFunc(
+        static_cast<cudaStream_t>(stream_),
+        [](void* tensor) { delete static_cast<tensorflow::Tensor*>(tensor); },
+        last.get())));
+    last.release();
+    return absl::OkStatus();
+  }
+
+ private:
+  template <typename T>
+  absl::Status Take(tensorflow::AllocatorAttributes where, int64_t count,
+                    T** room) {
+    tensorflow::Tensor tensor;
+    const int64_t bytes = std::max<int64_t>(count * sizeof(T), 1);
+    TF_RETURN_IF_ERROR(ctx_->allocate_temp(tensorflow::DT_UINT8,
+                                           tensorflow::TensorShape({bytes}),
+                                           &tensor, where));
+    *room = static_cast<T*>(tensor.data());
+    kept_.push_back(std::move(tensor));
+    return absl::OkStatus();
+  }
+
+  tensorflow::OpKernelContext* ctx_;
+  void* stream_ = nullptr;
+  std::vector<tensorflow::Tensor> kept_;
+};
+
+// Arrays of the host that the GPU gets in one copy, from pinned memory.
+class Upload {
+ public:
+  explicit Upload(GpuWork* work) : work_(work) {}
+
+  // Adds an array, which must stay until Start(). Returns its number.
+  template <typename T>
+  size_t Add(const T* data, int64_t count) {
+    arrays_.push_back({data, static_cast<size_t>(count) * sizeof(T), bytes_});
+    bytes_ += (arrays_.back().bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return arrays_.size() - 1;
+  }
+
+  template <typename T>
+  size_t Add(const std::vector<T>& data) {
+    return Add(data.data(), data.size());
+  }
+
+  absl::Status Start() {
+    char* pinned = nullptr;
+    TF_RETURN_IF_ERROR(work_->Room(bytes_, &there_));
+    TF_RETURN_IF_ERROR(work_->PinnedRoom(bytes_, &pinned));
+    for (const Array& array : arrays_) {
+      if (array.bytes == 0) continue;
+      std::memcpy(pinned + array.at, array.data, array.bytes);
+    }
+    TF_RETURN_IF_ERROR(work_->Copy(pinned, bytes_, there_));
+    return work_->KeepLastUntilDone();
+  }
+
+  // Where an array is on the GPU.
+  template <typename T>
+  const T* At(size_t number) const {
+    return reinterpret_cast<const T*>(there_ + arrays_[number].at);
+  }
+
+ private:
+  static constexpr size_t kAlignment = 256;
+
+  struct Array {
+    const void* data;
+    size_t bytes;
+    size_t at;
+  };
+
+  GpuWork* work_;
+  std::vector<Array> arrays_;
+  size_t bytes_ = 0;
+  char* there_ = nullptr;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_

@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The updates of rows on a GPU: the table, its slots and the gradients are
+// there, rows and hyperparameters on the host.
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "custom_ops/common/gpu_work.h"
+#include "custom_ops/embedding/lookup_functor_gpu.h"
+#include "custom_ops/optimizer/clip_inputs.h"
+#include "custom_ops/optimizer/row_update_functor_gpu.h"
+#include "custom_ops/optimizer/table_inputs.h"
+#include "custom_ops/optimizer/update_inputs.h"
+
+namespace tfdist {
+namespace {
+
+absl::Status PrepareToWrite(tf::OpKernelContext* ctx, const GpuWork& work,
+                            ShardAccess* shard) {
+  return shard->PrepareToWrite(ctx,
+                               [&](const void* from, int64_t bytes, void* to) {
+                                 return work.Copy(from, bytes, to);
+                               });
+}
+
+// sums[k] = the gradients of unique row k, added in the order of the batch: a
+// lookup in the gradients.
+absl::Status SumRepeated(const UniqueRows& unique, const RowBatch& batch,
+                         GpuWork* work, float* sums) {
+  std::vector<int64_t> splits(unique.size() + 1);
+  for (int64_t k = 0; k <= unique.size(); ++k) {
+    splits[k] = unique.positions(k) - unique.positions(0);
+  }
+  const std::vector<int64_t> positions(unique.positions(0),
+                                       unique.positions(unique.size()));
+  const std::vector<GpuLookupBlock> block = {
+      {batch.grads, false, batch.size, batch.dim, 0, sums}};
+  Upload upload(work);
+  const size_t block_at = upload.Add(block);
+  const size_t splits_at = upload.Add(splits);
+  const size_t positions_at = upload.Add(positions);
+  TF_RETURN_IF_ERROR(upload.Start());
+  const GpuLookup args = {upload.At<GpuLookupBlock>(block_at),
+                          1,
+                          batch.dim,
+                          unique.size(),
+                          upload.At<int64_t>(splits_at),
+                          upload.At<int64_t>(positions_at),
+                          nullptr,
+                          Combiner::kSum,
+                          nullptr};  // no position is outside of the batch
+  return work->Launched(LookupGpu(args, work->stream()));
+}
+
+// Rows of the host on the GPU.
+absl::Status UploadRows(const int64_t* rows, int64_t count, GpuWork* work,
+                        const int64_t** there) {
+  Upload upload(work);
+  const size_t at = upload.Add(rows, count);
+  TF_RETURN_IF_ERROR(upload.Start());
+  *there = upload.At<int64_t>(at);
+  return absl::OkStatus();
+}
+
+template <typename Rule>
+class ApplyRowsGpuOp : public tf::OpKernel {
+ public:
+  explicit ApplyRowsGpuOp(tf::OpKernelConstruction* ctx)
+      : OpKernel(ctx), inputs_(ctx) {}
+
+  void Compute(tf::OpKernelContext* ctx) override {
+    ShardAccess shard;
+    UpdateInputs<Rule> given;
+    OP_REQUIRES_OK(ctx, given.Read(ctx, name(), &inputs_, &shard));
+    GpuWork work(ctx);
+    OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
+    GpuRows rows = {given.batch,
+                    shard.Buffers(inputs_.NumSlots(), given.rounding),
+                    given.num_rows, nullptr};  // no row is outside
+    if (given.ascending) {
+      OP_REQUIRES_OK(ctx, UploadRows(given.batch.rows, given.batch.size, &work,
+                                     &rows.batch.rows));
+    } else {
+      OP_REQUIRES_OK(ctx, MakeUnique(given.batch, &work, &rows.batch));
+    }
+    OP_REQUIRES_OK(ctx, work.Launched(Launch(rows, given.rule, work.stream())));
+  }
+
+ private:
+  static absl::Status MakeUnique(const RowBatch& repeated, GpuWork* work,
+                                 RowBatch* batch) {
+    const UniqueRows unique(repeated.rows, repeated.size);
+    float* sums = nullptr;
+    TF_RETURN_IF_ERROR(work->Room(unique.size() * repeated.dim, &sums));
+    TF_RETURN_IF_ERROR(SumRepeated(unique, repeated, work, sums));
+    batch->grads = sums;
+    batch->size = unique.size();
+    return UploadRows(unique.rows(), unique.size(), work, &batch->rows);
+  }
+
+  int Launch(const GpuRows& rows, const Rule& rule, void* stream) const {
+    if constexpr (std::is_same<Rule, AdamRule>::value) {
+      if (inputs_.all_rows) return ApplyAllRowsGpu(rows, rule, stream);
+    }
+    return ApplyRowsGpu(rows, rule, stream);
+  }
+
+  RuleInputs<Rule> inputs_;
+};
+
+class ClipRowsGpuOp : public tf::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* ctx) override {
+    ShardAccess shard;
+    ClipInputs given;
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, given.Read(ctx, name(), shard));
+    GpuWork work(ctx);
+    OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
+    GpuRows rows = {given.batch, shard.Buffers(0, given.rounding),
+                    shard.tensor(0).dim_size(0), nullptr};  // none is outside
+    OP_REQUIRES_OK(ctx, UploadRows(given.batch.rows, given.batch.size, &work,
+                                   &rows.batch.rows));
+    OP_REQUIRES_OK(ctx,
+                   work.Launched(ClipRowsGpu(rows, given.rule, work.stream())));
+  }
+};
+
+class ScaleTableGpuOp : public tf::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* ctx) override {
+    float factor = 0;
+    Rounding rounding;
+    ShardAccess shard;
+    OP_REQUIRES_OK(ctx, ReadScale(ctx, name(), &factor, &rounding));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    GpuWork work(ctx);
+    OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
+    const MatrixSize size = shard.TableSize();
+    OP_REQUIRES_OK(
+        ctx, work.Launched(ScaleRowsGpu(shard.Buffers(0, rounding), size.rows,
+                                        size.dim, factor, work.stream())));
+  }
+};
+
+class SumDuplicateRowsGpuOp : public tf::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* ctx) override {
+    const tf::Tensor& rows = ctx->input(0);
+    const tf::Tensor& grads = ctx->input(1);
+    OP_REQUIRES_OK(ctx, CheckRowGradients(name(), rows, grads));
+    const auto* data = static_cast<const int64_t*>(rows.data());
+    if (StrictlyAscending(data, rows.NumElements())) {
+      ctx->set_output(0, rows);
+      ctx->set_output(1, grads);
+      return;
+    }
+    OP_REQUIRES_OK(ctx, CheckSortable(name(), rows.NumElements()));
+    const UniqueRows unique(data, rows.NumElements());
+    const int64_t dim = grads.dim_size(1);
+    tf::Tensor* unique_rows;
+    tf::Tensor* sums;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {unique.size()}, &unique_rows));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {unique.size(), dim}, &sums));
+    std::copy_n(unique.rows(), unique.size(),
+                static_cast<int64_t*>(unique_rows->data()));
+    const RowBatch batch = {data, static_cast<const float*>(grads.data()),
+                            rows.NumElements(), dim};
+    GpuWork work(ctx);
+    OP_REQUIRES_OK(ctx, SumRepeated(unique, batch, &work,
+                                    static_cast<float*>(sums->data())));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowSgd")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<SgdRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowMomentum")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("velocity")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("momentum")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<MomentumRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowAdagrad")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("accumulator")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("epsilon")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<AdagradRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowWiseAdagrad")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("accumulator")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("epsilon")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<RowWiseAdagradRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowAdam")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("momentum")
+                            .HostMemory("velocity")
+                            .HostMemory("velocity_hats")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("beta_1")
+                            .HostMemory("beta_2")
+                            .HostMemory("epsilon")
+                            .HostMemory("step")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<AdamRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ApplyRowFtrl")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("accumulator")
+                            .HostMemory("linear")
+                            .HostMemory("rows")
+                            .HostMemory("learning_rate")
+                            .HostMemory("learning_rate_power")
+                            .HostMemory("l1")
+                            .HostMemory("l2")
+                            .HostMemory("l2_shrinkage")
+                            .HostMemory("beta")
+                            .HostMemory("rounding_seeds"),
+                        ApplyRowsGpuOp<FtrlRule>);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ClipRows")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("rows")
+                            .HostMemory("max_norm")
+                            .HostMemory("rounding_seeds"),
+                        ClipRowsGpuOp);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>ScaleTable")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("table")
+                            .HostMemory("factor")
+                            .HostMemory("rounding_seeds"),
+                        ScaleTableGpuOp);
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>SumDuplicateRows")
+                            .Device(kGpuDevice)
+                            .Label(kGpuLabel)
+                            .HostMemory("rows")
+                            .HostMemory("unique_rows"),
+                        SumDuplicateRowsGpuOp);
+
+}  // namespace
+}  // namespace tfdist

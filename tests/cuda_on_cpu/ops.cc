@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of the ops for GPUs, for a CPU and under a label of their own.
+#include "custom_ops/embedding/lookup_gpu_kernels.cc"
+#include "custom_ops/embedding/lookup_grad_gpu_kernels.cc"
+#include "custom_ops/embedding/values_gpu_kernels.cc"
+#include "custom_ops/optimizer/update_gpu_kernels.cc"
+
+// How often a kernel was launched, and how often the host waited.
+extern "C" uint64_t Launches() { return cuda_on_cpu::launches; }
+extern "C" uint64_t Waits() { return cuda_on_cpu::waits; }
