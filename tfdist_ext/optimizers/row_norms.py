@@ -50,12 +50,12 @@ def clip(
         seed: for rounding to bfloat16 at random, or None.
     """
     spec = marks.shard_spec(variable)
-    divided = spec is not None and spec.column_parts > 1
+    whole_rows = spec is None or spec.column_parts == 1
     squares = None
-    if divided or not has_kernel(variable):
+    if not (whole_rows and has_kernel(variable)):
         values = tf.cast(tf.gather(variable, rows), tf.float32)
         squares = tf.reduce_sum(tf.square(values), axis=1)
-    if divided:
+    if spec is not None and not whole_rows:
         label = f"{spec.table}/norms of rows"
         squares = sum_over_ranks(squares, label, spec.row_peers)
     if has_kernel(variable):
