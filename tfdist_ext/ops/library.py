@@ -65,9 +65,26 @@ def check_version(built_for: str | None, installed: str) -> None:
     )
 
 
+def has_gpu_kernels() -> bool:
+    """Whether ops can be where a table is on a GPU.
+
+    Returns:
+        True for a library that was built with CUDA; False for any that
+        TFDIST_LIBRARY names, which sanitizer builds are not.
+    """
+    if os.environ.get("TFDIST_LIBRARY"):
+        return False
+    return bool(getattr(build_info(), "CUDA", False))
+
+
 def _built_for() -> str | None:
+    info = build_info()
+    return None if info is None else str(info.TENSORFLOW_VERSION)
+
+
+def build_info() -> Any:
+    """The module that the build wrote, None in a tree that was not built."""
     try:
-        info = importlib.import_module("tfdist_ext._build_info")
+        return importlib.import_module("tfdist_ext._build_info")
     except ModuleNotFoundError:
         return None
-    return str(info.TENSORFLOW_VERSION)

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.ops.library import has_gpu_kernels
+
 
 def has_kernel(variable: Any) -> bool:
     """Whether the ops can update a variable.
@@ -15,12 +17,14 @@ def has_kernel(variable: Any) -> bool:
         variable: of TensorFlow or Keras.
 
     Returns:
-        True for float32 or bfloat16 `[n, dim]` on a CPU.
+        True for float32 or bfloat16 `[n, dim]` on a CPU, and on a GPU if the
+        library has kernels for it.
     """
+    on_gpu = "GPU" in (getattr(variable, "device", "") or "")
     return (
         len(variable.shape) == 2
         and tf.as_dtype(variable.dtype) in (tf.float32, tf.bfloat16)
-        and "GPU" not in (getattr(variable, "device", "") or "")
+        and (has_gpu_kernels() or not on_gpu)
     )
 
 
@@ -33,6 +37,6 @@ def is_bfloat16_table(variable: Any) -> bool:
         variable: of TensorFlow or Keras.
 
     Returns:
-        True for bfloat16 `[n, dim]` on a CPU.
+        True for bfloat16 `[n, dim]` where `has_kernel` is.
     """
     return has_kernel(variable) and tf.as_dtype(variable.dtype) == tf.bfloat16
