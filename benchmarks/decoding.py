@@ -21,11 +21,15 @@ RANKS, FEATURES, ROWS = 4, 26, 1_000_000
 NONE = np.zeros(0, np.float32)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=16384, help="of all ranks")
     parser.add_argument("--hotness", type=int, nargs="+", default=[1, 20])
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     print("hotness  entries  arrive MB  rows MB  decoded in ms")
     for hotness in options.hotness:
         show(options.batch // RANKS, hotness)
