@@ -24,7 +24,7 @@ CASES = [
     (2, 3, "keras_rs_ranking/dlrm_dcn_v2"),
     (2, 3, "keras_rs_ranking/sas_rec"),
     (2, 3, "keras_io/behaviour_sequence_transformer"),
-    (4, 3, "keras_io/collaborative_filtering"),
+    (2, 3, "keras_io/collaborative_filtering"),
     (2, 3, "keras_io/wide_and_deep"),
 ]
 # Those of retrieval, which `comparing.OneProcess` checks; "options" is ours.
