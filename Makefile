@@ -31,8 +31,8 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-ports \
-    test-asan test-tsan test-horovod fuzz soak coverage build library environment lint \
-    format docs wheel bench gpu-check clean
+    test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build library \
+    environment lint format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
@@ -97,19 +97,21 @@ test-asan: build
 # this TensorFlow. Where it cannot be imported its tests would only be skipped.
 HOROVOD = $(CURDIR)/build/horovod-$(TF)
 HOROVOD_TESTS = -m pytest $(PYTEST_ARGS) tests/process/test_other_launchers.py
-test-horovod: build $(HOROVOD)/.built
-	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python -c 'import horovod.runner'
-	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python $(HOROVOD_TESTS) \
-	    -k test_horovodrun
+test-horovod: test-horovodrun $(HOROVOD)/library/.built
 	PYTHONPATH=$(HOROVOD)/library $(BIN)/python -c 'import horovod.tensorflow'
 	PYTHONPATH=$(HOROVOD)/library $(BIN)/python $(HOROVOD_TESTS) \
 	    -k 'test_horovodrun or test_horovod_carries'
 
-$(HOROVOD)/.built: $(VENV)/.installed build_ops/horovod.sh
-	rm -rf $(HOROVOD)
-	HOROVOD_WITHOUT_TENSORFLOW=1 build_ops/horovod.sh $(BIN)/python \
-	    --target $(HOROVOD)/launcher
-	build_ops/horovod.sh $(BIN)/python --target $(HOROVOD)/library
+# Its launcher alone, which is installed in seconds.
+test-horovodrun: build $(HOROVOD)/launcher/.built
+	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python -c 'import horovod.runner'
+	PYTHONPATH=$(HOROVOD)/launcher $(BIN)/python $(HOROVOD_TESTS) \
+	    -k test_horovodrun
+
+$(HOROVOD)/launcher/.built: export HOROVOD_WITHOUT_TENSORFLOW = 1
+$(HOROVOD)/%/.built: $(VENV)/.installed build_ops/horovod.sh
+	rm -rf $(@D)
+	build_ops/horovod.sh $(BIN)/python --target $(@D)
 	@touch $@
 
 # For a night: damaged handshakes, messages, ids and plans, so many of each.
