@@ -27,9 +27,9 @@ def start_horovod(collectives: Collectives) -> None:
         tf.errors.AbortedError: one of these has come on another rank.
     """
     group = collectives.group
-    with collectives.together("load Horovod", all_end=True):
+    with collectives.together("load Horovod", all_end=True, own_first=True):
         hvd = _load()
-    with collectives.together("start Horovod", all_end=True):
+    with collectives.together("start Horovod", all_end=True, own_first=True):
         hvd.init()
         if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
             raise RuntimeError(

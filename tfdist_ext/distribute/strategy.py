@@ -324,7 +324,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if marks.is_distributed(dataset):
             return dataset
-        with self.collectives.together("distribute a dataset"):
+        with self.collectives.together("distribute a dataset", own_first=True):
             self.collectives.turns.check_input(dataset)
             local = input_lib.distribute(
                 dataset, self.collectives, self._names.next(self.collectives)
@@ -354,7 +354,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        with self.collectives.together("distribute a dataset"):
+        with self.collectives.together("distribute a dataset", own_first=True):
             dataset = dataset_fn(self.extended._make_input_context())
             self.collectives.turns.check_input(dataset)
             local = input_lib.own_batches(

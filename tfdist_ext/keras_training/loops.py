@@ -47,7 +47,8 @@ def _together(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         _warn_of_eager_steps(model)
     # Nobody goes on from a loop that has failed elsewhere; a batch is too
     # short for that.
-    with collectives.together(name, all_end=name in keras_internals.LOOPS):
+    loop = name in keras_internals.LOOPS
+    with collectives.together(name, all_end=loop, own_first=True):
         return original(model, *args, **kwargs)
 
 
