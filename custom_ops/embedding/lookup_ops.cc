@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <mutex>
 #include <vector>
 
-#include "custom_ops/common/allocate_output.h"
 #include "custom_ops/embedding/id_lists.h"
-#include "custom_ops/embedding/lookup_blocks.h"
 #include "custom_ops/embedding/lookup_functor.h"
+#include "custom_ops/embedding/lookup_kernel.h"
 #include "custom_ops/embedding/parallel_segments.h"
-#include "custom_ops/embedding/read_tables.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -16,8 +13,6 @@
 namespace tfdist {
 namespace {
 
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::shape_inference::InferenceContext;
@@ -62,42 +57,17 @@ table_shapes: [rows, d] of every table, for the gradient.
 shards: what every table is a shard of, for the gradient (lookup_ops.lookup).
 )doc");
 
-class LookupOp : public OpKernel {
+class LookupOp : public LookupKernel {
  public:
-  explicit LookupOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &count_));
-    OP_REQUIRES_OK(ctx, ReadFeatureTables(ctx, count_, &feature_tables_));
-  }
+  using LookupKernel::LookupKernel;
 
-  void Compute(OpKernelContext* ctx) override {
-    ReadTables tables;
-    OP_REQUIRES_OK(ctx, tables.Lock(ctx, count_));
-    const Tensor& row_splits = ctx->input(count_);
-    const int64_t samples = row_splits.NumElements() - 1;
-    OP_REQUIRES_OK(ctx, CheckIdList(0, ctx->input(count_ + 1), row_splits,
-                                    ctx->input(count_ + 2), samples));
-    LookupBlocks found;
-    OP_REQUIRES_OK(
-        ctx, FindLookupBlocks(samples, ctx->input(count_ + 3), feature_tables_,
-                              tables.Widths(), &found));
-    Tensor* values = nullptr;
-    Tensor* send_splits = nullptr;
-    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {found.values}, &values));
-    const int64_t ranks = found.send_splits.size();
-    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {ranks}, &send_splits));
-    std::copy(found.send_splits.begin(), found.send_splits.end(),
-              send_splits->vec<int64_t>().data());
-    OP_REQUIRES_OK(ctx, Sum(ctx, tables, found, values));
-  }
-
- private:
+ protected:
   absl::Status Sum(OpKernelContext* ctx, const ReadTables& tables,
-                   const LookupBlocks& found, Tensor* values) const {
+                   const LookupInputs& inputs, const LookupBlocks& found,
+                   float* values) const override {
     const auto* row_splits =
-        static_cast<const int64_t*>(ctx->input(count_).data());
-    const auto* rows =
-        static_cast<const int64_t*>(ctx->input(count_ + 1).data());
-    const Tensor& weights = ctx->input(count_ + 2);
+        static_cast<const int64_t*>(inputs.row_splits.data());
+    const auto* rows = static_cast<const int64_t*>(inputs.rows.data());
     std::vector<SegmentBlock> blocks;
     for (const LookupBlock& block : found.blocks) {
       const Tensor& table = tables[block.table];
@@ -107,8 +77,8 @@ class LookupOp : public OpKernel {
           block.width,
           row_splits + block.first_sample,
           rows,
-          WeightsOrNull(weights),
-          static_cast<float*>(values->data()) + block.first_value};
+          WeightsOrNull(inputs.weights),
+          values + block.first_value};
       blocks.push_back(
           {args, block.samples,
            is_float ? nullptr : static_cast<const Bfloat16*>(table.data())});
@@ -128,9 +98,6 @@ class LookupOp : public OpKernel {
                         });
     return status;
   }
-
-  int count_ = 0;
-  std::vector<int64_t> feature_tables_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>Lookup").Device(tensorflow::DEVICE_CPU),

@@ -2,11 +2,9 @@
 //
 // What the optimizers need around an update: unique rows for clipping, and
 // weight decay of a whole table.
-#include <algorithm>
-
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/optimizer/row_order.h"
 #include "custom_ops/optimizer/shard_access.h"
+#include "custom_ops/optimizer/sum_duplicates_kernel.h"
 #include "custom_ops/optimizer/table_inputs.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
@@ -15,39 +13,20 @@ namespace {
 
 namespace tf = ::tensorflow;
 
-class SumDuplicateRowsOp : public tf::OpKernel {
+class SumDuplicateRowsOp : public SumDuplicatesKernel {
  public:
-  using OpKernel::OpKernel;
+  using SumDuplicatesKernel::SumDuplicatesKernel;
 
-  void Compute(tf::OpKernelContext* ctx) override {
-    const tf::Tensor& rows = ctx->input(0);
-    const tf::Tensor& grads = ctx->input(1);
-    OP_REQUIRES_OK(ctx, CheckRowGradients(name(), rows, grads));
-    const auto* data = static_cast<const int64_t*>(rows.data());
-    if (StrictlyAscending(data, rows.NumElements())) {
-      ctx->set_output(0, rows);
-      ctx->set_output(1, grads);
-      return;
-    }
-    OP_REQUIRES_OK(ctx, CheckSortable(name(), rows.NumElements()));
-    SumUnique(ctx, UniqueRows(data, rows.NumElements()), grads);
-  }
-
- private:
-  static void SumUnique(tf::OpKernelContext* ctx, const UniqueRows& unique,
-                        const tf::Tensor& grads) {
-    const int64_t dim = grads.dim_size(1);
-    tf::Tensor* rows;
-    tf::Tensor* sums;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {unique.size()}, &rows));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {unique.size(), dim}, &sums));
-    std::copy_n(unique.rows(), unique.size(), rows->flat<int64_t>().data());
-    float* data = sums->flat<float>().data();
+ protected:
+  absl::Status Sum(tf::OpKernelContext* ctx, const UniqueRows& unique,
+                   const RowBatch& batch, float* sums) const override {
+    const int64_t dim = batch.dim;
     ParallelUnits(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   unique.size(), 50 + 2 * dim, [&](int64_t begin, int64_t end) {
-                    SumRepeated(unique, grads.flat<float>().data(), dim, begin,
-                                end, data + begin * dim);
+                    SumRepeated(unique, batch.grads, dim, begin, end,
+                                sums + begin * dim);
                   });
+    return absl::OkStatus();
   }
 };
 

@@ -10,6 +10,7 @@
 #include "custom_ops/embedding/lookup_functor_gpu.h"
 #include "custom_ops/optimizer/clip_inputs.h"
 #include "custom_ops/optimizer/row_update_functor_gpu.h"
+#include "custom_ops/optimizer/sum_duplicates_kernel.h"
 #include "custom_ops/optimizer/table_inputs.h"
 #include "custom_ops/optimizer/update_inputs.h"
 
@@ -148,34 +149,15 @@ class ScaleTableGpuOp : public tf::OpKernel {
   }
 };
 
-class SumDuplicateRowsGpuOp : public tf::OpKernel {
+class SumDuplicateRowsGpuOp : public SumDuplicatesKernel {
  public:
-  using OpKernel::OpKernel;
+  using SumDuplicatesKernel::SumDuplicatesKernel;
 
-  void Compute(tf::OpKernelContext* ctx) override {
-    const tf::Tensor& rows = ctx->input(0);
-    const tf::Tensor& grads = ctx->input(1);
-    OP_REQUIRES_OK(ctx, CheckRowGradients(name(), rows, grads));
-    const auto* data = static_cast<const int64_t*>(rows.data());
-    if (StrictlyAscending(data, rows.NumElements())) {
-      ctx->set_output(0, rows);
-      ctx->set_output(1, grads);
-      return;
-    }
-    OP_REQUIRES_OK(ctx, CheckSortable(name(), rows.NumElements()));
-    const UniqueRows unique(data, rows.NumElements());
-    const int64_t dim = grads.dim_size(1);
-    tf::Tensor* unique_rows;
-    tf::Tensor* sums;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {unique.size()}, &unique_rows));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {unique.size(), dim}, &sums));
-    std::copy_n(unique.rows(), unique.size(),
-                static_cast<int64_t*>(unique_rows->data()));
-    const RowBatch batch = {data, static_cast<const float*>(grads.data()),
-                            rows.NumElements(), dim};
+ protected:
+  absl::Status Sum(tf::OpKernelContext* ctx, const UniqueRows& unique,
+                   const RowBatch& batch, float* sums) const override {
     GpuWork work(ctx);
-    OP_REQUIRES_OK(ctx, SumRepeated(unique, batch, &work,
-                                    static_cast<float*>(sums->data())));
+    return SumRepeated(unique, batch, &work, sums);
   }
 };
 

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_KERNEL_H_
+#define TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_KERNEL_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "custom_ops/common/allocate_output.h"
+#include "custom_ops/embedding/id_lists.h"
+#include "custom_ops/embedding/lookup_blocks.h"
+#include "custom_ops/embedding/read_tables.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tfdist {
+
+// What the samples of a call look up; on the host.
+struct LookupInputs {
+  const tensorflow::Tensor& row_splits;
+  const tensorflow::Tensor& rows;
+  const tensorflow::Tensor& weights;
+};
+
+// Lookup but for the sums, which are made where the tables are.
+class LookupKernel : public tensorflow::OpKernel {
+ public:
+  explicit LookupKernel(tensorflow::OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &count_));
+    OP_REQUIRES_OK(ctx, ReadFeatureTables(ctx, count_, &feature_tables_));
+  }
+
+  void Compute(tensorflow::OpKernelContext* ctx) final {
+    ReadTables tables;
+    OP_REQUIRES_OK(ctx, tables.Lock(ctx, count_));
+    const LookupInputs inputs = {ctx->input(count_), ctx->input(count_ + 1),
+                                 ctx->input(count_ + 2)};
+    const int64_t samples = inputs.row_splits.NumElements() - 1;
+    OP_REQUIRES_OK(ctx, CheckIdList(0, inputs.rows, inputs.row_splits,
+                                    inputs.weights, samples));
+    LookupBlocks found;
+    OP_REQUIRES_OK(
+        ctx, FindLookupBlocks(samples, ctx->input(count_ + 3), feature_tables_,
+                              tables.Widths(), &found));
+    tensorflow::Tensor* values = nullptr;
+    tensorflow::Tensor* send_splits = nullptr;
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {found.values}, &values));
+    const int64_t ranks = found.send_splits.size();
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 1, {ranks}, &send_splits));
+    std::copy(found.send_splits.begin(), found.send_splits.end(),
+              send_splits->vec<int64_t>().data());
+    OP_REQUIRES_OK(ctx, Sum(ctx, tables, inputs, found,
+                            static_cast<float*>(values->data())));
+  }
+
+ protected:
+  // Sums into `values`; an error for a row that is not in its table.
+  virtual absl::Status Sum(tensorflow::OpKernelContext* ctx,
+                           const ReadTables& tables, const LookupInputs& inputs,
+                           const LookupBlocks& found, float* values) const = 0;
+
+ private:
+  int count_ = 0;
+  std::vector<int64_t> feature_tables_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_CUSTOM_OPS_EMBEDDING_LOOKUP_KERNEL_H_
