@@ -127,6 +127,9 @@ NOT_OURS = {
     "TensorFlow, which asks variables for what they save": {
         "_serialize_to_tensors",
     },
+    "TensorFlow, which asks a strategy for its devices": {
+        "_initialize_local_devices",
+    },
 }
 # Private methods of Keras that our subclasses of its optimizers override.
 OVERRIDDEN = {

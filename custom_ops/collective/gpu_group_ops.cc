@@ -32,12 +32,13 @@ REGISTER_OP(TFDIST_GPU_OFFER)
     .Output("version: string")
     .Output("id: string")
     .Output("reason: string")
+    .Output("memory: int64")
     .Attr("device: int >= 0")
     .Attr("files: list(string)")
     .Attr("make_id: bool")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      for (int i = 0; i < 4; ++i) c->set_output(i, c->Scalar());
+      for (int i = 0; i < 5; ++i) c->set_output(i, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -47,6 +48,7 @@ bus: where its GPU is plugged in; empty if it cannot be used.
 version: of NCCL's library; empty without one.
 id: of a new communicator, if asked for.
 reason: why there is no GPU, or no library.
+memory: bytes that the GPU has.
 device: CUDA's number of the GPU.
 files: where NCCL's library may be.
 make_id: whether this rank makes the id.
@@ -101,14 +103,16 @@ class GpuOfferOp : public GpuOp {
 
  private:
   void Use(OpKernelContext* ctx) override {
-    Tensor* outputs[4];
-    for (int i = 0; i < 4; ++i) {
+    Tensor* outputs[5];
+    for (int i = 0; i < 5; ++i) {
       OP_REQUIRES_OK(ctx, ctx->allocate_output(i, {}, &outputs[i]));
     }
     std::string reason;
+    outputs[4]->scalar<int64_t>()() = 0;
     try {
       UseDevice(static_cast<int>(device_));
       outputs[0]->scalar<tstring>()() = BusIdOf(static_cast<int>(device_));
+      outputs[4]->scalar<int64_t>()() = MemoryOfDevice();
     } catch (const CudaError& error) {
       outputs[3]->scalar<tstring>()() =
           Message("GPU ", device_, ": ", error.what());

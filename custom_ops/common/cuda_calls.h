@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,13 @@ inline void CheckCuda(cudaError_t code, const char* call) {
 // Of the thread that asks.
 inline void UseDevice(int device) {
   CheckCuda(cudaSetDevice(device), "cudaSetDevice");
+}
+
+// Bytes of the device in use, whoever has them.
+inline int64_t MemoryOfDevice() {
+  size_t free = 0, total = 0;
+  CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return static_cast<int64_t>(total);
 }
 
 inline std::string BusIdOf(int device) {

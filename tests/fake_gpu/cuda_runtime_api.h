@@ -25,6 +25,7 @@ extern "C" {
 const char* cudaGetErrorString(cudaError_t);
 cudaError_t cudaSetDevice(int);
 cudaError_t cudaDeviceGetPCIBusId(char*, int, int);
+cudaError_t cudaMemGetInfo(size_t*, size_t*);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned int);
 cudaError_t cudaStreamDestroy(cudaStream_t);
 cudaError_t cudaStreamSynchronize(cudaStream_t);

@@ -39,10 +39,11 @@ def connect(
         device: of this rank, instead.
 
     Returns:
-        See `gpus.connect`.
+        Why GPUs do not talk by NCCL, see `gpus.connect`.
     """
     environ = {gpus.NCCL_VARIABLE: str(nccl)}
-    return gpus.connect(group, environ, group.rank if device == -1 else device)
+    device = group.rank if device == -1 else device
+    return gpus.connect(group, environ, device)[0]
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:

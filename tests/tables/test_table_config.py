@@ -28,7 +28,7 @@ def test_arguments_of_keras_rs_may_be_passed_by_position():
 
 def test_own_arguments_are_given_by_name():
     own = {"deduplicate", "dtype", "max_norm", "out_of_range"}
-    own |= {"vocabulary"}
+    own |= {"storage", "vocabulary"}
     fields = dataclasses.fields(TableConfig)
     assert {field.name for field in fields if field.kw_only} == own
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.buckets import buckets_of
+from tfdist_ext.collectives.gpus import TableGpus
 from tfdist_ext.collectives.loop import Loop
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.collectives.step import Step
@@ -37,6 +38,7 @@ class Collectives:
         gradient_dtype: in which gradients of mirrored variables travel.
         turns: of the calls outside of steps.
         machine: what plans are made for, once it is measured.
+        gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
         ops: what carries tensors; this package unless told otherwise.
     """
@@ -51,12 +53,11 @@ class Collectives:
         self.turns = calls.Turns()
         self._tags = Tags(self.turns)
         self.machine: Machine | None = None
+        self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
-        self._places: weakref.WeakKeyDictionary[Any, str] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._places = weakref.WeakKeyDictionary[Any, str]()
         self._place_numbers = itertools.count()
         self._depth = 0  # of `together`
 
@@ -223,8 +224,7 @@ class Collectives:
             self._known_exchanges.add(lines)
 
     def place_of(self, layer: Any) -> str:
-        """A name for what is kept for a layer, of no other one."""
-        # Names of layers are not unique: models are made again.
+        """A name for what is kept for a layer; names of layers may repeat."""
         if layer not in self._places:
             self._places[layer] = f"{layer.name}/{next(self._place_numbers)}"
         return self._places[layer]

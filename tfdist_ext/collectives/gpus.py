@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
 import json
@@ -19,11 +20,34 @@ from tfdist_ext.ops import gpu_ops
 
 # "0" leaves NCCL out; anything else is the path of its library.
 NCCL_VARIABLE = "TFDIST_NCCL"
+NO_GPU = "TensorFlow sees no GPU"
 _SONAME = "libnccl.so.2"
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _TAG = 0  # of an exchange before all others
+# Of a GPU's memory, for tables; the dense layers and what is in flight have
+# the rest.
+_SHARE = 0.5
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class TableGpus:
+    """What tables may have of the ranks' GPUs.
+
+    Attributes:
+        memory: bytes of weights and slots on the GPU of each rank, less what
+            tables have been given; None if some rank has no such GPU.
+        reason: why not.
+    """
+
+    memory: float | None = None
+    reason: str = ""
+
+    def give(self, size: float) -> None:
+        """Takes memory away that tables have now, for good."""
+        if self.memory is not None:
+            self.memory = max(self.memory - size, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +59,19 @@ class Gpu:
         version: of NCCL, empty without.
         reason: why the rank has no GPU or no NCCL.
         name: of rank 0: 128 bytes in hexadecimal, the communicator's id.
+        memory: bytes that the GPU has.
     """
 
     place: str = ""
     version: str = ""
     reason: str = ""
     name: str = ""
+    memory: int = 0
 
 
 def connect(
     group: ProcessGroup, environ: Mapping[str, str], device: int | None
-) -> str:
+) -> tuple[str, TableGpus]:
     """Lets a group's collectives run on GPUs, where the build is for them.
 
     All ranks call this before they exchange anything else. Rank 0 logs where
@@ -57,13 +83,15 @@ def connect(
         device: CUDA's number of this rank's GPU, None without.
 
     Returns:
-        Why GPUs do not talk by NCCL; empty if they do.
+        Why GPUs do not talk by NCCL, empty if they do; and what tables may
+        have of them.
 
     Raises:
         tf.errors.UnavailableError: a rank does not answer.
     """
     if group.world_size == 1 or not gpu_ops.built_for_gpus():
-        return "there is nothing to exchange between GPUs"
+        nothing = "there is nothing to exchange between GPUs"
+        return nothing, TableGpus(reason="tfdist_ext is built without CUDA")
     files = libraries(environ)
     gpus = _tell(group, _look(group.rank, files, device))
     reason = why_not_nccl(gpus)
@@ -75,7 +103,22 @@ def connect(
     if device is not None and gpus[group.rank].place:
         name = b"" if reason else bytes.fromhex(gpus[0].name)
         gpu_ops.group_gpus(group.handle, device, files, name)
-    return reason
+    return reason, for_tables(gpus)
+
+
+def for_tables(gpus: Sequence[Gpu]) -> TableGpus:
+    """What tables may have of the ranks' GPUs: half of each rank's share.
+
+    Args:
+        gpus: by rank.
+    """
+    places = collections.Counter(gpu.place for gpu in gpus)
+    least = float("inf")
+    for rank, gpu in enumerate(gpus):
+        if not gpu.place:
+            return TableGpus(reason=f"rank {rank}: {gpu.reason}")
+        least = min(least, _SHARE * gpu.memory / places[gpu.place])
+    return TableGpus(memory=least)
 
 
 def libraries(environ: Mapping[str, str]) -> list[str]:
@@ -125,7 +168,7 @@ def visible_device() -> int | None:
 
 def _look(rank: int, files: Sequence[str], device: int | None) -> Gpu:
     if device is None:
-        return Gpu(reason="TensorFlow sees no GPU")
+        return Gpu(reason=NO_GPU)
     offer = gpu_ops.gpu_offer(device, files, make_id=rank == 0)
     machine = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return Gpu(
@@ -133,6 +176,7 @@ def _look(rank: int, files: Sequence[str], device: int | None) -> Gpu:
         offer.version,
         "" if offer.version else offer.reason or f"{NCCL_VARIABLE}=0",
         offer.id.hex(),
+        offer.memory,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import gpus
+from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.process_group import ALL_REDUCE_VARIABLE
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.distribute.cluster import Cluster
@@ -78,7 +79,7 @@ def connect(
         connection.poll_busily(connections, os.environ)
         return connections
 
-    group = ProcessGroup(
+    return ProcessGroup(
         rank=rank,
         world_size=len(addresses),
         addresses=addresses,
@@ -86,8 +87,18 @@ def connect(
         timeout=timeout,
         all_reduce=os.environ.get(ALL_REDUCE_VARIABLE, ""),
     )
-    gpus.connect(group, os.environ, gpus.visible_device())
-    return group
+
+
+def connect_gpus(collectives: Collectives | None) -> None:
+    """Lets exchanges run on GPUs, and tells what tables may have of these.
+
+    Args:
+        collectives: of the strategy; None for a process that trains alone.
+    """
+    if collectives is not None:
+        _, collectives.gpus = gpus.connect(
+            collectives.group, os.environ, gpus.visible_device()
+        )
 
 
 def warn_of_strangers(address: str) -> None:

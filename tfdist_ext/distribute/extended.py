@@ -109,23 +109,37 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             kwargs.get("synchronization") == tf.VariableSynchronization.NONE
         )
         local = spec is not None or unsynchronized
+        on_host = (
+            unsynchronized or sharded_variable.storage_for(owner) == "host"
+        )
+        creator = self._on_host(next_creator) if on_host else next_creator
         if not (local and (unsynchronized or self.collectives)):
             if _is_moving_average(kwargs):
                 kwargs["aggregation"] = tf.VariableAggregation.MEAN
-            return super()._create_variable(next_creator, **kwargs)
+            return super()._create_variable(creator, **kwargs)
         for name in ("colocate_with", "use_resource", "distribute_strategy"):
             kwargs.pop(name, None)
         kwargs["synchronization"] = tf.VariableSynchronization.NONE
         kwargs["aggregation"] = tf.VariableAggregation.NONE
-        # Exchanges and updates run on the CPU, also for ranks with a GPU.
-        device = tf.DeviceSpec.from_string(self.worker_devices[0])
-        device = device.replace(device_type="CPU", device_index=0)
         # A slot may start with the table's values.
-        with tf.device(device), kernel_reads.allowed():
-            variable = next_creator(**kwargs)
+        with tf.device(self.worker_devices[0]), kernel_reads.allowed():
+            variable = creator(**kwargs)
         if spec is not None and self.collectives is not None:
             sharded_variable.mark(variable, spec, self.collectives)
         return variable
+
+    def _on_host(
+        self, next_creator: Callable[..., tf.Variable]
+    ) -> Callable[..., tf.Variable]:
+        """Creates variables in the host's memory, also of ranks with a GPU."""
+        device = tf.DeviceSpec.from_string(self.worker_devices[0])
+        device = device.replace(device_type="CPU", device_index=0)
+
+        def create(**kwargs: Any) -> tf.Variable:
+            with tf.device(device):
+                return next_creator(**kwargs)
+
+        return create
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any

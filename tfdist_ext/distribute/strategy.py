@@ -133,6 +133,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
         try:
+            bootstrap.connect_gpus(self.collectives)
             if engine == "horovod" and self.collectives is not None:
                 engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)

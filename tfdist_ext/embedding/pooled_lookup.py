@@ -30,6 +30,7 @@ from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.prefetch import exchange_ahead
 from tfdist_ext.prefetch.prefetched_ids import Ahead
+from tfdist_ext.tables.choices import Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,8 @@ def pooled_lookup(
 ) -> list[tf.Tensor]:
     """Looks up all features; those of partitioned tables in one exchange.
 
+    One for tables on the hosts and one for those on GPUs, where there are both.
+
     Args:
         ids: per feature, the lists whose results are summed.
         features: what they are looked up in.
@@ -83,19 +86,18 @@ def pooled_lookup(
         return known
     ids = rows_of_keys(asked, collectives, learn)
     results: dict[int, tf.Tensor] = {}
-    for partitioned in (False, True):
-        chosen = _those(features, partitioned)
-        if not chosen:
-            continue
+    for (partitioned, storage), chosen in sorted(_together(features).items()):
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            if ahead is not None:
-                following = [ahead.ids[i] for i in chosen]
-                ahead = dataclasses.replace(ahead, ids=following)
-            exchange = _Exchange(arguments[1], collectives, wire)
-            with collectives.one_call(f"{wire.label}/ids") as end:
-                found = exchange.look_up(arguments[0], tables, ahead)
+            # Exchanges of the one are told from those of the other.
+            mark = "" if storage == "host" else f"/{storage}"
+            own = dataclasses.replace(wire, label=wire.label + mark)
+            exchange = _Exchange(arguments[1], collectives, own)
+            with collectives.one_call(f"{own.label}/ids") as end:
+                found = exchange.look_up(
+                    arguments[0], tables, ahead and ahead.of(chosen, mark)
+                )
                 end(found)
         else:
             found = local_lookup(*arguments, tables)
@@ -108,13 +110,15 @@ def pooled_lookup(
     ]
 
 
-def _those(features: Sequence[Feature], partitioned: bool) -> list[int]:
-    """The features whose tables are partitioned, or not."""
-    return [
-        index
-        for index, feature in enumerate(features)
-        if feature.spec.partitioned == partitioned
-    ]
+def _together(
+    features: Sequence[Feature],
+) -> dict[tuple[bool, Storage], list[int]]:
+    """The features whose tables are partitioned or not, and lie alike."""
+    found: dict[tuple[bool, Storage], list[int]] = {}
+    for index, feature in enumerate(features):
+        kind = feature.spec.partitioned, feature.spec.storage
+        found.setdefault(kind, []).append(index)
+    return found
 
 
 def look_up_together(

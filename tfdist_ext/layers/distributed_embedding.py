@@ -122,6 +122,9 @@ class DistributedEmbedding(GrowingTables):
                 rank,
                 world_size,
                 grows=table.vocabulary is not None,
+                storage=layer_plan.storage_of(
+                    table, placement, self.plan, self._collectives
+                ),
             )
             for table, placement in zip(
                 self._configs.tables, placements, strict=True
@@ -181,8 +184,8 @@ class DistributedEmbedding(GrowingTables):
         """Placements of the tables; one process holds all of them whole."""
         if world_size == 1:
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
+        assert self._collectives is not None
         if self.plan is None:
-            assert self._collectives is not None
             self.plan = layer_plan.make(
                 self._configs.features,
                 self.wire,
@@ -193,6 +196,7 @@ class DistributedEmbedding(GrowingTables):
             self.plan = self.plan.at(world_size)
         for table in self._configs.tables:
             self.plan.check_fits(table)
+        self._collectives.gpus.give(self.plan.device_memory)
         return [
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]

@@ -78,6 +78,7 @@ class Embedding(OneTable):
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" gives zeros.
         max_norm: the longest that a row may be, see `TableConfig`.
+        storage: where the table lies, see `TableConfig`.
         **kwargs: of a Keras layer; and how ids and numbers travel, see
             `FullSparse`.
 
@@ -177,6 +178,7 @@ class Embedding(OneTable):
             self.output_dim,
             combiner=None,
             placement=self.sharding,
+            storage=self.storage,
             dtype=self._table_dtype,
         )
         inner = one_table.inner_sizes(self._ids_shape(input_shape))

@@ -86,6 +86,7 @@ class FullSparse(OneTable):
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
         max_norm: the longest that a row may be, see `TableConfig`.
+        storage: where the table lies, see `TableConfig`.
         **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
             `wire_packing`, which say how results travel: see
             `tfdist_ext.embedding.wire.Wire`.
@@ -174,7 +175,12 @@ class FullSparse(OneTable):
         rows = self.input_dim
         assert rows is not None
         table = TableConfig(
-            self.name, rows, self.units, combiner="sum", placement=self.sharding
+            self.name,
+            rows,
+            self.units,
+            combiner="sum",
+            placement=self.sharding,
+            storage=self.storage,
         )
         outer = one_table.inner_sizes(input_shape)[:-1]
         hotness = reduction.hotness(input_shape, rows)

@@ -26,6 +26,7 @@ from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
 from tfdist_ext.layers.one_table import OneTable
 from tfdist_ext.planner.plan import ShardingPlan
 from tfdist_ext.sharding import moving
+from tfdist_ext.tables import checks
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -101,7 +102,8 @@ def place(model: Any, collectives: Collectives) -> None:
         model: of Keras.
         collectives: of the strategy.
     """
-    tables = _tables_of([x for x in layers_of(model) if x.built])
+    built = [x for x in layers_of(model) if x.built]
+    tables = _tables_of(built, collectives)
     if _has_slots(getattr(model, "optimizer", None)):
         tables = [dataclasses.replace(t, movable=False) for t in tables]
     tables = _movable_everywhere(tables, collectives)
@@ -123,7 +125,7 @@ def _has_slots(optimizer: Any) -> bool:
     return any(len(variable.shape) for variable in variables)
 
 
-def _tables_of(layers: Sequence[Any]) -> list[_Table]:
+def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
     """What the layers look up in, under names of one plan."""
     found = [
         (layer, index, pairs)
@@ -138,6 +140,10 @@ def _tables_of(layers: Sequence[Any]) -> list[_Table]:
             # Names of layers need not be distinct either.
             name = f"{layer.name}/{config.name}/{number}"
             config = dataclasses.replace(config, name=name)
+        if collectives.gpus.memory is not None:
+            # A variable stays on its device.
+            storage = feature.spec.storage
+            config = dataclasses.replace(config, storage=storage)
         variable = layer.table_variables()[index]
         tables.append(
             _Table(
@@ -194,6 +200,9 @@ def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
         tables[0].layer.wire,
         collectives,
         forced={table.config.name: table.asked for table in tables},
+        device_memory=(
+            None if collectives.gpus.memory is None else checks.LARGEST
+        ),
     )
     as_it_is = ShardingPlan(planned.problem, now)
     best = planned if _is_worthwhile(planned, as_it_is) else as_it_is
@@ -241,6 +250,7 @@ def _features_after(
             group.rank,
             group.world_size,
             grows=old.grows,
+            storage=old.storage,
         )
         features[table.config.name] = dataclasses.replace(
             table.feature, spec=spec, unique=placement.deduplicate

@@ -33,6 +33,7 @@ class OneTable(SparseLayer):
             of one.
         out_of_range: what an id outside of the table does.
         max_norm: see `TableConfig`.
+        storage: see `TableConfig`.
         **kwargs: of a `SparseLayer`.
 
     Raises:
@@ -45,6 +46,7 @@ class OneTable(SparseLayer):
         sharding: choices.Placement | str | TablePlacement,
         out_of_range: choices.OutOfRange,
         max_norm: float | None = None,
+        storage: choices.Storage | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -62,6 +64,8 @@ class OneTable(SparseLayer):
         self.out_of_range = out_of_range
         checks.max_norm(max_norm, where)
         self.max_norm = max_norm
+        checks.storage(storage, where)
+        self.storage = storage
 
     @property
     def _is_whole(self) -> bool:
@@ -88,6 +92,9 @@ class OneTable(SparseLayer):
             sharding,
             rank,
             world_size,
+            storage=layer_plan.storage_of(
+                table, sharding, self.plan, self._collectives
+            ),
         )
         self.feature = Feature(
             self.name,
@@ -101,14 +108,17 @@ class OneTable(SparseLayer):
         return self.spec
 
     def _placement(self) -> TablePlacement:
-        if isinstance(self.sharding, TablePlacement):
-            return self.sharding
+        asked = self.sharding
+        given = asked if isinstance(asked, TablePlacement) else None
         if self._collectives is None:
-            return TablePlacement.data_parallel()
+            return given or TablePlacement.data_parallel()
+        if given is not None and self._collectives.gpus.memory is None:
+            return given  # nothing is left to plan
         if self.plan is None:
             self.plan = layer_plan.make(
                 [self._described], self.wire, self._collectives
             )
+            self._collectives.gpus.give(self.plan.device_memory)
         return self.plan.placement_of(self.name)
 
     def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
@@ -128,6 +138,7 @@ class OneTable(SparseLayer):
         config.update(self.wire.arguments())
         config["out_of_range"] = self.out_of_range
         config["max_norm"] = self.max_norm
+        config["storage"] = self.storage
         config["sharding"] = (
             placement_to_dict(self.sharding)
             if isinstance(self.sharding, TablePlacement)

@@ -23,12 +23,14 @@ class Offer:
         version: of NCCL's library, empty without one.
         id: 128 bytes that name a new communicator, if asked for.
         reason: why there is no GPU, or no library.
+        memory: bytes that the GPU has.
     """
 
     bus: str
     version: str
     id: bytes
     reason: str
+    memory: int
 
 
 def built_for_gpus() -> bool:
@@ -53,6 +55,7 @@ def gpu_offer(device: int, files: Sequence[str], make_id: bool) -> Offer:
         found.version.numpy().decode(),
         found.id.numpy(),
         found.reason.numpy().decode(errors="replace"),
+        int(found.memory.numpy()),
     )
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from tfdist_ext.planner import balance
 from tfdist_ext.planner import improve
+from tfdist_ext.planner import storage
 from tfdist_ext.planner.load import Load
 from tfdist_ext.planner.problem import Problem
+from tfdist_ext.tables.choices import Storage
 from tfdist_ext.tables.placement import TablePlacement
 
 
@@ -45,6 +47,27 @@ class Figures:
             name: improve.load_of_table(self.options, index, placement)
             for index, (name, placement) in enumerate(self.placements.items())
         }
+
+    @functools.cached_property
+    def storages(self) -> Mapping[str, Storage]:
+        """Where each table lies, by name.
+
+        Raises:
+            ValueError: if what was asked for cannot be.
+        """
+        if not storage.is_decided(self.problem):  # without loads
+            return dict.fromkeys(self.placements, "host")
+        return storage.decide(self.problem, self.loads)
+
+    @property
+    def on_devices(self) -> Load:
+        """What the tables on GPUs load the ranks with, `[W]`."""
+        chosen = [
+            self.loads[name]
+            for name, place in self.storages.items()
+            if place == "device"
+        ]
+        return sum(chosen, start=Load())
 
     @functools.cached_property
     def total(self) -> Load:

@@ -33,6 +33,7 @@ from tfdist_ext.planner.load import Load
 from tfdist_ext.planner.popularity import DEFAULT_EXPONENT
 from tfdist_ext.planner.problem import Problem
 from tfdist_ext.tables import checks
+from tfdist_ext.tables.choices import Storage
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -78,6 +79,7 @@ class ShardingPlan:
             )
         ordered = {name: self.placements[name] for name in names}
         object.__setattr__(self, "placements", types.MappingProxyType(ordered))
+        _ = self.figures.storages  # refuses what cannot be
 
     @property
     def world_size(self) -> int:
@@ -93,6 +95,15 @@ class ShardingPlan:
         self.problem.index(table)
         return self.placements[table]
 
+    def storage_of(self, table: str) -> Storage:
+        """Where the table of that name lies: "device" or "host".
+
+        Raises:
+            ValueError: if there is none.
+        """
+        self.problem.index(table)
+        return self.figures.storages[table]
+
     def check_fits(self, table: TableConfig) -> None:
         """Refuses a table that is not the one of the plan.
 
@@ -106,6 +117,12 @@ class ShardingPlan:
                 f"The plan is for a table {table.name!r} of {planned.rows} "
                 f"rows and {planned.dim} columns. Received: {sizes[0]} rows "
                 f"and {sizes[1]} columns. Plan anew."
+            )
+        storage = self.storage_of(table.name)
+        if table.storage not in (None, storage):
+            raise ValueError(
+                f"The plan has table {table.name!r} on storage={storage!r}. "
+                f"Received: storage={table.storage!r}. Plan anew."
             )
         placement = self.placements[table.name]
         if placement.ranks:
@@ -125,6 +142,11 @@ class ShardingPlan:
     def total(self) -> Load:
         """What all tables and the exchanges load the ranks with, `[W]`."""
         return self.figures.total
+
+    @property
+    def device_memory(self) -> float:
+        """Bytes of weights and slots on the fullest of the ranks' GPUs."""
+        return float(np.max(self.figures.on_devices.memory))
 
     @property
     def bytes_per_step(self) -> float:
@@ -283,6 +305,7 @@ def plan(
     link_bytes_per_second: float = 150e6,
     read_bytes_per_second: float = 8e9,
     memory_limit: float | None = None,
+    device_memory: float | None = None,
     bytes_slack: float = 0.1,
     slots_per_weight: float | str = 1.0,
     popularity: float | Mapping[str, float] = DEFAULT_EXPONENT,
@@ -300,6 +323,8 @@ def plan(
         link_bytes_per_second: of a rank, each way.
         read_bytes_per_second: of a rank, reading rows of a table at random.
         memory_limit: bytes of weights and slots per rank.
+        device_memory: how many of these may be on a rank's GPU, see
+            `storage.py`; None leaves all tables on the hosts.
         bytes_slack: share of bytes to send beyond the least, if that saves
             time; math.inf plans for time alone.
         slots_per_weight: numbers the optimizer keeps per weight, or its name.
@@ -308,8 +333,8 @@ def plan(
         forced: placements or kinds by table, before the tables' own.
 
     Raises:
-        ValueError: for arguments that contradict each other, or a
-            `memory_limit` that no plan keeps; the message has the least.
+        ValueError: for arguments that contradict each other, limits of memory
+            that no plan keeps; the message has the least.
 
     Returns:
         The plan of least cost that was found.
@@ -321,18 +346,13 @@ def plan(
         link_bytes_per_second=link_bytes_per_second,
         read_bytes_per_second=read_bytes_per_second,
         memory_limit=memory_limit,
+        device_memory=device_memory,
         bytes_slack=bytes_slack,
     )
-    return _solve(
-        reduction.make_problem(
-            tables,
-            features,
-            setting,
-            slots_per_weight,
-            popularity,
-            forced or {},
-        )
+    problem = reduction.make_problem(
+        tables, features, setting, slots_per_weight, popularity, forced or {}
     )
+    return _solve(problem)
 
 
 def _within(

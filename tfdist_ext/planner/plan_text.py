@@ -47,7 +47,7 @@ def summary(figures: Figures) -> str:
             (
                 table.name,
                 f"{table.rows} x {table.dim}",
-                describe(placement),
+                describe(placement) + _storage(figures, table.name),
                 _ranks(placement, figures.world_size),
                 *_figures(figures.loads[table.name]),
                 _why(figures, table.name),
@@ -65,6 +65,7 @@ def summary(figures: Figures) -> str:
             f"reads {_mb(total.lookups)} MB of rows and takes about "
             f"{1e3 * figures.seconds_per_step:.2f} ms; "
             f"the fullest holds {_mb(total.memory)} MB",
+            *_on_devices(figures),
             *_assumptions(setting),
         ]
     )
@@ -109,13 +110,28 @@ def explain(figures: Figures, table: str) -> str:
             f"{', '.join(features) or 'no feature'}",
             *_aligned(lines),
             f"* {describe(figures.placements[table])} on ranks "
-            f"{_ranks(figures.placements[table], figures.world_size)}: "
-            f"{_why(figures, table)}.",
+            f"{_ranks(figures.placements[table], figures.world_size)}"
+            f"{_storage(figures, table)}: {_why(figures, table)}.",
             "Bytes, memory and 'busiest' are of the rank with the most, as if "
             "the table were alone.",
             *_assumptions(setting),
         ]
     )
+
+
+def _storage(figures: Figures, table: str) -> str:
+    return ", on GPUs" if figures.storages[table] == "device" else ""
+
+
+def _on_devices(figures: Figures) -> list[str]:
+    """How full the GPUs are, if any table is on them."""
+    if "device" not in figures.storages.values():
+        return []
+    limit = figures.problem.setting.device_memory
+    return [
+        f"of tables, the fullest GPU holds {_mb(figures.on_devices.memory)} MB "
+        f"and may hold {_mb(limit)}"
+    ]
 
 
 def _assumptions(setting: Setting) -> list[str]:

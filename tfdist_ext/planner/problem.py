@@ -11,6 +11,7 @@ from typing import Any
 from tfdist_ext.planner import popularity as popularity_lib
 from tfdist_ext.tables import checks
 from tfdist_ext.tables.choices import PLACEMENTS
+from tfdist_ext.tables.choices import Storage
 from tfdist_ext.tables.choices import full_placement
 from tfdist_ext.tables.placement import MOST_RANKS
 from tfdist_ext.tables.placement import TablePlacement
@@ -21,6 +22,7 @@ from tfdist_ext.tables.table_config import placement_from_dict
 from tfdist_ext.tables.table_config import placement_to_dict
 
 _LARGEST_BATCH = 1 << 40
+_MAY_BE_NONE = ("memory_limit", "device_memory")
 # Samples per rank and step where nobody has said how many there are.
 USUAL_BATCH = 256
 
@@ -38,6 +40,8 @@ class Setting:
         memory_limit: bytes of weights and slots per rank; None for no limit.
         bytes_slack: share of bytes that may be sent beyond the least, to save
             time.
+        device_memory: bytes of weights and slots on a rank's GPU; None where
+            ranks have none.
         batch_known: whether `batch_size` was given; otherwise it is assumed,
             which the texts of a plan say and which changes nothing else.
     """
@@ -49,6 +53,7 @@ class Setting:
     read_bytes_per_second: float = 8e9
     memory_limit: float | None = None
     bytes_slack: float = 0.1
+    device_memory: float | None = None  # older files do not have it
     # Plans for the same numbers are equal; older files do not have it.
     batch_known: bool = dataclasses.field(default=True, compare=False)
 
@@ -64,7 +69,9 @@ class Setting:
             elif field.name == "bytes_slack":
                 if value != math.inf:
                     checks.number(field.name, value, "plan")
-            elif value is not None or field.name != "memory_limit":
+            elif field.name == "device_memory" and value is not None:
+                checks.number(field.name, value, "plan")  # may be none left
+            elif value is not None or field.name not in _MAY_BE_NONE:
                 checks.number(field.name, value, "plan", least=SMALLEST)
 
 
@@ -88,6 +95,7 @@ class TableNumbers:
         slots_per_row: numbers the optimizer keeps per row (of a cell).
         placement: what was asked for.
         deduplicate: what was asked for.
+        storage: what was asked for.
     """
 
     name: str
@@ -98,6 +106,7 @@ class TableNumbers:
     slots_per_row: float
     placement: str | TablePlacement
     deduplicate: bool | None
+    storage: Storage | None = None  # older files do not have it
 
     def __post_init__(self) -> None:
         where = f"table {checks.brief(self.name)}"
@@ -111,6 +120,7 @@ class TableNumbers:
         placement = full_placement(self.placement)
         object.__setattr__(self, "placement", placement)
         checks.boolean("deduplicate", self.deduplicate, where)
+        checks.storage(self.storage, where)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,6 +133,7 @@ def _table(
         slots_per_row=per_row,
         placement=placement,
         deduplicate=table.deduplicate,
+        storage=table.storage,
     )
 
 

@@ -274,6 +274,19 @@ class Ahead:
     position: tf.Tensor
     place: str
 
+    def of(self, features: Sequence[int], mark: str) -> Ahead:
+        """What some features have of it.
+
+        Args:
+            features: which.
+            mark: what tells their place from that of others.
+        """
+        return dataclasses.replace(
+            self,
+            ids=[self.ids[feature] for feature in features],
+            place=self.place + mark,
+        )
+
 
 def for_call(
     inputs: Any, place: Callable[[], str] | None

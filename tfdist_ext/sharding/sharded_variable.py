@@ -18,6 +18,7 @@ from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers import unsupported
 from tfdist_ext.sharding import checkpoint_slices
 from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.tables.choices import Storage
 from tfdist_ext.tables.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 class _Pending(threading.local):
     spec: ShardSpec | None = None
+    storage: Storage | None = None
 
 
 _pending = _Pending()
@@ -35,10 +37,24 @@ _pending = _Pending()
 def creating(spec: ShardSpec) -> Iterator[None]:
     """Variables created inside are this rank's part of a table."""
     _pending.spec = spec if spec.partitioned else None
+    _pending.storage = spec.storage
+    # Under a strategy, `extended.py` goes before that.
+    on_host = spec.storage == "host" and not spec.partitioned
     try:
-        yield
+        with tf.device("CPU:0") if on_host else contextlib.nullcontext():
+            yield
     finally:
-        _pending.spec = None
+        _pending.spec = _pending.storage = None
+
+
+def storage_for(colocate_with: Any) -> Storage:
+    """Where a variable being created has to lie: see `ShardSpec`.
+
+    Args:
+        colocate_with: see `spec_for`.
+    """
+    spec = shard_spec(colocate_with)
+    return _pending.storage or (spec.storage if spec else "device")
 
 
 def spec_for(colocate_with: Any) -> ShardSpec | None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist_ext.tables.choices import STORAGES
+
 # More than anything that is counted; products of a few stay finite.
 LARGEST = 1e18
 # The least that a limit of norms may be, far above what float32 cannot square.
@@ -81,6 +83,16 @@ def max_norm(value: Any, where: str) -> None:
     """
     if value is not None:
         number("max_norm", value, where, least=SHORTEST_ROW)
+
+
+def storage(value: Any, where: str) -> None:
+    """Refuses what is no place for a table; None lets others choose it.
+
+    Raises:
+        ValueError: then.
+    """
+    if value is not None:
+        one_of("storage", value, STORAGES, where)
 
 
 def name(what: str, value: Any) -> None:

@@ -21,6 +21,8 @@ Placement = Literal[
 Combiner = Literal["mean", "sum", "sqrtn"]
 OutOfRange = Literal["error", "ignore"]
 TableDtype = Literal["float32", "bfloat16"]
+# Of a table and its slots: the rank's GPU, or the memory of its host.
+Storage = Literal["device", "host"]
 # Of vocabularies that grow.
 Evict = Literal["lru", "lfu"]
 KeyDtype = Literal["int64", "string"]
@@ -40,6 +42,7 @@ PLACEMENTS: tuple[str, ...] = get_args(Placement)
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 POLICIES: tuple[str, ...] = get_args(OutOfRange)
 TABLE_DTYPES: tuple[str, ...] = get_args(TableDtype)
+STORAGES: tuple[str, ...] = get_args(Storage)
 EVICTIONS: tuple[str, ...] = get_args(Evict)
 KEY_DTYPES: tuple[str, ...] = get_args(KeyDtype)
 FULL: tuple[str, ...] = get_args(Full)

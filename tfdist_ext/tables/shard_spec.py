@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from tfdist_ext.tables.choices import Storage
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.removed import refuse_removed
 
@@ -26,6 +27,8 @@ class ShardSpec:
             nothing, a block of 0 rows.
         grows: whether a checkpoint may hold fewer rows, see
             `DynamicVocabulary`.
+        storage: where variable and slots lie, "host" or "device": where the
+            rank's other weights do, a GPU if it has one.
 
     Raises:
         ValueError: on a table that cannot be cut this way.
@@ -40,6 +43,7 @@ class ShardSpec:
     column_parts: int
     ranks: tuple[int, ...]
     grows: bool = False
+    storage: Storage = "host"
 
     def __post_init__(self) -> None:
         if self.dim < self.column_parts:
@@ -65,10 +69,11 @@ class ShardSpec:
         rank: int,
         world_size: int,
         grows: bool = False,
+        storage: Storage = "host",
     ) -> ShardSpec:
         """What `rank` holds of a table; all of it if data_parallel."""
         if not placement.ranks:
-            return cls(table, rows, dim, 0, 1, 1, 1, (0,), grows)
+            return cls(table, rows, dim, 0, 1, 1, 1, (0,), grows, storage)
         return cls(
             table,
             rows,
@@ -79,6 +84,7 @@ class ShardSpec:
             placement.column_parts,
             placement.ranks,
             grows,
+            storage,
         )
 
     def __str__(self) -> str:
@@ -87,6 +93,8 @@ class ShardSpec:
             f"table '{self.table}' [{self.rows}, {self.dim}] in "
             f"{self.row_parts} x {self.column_parts} parts on ranks "
             f"{list(self.ranks)}"
+            + ", on GPUs"
+            * (self.partitioned and self.storage == "device")
         )
 
     @property

@@ -71,6 +71,9 @@ class TableConfig:
             `vocabulary_size` is left out then.
         max_norm: the longest that a row may be, as a Euclidean norm; rows that
             an update makes longer are scaled down to it. None for no limit.
+        storage: where weights and slots lie: "device", the GPU of each rank
+            that has a part, or "host", its memory. None leaves it to the
+            planner; without GPUs all tables are on the hosts.
         hot_rows: removed, refused unless there are none.
 
     Raises:
@@ -99,6 +102,9 @@ class TableConfig:
     )
 
     max_norm: float | None = dataclasses.field(default=None, kw_only=True)
+    storage: choices.Storage | None = dataclasses.field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self, hot_rows: Any) -> None:
         where = f"table {self.name!r}"
@@ -116,6 +122,7 @@ class TableConfig:
             "out_of_range", self.out_of_range, choices.POLICIES, where
         )
         checks.max_norm(self.max_norm, where)
+        checks.storage(self.storage, where)
         self._check_placement(where)
 
     def _take_rows_of_vocabulary(self, where: str) -> None:
