@@ -22,6 +22,12 @@ struct Block {
   int64_t local_dim = 0;
 };
 
+// A row of the table, and of its cell, that gets its initial values again.
+struct ResetRow {
+  int64_t id;
+  int64_t local;
+};
+
 enum class Distribution { kConstant, kUniform, kNormal, kTruncatedNormal };
 
 // How the elements of a table are drawn.

@@ -6,9 +6,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "custom_ops/common/gpu_work.h"
-#include "custom_ops/embedding/lookup_functor_gpu.h"
+#include "custom_ops/embedding/segment_sum_gpu.h"
 #include "custom_ops/optimizer/clip_inputs.h"
+#include "custom_ops/optimizer/gpu_shard.h"
 #include "custom_ops/optimizer/row_update_functor_gpu.h"
 #include "custom_ops/optimizer/sum_duplicates_kernel.h"
 #include "custom_ops/optimizer/table_inputs.h"
@@ -16,14 +16,6 @@
 
 namespace tfdist {
 namespace {
-
-absl::Status PrepareToWrite(tf::OpKernelContext* ctx, const GpuWork& work,
-                            ShardAccess* shard) {
-  return shard->PrepareToWrite(ctx,
-                               [&](const void* from, int64_t bytes, void* to) {
-                                 return work.Copy(from, bytes, to);
-                               });
-}
 
 // sums[k] = the gradients of unique row k, added in the order of the batch: a
 // lookup in the gradients.
@@ -35,33 +27,9 @@ absl::Status SumRepeated(const UniqueRows& unique, const RowBatch& batch,
   }
   const std::vector<int64_t> positions(unique.positions(0),
                                        unique.positions(unique.size()));
-  const std::vector<GpuLookupBlock> block = {
-      {batch.grads, false, batch.size, batch.dim, 0, sums}};
-  Upload upload(work);
-  const size_t block_at = upload.Add(block);
-  const size_t splits_at = upload.Add(splits);
-  const size_t positions_at = upload.Add(positions);
-  TF_RETURN_IF_ERROR(upload.Start());
-  const GpuLookup args = {upload.At<GpuLookupBlock>(block_at),
-                          1,
-                          batch.dim,
-                          unique.size(),
-                          upload.At<int64_t>(splits_at),
-                          upload.At<int64_t>(positions_at),
-                          nullptr,
-                          Combiner::kSum,
-                          nullptr};  // no position is outside of the batch
-  return work->Launched(LookupGpu(args, work->stream()));
-}
-
-// Rows of the host on the GPU.
-absl::Status UploadRows(const int64_t* rows, int64_t count, GpuWork* work,
-                        const int64_t** there) {
-  Upload upload(work);
-  const size_t at = upload.Add(rows, count);
-  TF_RETURN_IF_ERROR(upload.Start());
-  *there = upload.At<int64_t>(at);
-  return absl::OkStatus();
+  const SegmentSum sum = {batch.grads,      batch.dim, splits.data(),
+                          positions.data(), nullptr,   sums};
+  return SumSegmentsGpu(sum, batch.size, unique.size(), work);
 }
 
 template <typename Rule>

@@ -20,6 +20,7 @@ from tfdist_ext.ops.library import library
 
 OPS = (
     *("Lookup", "LookupGrad", "InitRows", "RoundToWire", "SumDuplicateRows"),
+    *("Pool", "PoolGrad", "Combine", "CombineGrad", "ResetRows"),
     *("ApplyRowSgd", "ApplyRowMomentum", "ApplyRowAdagrad", "ApplyRowFtrl"),
     *("ApplyRowWiseAdagrad", "ApplyRowAdam", "ClipRows", "ScaleTable"),
 )

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext
+from tests.cuda_on_cpu import sent_parts
 from tests.cuda_on_cpu.emulated_ops import EmulatedOps
 from tests.ops import row_rules
 from tests.ops.csr_batches import csr_batch
@@ -202,6 +203,93 @@ def test_all_else_of_a_step(gpu: EmulatedOps) -> None:
             return tf.cast(table, tf.float32)
 
         same(gpu, change)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_unique_rows_are_pooled(gpu: EmulatedOps, weighted: bool) -> None:
+    """Rows that nobody asks for, samples without any; no sample, no row."""
+    rng = np.random.default_rng(5)
+    for samples, rows, width in ((40, 30, 7), (9, 1, 64), (0, 3, 4), (2, 0, 4)):
+        positions, splits, weights = csr_batch(
+            rng, samples, 5 if rows else 0, max(rows, 1), weighted
+        )
+        matrix = tf.constant(row_rules.values(rng, rows, width))
+        grad = tf.constant(row_rules.values(rng, samples, width))
+
+        def pool(
+            matrix: tf.Tensor = matrix,
+            grad: tf.Tensor = grad,
+            entries: Any = (splits, positions, weights),
+        ) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(matrix)
+                pooled = lookup_ops.pool(matrix, *entries)
+            return pooled, tape.gradient(pooled, matrix, grad)
+
+        if samples and rows:
+            same(gpu, pool)
+        else:
+            for ours, theirs in zip(gpu.run(pool), on_cpu(pool), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.0])
+def test_parts_are_joined(gpu: EmulatedOps, scale: float) -> None:
+    """Samples of several ranks, of one and of none."""
+    parts, sample_ids, splits, grads = sent_parts.sent(
+        np.inf if scale == 0 else 1.0
+    )
+
+    def join() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(parts)
+            joined = lookup_ops.join_parts(
+                *(
+                    parts,
+                    sample_ids,
+                    splits,
+                    np.array(sent_parts.SAMPLES),
+                    scale,
+                ),
+                placements=sent_parts.PLACEMENTS,
+                world_size=3,
+            )
+        return joined, tape.gradient(joined, parts, grads)
+
+    *_, gradient = same(gpu, join)
+    assert gradient.any() == (scale > 0)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+@pytest.mark.parametrize("distribution", ["normal", "constant"])
+def test_rows_get_their_first_values_again(
+    gpu: EmulatedOps, dtype: tf.DType, distribution: str
+) -> None:
+    """Those of this cell; one twice; none."""
+    table = tf.Variable(tf.zeros([10, 7], dtype))
+
+    def reset() -> tf.Tensor:
+        table.assign(tf.ones([10, 7], dtype))
+        for ids in ([*range(0, 29, 2), 4, 500], [], [-1]):
+            init_ops.reset_rows(
+                table,
+                tf.constant(ids, tf.int64),
+                rows=29,
+                row_part=2,
+                row_parts=3,
+                local_rows=10,
+                first_column=3,
+                local_dim=7,
+                seed=11,
+                distribution=distribution,
+                a=0.25,
+                b=0.1,
+            )
+        return tf.cast(table, tf.float32)
+
+    (found,) = same(gpu, reset)
+    changed = np.any(found != 1, axis=1)
+    assert changed.any() and not changed.all()
 
 
 NONE = np.zeros(0, np.float32)
