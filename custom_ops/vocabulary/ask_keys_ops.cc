@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -21,6 +25,7 @@ using tensorflow::Tensor;
 using tensorflow::shape_inference::InferenceContext;
 
 constexpr int64_t kNanosecondsPerKey = 20;
+constexpr int64_t kNanosecondsPerUniqueKey = 2;
 
 REGISTER_OP("Tfdist>AskKeys")
     .Input("vocabularies: T * resource")
@@ -28,16 +33,17 @@ REGISTER_OP("Tfdist>AskKeys")
     .Output("payload: uint8")
     .Output("splits: int64")
     .Output("positions: int32")
+    .Output("places: int32")
     .Output("asked: int64")
     .Attr("T: int >= 1")
     .Attr("L: int >= 1")
     .Attr("list_vocabularies: list(int)")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < 4; ++i) {
         c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
       }
-      c->set_output(3, c->Matrix(InferenceContext::kUnknownDim,
+      c->set_output(4, c->Matrix(InferenceContext::kUnknownDim,
                                  InferenceContext::kUnknownDim));
       return absl::OkStatus();
     })
@@ -49,6 +55,8 @@ payload: messages for AnswerKeys, in order of the ranks they go to.
 splits: [ranks], bytes for every rank.
 positions: [sum of n_i], where every key of the lists is among the unique ones
   of its vocabulary.
+places: of the unique keys of all vocabularies, where each is among those of its
+  vocabulary as the messages have them.
 asked: [T, ranks], unique keys of every vocabulary that go to every rank.
 list_vocabularies: of every list, ascending; none without a list.
 )doc");
@@ -70,16 +78,16 @@ class AskKeysOp : public OpKernel {
     const int64_t tables = vocabularies.size();
     const int64_t ranks = vocabularies.world_size();
     Tensor* asked = nullptr;
-    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 3, {tables, ranks}, &asked));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 4, {tables, ranks}, &asked));
     auto asked_of = asked->matrix<int64_t>();
     std::vector<int64_t> firsts;
     for (int64_t t = 0, first = 0; t < tables; ++t) {
       firsts.push_back(first);
       for (const KeyList& list : lists[t]) first += list.size;
     }
-    const auto each_table = [&](const auto& work) {
+    const auto each_table = [&](int64_t nanoseconds, const auto& work) {
       auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-      ParallelUnits(pool, tables, kNanosecondsPerKey * (count / tables + 1),
+      ParallelUnits(pool, tables, nanoseconds / tables + 1,
                     [&](int64_t begin, int64_t end) {
                       for (int64_t t = begin; t < end; ++t) work(t);
                     });
@@ -89,7 +97,7 @@ class AskKeysOp : public OpKernel {
     // Bytes by table and rank.
     std::vector<std::vector<int64_t>> bytes(tables,
                                             std::vector<int64_t>(ranks));
-    each_table([&](int64_t t) {
+    each_table(kNanosecondsPerKey * count, [&](int64_t t) {
       if (vocabularies[t].words() == 1) {
         if (unique_[t].index() != 1) unique_[t].emplace<1>();
       } else if (unique_[t].index() != 2) {
@@ -123,8 +131,18 @@ class AskKeysOp : public OpKernel {
         out += bytes[t][rank];
       }
     }
-    each_table([&](int64_t t) {
-      Visit(&unique_[t], [&](auto* keys) { keys->Write(outputs[t]); });
+    firsts = {0};
+    for (int64_t t = 0; t < tables; ++t) {
+      int64_t unique = 0;
+      Visit(&unique_[t], [&](auto* keys) { unique = keys->size(); });
+      firsts.push_back(firsts.back() + unique);
+    }
+    Tensor* places = nullptr;
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 3, {firsts.back()}, &places));
+    each_table(kNanosecondsPerUniqueKey * firsts.back(), [&](int64_t t) {
+      Visit(&unique_[t], [&](auto* keys) {
+        keys->Write(outputs[t], places->vec<int32_t>().data() + firsts[t]);
+      });
     });
   }
 
@@ -188,45 +206,96 @@ class AnswerKeysOp : public OpKernel {
     std::vector<std::vector<int32_t>> resets(tables);
     std::vector<absl::Status> statuses(tables);
     int64_t keys = 0;
-    for (const Question& question : questions) keys += question.rows.size();
+    for (const Question& question : questions) keys += question.size();
+    const std::unique_ptr<int32_t[]> rows(new int32_t[keys]);
+    int32_t* room = rows.get();
+    for (Question& question : questions) {
+      question.rows = room;
+      room += question.size();
+    }
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     ParallelUnits(pool, tables, kNanosecondsPerKey * (keys / tables + 1),
                   [&](int64_t begin, int64_t end) {
                     for (int64_t t = begin; t < end; ++t) {
                       statuses[t] =
-                          Answer(&vocabularies[t], t, &questions, &resets[t]);
+                          Answer(&vocabularies[t], t, questions, &resets[t]);
                     }
                   });
     absl::Status status;
     for (const absl::Status& each : statuses) status.Update(each);
-    const int64_t ranks = vocabularies.world_size();
-    std::vector<KeyMessage> answers(ranks);
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      answers[rank].Varint(!status.ok());
-      if (!status.ok()) {
-        const std::string text(status.message());
-        answers[rank].Varint(static_cast<uint64_t>(status.code()));
-        answers[rank].Bytes(text.data(), text.size());
-        continue;
-      }
-      for (int64_t t = 0; t < tables; ++t) {
-        const auto& rows = questions[rank * tables + t].rows;
-        answers[rank].Bytes(rows.data(), rows.size() * sizeof(int32_t));
-        answers[rank].Varint(resets[t].size());
-        answers[rank].Bytes(resets[t].data(),
-                            resets[t].size() * sizeof(int32_t));
-      }
-    }
-    OP_REQUIRES_OK(ctx, WriteMessages(ctx, answers));
+    OP_REQUIRES_OK(ctx, status.ok() ? WriteRows(ctx, questions, resets)
+                                    : WriteError(ctx, vocabularies, status));
   }
 
  private:
   // Of one rank, about one table.
   struct Question {
-    const void* keys = nullptr;
-    std::vector<uint32_t> counts;
-    std::vector<int32_t> rows;
+    const uint8_t* keys = nullptr;
+    int64_t once = 0;              // keys that were seen once
+    std::vector<uint32_t> counts;  // of the others
+    int32_t* rows = nullptr;
+
+    int64_t size() const { return once + counts.size(); }
   };
+
+  // Allocates the outputs for answers of some bytes; where these begin.
+  static absl::Status Allocate(OpKernelContext* ctx,
+                               const std::vector<int64_t>& bytes,
+                               uint8_t** answers) {
+    int64_t size = 0;
+    for (const int64_t each : bytes) size += each;
+    Tensor* payload = nullptr;
+    Tensor* splits = nullptr;
+    const int64_t ranks = bytes.size();
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, 0, {size}, &payload));
+    TF_RETURN_IF_ERROR(AllocateOutput(ctx, 1, {ranks}, &splits));
+    std::copy(bytes.begin(), bytes.end(), splits->vec<int64_t>().data());
+    *answers = static_cast<uint8_t*>(payload->data());
+    return absl::OkStatus();
+  }
+
+  static absl::Status WriteRows(
+      OpKernelContext* ctx, const std::vector<Question>& questions,
+      const std::vector<std::vector<int32_t>>& resets) {
+    const int64_t tables = resets.size();
+    std::vector<int64_t> bytes;
+    for (size_t i = 0; i < questions.size(); ++i) {
+      const int64_t lost = resets[i % tables].size();
+      if (i % tables == 0) bytes.push_back(1);
+      bytes.back() +=
+          VarintSize(lost) + (questions[i].size() + lost) * sizeof(int32_t);
+    }
+    uint8_t* out = nullptr;
+    TF_RETURN_IF_ERROR(Allocate(ctx, bytes, &out));
+    for (size_t i = 0; i < questions.size(); ++i) {
+      const std::vector<int32_t>& lost = resets[i % tables];
+      if (i % tables == 0) out = PutVarint(0, out);
+      out = Put(questions[i].rows, questions[i].size(), out);
+      out = Put(lost.data(), lost.size(), PutVarint(lost.size(), out));
+    }
+    return absl::OkStatus();
+  }
+
+  static uint8_t* Put(const int32_t* rows, size_t size, uint8_t* out) {
+    if (size > 0) std::memcpy(out, rows, size * sizeof(int32_t));
+    return out + size * sizeof(int32_t);
+  }
+
+  static absl::Status WriteError(OpKernelContext* ctx,
+                                 const Vocabularies& vocabularies,
+                                 const absl::Status& error) {
+    const int64_t ranks = vocabularies.world_size();
+    const std::string text(error.message());
+    const auto code = static_cast<uint64_t>(error.code());
+    const int64_t size = 1 + VarintSize(code) + text.size();
+    uint8_t* out = nullptr;
+    TF_RETURN_IF_ERROR(Allocate(ctx, std::vector<int64_t>(ranks, size), &out));
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      out = PutVarint(code, PutVarint(1, out));
+      out = std::copy(text.begin(), text.end(), out);
+    }
+    return absl::OkStatus();
+  }
 
   absl::Status Read(OpKernelContext* ctx, const Vocabularies& vocabularies,
                     std::vector<Question>* questions) const {
@@ -251,34 +320,36 @@ class AnswerKeysOp : public OpKernel {
   }
 
   static bool ReadOne(HeaderReader* message, int words, Question* question) {
-    const uint64_t size = message->Varint();
-    const bool once = message->Varint() == 1;
-    if (!message->ok() || size > message->left() / (8 * words)) return false;
+    const uint64_t once = message->Varint();
+    const uint64_t others = message->Varint();
+    const uint64_t most = message->left() / (8 * words);
+    if (!message->ok() || once > most || others > most - once) return false;
     question->keys = message->next();
-    message->Skip(size * 8 * words);
-    if (!once) {
-      if (size > message->left()) return false;
-      question->counts.reserve(size);
-      for (uint64_t i = 0; i < size; ++i) {
-        question->counts.push_back(message->Varint());
-      }
+    question->once = once;
+    message->Skip((once + others) * 8 * words);
+    if (others > message->left()) return false;
+    question->counts.resize(others);
+    bool good = true;
+    for (uint32_t& count : question->counts) {
+      count = static_cast<uint32_t>(message->Varint());
+      good &= count > 0;
     }
-    question->rows.resize(size);
-    return message->ok();
+    return good && message->ok();
   }
 
   absl::Status Answer(Vocabulary* vocabulary, int64_t table,
-                      std::vector<Question>* questions,
+                      const std::vector<Question>& questions,
                       std::vector<int32_t>* resets) const {
     const int64_t ranks = vocabulary->options().world_size;
-    const int64_t tables = questions->size() / ranks;
+    const int64_t tables = questions.size() / ranks;
     std::vector<KeyRequest> requests;
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      Question& question = (*questions)[rank * tables + table];
-      requests.push_back(
-          {question.keys,
-           question.counts.empty() ? nullptr : question.counts.data(),
-           static_cast<int64_t>(question.rows.size()), question.rows.data()});
+      const Question& asked = questions[rank * tables + table];
+      const int64_t others = asked.counts.size();
+      requests.push_back({asked.keys, nullptr, asked.once, asked.rows});
+      requests.push_back({asked.keys + asked.once * 8 * vocabulary->words(),
+                          asked.counts.data(), others,
+                          asked.rows + asked.once});
     }
     if (learn_) return vocabulary->LearnStep(requests, advance_, resets);
     return vocabulary->Find(requests);

@@ -186,7 +186,7 @@ class BucketKeys : public Vocabulary {
   // if another rank owns one of them.
   template <typename Visitor>
   bool Visit(const KeyRequest& request, const Visitor& visit) {
-    constexpr uint64_t kAhead = 32;  // keys whose entries are under way
+    constexpr uint64_t kAhead = 64;  // keys whose entries are under way
     struct Coming {
       K key;
       uint64_t hash;

@@ -15,8 +15,8 @@
 
 // Messages about keys, in order of their tables. A question has for each
 //
-//   number of keys; 1 if each was seen once; the keys; unless each was seen
-//   once, how often each was
+//   number of keys that were seen once; number of others; the keys, in this
+//   order; how often each of the others was seen
 //
 // and its answer, after a byte that is 1 if a text, an error, follows,
 //
@@ -49,50 +49,6 @@ class Vocabularies {
  private:
   std::vector<tensorflow::core::RefCountPtr<Vocabulary>> all_;
 };
-
-// A message under way to being written.
-class KeyMessage {
- public:
-  void Varint(uint64_t value) {
-    for (; value >= 0x80; value >>= 7) {
-      bytes_.push_back(static_cast<char>(value | 0x80));
-    }
-    bytes_.push_back(static_cast<char>(value));
-  }
-  void Bytes(const void* data, size_t size) {
-    bytes_.append(static_cast<const char*>(data), size);
-  }
-  // Room for `size` bytes, until the next call.
-  char* Room(size_t size) {
-    bytes_.resize(bytes_.size() + size);
-    return bytes_.data() + bytes_.size() - size;
-  }
-  const std::string& bytes() const { return bytes_; }
-
- private:
-  std::string bytes_;
-};
-
-// Writes messages to all ranks as outputs `index` and `index` + 1: the bytes,
-// and how many are for each.
-inline absl::Status WriteMessages(tensorflow::OpKernelContext* ctx,
-                                  const std::vector<KeyMessage>& messages) {
-  int64_t size = 0;
-  for (const KeyMessage& message : messages) size += message.bytes().size();
-  tensorflow::Tensor* payload = nullptr;
-  tensorflow::Tensor* splits = nullptr;
-  const int64_t ranks = messages.size();
-  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 0, {size}, &payload));
-  TF_RETURN_IF_ERROR(AllocateOutput(ctx, 1, {ranks}, &splits));
-  auto* to = static_cast<char*>(payload->data());
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const std::string& bytes = messages[rank].bytes();
-    splits->vec<int64_t>()(rank) = bytes.size();
-    std::memcpy(to, bytes.data(), bytes.size());
-    to += bytes.size();
-  }
-  return absl::OkStatus();
-}
 
 // Checks that `splits` cut `payload` into a message of every rank.
 inline absl::Status CheckMessages(const tensorflow::Tensor& payload,

@@ -101,11 +101,14 @@ class KeyTable {
     entries_ = reinterpret_cast<Entry*>(first);
   }
 
+  // Into the second level of the cache, where more lines may be under way at
+  // once than to the first one.
   void Prefetch(int64_t bucket, uint64_t hash) const {
     const Entry* const entry = &entries_[bucket * size_ + Home(hash)];
-    __builtin_prefetch(entry, 1);
-    // It may lie in two lines; the search may go on to the next one.
-    __builtin_prefetch(entry + 1, 1);
+    const char* const next_end = reinterpret_cast<const char*>(entry + 2) - 1;
+    __builtin_prefetch(entry, 0, 2);
+    // Often the search goes on to the next entry.
+    __builtin_prefetch(next_end, 0, 2);
   }
 
   Entry* Find(int64_t bucket, uint64_t hash, const Key<kWords>& key) {

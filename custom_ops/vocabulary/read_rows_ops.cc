@@ -64,6 +64,7 @@ REGISTER_OP("Tfdist>ReadRows")
     .Input("answers: uint8")
     .Input("splits: int64")
     .Input("positions: int32")
+    .Input("places: int32")
     .Input("asked: int64")
     .Output("rows: L * int32")
     .Output("resets: T * int64")
@@ -78,7 +79,7 @@ Reads what AnswerKeys of all ranks answered to this one.
 keys: the lists that AskKeys got.
 answers: the messages, in order of the ranks they came from.
 splits: [ranks], bytes from every rank.
-positions, asked: of AskKeys.
+positions, places, asked: of AskKeys.
 rows: for every list the rows of its keys, of the whole table; -1 for none.
 resets: for every vocabulary the rows, of the whole table, that have lost their
   keys in this step.
@@ -138,9 +139,10 @@ class ReadRowsOp : public OpKernel {
                                   std::vector<std::vector<int32_t>>* resets) {
     const int64_t tables = vocabularies.size();
     const int64_t ranks = vocabularies.world_size();
-    const Tensor *found, *lengths, *counts;
+    const Tensor *found, *lengths, *order, *counts;
     TF_RETURN_IF_ERROR(ctx->input("answers", &found));
     TF_RETURN_IF_ERROR(ctx->input("splits", &lengths));
+    TF_RETURN_IF_ERROR(ctx->input("places", &order));
     TF_RETURN_IF_ERROR(ctx->input("asked", &counts));
     const Tensor &answers = *found, &splits = *lengths, &asked = *counts;
     TF_RETURN_IF_ERROR(CheckMessages(answers, splits, ranks));
@@ -150,6 +152,7 @@ class ReadRowsOp : public OpKernel {
           "asked must be [", tables, ", ", ranks,
           "]. Received shape: ", asked.shape().DebugString());
     }
+    std::vector<std::vector<int32_t>> rows(tables);  // in order of the ranks
     const auto* data = static_cast<const uint8_t*>(answers.data());
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t size = splits.vec<int64_t>()(rank);
@@ -163,14 +166,26 @@ class ReadRowsOp : public OpKernel {
       }
       for (int64_t t = 0; t < tables; ++t) {
         const int64_t count = asked.matrix<int64_t>()(t, rank);
-        if (!Take(count, &message, &(*unique)[t]) ||
+        if (!Take(count, &message, &rows[t]) ||
             !Take(message.Varint(), &message, &(*resets)[t])) {
           return MalformedKeys(rank);
         }
       }
       if (!message.ok() || message.left() != 0) return MalformedKeys(rank);
     }
-    return absl::OkStatus();
+    const int32_t* place = order->flat<int32_t>().data();
+    int64_t left = order->NumElements();
+    for (int64_t t = 0; t < tables; ++t) {
+      const int64_t size = rows[t].size();
+      (*unique)[t].resize(size);
+      if (size > left || !Take(rows[t], place, size, (*unique)[t].data())) {
+        return InvalidArgument("places do not fit asked");
+      }
+      place += size;
+      left -= size;
+    }
+    if (left == 0) return absl::OkStatus();
+    return InvalidArgument("places do not fit asked");
   }
 
   // Takes rows off a message and puts them behind others.
@@ -179,6 +194,7 @@ class ReadRowsOp : public OpKernel {
     if (!message->ok() || count > message->left() / sizeof(int32_t)) {
       return false;
     }
+    if (count == 0) return true;
     const size_t first = rows->size();
     rows->resize(first + count);
     std::memcpy(rows->data() + first, message->next(), count * sizeof(int32_t));

@@ -83,11 +83,11 @@ class World:
             )
         ]
         found = []
-        for handle, message, (_, _, positions, counts), part in zip(
+        for handle, message, (_, _, *places), part in zip(
             self.handles, self.exchange(answers), asked, parts, strict=True
         ):
             (rows,), (resets,) = vocabulary_ops.read_rows(
-                [handle], [tf.constant(part)], [0], *message, positions, counts
+                [handle], [tf.constant(part)], [0], *message, *places
             )
             found.append(rows.numpy())
             self.resets = sorted(resets.numpy())
@@ -198,6 +198,13 @@ def test_a_larger_vocabulary_keeps_the_rows_and_a_smaller_one_refuses():
         World(DynamicVocabulary(39), 1).import_(world.export(), step=1)
 
 
+def test_many_keys_of_a_list_are_made_unique_too():
+    keys = np.arange(70_000) * 3 % 66_000  # more than 16 bits number
+    rows = World(DynamicVocabulary(80_000), 1).rows(keys)
+    assert len(set(rows)) == 22_000 and rows.min() > 0
+    np.testing.assert_array_equal(rows[22_000:], rows[: 70_000 - 22_000])
+
+
 def test_a_full_vocabulary_ends_the_step_on_every_rank():
     config = DynamicVocabulary(10)
     keys = np.arange(11)
@@ -221,7 +228,12 @@ def test_damaged_keys_are_refused():
     payload, *_ = vocabulary_ops.ask_keys(
         world.handles, [tf.range(5, dtype=tf.int64)], [0]
     )
-    for wrong in (payload[:-1], tf.concat([payload, payload], 0)):
+    twice, *_ = vocabulary_ops.ask_keys(
+        world.handles, [tf.constant([7, 7], tf.int64)], [0]
+    )
+    never = tf.tensor_scatter_nd_update(twice, [[len(twice) - 1]], [0])
+    wrongs = payload[:-1], tf.concat([payload, payload], 0), twice[:-1], never
+    for wrong in wrongs:
         with pytest.raises(tf.errors.DataLossError, match="rank 0 sent"):
             vocabulary_ops.answer_keys(
                 world.handles, wrong, [len(wrong)], learn=True, advance=True

@@ -136,7 +136,7 @@ def _look_here(asked: _Asked, learn: bool) -> _Rows:
 def _ask_owners(
     asked: _Asked, collectives: Collectives, label: str, learn: bool
 ) -> _Rows:
-    payload, splits, positions, counts = vocabulary_ops.ask_keys(
+    payload, splits, *places = vocabulary_ops.ask_keys(
         asked.handles, asked.lists, asked.of_list
     )
     payload, splits = collectives.all_to_all(payload, splits, f"{label}/keys")
@@ -154,8 +154,7 @@ def _ask_owners(
         asked.of_list,
         payload,
         splits,
-        positions,
-        counts,
+        *places,
     )
 
 

@@ -53,7 +53,7 @@ def ask_keys(
     vocabularies: Sequence[tf.Tensor],
     keys: Sequence[tf.Tensor],
     list_vocabularies: Sequence[int],
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> tuple[tf.Tensor, ...]:
     """Codes the unique keys of lists for the ranks that own them.
 
     Args:
@@ -64,8 +64,9 @@ def ask_keys(
     Returns:
         `payload` uint8 `[B]`; `splits` int64 `[world_size]`, its bytes for
         every rank; `positions` int32 `[n]`, the place of every key of all
-        lists among the unique ones of its vocabulary; `asked` int64
-        `[T, world_size]`, how many of these go to every rank.
+        lists among the unique ones of its vocabulary; `places` int32 `[u]`,
+        where each of these is among those of its vocabulary in the payload;
+        `asked` int64 `[T, world_size]`, how many of these go to every rank.
     """
     outputs = library().tfdist_ask_keys(
         list(vocabularies),
@@ -109,6 +110,7 @@ def read_rows(
     answers: tf.Tensor,
     splits: tf.Tensor,
     positions: tf.Tensor,
+    places: tf.Tensor,
     asked: tf.Tensor,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Reads what `answer_keys` of all ranks answered.
@@ -119,8 +121,7 @@ def read_rows(
         list_vocabularies: that `ask_keys` got.
         answers: uint8 `[A]`, in order of the ranks that answered.
         splits: int64 `[world_size]`, its bytes.
-        positions: of `ask_keys`.
-        asked: of `ask_keys`.
+        positions, places, asked: of `ask_keys`.
 
     Returns:
         For every list the rows of its keys, int32 `[n]`, and for every
@@ -135,6 +136,7 @@ def read_rows(
         answers,
         splits,
         positions,
+        places,
         asked,
         list_vocabularies=list(list_vocabularies),
     )
