@@ -175,6 +175,21 @@ def test_death_between_gpus(running_ranks, emulated_ops, monkeypatch, tmp_path):
         assert "died or was killed" in result["message"]
 
 
+def test_leaving_between_gpus(
+    running_ranks, emulated_ops, monkeypatch, tmp_path
+):
+    """NCCL would wait for ever: it is aborted, on the rank that leaves too."""
+    monkeypatch.setenv("TFDIST_TEST_EMULATED", str(emulated_ops))
+    monkeypatch.setenv("FAKE_NCCL_HANG", "1@5")
+    with running_ranks("leaving_gpus", 2, 60) as ranks:
+        (result,) = results(tmp_path, [0], DETECTION_LIMIT + 5)
+        assert result["step"] == 4
+        assert_blames(result, 1, "'layer dense/bucket'", tmp_path)
+        assert "over NCCL) failed" in result["message"]
+        assert "closed its process group" in result["message"]
+        assert ranks[1].wait(timeout=DETECTION_LIMIT) == 0
+
+
 def test_kill_reaches_those_who_wait_for_survivors(running_ranks, tmp_path):
     with running_ranks("chain", 4, 60):
         killed = time.time()
