@@ -78,11 +78,40 @@ def check_rows(device: gpu.Device, case: Rows, seed: int) -> None:
     key = ctypes.c_uint64(seed)
     device.call("InitRows", block, values, key, gpu.POINTER(out.pointer))
     device.synchronize()
+    ids, expected = expected_rows(device, case, values, key)
+    numbers.expect_close(f"{case}", out.get(), expected, 1.0, 1e-6)
+    chosen = np.flatnonzero(ids < case.rows)[::2]
+    rows = device.put(np.stack([ids[chosen], chosen], 1).astype(np.int64))
+    before = np.full(expected.shape, 7, np.float32)
+    after = before.copy()
+    after[chosen] = expected[chosen]
+    for bfloat16 in (False, True):
+        table = device.put(numbers.to_bfloat16(before) if bfloat16 else before)
+        where = [gpu.POINTER(None), gpu.POINTER(table.pointer)]
+        count = gpu.INT64(len(chosen))
+        where = where if bfloat16 else where[::-1]
+        there = gpu.POINTER(rows.pointer)
+        device.call("ResetRows", block, values, key, there, count, *where)
+        device.synchronize()
+        got = table.get()
+        got = numbers.from_bfloat16(got) if bfloat16 else got
+        # Rounded to nearest: half of the last of 8 bits.
+        room = 2.0**-8 if bfloat16 else 1e-6
+        numbers.expect_close(f"{case}, reset", got, after, 1.0, room)
+
+
+def expected_rows(
+    device: gpu.Device, case: Rows, values: gpu.Values, key: ctypes.c_uint64
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of the cell's rows, and their values by the CPU's functions."""
+    local = -(-case.rows // case.parts)
+    ids = np.zeros(local, np.int64)
     expected = np.zeros((local, case.dim), np.float32)
     for row in range(local):
         id_ = device.library.IdOfRow(
             gpu.INT64(case.parts), gpu.INT64(case.part), gpu.INT64(row)
         )
+        ids[row] = id_
         for j in range(case.dim) if id_ < case.rows else ():
             expected[row, j] = device.library.InitialValue(
                 ctypes.byref(values),
@@ -90,7 +119,7 @@ def check_rows(device: gpu.Device, case: Rows, seed: int) -> None:
                 gpu.INT64(id_),
                 gpu.INT64(case.first_column + j),
             )
-    numbers.expect_close(f"{case}", out.get(), expected, 1.0, 1e-6)
+    return ids, expected
 
 
 def check_wire(

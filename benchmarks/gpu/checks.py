@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.gpu import check_gradient
 from benchmarks.gpu import check_lookup
+from benchmarks.gpu import check_parts
 from benchmarks.gpu import check_updates
 from benchmarks.gpu import check_values
 from benchmarks.gpu.device import Device
@@ -18,6 +19,7 @@ from benchmarks.gpu.numbers import WrongResult
 KERNELS: dict[str, types.ModuleType] = {
     "lookup": check_lookup,
     "gradient": check_gradient,
+    "parts": check_parts,
     "updates": check_updates,
     "values": check_values,
 }

@@ -88,6 +88,57 @@ class RowGrads(ctypes.Structure):
     )
 
 
+class CombineBlock(ctypes.Structure):
+    """GpuCombineBlock of combine_functor_gpu.h."""
+
+    _fields_ = (
+        ("first_segment", INT64),
+        ("width", INT64),
+        ("dim", INT64),
+        ("out", POINTER),
+    )
+
+
+class Combine(ctypes.Structure):
+    """GpuCombine of combine_functor_gpu.h."""
+
+    _fields_ = (
+        ("blocks", POINTER),
+        ("block_count", INT64),
+        ("widest", INT64),
+        ("segments", INT64),
+        ("row_splits", POINTER),
+        ("firsts", POINTER),
+        ("parts", POINTER),
+    )
+
+
+class CombineSection(ctypes.Structure):
+    """GpuCombineSection of combine_functor_gpu.h."""
+
+    _fields_ = (
+        ("first_entry", INT64),
+        ("first_value", INT64),
+        ("width", INT64),
+        ("dim", INT64),
+        ("grad", POINTER),
+    )
+
+
+class CombineGrad(ctypes.Structure):
+    """GpuCombineGrad of combine_functor_gpu.h."""
+
+    _fields_ = (
+        ("sections", POINTER),
+        ("section_count", INT64),
+        ("widest", INT64),
+        ("entries", INT64),
+        ("sample_ids", POINTER),
+        ("scale", ctypes.c_float),
+        ("values", POINTER),
+    )
+
+
 class Rows(ctypes.Structure):
     """GpuRows of row_update_functor_gpu.h, its parts one after the other."""
 

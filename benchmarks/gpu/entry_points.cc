@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "custom_ops/common/half_floats.h"
+#include "custom_ops/embedding/combine_functor_gpu.h"
 #include "custom_ops/embedding/initial_rows_gpu.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/lookup_functor_gpu.h"
@@ -101,6 +102,12 @@ void LookupOnCpu(const GpuLookup* args) {
   }
 }
 
+int Combine(const GpuCombine* args) { return CombineGpu(*args, nullptr); }
+
+int CombineGrad(const GpuCombineGrad* args) {
+  return CombineGradGpu(*args, nullptr);
+}
+
 int64_t RowGradsScratch(const GpuRowGrads* args) {
   return RowGradsScratchBytes(*args);
 }
@@ -165,6 +172,13 @@ void ScaleAllRowsOnCpu(const GpuRows* rows, float factor) {
 int InitRows(const Block* block, const InitialValues* values, uint64_t seed,
              float* out) {
   return InitRowsGpu(*block, *values, seed, out, nullptr);
+}
+
+int ResetRows(const Block* block, const InitialValues* values, uint64_t seed,
+              const ResetRow* rows, int64_t count, float* table,
+              uint16_t* bfloat16_table) {
+  return ResetRowsGpu(*block, *values, seed, rows, count, table, bfloat16_table,
+                      nullptr);
 }
 
 // What the op makes of one element, id and column of the whole table.

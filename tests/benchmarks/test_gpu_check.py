@@ -12,6 +12,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu import torch_bags
 from benchmarks.gpu import train
 
+ONE = train.EXAMPLES[:1]
 EPOCHS = "9/9 - 1s - accuracy: 0.6 - loss: {}\n9/9 - loss: {}\n"
 
 
@@ -53,13 +54,28 @@ def test_goals_are_passed_or_missed(
 def test_losses_on_gpus_are_those_of_a_cpu(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(example: str, ranks: int, device: str) -> str:
+    def run(example: train.Example, ranks: int, device: str) -> str:
         return printed(ranks, 0.7, 0.501 if device == "gpu" else 0.5)
 
     path = tmp_path / "training.csv"
-    assert train.report(train.check(run), path) == 0
+    assert train.report(train.check(run, ONE), path) == 0
     assert "wrong" not in capsys.readouterr().out
     assert path.read_text().count("0.7 0.501,0.7 0.5,True") == 2
+
+
+def test_rank_0_may_speak_for_all_and_packages_may_be_missing(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(example: train.Example, ranks: int, device: str) -> str:
+        assert example.script == "sasrec.py"
+        return f"loss: 0.9 to {0.5 if device == 'cpu' else 0.502}\n"
+
+    sasrec = next(e for e in train.EXAMPLES if e.script == "sasrec.py")
+    lacking = train.Example("serve.py", needs="no_such_package")
+    path = tmp_path / "training.csv"
+    assert train.report(train.check(run, [lacking, sasrec]), path) == 0
+    assert "serve.py: left out, no_such_package" in capsys.readouterr().out
+    assert path.read_text().count("0.502,0.5,True") == 2
 
 
 @pytest.mark.parametrize(
@@ -73,21 +89,21 @@ def test_losses_on_gpus_are_those_of_a_cpu(
     ],
 )
 def test_other_losses_are_wrong(tmp_path: pathlib.Path, got: str) -> None:
-    def run(example: str, ranks: int, device: str) -> str:
+    def run(example: train.Example, ranks: int, device: str) -> str:
         return got if ranks == 2 else EPOCHS.format(0.7, 0.5)
 
-    assert train.report(train.check(run), tmp_path / "training.csv") == 1
+    assert train.report(train.check(run, ONE), tmp_path / "training.csv") == 1
 
 
 def test_a_training_that_fails_is_wrong(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(example: str, ranks: int, device: str) -> str:
+    def run(example: train.Example, ranks: int, device: str) -> str:
         if device == "gpu":
             raise RuntimeError("no kernel image")
         return EPOCHS.format(0.7, 0.5)
 
-    assert train.report(train.check(run), tmp_path / "training.csv") == 2
+    assert train.report(train.check(run, ONE), tmp_path / "training.csv") == 2
     assert capsys.readouterr().out.count("no kernel image") == 2
 
 

@@ -14,6 +14,7 @@ from benchmarks.gpu import checks
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.translate import translate
 
+COMBINE = "custom_ops/embedding/combine_functor.cu.cc"
 GRADIENT = "custom_ops/embedding/lookup_grad_functor.cu.cc"
 LOOKUP = "custom_ops/embedding/lookup_functor.cu.cc"
 UPDATES = "custom_ops/optimizer/row_update_functor.cu.cc"
@@ -89,6 +90,7 @@ def test_kernels_compute_what_the_cpu_does(
 @pytest.mark.parametrize(
     "source, right, wrong, kernel",
     [
+        (COMBINE, "column < block.width", "column <= block.width", "parts"),
         (GRADIENT, "      __syncthreads();\n      if", "      if", "gradient"),
         (GRADIENT, "      __syncthreads();\n    }", "    }", "gradient"),
         (LOOKUP, "column < block.width", "column <= block.width", "lookup"),
