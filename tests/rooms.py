@@ -17,7 +17,7 @@ ROOMS = {
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
-    "batches": {"collectives", "marks"},
+    "batches": {"collectives", "marks", "ops"},
     "optimizers": {
         "collectives",
         "keras_internals",

@@ -54,6 +54,8 @@ def value_of(variable: Any) -> Any:
     None for a variable that Keras 3 has not made yet. Keras's own `value`
     would be rounded in mixed precision.
     """
+    if isinstance(variable, tf.Variable):
+        return variable  # a mirrored one would be read to be asked
     return getattr(variable, "_value", variable)
 
 

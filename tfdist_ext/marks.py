@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.tables.shard_spec import ShardSpec
 
@@ -94,9 +96,19 @@ def _components(variable: Any) -> list[Any]:
     return [native, *strategy.experimental_local_results(native)]
 
 
+def _said_of(variable: Any, name: str) -> Any:
+    """An attribute of TensorFlow's variable, None where it has none."""
+    native = value_of(variable)
+    if isinstance(native, tf.distribute.DistributedValues):
+        # It would be read, by ops of a step, for what it has not itself.
+        holders = (native, *native.values)
+        return next((vars(h)[name] for h in holders if name in vars(h)), None)
+    return getattr(native, name, None)
+
+
 def own_optimizer(variable: Any) -> Any:
     """The optimizer of a table that has one for itself, else None."""
-    return getattr(value_of(variable), "_tfdist_optimizer", None)
+    return _said_of(variable, "_tfdist_optimizer")
 
 
 def set_max_norm(variable: Any, max_norm: float) -> None:
@@ -107,7 +119,7 @@ def set_max_norm(variable: Any, max_norm: float) -> None:
 
 def max_norm(variable: Any) -> float | None:
     """What `set_max_norm` said of a table, None of others."""
-    return getattr(value_of(variable), "_tfdist_max_norm", None)
+    return _said_of(variable, "_tfdist_max_norm")
 
 
 def works_over_ranks(optimizer: type[Any]) -> type[Any]:
@@ -233,7 +245,7 @@ def fix(variable: Any) -> None:
 
 def is_fixed(variable: Any) -> bool:
     """Whether a table's parts must stay where they are."""
-    return bool(getattr(value_of(variable), "_tfdist_fixed", False))
+    return bool(_said_of(variable, "_tfdist_fixed"))
 
 
 def set_keys(variable: Any, keys: Any) -> None:
@@ -243,7 +255,7 @@ def set_keys(variable: Any, keys: Any) -> None:
 
 def keys_of(variable: Any) -> Any:
     """What `set_keys` said of a table, None of others."""
-    return getattr(value_of(variable), "_tfdist_keys", None)
+    return _said_of(variable, "_tfdist_keys")
 
 
 def set_grows(variable: Any) -> None:

@@ -10,9 +10,12 @@ user's array or the file behind it. So every slice here is a copy.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
+
+from tfdist_ext.ops import batch_ops
 
 Nest = Any
 
@@ -51,37 +54,66 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
         A nest like `batch`, in memory of its own.
     """
 
-    # Few ops: every `fit` traces this anew, for each part of the batch.
-    numbers = tf.constant([rank, rank + 1], tf.int64)
-    zero, one = tf.constant([0], tf.int64), tf.constant([1], tf.int64)
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, tf.experimental.Optional):  # Keras's None
-            return value
-        if isinstance(value, tf.SparseTensor):
-            return _cut_sparse(value, rank, world_size)
-        if hasattr(value, "nrows"):  # RaggedTensor, PrefetchedIds
-            samples = value.nrows()
-            return rows(
-                value,
-                rank * samples // world_size,
-                (rank + 1) * samples // world_size,
-            )
-        if _is_scalar(value):
-            return value
-        samples = tf.slice(tf.shape(value, tf.int64), zero, one)
-        start, stop = tf.split(numbers * samples // world_size, 2)
-        piece = copied(
-            tf.raw_ops.StridedSlice(
-                input=value, begin=start, end=stop, strides=one
+    flat = tf.nest.flatten(batch)
+    kinds = [_kind(value) for value in flat]
+    chosen = [i for i, kind in enumerate(kinds) if kind is not None]
+    parts = [_parts(flat[i]) for i in chosen]
+    if parts:
+        cut = iter(
+            batch_ops.slice_of_rank(
+                list(itertools.chain(*parts)),
+                [kinds[i] for i in chosen],
+                rank,
+                world_size,
             )
         )
-        size = value.shape[0]
-        if size is None:
-            return piece
-        return _with_size(piece, _size(size, rank, world_size))
+        for i, those in zip(chosen, parts, strict=True):
+            pieces = [next(cut) for _ in those]
+            flat[i] = _like(flat[i], pieces, rank, world_size)
+    for i, kind in enumerate(kinds):
+        if kind is None and hasattr(flat[i], "nrows"):  # PrefetchedIds
+            samples = flat[i].nrows()
+            start = rank * samples // world_size
+            flat[i] = rows(flat[i], start, (rank + 1) * samples // world_size)
+    return tf.nest.pack_sequence_as(batch, flat)
 
-    return tf.nest.map_structure(cut, batch)
+
+def _kind(value: Any) -> int | None:
+    """What `batch_ops` calls it; None of what is no batch of tensors."""
+    if isinstance(value, tf.SparseTensor):
+        return batch_ops.SPARSE
+    if isinstance(value, tf.RaggedTensor):
+        return len(value.nested_row_splits)
+    if isinstance(value, tf.Tensor) and not _is_scalar(value):
+        return batch_ops.DENSE
+    return None  # a scalar, PrefetchedIds, or an Optional: Keras's None
+
+
+def _parts(value: Any) -> list[tf.Tensor]:
+    if isinstance(value, tf.SparseTensor):
+        return [value.indices, value.values, value.dense_shape]
+    if isinstance(value, tf.RaggedTensor):
+        return [value.flat_values, *value.nested_row_splits]
+    return [value]
+
+
+def _like(
+    value: Any, parts: list[tf.Tensor], rank: int, world_size: int
+) -> Any:
+    """Samples of a rank as the same kind of value that they were in."""
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensor.from_nested_row_splits(
+            parts[0], parts[1:], validate=False
+        )
+    if not isinstance(value, tf.SparseTensor):
+        return parts[0]
+    piece = tf.SparseTensor(*parts)
+    if value.shape.rank is None:
+        return piece
+    size = value.shape[0]
+    if size is not None:
+        size = _size(size, rank, world_size) or None
+    return _with_static_shape(piece, [size, *value.shape[1:]])
 
 
 def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
@@ -106,40 +138,6 @@ def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
 
 def _size(samples: int, rank: int, world_size: int) -> int:
     return (rank + 1) * samples // world_size - rank * samples // world_size
-
-
-def _with_size(value: tf.Tensor, size: int) -> tf.Tensor:
-    """Samples of a number that is known, unless there are none.
-
-    Keras leaves the losses of a batch that is known to be empty as they are,
-    and ranks with samples would exchange what those without do not.
-    """
-    if size > 0:
-        value.set_shape([size, *value.shape[1:]])
-        return value
-    return tf.raw_ops.PlaceholderWithDefault(
-        input=value, shape=[None, *value.shape[1:]]
-    )
-
-
-def _cut_sparse(
-    value: tf.SparseTensor, rank: int, world_size: int
-) -> tf.SparseTensor:
-    samples = value.dense_shape[0]
-    first = rank * samples // world_size
-    count = (rank + 1) * samples // world_size - first
-    rest = value.dense_shape[1:]
-    piece = tf.sparse.slice(
-        value,
-        tf.concat([[first], tf.zeros_like(rest)], 0),
-        tf.concat([[count], rest], 0),
-    )
-    if value.shape.rank is None:
-        return piece
-    size = value.shape[0]
-    if size is not None:
-        size = _size(size, rank, world_size) or None
-    return _with_static_shape(piece, [size, *value.shape[1:]])
 
 
 def _with_static_shape(

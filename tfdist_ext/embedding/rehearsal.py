@@ -95,14 +95,21 @@ class _Performance:
         self._next = 0
 
     def answer(self, lookup: Lookup) -> Answers | None:
-        index, self._next = self._next, self._next + 1
-        if index >= len(self._lookups):
+        known = self.known(lookup.features)
+        if known is None:
+            self._next += 1
+        return known
+
+    def known(self, features: Sequence[Feature]) -> Answers | None:
+        """The answer to the next lookup, which then is the one after it."""
+        index = self._next
+        if index >= len(self._lookups) or index not in self._answers:
             return None
-        rehearsed = self._lookups[index]
-        same = [f.name for f in rehearsed.features] == [
-            f.name for f in lookup.features
-        ]
-        return self._answers.get(index) if same else None
+        rehearsed = [each.name for each in self._lookups[index].features]
+        if rehearsed != [each.name for each in features]:
+            return None
+        self._next += 1
+        return self._answers[index]
 
 
 class _Now(threading.local):
@@ -120,6 +127,19 @@ def is_under_way() -> bool:
 def answer_of(lookup: Lookup) -> Answers | None:
     """The answer to a lookup of a rehearsed call, None if it has none yet."""
     return None if _now.act is None else _now.act.answer(lookup)
+
+
+def known_answer(features: Sequence[Feature]) -> Answers | None:
+    """The answer to a lookup that need not say its ids a second time.
+
+    Args:
+        features: of the lookup.
+
+    Returns:
+        None if the lookup is to be made, with its ids.
+    """
+    act = _now.act
+    return act.known(features) if isinstance(act, _Performance) else None
 
 
 @contextlib.contextmanager

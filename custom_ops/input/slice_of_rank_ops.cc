@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// This rank's samples of a batch of tensors, SparseTensors and RaggedTensors.
+//
+// One op for the whole batch: a slice made of TensorFlow's ops takes a dozen
+// for each part, every loop of Keras traces them anew, and tf.data goes
+// through all of them again for every iterator.
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_util.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace tfdist {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::errors::InvalidArgument;
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+// What a value of the batch consists of: a tensor; three tensors; or a tensor
+// and as many row splits.
+constexpr int kDense = 0;
+constexpr int kSparse = -1;
+
+int TensorsOf(int kind) { return kind == kSparse ? 3 : 1 + kind; }
+
+// Rows [start, stop) of something.
+struct Rows {
+  int64_t start;
+  int64_t stop;
+
+  // Those of a rank, of n.
+  static Rows Of(int64_t n, int rank, int world_size) {
+    return {rank * n / world_size, (rank + 1) * n / world_size};
+  }
+  int64_t size() const { return stop - start; }
+};
+
+absl::Status InferShapes(InferenceContext* c) {
+  std::vector<int> kinds;
+  int rank = 0;
+  int world_size = 1;
+  TF_RETURN_IF_ERROR(c->GetAttr("kinds", &kinds));
+  TF_RETURN_IF_ERROR(c->GetAttr("rank", &rank));
+  TF_RETURN_IF_ERROR(c->GetAttr("world_size", &world_size));
+  int place = 0;
+  for (const int kind : kinds) {
+    if (place + TensorsOf(kind) > c->num_inputs()) {
+      return InvalidArgument("kinds ask for more than ", c->num_inputs(),
+                             " tensors.");
+    }
+    const ShapeHandle first = c->input(place);
+    if (kind == kSparse) {
+      DimensionHandle width = c->UnknownDim();
+      if (c->RankKnown(first)) width = c->Dim(first, -1);
+      c->set_output(place, c->Matrix(c->UnknownDim(), width));
+      c->set_output(place + 1, c->Vector(c->UnknownDim()));
+      c->set_output(place + 2, c->input(place + 2));
+      place += 3;
+      continue;
+    }
+    ShapeHandle part = first;
+    if (c->RankKnown(first)) {
+      DimensionHandle size = c->UnknownDim();
+      const DimensionHandle whole = c->Dim(first, 0);
+      if (kind == kDense && c->ValueKnown(whole)) {
+        const int64_t known =
+            Rows::Of(c->Value(whole), rank, world_size).size();
+        // Keras leaves the losses of a batch that is known to be empty as
+        // they are, and ranks with samples would exchange what those without
+        // do not.
+        if (known > 0) size = c->MakeDim(known);
+      }
+      TF_RETURN_IF_ERROR(c->ReplaceDim(first, 0, size, &part));
+    }
+    c->set_output(place++, part);
+    for (int i = 0; i < kind; ++i) {
+      c->set_output(place++, c->Vector(c->UnknownDim()));
+    }
+  }
+  return absl::OkStatus();
+}
+
+REGISTER_OP("Tfdist>SliceOfRank")
+    .Input("parts: T")
+    .Output("slices: T")
+    .Attr("T: list(type) >= 1")
+    .Attr("kinds: list(int) >= 1")
+    .Attr("rank: int >= 0")
+    .Attr("world_size: int >= 1")
+    .SetShapeFn(InferShapes)
+    .Doc(R"doc(
+Copies samples [rank * n // W, (rank + 1) * n // W) of values of n samples.
+
+parts: of the values, one after the other.
+slices: the same of the samples, in memory of their own.
+kinds: of every value. 0: a tensor [n, ...]. -1: a SparseTensor, in three
+  tensors. k > 0: a RaggedTensor, its flat values and k row splits, the
+  outermost first.
+rank: whose samples.
+world_size: W.
+)doc");
+
+// Rows of a tensor, in new memory.
+absl::Status CopyRows(const Tensor& from, const Rows& rows, Tensor* to) {
+  if (from.dims() < 1 || rows.start < 0 || rows.start > rows.stop ||
+      rows.stop > from.dim_size(0)) {
+    return InvalidArgument(
+        "rows [", rows.start, ", ", rows.stop,
+        ") of a value that has none. Its shape: ", from.shape().DebugString());
+  }
+  *to = tensorflow::tensor::DeepCopy(from.Slice(rows.start, rows.stop));
+  return absl::OkStatus();
+}
+
+// Cuts row splits, and says which rows of what they split are left.
+template <typename T>
+absl::Status CutSplits(const Tensor& from, const Tensor& split, Rows* rows,
+                       Tensor* to) {
+  TF_RETURN_IF_ERROR(CopyRows(from, {rows->start, rows->stop + 1}, to));
+  auto splits = to->vec<T>();
+  const int64_t count = split.dim_size(0);
+  const T first = splits(0);
+  for (int64_t i = 0; i <= rows->size(); ++i) {
+    if (splits(i) < (i ? splits(i - 1) + first : 0) || splits(i) > count) {
+      return InvalidArgument("row splits do not ascend from 0 to ", count);
+    }
+    splits(i) -= first;
+  }
+  *rows = {first, first + splits(rows->size())};
+  return absl::OkStatus();
+}
+
+class SliceOfRankOp : public OpKernel {
+ public:
+  explicit SliceOfRankOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("kinds", &kinds_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &rank_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("world_size", &world_size_));
+    int tensors = 0;
+    for (const int kind : kinds_) {
+      OP_REQUIRES(ctx, kind >= kSparse,
+                  InvalidArgument("no kind of value: ", kind));
+      tensors += TensorsOf(kind);
+    }
+    OP_REQUIRES(ctx, rank_ < world_size_ && tensors == ctx->num_inputs(),
+                InvalidArgument("kinds ask for ", tensors, " tensors. Got ",
+                                ctx->num_inputs(), ", of rank ", rank_, " of ",
+                                world_size_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    int place = 0;
+    for (const int kind : kinds_) {
+      OP_REQUIRES(ctx, ctx->input_dtype(place) != tensorflow::DT_RESOURCE,
+                  InvalidArgument("a resource has no samples"));
+      OP_REQUIRES_OK(ctx, kind == kSparse ? CutSparse(ctx, place)
+                                          : CutLists(ctx, place, kind));
+      place += TensorsOf(kind);
+    }
+  }
+
+ private:
+  // A tensor, or the flat values of lists, after their row splits.
+  absl::Status CutLists(OpKernelContext* ctx, int place, int levels) {
+    const Tensor& samples = ctx->input(levels ? place + 1 : place);
+    if (samples.dims() < 1 || (levels && samples.dim_size(0) < 1)) {
+      return InvalidArgument("a value without samples. Its shape: ",
+                             samples.shape().DebugString());
+    }
+    Rows rows =
+        Rows::Of(samples.dim_size(0) - (levels ? 1 : 0), rank_, world_size_);
+    for (int i = 1; i <= levels; ++i) {
+      const Tensor& splits = ctx->input(place + i);
+      const Tensor& split = ctx->input(i < levels ? place + i + 1 : place);
+      if (splits.dims() != 1 || split.dims() < 1) {
+        return InvalidArgument("row splits of shape ",
+                               splits.shape().DebugString(), " of values ",
+                               split.shape().DebugString());
+      }
+      Tensor cut;
+      // Of an inner level, the row splits split lists, one more than rows.
+      switch (splits.dtype()) {
+        case tensorflow::DT_INT32:
+          TF_RETURN_IF_ERROR(CutSplits<int32_t>(splits, split, &rows, &cut));
+          break;
+        case tensorflow::DT_INT64:
+          TF_RETURN_IF_ERROR(CutSplits<int64_t>(splits, split, &rows, &cut));
+          break;
+        default:
+          return InvalidArgument("row splits must be int32 or int64");
+      }
+      ctx->set_output(place + i, std::move(cut));
+    }
+    Tensor values;
+    TF_RETURN_IF_ERROR(CopyRows(ctx->input(place), rows, &values));
+    ctx->set_output(place, std::move(values));
+    return absl::OkStatus();
+  }
+
+  absl::Status CutSparse(OpKernelContext* ctx, int place) {
+    const Tensor& indices = ctx->input(place);
+    const Tensor& values = ctx->input(place + 1);
+    const Tensor& shape = ctx->input(place + 2);
+    if (indices.dtype() != tensorflow::DT_INT64 || indices.dims() != 2 ||
+        shape.dtype() != tensorflow::DT_INT64 || shape.dims() != 1 ||
+        shape.dim_size(0) < 1 || shape.dim_size(0) != indices.dim_size(1) ||
+        values.dims() != 1 || values.dim_size(0) != indices.dim_size(0)) {
+      return InvalidArgument("a SparseTensor of indices ",
+                             indices.shape().DebugString(), ", values ",
+                             values.shape().DebugString(), " and shape ",
+                             shape.shape().DebugString());
+    }
+    const Rows samples = Rows::Of(shape.vec<int64_t>()(0), rank_, world_size_);
+    const auto places = indices.matrix<int64_t>();
+    std::vector<Tensor> cut_indices, cut_values;
+    const int64_t count = indices.dim_size(0);
+    const auto is_mine = [&](int64_t i) {
+      return places(i, 0) >= samples.start && places(i, 0) < samples.stop;
+    };
+    // Runs of entries; of indices in order there is one.
+    for (int64_t start = 0, end = 0; start < count; start = end + 1) {
+      end = start;
+      while (end < count && is_mine(end)) ++end;
+      if (end == start) continue;
+      cut_indices.push_back(indices.Slice(start, end));
+      cut_values.push_back(values.Slice(start, end));
+    }
+    Tensor of_rank[3];
+    TF_RETURN_IF_ERROR(Joined(indices, cut_indices, &of_rank[0]));
+    TF_RETURN_IF_ERROR(Joined(values, cut_values, &of_rank[1]));
+    of_rank[2] = tensorflow::tensor::DeepCopy(shape);
+    of_rank[2].vec<int64_t>()(0) = samples.size();
+    auto moved = of_rank[0].matrix<int64_t>();
+    for (int64_t i = 0; i < of_rank[0].dim_size(0); ++i) {
+      moved(i, 0) -= samples.start;
+    }
+    for (int i = 0; i < 3; ++i) {
+      ctx->set_output(place + i, std::move(of_rank[i]));
+    }
+    return absl::OkStatus();
+  }
+
+  // Pieces of a tensor, in new memory.
+  static absl::Status Joined(const Tensor& whole,
+                             const std::vector<Tensor>& pieces, Tensor* to) {
+    if (pieces.size() > 1) return tensorflow::tensor::Concat(pieces, to);
+    const Tensor piece = pieces.empty() ? whole.Slice(0, 0) : pieces[0];
+    *to = tensorflow::tensor::DeepCopy(piece);
+    return absl::OkStatus();
+  }
+
+  std::vector<int> kinds_;
+  int rank_ = 0;
+  int world_size_ = 1;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>SliceOfRank").Device(tensorflow::DEVICE_CPU), SliceOfRankOp);
+
+}  // namespace
+}  // namespace tfdist
