@@ -53,28 +53,27 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
     Returns:
         A nest like `batch`, in memory of its own.
     """
-
     flat = tf.nest.flatten(batch)
-    kinds = [_kind(value) for value in flat]
-    chosen = [i for i, kind in enumerate(kinds) if kind is not None]
-    parts = [_parts(flat[i]) for i in chosen]
-    if parts:
+    kinds: dict[int, int] = {}
+    for i, value in enumerate(flat):
+        kind = _kind(value)
+        if kind is not None:
+            kinds[i] = kind
+        elif hasattr(value, "nrows"):  # PrefetchedIds
+            samples = value.nrows()
+            start = rank * samples // world_size
+            flat[i] = rows(value, start, (rank + 1) * samples // world_size)
+    if kinds:
+        parts = [_parts(flat[i]) for i in kinds]
+        together = list(itertools.chain(*parts))
         cut = iter(
             batch_ops.slice_of_rank(
-                list(itertools.chain(*parts)),
-                [kinds[i] for i in chosen],
-                rank,
-                world_size,
+                together, list(kinds.values()), rank, world_size
             )
         )
-        for i, those in zip(chosen, parts, strict=True):
+        for i, those in zip(kinds, parts, strict=True):
             pieces = [next(cut) for _ in those]
             flat[i] = _like(flat[i], pieces, rank, world_size)
-    for i, kind in enumerate(kinds):
-        if kind is None and hasattr(flat[i], "nrows"):  # PrefetchedIds
-            samples = flat[i].nrows()
-            start = rank * samples // world_size
-            flat[i] = rows(flat[i], start, (rank + 1) * samples // world_size)
     return tf.nest.pack_sequence_as(batch, flat)
 
 

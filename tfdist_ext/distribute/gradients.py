@@ -88,7 +88,7 @@ def _sum_dense(
         # Before the wire, which may hold no number as large as their sum.
         ranks = collectives.group.world_size
         dense = {
-            i: value / tf.cast(ranks, value.dtype)
+            i: value / tf.constant(ranks, value.dtype)
             if value.dtype.is_floating
             else value
             for i, value in dense.items()

@@ -332,6 +332,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
+        self.distributed_spec = local.element_spec  # for `predicting`
         return local
 
     def distribute_datasets_from_function(

@@ -57,7 +57,7 @@ def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
     unique, positions = id_ops.unique_ids(ids)
     if not ignore:
         unique -= _SHIFT
-    of_one_id = tf.range(tf.size(unique, tf.int64) + 1)
+    of_one_id = tf.range(tf.size(unique, tf.int64) + 1, dtype=tf.int64)
     return (
         Ids(unique, of_one_id, tf.zeros([0])),
         Pooling(row_splits, positions, weights),

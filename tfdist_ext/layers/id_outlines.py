@@ -29,12 +29,14 @@ def outline_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Outline:
     if isinstance(ids, tf.RaggedTensor):
         return _of_ragged(ids, kept, layer, length)
     if isinstance(ids, tf.SparseTensor):
-        if kept:
-            return outline.dense(ids.dense_shape, ids.shape)
-        return outline.dense(ids.dense_shape[:-1], ids.shape[:-1])
-    ids = tf.convert_to_tensor(ids)
-    shape, static = tf.shape(ids, tf.int64), ids.shape
-    if not kept and static.rank != 1:
+        shape, static = ids.dense_shape, ids.shape
+    else:
+        ids = tf.convert_to_tensor(ids)
+        shape, static = tf.shape(ids, tf.int64), ids.shape
+        kept = kept or static.rank == 1
+    if static.rank == (1 if kept else 2):  # a result for each sample
+        return Outline(shape[0], tf.zeros([0], tf.int64), ())
+    if not kept:
         shape, static = shape[:-1], static[:-1]
     return outline.dense(shape, static)
 

@@ -227,7 +227,7 @@ def _without_weights(
 
 def _one_each(values: tf.Tensor) -> tf.Tensor:
     """The row splits of lists of one id."""
-    return tf.range(tf.size(values, tf.int64) + 1)
+    return _from_zero_to(tf.size(values, tf.int64))
 
 
 def _feature(
@@ -321,7 +321,7 @@ def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:
 def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
     return tf.searchsorted(
         value.indices[:, 0],
-        tf.range(value.dense_shape[0] + 1),
+        _from_zero_to(value.dense_shape[0]),
         out_type=tf.int64,
     )
 
@@ -332,7 +332,7 @@ def _splits_of_cells(value: tf.SparseTensor) -> tf.Tensor:
     within = tf.math.cumprod(shape, exclusive=True, reverse=True)
     cells = tf.reduce_sum(value.indices * within, axis=1)
     return tf.searchsorted(
-        cells, tf.range(tf.reduce_prod(shape) + 1), out_type=tf.int64
+        cells, _from_zero_to(tf.reduce_prod(shape)), out_type=tf.int64
     )
 
 
@@ -367,6 +367,15 @@ def _from_dense(value: Any, layer: str, kinds: str, kept: bool) -> Ids:
             f"of shape {value.shape}."
         )
     flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
+    if value.shape[-1]:  # known, and not 0
+        splits = _from_zero_to(tf.size(flat, tf.int64), value.shape[-1])
+        return Ids(flat, splits, tf.zeros([0]))
     shape = tf.shape(value, tf.int64)
-    lists = tf.range(tf.reduce_prod(shape[:-1]) + 1)
+    lists = _from_zero_to(tf.reduce_prod(shape[:-1]))
     return Ids(flat, lists * shape[-1], tf.zeros([0]))
+
+
+def _from_zero_to(last: tf.Tensor, step: int = 1) -> tf.Tensor:
+    """int64 `[last / step + 1]`."""
+    # With the dtype, or TensorFlow would cast start and step in the graph.
+    return tf.range(0, last + 1, step, dtype=tf.int64)

@@ -235,5 +235,5 @@ def _as_slices(gradient: Any) -> tf.IndexedSlices:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     gradient = tf.convert_to_tensor(gradient)
-    rows = tf.range(tf.shape(gradient, tf.int64)[0])
+    rows = tf.range(tf.shape(gradient, tf.int64)[0], dtype=tf.int64)
     return tf.IndexedSlices(gradient, rows, tf.shape(gradient))
