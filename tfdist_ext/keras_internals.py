@@ -37,6 +37,13 @@ SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
 WITHIN_FIT = "_use_cached_eval_dataset"
 
 
+def array_adapter() -> Any:
+    """The class by which Keras 3 makes datasets of arrays."""
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    return array_data_adapter.ArrayDataAdapter
+
+
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the user's, by AutoGraph if what is traced now is.
 

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
@@ -183,6 +184,12 @@ MODELS = {
 }
 
 
+def asked_for_data(strategy):
+    """How often ranks have asked each other for the end of their data."""
+    labels = strategy.statistics().get("labels", {})
+    return sum(n[0] for k, n in labels.items() if k.endswith("/has_data"))
+
+
 def train(strategy, folder, kind):
     """Losses, predictions, and the exchanges of a step in their order."""
     del folder
@@ -199,6 +206,7 @@ def train(strategy, folder, kind):
         optimizer = tfdist_ext.optimizers.Adagrad(0.1)
         model.compile(optimizer=optimizer, loss=loss)
     x, y = data()
+    asked = asked_for_data(strategy)
     history = model.fit(
         x, y, batch_size=6, epochs=2, shuffle=False, verbose=0
     ).history
@@ -207,6 +215,10 @@ def train(strategy, folder, kind):
     assert min(losses) > 0
     predicted = model.predict(x, batch_size=6, verbose=0)
     evaluated = model.evaluate(x, y, batch_size=6, verbose=0)
+    if KERAS_3 and strategy.collectives:
+        # Arrays have a length, and the last batch's size is not traced for.
+        assert asked_for_data(strategy) == asked
+        assert model.predict_function.experimental_get_tracing_count() == 1
     return losses, evaluated, predicted.tolist(), exchanges
 
 
