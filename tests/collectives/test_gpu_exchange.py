@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.fake_gpu import emulation
 from tests.fake_gpu.emulation import on_gpu
 from tests.thread_ranks import run_on_ranks
+from tfdist_ext.collectives import gpus
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.ops import gpu_ops
 
@@ -292,6 +293,33 @@ def test_who_exchanges_through_the_hosts_and_why(connect, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert reasons() == ""
     assert caplog.messages == ["tfdist_ext: GPUs exchange by NCCL"]
+
+
+def test_what_tables_may_have_of_gpus(connect, emulated_ops, monkeypatch):
+    """Half of each rank's share of the smallest, the same on all ranks."""
+
+    def tables(**how):
+        def run(group):
+            device = how.get("device", -1)
+            if group.rank == 0 and device != -1:
+                device = 0
+            return emulation.tables_of(group, emulated_ops, device)
+
+        both = run_on_ranks(2, run)
+        assert both[0] == both[1]
+        return both[0]
+
+    assert tables() == gpus.TableGpus(memory=0.5 * 2**34)
+    with monkeypatch.context() as patch:
+        patch.setenv("FAKE_GPU_SHARED", "1")
+        assert tables().memory == 0.25 * 2**34
+    without = tables(device=None)
+    assert without.memory is None
+    assert without.reason == f"rank 1: {gpus.NO_GPU}"
+    given = gpus.TableGpus(memory=10.0)
+    for left in (6.0, 2.0, 0.0):
+        given.give(4.0)
+        assert given.memory == left
 
 
 def test_a_group_without_gpus_says_so(emulated):

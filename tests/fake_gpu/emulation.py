@@ -31,19 +31,39 @@ def load(path: pathlib.Path) -> types.SimpleNamespace:
 def connect(
     group: ProcessGroup, nccl: str | pathlib.Path, device: int | None = -1
 ) -> str:
+    """Gives a group its ranks' GPUs, see `tables_of`; says who carries."""
+    return _connected(group, nccl, device)[0]
+
+
+def tables_of(
+    group: ProcessGroup, nccl: str | pathlib.Path, device: int | None = -1
+) -> gpus.TableGpus:
+    """What tables may have of the ranks' GPUs, once they are connected.
+
+    Args:
+        group: the ranks.
+        nccl: see `_connected`.
+        device: of this rank, instead.
+    """
+    return _connected(group, nccl, device)[1]
+
+
+def _connected(
+    group: ProcessGroup, nccl: str | pathlib.Path, device: int | None
+) -> tuple[str, gpus.TableGpus]:
     """Gives a group its ranks' GPUs, which are numbered as the ranks are.
 
     Args:
         group: the ranks; `gpu_ops.library` must return what `load` does.
         nccl: value of `gpus.NCCL_VARIABLE`.
-        device: of this rank, instead.
+        device: of this rank, instead of its number where that is -1.
 
     Returns:
-        Why GPUs do not talk by NCCL, see `gpus.connect`.
+        See `gpus.connect`.
     """
     environ = {gpus.NCCL_VARIABLE: str(nccl)}
     device = group.rank if device == -1 else device
-    return gpus.connect(group, environ, device)[0]
+    return gpus.connect(group, environ, device)
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
