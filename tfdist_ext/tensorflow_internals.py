@@ -75,6 +75,11 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
+def seeding() -> object:
+    """Another object after every call of `tf.random.set_seed`."""
+    return context.context()._rng
+
+
 def variable_accessed(variable: Any) -> None:
     """Tells gradient tapes and functions that an op reads the variable."""
     resource_variable_ops.variable_accessed(variable)

@@ -56,6 +56,21 @@ def test_parts_are_those_of_the_whole_table(initializer, stddev, highest):
         np.testing.assert_array_equal(columns, whole[:, slice(*spec.columns)])
 
 
+def test_tables_of_one_name_start_differently():
+    """Those of two models; a program that seeds again gets the first again."""
+    made = []
+    for _ in range(2):
+        tf.random.set_seed(3)
+        for model in [initializers.RandomNormal() for _ in range(3)]:
+            spec, half = part(model, TablePlacement.column_wise(2))
+            _, whole = part(model, TablePlacement.data_parallel())
+            np.testing.assert_array_equal(half, whole[:, slice(*spec.columns)])
+            made.append(whole)
+    for again in range(3):
+        np.testing.assert_array_equal(made[again], made[3 + again])
+        assert not (made[again] == made[again - 1]).any()
+
+
 def test_what_cannot_make_single_rows():
     def drawn(shape, dtype=None):
         return tf.ones(shape, dtype or tf.float32)

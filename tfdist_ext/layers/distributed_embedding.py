@@ -135,7 +135,11 @@ class DistributedEmbedding(GrowingTables):
             for config in self._configs.features
         ]
         self._agree(features)
-        self._add_keys(self._configs.tables, specs)
+        initializers = [
+            keras.initializers.get(table.initializer)
+            for table in self._configs.tables
+        ]
+        self._add_keys(self._configs.tables, specs, initializers)
         features = [
             dataclasses.replace(
                 feature, keys=self._keys.get(specs[feature.table].table)
@@ -143,17 +147,21 @@ class DistributedEmbedding(GrowingTables):
             for feature in features
         ]
         self._variables = [
-            self._add(table, spec)
-            for table, spec in zip(self._configs.tables, specs, strict=True)
+            self._add(table, spec, initializer)
+            for table, spec, initializer in zip(
+                self._configs.tables, specs, initializers, strict=True
+            )
         ]
         self._features = features
         self.built = True
 
-    def _add(self, table: TableConfig, spec: ShardSpec) -> Any:
+    def _add(
+        self, table: TableConfig, spec: ShardSpec, initializer: Any
+    ) -> Any:
         variable = self._add_table(
             table.name,
             spec,
-            keras.initializers.get(table.initializer),
+            initializer,
             optimizer=self._configs.optimizers.get(table.name),
             keys=self._keys.get(table.name),
             max_norm=table.max_norm,

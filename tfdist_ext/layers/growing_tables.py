@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.sharding.key_shard import KeyShard
 from tfdist_ext.tables.shard_spec import ShardSpec
 from tfdist_ext.tables.table_config import TableConfig
-
-keras = tf.keras
 
 
 class GrowingTables(SparseLayer):
@@ -39,15 +36,20 @@ class GrowingTables(SparseLayer):
             )
 
     def _add_keys(
-        self, tables: Sequence[TableConfig], specs: Sequence[ShardSpec]
+        self,
+        tables: Sequence[TableConfig],
+        specs: Sequence[ShardSpec],
+        initializers: Sequence[Any],
     ) -> None:
         """Makes this rank's part of every vocabulary that grows."""
-        for table, spec in zip(tables, specs, strict=True):
+        for table, spec, initializer in zip(
+            tables, specs, initializers, strict=True
+        ):
             if table.vocabulary is not None:
                 keys = KeyShard(
                     spec,
                     table.vocabulary,
-                    keras.initializers.get(table.initializer),
+                    initializer,
                     self._collectives,
                 )
                 self._keys[table.name] = keys

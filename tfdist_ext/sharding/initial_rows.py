@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
@@ -24,6 +26,14 @@ if TYPE_CHECKING:
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 Initializer = Callable[..., tf.Tensor]
+
+# By the generator that TensorFlow's seed has made: initializers by table.
+_seen: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
+    weakref.WeakKeyDictionary()
+)
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def for_shard(
@@ -137,14 +147,32 @@ def describe_rows(
 
 
 def seed_of(initializer: Any, table: str) -> int:
-    """The number that a table's initial values depend on, new if unseeded."""
+    """The number that a table's initial values depend on, new if unseeded.
+
+    Args:
+        initializer: of Keras. Those without a seed of their own are told from
+            each other: tables of one name in two models start differently.
+        table: its name.
+    """
     seed = initializer.get_config().get("seed")
     if not isinstance(seed, int):
         seed = internals.global_seed()
-    if seed is None:
-        seed = int(np.random.default_rng().integers(2**31))
+        if seed is None:
+            seed = int(np.random.default_rng().integers(2**31))
+        else:
+            table += "/" * _number(initializer, table)
     digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _number(initializer: Any, table: str) -> int:
+    """How many others the tables of that name had since TensorFlow's seed."""
+    numbers = _numbers.setdefault(initializer, {})
+    if table not in numbers:
+        seen = _seen.setdefault(internals.seeding(), collections.Counter())
+        numbers[table] = seen[table]
+        seen[table] += 1
+    return numbers[table]
 
 
 def _describe(
