@@ -135,23 +135,18 @@ class DistributedEmbedding(GrowingTables):
             for config in self._configs.features
         ]
         self._agree(features)
+        tables = self._configs.tables
         initializers = [
-            keras.initializers.get(table.initializer)
-            for table in self._configs.tables
+            keras.initializers.get(table.initializer) for table in tables
         ]
-        self._add_keys(self._configs.tables, specs, initializers)
+        self._add_keys(tables, specs, initializers)
         features = [
             dataclasses.replace(
                 feature, keys=self._keys.get(specs[feature.table].table)
             )
             for feature in features
         ]
-        self._variables = [
-            self._add(table, spec, initializer)
-            for table, spec, initializer in zip(
-                self._configs.tables, specs, initializers, strict=True
-            )
-        ]
+        self._variables = list(map(self._add, tables, specs, initializers))
         self._features = features
         self.built = True
 
