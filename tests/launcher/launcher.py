@@ -50,6 +50,7 @@ def started(
     """
 
     def setup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup, too
         if ignored is not None:
             signal.signal(ignored, signal.SIG_IGN)
 

@@ -10,6 +10,7 @@ KERNEL = re.compile(
     r'Name\("(Tfdist>\w+)"\)\s*\.(?:Device\(kGpuDevice\)|TFDIST_ON_GPU)'
 )
 IDS = "ids arrive at the host, as codes that one thread reads after the other"
+BATCHES = "batches come from the input pipeline, on the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
 GROUP = "it tells ranks of each other, with no numbers of a table"
@@ -25,6 +26,7 @@ ON_HOST = {
         ),
         KEYS,
     ),
+    "SliceOfRank": BATCHES,
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
     **dict.fromkeys(
         (
