@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it takes to decode ids: bytes that arrive, bytes of rows, and time.
 
+A line for ids as a CPU reads them, and one for those cut into blocks for a GPU,
+which a CPU reads here as well.
+
     python -m benchmarks.decoding
 
 One process encodes the batches of four ranks and decodes what rank 0 gets.
@@ -30,19 +33,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = make_parser().parse_args()
-    print("hotness  entries  arrive MB  rows MB  decoded in ms")
+    print("hotness  blocks  entries  arrive MB  rows MB  decoded in ms")
     for hotness in options.hotness:
-        show(options.batch // RANKS, hotness)
+        for in_blocks in (False, True):
+            show(options.batch // RANKS, hotness, in_blocks)
 
 
-def show(samples: int, hotness: int) -> None:
+def show(samples: int, hotness: int, in_blocks: bool) -> None:
     """Prints one line."""
     placements = [
         FeaturePlacement(f"f{i}", ROWS, 8, RANKS, 1, tuple(range(RANKS)))
         for i in range(FEATURES)
     ]
     messages = [
-        message(placements, rank, samples, hotness) for rank in range(RANKS)
+        message(placements, rank, samples, hotness, in_blocks)
+        for rank in range(RANKS)
     ]
     payload = tf.constant(np.concatenate(messages))
     splits = tf.constant([len(each) for each in messages], tf.int64)
@@ -55,14 +60,19 @@ def show(samples: int, hotness: int) -> None:
         times.append(time.perf_counter() - begin)
     row_splits, rows, weights = (each.numpy() for each in decoded[:3])
     print(
-        f"{hotness:7} {rows.size:8} {payload.shape[0] / 1e6:10.2f} "
+        f"{hotness:7} {'yes' if in_blocks else 'no':>7} {rows.size:8} "
+        f"{payload.shape[0] / 1e6:10.3f} "
         f"{(row_splits.nbytes + rows.nbytes + weights.nbytes) / 1e6:8.2f} "
         f"{np.median(times) * 1e3:14.2f}"
     )
 
 
 def message(
-    placements: list[FeaturePlacement], rank: int, samples: int, hotness: int
+    placements: list[FeaturePlacement],
+    rank: int,
+    samples: int,
+    hotness: int,
+    in_blocks: bool,
 ) -> np.ndarray:
     """What a rank sends to rank 0: ids that follow Zipf(1.1)."""
     rng = np.random.default_rng(rank)
@@ -80,6 +90,7 @@ def message(
         list_features=list(range(FEATURES)),
         out_of_range=["error"] * FEATURES,
         unique=[False] * FEATURES,
+        in_blocks=in_blocks,
     )
     payload, send_splits = (each.numpy() for each in encoded[:2])
     return payload[: send_splits[0]]

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "custom_ops/common/target_clones.h"
+
 namespace tfdist {
 
 // Bits are packed from the least significant bit of each byte upwards. A Rice
@@ -63,7 +65,8 @@ constexpr int kPeekBits = 57;
 
 // The bits of [data, data + size) from `position` on, kPeekBits of them and
 // some more; zeros follow the end of the data, nothing outside of it is read.
-inline uint64_t PeekBits(const uint8_t* data, size_t size, uint64_t position) {
+TFDIST_INLINE uint64_t PeekBits(const uint8_t* data, size_t size,
+                                uint64_t position) {
   const size_t byte = position / 8;
   uint64_t word = 0;
   if (byte + 8 <= size) {
@@ -74,15 +77,24 @@ inline uint64_t PeekBits(const uint8_t* data, size_t size, uint64_t position) {
   return word >> (position % 8);
 }
 
+// How many zeros are below the lowest one; `word` is not 0.
+TFDIST_INLINE int TrailingZeros(uint64_t word) {
+#if defined(__CUDA_ARCH__)
+  return __ffsll(static_cast<long long>(word)) - 1;
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
 // Reads what BitWriter wrote. Never reads outside [data, data + size): past the
 // end, bits are zero and `ok()` turns false.
 class BitReader {
  public:
-  BitReader(const uint8_t* data, size_t size)
+  TFDIST_INLINE BitReader(const uint8_t* data, size_t size)
       : data_(data), size_(size), end_(uint64_t{8} * size) {}
 
   // The value of one Rice code, or 0 with ok() false when the bits run out.
-  uint64_t GetRice(int k) {
+  TFDIST_INLINE uint64_t GetRice(int k) {
     uint64_t word = Peek();
     uint64_t quotient = 0;
     while ((word & kPeekMask) == 0) {
@@ -91,7 +103,7 @@ class BitReader {
       if (position_ >= end_) return Fail();
       word = Peek();
     }
-    const int zeros = __builtin_ctzll(word);
+    const int zeros = TrailingZeros(word);
     quotient += zeros;
     position_ += zeros + 1;
     if (zeros + 1 + k <= kPeekBits) {
@@ -104,17 +116,19 @@ class BitReader {
     return quotient << k | (word & ((uint64_t{1} << k) - 1));
   }
 
-  bool ok() const { return ok_; }
+  TFDIST_INLINE bool ok() const { return ok_; }
 
   // Bytes touched so far, the last one counted whole.
-  size_t bytes_read() const { return (position_ + 7) / 8; }
+  TFDIST_INLINE size_t bytes_read() const { return (position_ + 7) / 8; }
 
  private:
   static constexpr uint64_t kPeekMask = (uint64_t{1} << kPeekBits) - 1;
 
-  uint64_t Peek() const { return PeekBits(data_, size_, position_); }
+  TFDIST_INLINE uint64_t Peek() const {
+    return PeekBits(data_, size_, position_);
+  }
 
-  uint64_t Fail() {
+  TFDIST_INLINE uint64_t Fail() {
     ok_ = false;
     position_ = end_;
     return 0;
@@ -136,7 +150,21 @@ struct RiceCode {
   uint64_t base = 0;
   int k = kConstant;
   uint64_t bits = 0;  // of the whole list
+
+  // The next number of a list.
+  TFDIST_INLINE uint64_t Next(BitReader* reader) const {
+    return k == kConstant ? base : base + reader->GetRice(k);
+  }
 };
+
+// Bits of a part of a list.
+template <typename T>
+uint64_t RiceBits(const T* values, size_t count, const RiceCode& code) {
+  if (code.k == RiceCode::kConstant) return 0;
+  uint64_t bits = count * (code.k + 1);
+  for (size_t i = 0; i < count; ++i) bits += (values[i] - code.base) >> code.k;
+  return bits;
+}
 
 // The cheapest Rice code for values[0, count), found from their mean.
 template <typename T>
@@ -150,12 +178,11 @@ RiceCode ChooseRice(const T* values, size_t count, uint64_t base) {
   const uint64_t mean = sum / count;
   const int guess = mean == 0 ? 0 : 63 - __builtin_clzll(mean);
   for (int k = std::max(guess - 1, 0); k <= guess + 1; ++k) {
-    uint64_t bits = count * (k + 1);
-    for (size_t i = 0; i < count; ++i) bits += (values[i] - base) >> k;
-    if (code.k == RiceCode::kConstant || bits < code.bits) {
-      code.k = k;
-      code.bits = bits;
-    }
+    RiceCode other;
+    other.base = base;
+    other.k = k;
+    other.bits = RiceBits(values, count, other);
+    if (code.k == RiceCode::kConstant || other.bits < code.bits) code = other;
   }
   return code;
 }

@@ -46,6 +46,7 @@ REGISTER_OP("Tfdist>EncodeIds")
     .Attr("list_features: list(int)")
     .Attr("out_of_range: list({'error', 'ignore'})")
     .Attr("unique: list(bool)")
+    .Attr("in_blocks: bool = false")
     .SetShapeFn([](InferenceContext* c) {
       int64_t world_size;
       std::vector<std::string> features;
@@ -85,6 +86,8 @@ list_features: the feature of every list, ascending; none without a list.
 out_of_range: for every feature.
 unique: for every feature, whether every sample has one id and these ascend
   strictly from sample to sample.
+in_blocks: whether GPUs decode: sections are cut into blocks, each to be read by
+  itself.
 )doc");
 
 // Fewer ids than this are not worth a second thread.
@@ -104,6 +107,7 @@ class EncodeIdsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("list_features", &list_features));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("out_of_range", &out_of_range));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("unique", &unique));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("in_blocks", &in_blocks_));
     OP_REQUIRES(ctx,
                 out_of_range.size() == features && unique.size() == features,
                 InvalidArgument("Attributes out_of_range and unique must "
@@ -135,7 +139,7 @@ class EncodeIdsOp : public OpKernel {
     header.rank = rank_;
     header.samples = *static_cast<const float*>(samples->data());
     header.bad_id = FirstBadId(entries);
-    MessageBuilder messages(plan_, entries, header, pool);
+    MessageBuilder messages(plan_, entries, header, in_blocks_, pool);
     messages.Code();
     OP_REQUIRES_OK(ctx, messages.WritePayload(ctx));
     OP_REQUIRES_OK(ctx, messages.WriteSamples(ctx));
@@ -235,6 +239,7 @@ class EncodeIdsOp : public OpKernel {
 
   PlacementPlan plan_;
   int64_t rank_ = 0;
+  bool in_blocks_ = false;
   std::vector<FeatureRules> rules_;
   std::vector<int> first_list_;  // of every feature, then the end
 };

@@ -5,8 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "custom_ops/embedding/bit_stream.h"
+#include "custom_ops/embedding/header_bytes.h"
+#include "custom_ops/embedding/id_block.h"
 
 namespace tfdist {
 
@@ -23,6 +26,16 @@ namespace tfdist {
 // present is not sent: the sender scatters the results itself. In a "running"
 // section every sample has one row and these ascend from sample to sample:
 // there are no counts, and gaps run through.
+//
+// For a GPU a section is cut into blocks of as many samples, of about
+// kBlockEntries entries, which as many threads read side by side. Their sizes
+// stand before them as Rice codes, and each has its own part of the lists:
+//
+//   header    also: samples of a block, code parameters of the table
+//   table     of every block: bytes, entries unless single, repeats if there
+//             are any, rows from its first to its last if running
+//   blocks    each: counts, gaps and repeats, padded to a byte
+//   weights   as above
 
 // The first byte of a section.
 enum SectionFlags : uint8_t {
@@ -30,8 +43,15 @@ enum SectionFlags : uint8_t {
   kRepeats = 0x02,
   kSingle = 0x04,  // one entry in every sample
   kRunning = 0x08,
-  kAllFlags = 0x0F,
+  kBlocks = 0x10,
+  kAllFlags = 0x1F,
 };
+
+// A thread of a GPU reads about as many entries.
+constexpr size_t kBlockEntries = 128;
+
+// Why a block is refused; nullptr for none.
+const char* Reason(IdError error);
 
 // Collects the entries of one section, in order, then writes it.
 class SectionWriter {
@@ -55,16 +75,33 @@ class SectionWriter {
   }
 
   // Ends the entries: chooses the codes. Returns the size in bytes, 0 without
-  // entries.
-  size_t Finish(bool weighted);
+  // entries. `in_blocks`: for a GPU, where they are enough for several.
+  size_t Finish(bool weighted, bool in_blocks);
 
   // Writes exactly that many bytes.
   void Write(uint8_t* out) const;
 
  private:
+  struct Block {
+    size_t first_sample;
+    size_t first_entry;
+    size_t first_repeat;
+  };
+  // What is said of every block.
+  struct Table {
+    size_t samples = 0;  // of a block
+    std::vector<uint64_t> bytes, entries, repeats, rows;
+    RiceCode bytes_code, entries_code, repeats_code, rows_code;
+    size_t bits = 0;
+  };
+
+  void CutBlocks(bool in_blocks);
   void FindRepeats();
+  void FillTable();
   void WriteHeader();
+  void WriteBlock(const Block& block, const Block& end, BitWriter* bits) const;
   bool single() const { return samples_ == entries_; }
+  bool in_blocks() const { return blocks_.size() > 2; }
 
   bool running_ = false;
   bool weighted_ = false;
@@ -81,46 +118,38 @@ class SectionWriter {
   RiceCode gap_code_;
   RiceCode repeat_gap_code_;
   RiceCode repeat_count_code_;
-  uint8_t header_[64];
+  std::vector<Block> blocks_;  // then where the last one ends
+  Table table_;
+  uint8_t header_[128];
   size_t header_size_ = 0;
 };
 
-// Reads one section. What it reads came over the network: any bytes are either
-// decoded within bounds or refused with a reason.
+// Reads the header of a section and its table. What it reads came over the
+// network: any bytes are either placed within bounds or refused with a reason.
 class SectionReader {
  public:
-  // Reads the header. Returns nullptr, or why the section is malformed. Sizes
-  // are bounded by the section's size before anyone allocates by them.
+  // Returns nullptr, or why the section is malformed. Sizes are bounded by the
+  // section's size before anyone allocates by them.
   const char* ReadHeader(const uint8_t* data, size_t size);
 
-  // Decodes the entries: row_splits[1 .. samples()] shifted by `first_entry`,
-  // rows[entries()] below `row_limit`, and weights[entries()] unless nullptr.
-  const char* ReadEntries(uint64_t row_limit, int64_t first_entry,
-                          int64_t* row_splits, int64_t* rows,
-                          float* weights) const;
+  // What is to be decoded, in order; places and samples are those within the
+  // section. ReadBlock() does it.
+  const std::vector<IdBlock>& blocks() const { return blocks_; }
+  const SectionCodes& codes() const { return codes_; }
 
   int64_t samples() const { return samples_; }
   int64_t entries() const { return entries_; }
-  bool needs_weights() const { return weighted_ || repeats_ > 0; }
+  bool needs_weights() const { return codes_.weighted || repeats_ > 0; }
 
  private:
-  const char* ReadCounts(BitReader* bits, int64_t first_entry,
-                         int64_t* row_splits) const;
-  const char* ReadRows(BitReader* bits, uint64_t row_limit, int64_t first_entry,
-                       const int64_t* row_splits, int64_t* rows) const;
-  const char* ReadRepeats(BitReader* bits, float* weights) const;
+  const char* ReadBlockTable(uint8_t flags, HeaderReader* header);
+  const char* PlaceBlocks(bool has_table, size_t at, size_t left);
 
-  bool running_ = false;
-  bool weighted_ = false;
   int64_t samples_ = 0;
   int64_t entries_ = 0;
   int64_t repeats_ = 0;
-  RiceCode count_code_;
-  RiceCode gap_code_;
-  RiceCode repeat_gap_code_;
-  RiceCode repeat_count_code_;
-  const uint8_t* body_ = nullptr;
-  size_t body_size_ = 0;
+  SectionCodes codes_;
+  std::vector<IdBlock> blocks_;
 };
 
 }  // namespace tfdist

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cstring>
 
 #include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/embedding/id_section.h"
@@ -8,16 +7,35 @@
 namespace tfdist {
 namespace {
 
-// The next number of a list, constant lists costing no bits.
-uint64_t Next(const RiceCode& code, BitReader* bits) {
-  if (code.k == RiceCode::kConstant) return code.base;
-  return code.base + bits->GetRice(code.k);
-}
-
+constexpr char kMalformed[] = "its header is malformed";
+constexpr char kContradict[] = "its sizes contradict each other";
+constexpr char kWrongSize[] = "its size is wrong";
 constexpr char kTruncated[] = "it ends before its last entry";
-constexpr char kOutOfRange[] = "a row is out of range";
+// Of a table; so what is added up from numbers of a message does not overflow.
+constexpr uint64_t kMostRows = uint64_t{1} << 62;
 
 }  // namespace
+
+const char* Reason(IdError error) {
+  switch (error) {
+    case IdError::kCountsExceed:
+      return "its counts exceed its entries";
+    case IdError::kCountsLack:
+      return "its counts do not add up to its entries";
+    case IdError::kOutOfRange:
+      return "a row is out of range";
+    case IdError::kRowsContradict:
+      return "its rows contradict its blocks";
+    case IdError::kRepeatPastEnd:
+      return "a repeat lies past its entries";
+    case IdError::kTruncated:
+      return kTruncated;
+    case IdError::kWrongSize:
+      return kWrongSize;
+    default:
+      return nullptr;
+  }
+}
 
 const char* SectionReader::ReadHeader(const uint8_t* data, size_t size) {
   HeaderReader header(data, size);
@@ -25,114 +43,106 @@ const char* SectionReader::ReadHeader(const uint8_t* data, size_t size) {
   const uint64_t entries = header.Varint();
   uint64_t samples = entries;
   uint64_t repeats = 0;
-  weighted_ = flags & kWeighted;
-  running_ = flags & kRunning;
+  codes_.weighted = flags & kWeighted;
+  codes_.running = flags & kRunning;
   if (flags & kSingle) {
-    count_code_.base = 1;
+    codes_.counts.base = 1;
   } else {
     samples = header.Varint();
-    count_code_ = header.Code();
+    codes_.counts = header.Code();
   }
-  gap_code_.k = header.Parameter();
+  codes_.gaps = header.Parameter();
   if (flags & kRepeats) {
     repeats = header.Varint();
-    repeat_gap_code_.k = header.Parameter();
-    repeat_count_code_ = header.Code();
+    codes_.repeat_gaps = header.Parameter();
+    codes_.repeat_counts = header.Code();
   }
-  if (!header.ok() || (flags & ~kAllFlags) != 0)
-    return "its header is malformed";
-  body_ = header.next();
-  body_size_ = header.left();
+  if (!header.ok() || (flags & ~kAllFlags) != 0) return kMalformed;
   // Every gap takes at least one bit, every sample at least one entry.
-  if (entries > uint64_t{8} * body_size_) return kTruncated;
+  if (entries > uint64_t{8} * header.left()) return kTruncated;
   if (entries == 0 || samples == 0 || samples > entries || repeats > entries ||
-      (weighted_ && repeats > 0) || (running_ && samples != entries)) {
-    return "its sizes contradict each other";
+      (codes_.weighted && repeats > 0) ||
+      (codes_.running && samples != entries)) {
+    return kContradict;
   }
   entries_ = static_cast<int64_t>(entries);
   samples_ = static_cast<int64_t>(samples);
   repeats_ = static_cast<int64_t>(repeats);
-  return nullptr;
-}
-
-const char* SectionReader::ReadCounts(BitReader* bits, int64_t first_entry,
-                                      int64_t* row_splits) const {
-  uint64_t end = 0;
-  const uint64_t entries = entries_;
-  for (int64_t sample = 0; sample < samples_; ++sample) {
-    const uint64_t count = Next(count_code_, bits);
-    if (count == 0 || count > entries - end) {
-      return "its counts exceed its entries";
-    }
-    end += count;
-    row_splits[sample + 1] = first_entry + static_cast<int64_t>(end);
-  }
-  if (end != entries) return "its counts do not add up to its entries";
-  return nullptr;
-}
-
-const char* SectionReader::ReadRows(BitReader* bits, uint64_t row_limit,
-                                    int64_t first_entry,
-                                    const int64_t* row_splits,
-                                    int64_t* rows) const {
-  int64_t entry = 0;
-  uint64_t next_row = 0;
-  for (int64_t sample = 0; sample < samples_; ++sample) {
-    const int64_t end = row_splits[sample + 1] - first_entry;
-    if (!running_) next_row = 0;
-    for (; entry < end; ++entry) {
-      const uint64_t gap = bits->GetRice(gap_code_.k);
-      const uint64_t row = next_row + gap;
-      if (gap >= row_limit || row >= row_limit) return kOutOfRange;
-      rows[entry] = static_cast<int64_t>(row);
-      next_row = row + 1;
-    }
-  }
-  return nullptr;
-}
-
-const char* SectionReader::ReadRepeats(BitReader* bits, float* weights) const {
-  uint64_t next = 0;
-  const uint64_t entries = entries_;
-  for (int64_t i = 0; i < repeats_; ++i) {
-    const uint64_t gap = bits->GetRice(repeat_gap_code_.k);
-    if (next >= entries || gap >= entries - next) {
-      return "a repeat lies past its entries";
-    }
-    weights[next + gap] = 0;  // marks the entry, its count follows
-    next += gap + 1;
-  }
-  int64_t entry = 0;
-  for (int64_t i = 0; i < repeats_; ++i) {
-    while (weights[entry] != 0) ++entry;
-    weights[entry] = static_cast<float>(
-        std::max<uint64_t>(Next(repeat_count_code_, bits), 1));
-  }
-  return nullptr;
-}
-
-const char* SectionReader::ReadEntries(uint64_t row_limit, int64_t first_entry,
-                                       int64_t* row_splits, int64_t* rows,
-                                       float* weights) const {
-  BitReader bits(body_, body_size_);
-  const char* error = ReadCounts(&bits, first_entry, row_splits);
-  if (error != nullptr) return error;
-  error = ReadRows(&bits, row_limit, first_entry, row_splits, rows);
-  if (error != nullptr) return error;
-  if (weights != nullptr) std::fill(weights, weights + entries_, 1.0f);
-  if (needs_weights() && weights == nullptr) {
-    return "its weights have nowhere to go";
-  }
-  if (repeats_ > 0) {
-    error = ReadRepeats(&bits, weights);
+  if (flags & kBlocks) {
+    const char* error = ReadBlockTable(flags, &header);
     if (error != nullptr) return error;
+  } else {
+    blocks_.assign(1, {});
+    blocks_[0].samples = samples_;
+    blocks_[0].entries = entries_;
+    blocks_[0].repeats = repeats_;
   }
+  return PlaceBlocks(flags & kBlocks, header.next() - data, header.left());
+}
+
+const char* SectionReader::ReadBlockTable(uint8_t flags, HeaderReader* header) {
+  const uint64_t samples = header->Varint();  // of a block
+  const RiceCode bytes = header->Code();
+  RiceCode entries, repeats, rows;
+  if (!(flags & kSingle)) entries = header->Code();
+  if (flags & kRepeats) repeats = header->Code();
+  if (flags & kRunning) rows = header->Code();
+  if (!header->ok() || samples == 0) return kMalformed;
+  const uint64_t count = (samples_ - 1) / samples + 1;
+  if (count > header->left()) return kTruncated;  // each has a byte
+  BitReader bits(header->next(), header->left());
+  blocks_.assign(count, {});
+  uint64_t left = samples_;
+  for (IdBlock& block : blocks_) {
+    block.samples = static_cast<int64_t>(std::min(samples, left));
+    left -= block.samples;
+    block.bytes = bytes.Next(&bits);
+  }
+  for (IdBlock& block : blocks_) {
+    block.entries = flags & kSingle ? block.samples : entries.Next(&bits);
+  }
+  for (IdBlock& block : blocks_) block.repeats = repeats.Next(&bits);
+  for (IdBlock& block : blocks_) block.end_row = rows.Next(&bits);
   if (!bits.ok()) return kTruncated;
-  const size_t read = bits.bytes_read();
-  const size_t weight_bytes = weighted_ ? entries_ * sizeof(float) : 0;
-  if (body_size_ - read != weight_bytes) return "its size is wrong";
-  if (weighted_) std::memcpy(weights, body_ + read, weight_bytes);
+  header->Skip(bits.bytes_read());
   return nullptr;
+}
+
+// `left` bytes follow from `at` on: those of the blocks, then the weights.
+const char* SectionReader::PlaceBlocks(bool has_table, size_t at, size_t left) {
+  const size_t weights = codes_.weighted ? entries_ * sizeof(float) : 0;
+  if (weights > left) return kTruncated;
+  size_t weights_at = at + left - weights;
+  if (!has_table) blocks_[0].bytes = left - weights;
+  IdBlock next = {};
+  for (IdBlock& block : blocks_) {
+    if (block.bytes > weights_at - at) return kWrongSize;
+    const uint64_t entries = block.entries;
+    const uint64_t repeats = block.repeats;
+    const uint64_t rows = block.end_row;
+    if (entries < static_cast<uint64_t>(block.samples) ||
+        (has_table && codes_.running && rows < entries) ||
+        entries > static_cast<uint64_t>(entries_ - next.first_entry) ||
+        repeats > static_cast<uint64_t>(repeats_ - next.repeats) ||
+        rows > kMostRows - next.next_row) {
+      return kContradict;
+    }
+    block.at = at;
+    block.weights_at = weights_at + next.first_entry * sizeof(float);
+    block.first_sample = next.first_sample;
+    block.first_entry = next.first_entry;
+    block.next_row = next.next_row;
+    block.end_row += next.next_row;
+    at += block.bytes;
+    next.first_sample += block.samples;
+    next.first_entry += block.entries;
+    next.repeats += block.repeats;
+    next.next_row = block.end_row;
+  }
+  if (next.first_entry != entries_ || next.repeats != repeats_) {
+    return kContradict;
+  }
+  return at == weights_at ? nullptr : kWrongSize;
 }
 
 }  // namespace tfdist

@@ -17,9 +17,13 @@ constexpr int64_t kNanosecondsPerEntry = 12;
 
 MessageBuilder::MessageBuilder(const PlacementPlan& plan,
                                const std::vector<FeatureEntries>& entries,
-                               const MessageHeader& header,
+                               const MessageHeader& header, bool in_blocks,
                                tensorflow::thread::ThreadPool* pool)
-    : plan_(plan), entries_(entries), header_(header), pool_(pool) {
+    : plan_(plan),
+      entries_(entries),
+      header_(header),
+      in_blocks_(in_blocks),
+      pool_(pool) {
   if (header.bad_id.found) return;
   int64_t total = 0;
   for (size_t f = 0; f < entries.size(); ++f) {
@@ -66,7 +70,7 @@ void MessageBuilder::CodeSection(Section* section) const {
                    entries.weighted, &section->writer, next);
   }
   section->sample_ids.resize(next - section->sample_ids.data());
-  section->bytes = section->writer.Finish(entries.weighted);
+  section->bytes = section->writer.Finish(entries.weighted, in_blocks_);
 }
 
 void MessageBuilder::Code() {

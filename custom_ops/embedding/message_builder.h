@@ -28,7 +28,7 @@ class MessageBuilder {
  public:
   MessageBuilder(const PlacementPlan& plan,
                  const std::vector<FeatureEntries>& entries,
-                 const MessageHeader& header,
+                 const MessageHeader& header, bool in_blocks,
                  tensorflow::thread::ThreadPool* pool);
 
   // Chooses the codes of all sections. To be called once, before the outputs.
@@ -60,6 +60,7 @@ class MessageBuilder {
   const PlacementPlan& plan_;
   const std::vector<FeatureEntries>& entries_;
   const MessageHeader& header_;
+  const bool in_blocks_;
   tensorflow::thread::ThreadPool* pool_;
   std::vector<Section> sections_;
   std::vector<int64_t> first_section_;  // of every feature

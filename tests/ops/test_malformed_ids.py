@@ -4,6 +4,8 @@
 Messages come from the network: any bytes decode in bounds or are refused.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,8 +25,9 @@ TABLES = {"placements": PLACEMENTS, "world_size": 2}
 REFUSED = (tf.errors.DataLossError, tf.errors.InvalidArgumentError)
 
 
-def message(rng, weighted=False, rank=0, samples=20):
+def message(rng, weighted=False, rank=0, in_blocks=False):
     """What `rank` sends to rank 0."""
+    samples = 300 if in_blocks else 20
     splits = np.concatenate([[0], np.cumsum(rng.integers(0, 9, samples))])
     unique = np.unique(rng.integers(0, 500, samples))
     lists = [
@@ -44,6 +47,7 @@ def message(rng, weighted=False, rank=0, samples=20):
         list_features=range(4),
         out_of_range=["error"] * 4,
         unique=[False] * 3 + [True],
+        in_blocks=in_blocks,
         **TABLES,
     )
     return payload.numpy()[: sizes[0]]
@@ -68,6 +72,10 @@ def check_decoded(outputs):
     limits = np.repeat(limits, np.diff(row_splits))
     assert ((rows >= 0) & (rows < limits)).all()
     assert len(weights) in (0, len(rows))
+    ends = np.cumsum(served)
+    for last in (3, 7):  # one row in every sample
+        first = row_splits[ends[last] - served.ravel()[last]]
+        assert (np.diff(rows[first : row_splits[ends[last]]]) > 0).all()
 
 
 def changed(rng, original):
@@ -80,7 +88,7 @@ def changed(rng, original):
         extra = rng.integers(0, 256, rng.integers(1, 20), np.uint8)
         return np.concatenate([result, extra])
     if kind == 2:  # the header, where the sizes are
-        result[rng.integers(min(len(result), 20))] = rng.integers(256)
+        result[rng.integers(min(len(result), 40))] = rng.integers(256)
         return result
     if kind == 3:
         return rng.integers(0, 256, rng.integers(0, 60), np.uint8)
@@ -89,14 +97,15 @@ def changed(rng, original):
     return result
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_bytes(seed, weighted):
+def test_changed_bytes(seed, weighted, in_blocks):
     rng = np.random.default_rng(seed)
     refused = 0
-    rounds = fuzzing.inputs(2400, parts=8)
+    rounds = fuzzing.inputs(4800, parts=16)
     for _ in range(rounds):
-        good = message(rng, weighted)
+        good = message(rng, weighted, in_blocks=in_blocks)
         other = message(rng, rng.integers(2) == 1, rank=1)
         try:
             check_decoded(decode(changed(rng, good), other))
@@ -109,19 +118,20 @@ def test_changed_bytes(seed, weighted):
 def test_valid_messages_are_accepted():
     rng = np.random.default_rng(0)
     check_decoded(decode(message(rng), message(rng, rank=1)))
+    check_decoded(decode(message(rng, in_blocks=True), message(rng, rank=1)))
 
 
 def test_every_truncation_is_refused():
     rng = np.random.default_rng(0)
     other = message(rng, rank=1)
-    for weighted in (False, True):
-        whole = message(rng, weighted)
-        for size in range(len(whole)):
+    for weighted, in_blocks in itertools.product((False, True), repeat=2):
+        whole = message(rng, weighted, in_blocks=in_blocks)
+        for size in range(0, len(whole), 7 if in_blocks else 1):
             with pytest.raises(tf.errors.DataLossError, match="rank 0 sent"):
                 decode(whole[:size], other)
 
 
-@pytest.mark.parametrize("flags", [0, 4, 8, 12])
+@pytest.mark.parametrize("flags", [0, 4, 8, 12, 16, 28])
 def test_claimed_sizes_do_not_allocate(flags):
     # A section of 2^41 entries in a message of a few bytes.
     entries = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F]
@@ -131,6 +141,36 @@ def test_claimed_sizes_do_not_allocate(flags):
     other = message(np.random.default_rng(0), rank=1)
     with pytest.raises(tf.errors.DataLossError, match="ends before"):
         decode(np.array(huge, np.uint8), other)
+
+
+@pytest.mark.parametrize(
+    "table, blocks, why",
+    [
+        ([1, 63, 1, 63, 1], [1, 1], ""),
+        ([3, 63, 1, 63, 2], [3], ""),  # one block
+        ([2, 63, 1, 63, 1], [1], "its sizes contradict"),  # for 2 samples
+        ([1, 63, 2, 63, 1], [1, 1], "its size is wrong"),
+        ([1, 63, 0, 63, 1], [1, 1], "its size is wrong"),
+        ([1, 63, 1, 63, 0], [1, 1], "its sizes contradict"),
+        ([1, 63, 1, 63, 2], [1, 1], "its sizes contradict"),
+        ([0, 63, 1, 63, 1], [1, 1], "its header is malformed"),
+        ([1, 49, 1, 63, 1], [1, 1], "its header is malformed"),
+        ([1, 0, 1, 63, 1], [0, 0], "it ends before its last entry"),
+        ([1, 63, 1, 63, 1], [1, 0], "it ends before its last entry"),
+        ([1, 63, 1, 63, 1], [1], "it ends before its last entry"),
+    ],
+)
+def test_blocks_that_contradict_their_section_are_refused(table, blocks, why):
+    """Two samples of one entry each, row 0."""
+    section = [16, 2, 2, 63, 1, 0, *table, *blocks]
+    sent = np.array([2, *[0] * 5, len(section), *section, 0, 0], np.uint8)
+    other = message(np.random.default_rng(0), rank=1)
+    if why:
+        with pytest.raises(tf.errors.DataLossError, match=why):
+            decode(sent, other)
+    else:
+        row_splits, rows, *_ = decode(sent, other)
+        assert list(row_splits[:3]) == [0, 1, 2] and list(rows[:2]) == [0, 0]
 
 
 def test_bad_id_of_no_feature_is_refused():

@@ -32,6 +32,7 @@ def encode_ids(
     list_features: Sequence[int],
     out_of_range: Sequence[str],
     unique: Sequence[bool],
+    in_blocks: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `id_ops.encode_ids`."""
     header = [int(rank), _bits(samples), 0, 0, 0, 0]

@@ -30,6 +30,7 @@ def encode_ids(
     list_features: Sequence[int],
     out_of_range: Sequence[str],
     unique: Sequence[bool],
+    in_blocks: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Codes the ids of all features for the ranks that own their rows.
 
@@ -53,6 +54,8 @@ def encode_ids(
             rank) or "ignore" (bad ids are dropped).
         unique: for every feature, whether each sample has one id and these
             ascend strictly, as those of `unique_ids`: they take fewer bytes.
+        in_blocks: whether GPUs decode, which start at many places at once;
+            some more bytes tell them where.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
@@ -72,6 +75,7 @@ def encode_ids(
         list_features=list(list_features),
         out_of_range=list(out_of_range),
         unique=list(unique),
+        in_blocks=in_blocks,
         rank=rank,
         **placement_attributes(placements, world_size),
     )
