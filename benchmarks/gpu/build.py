@@ -14,6 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 FUNCTORS = [
     "custom_ops/common/half_floats.cc",
+    "custom_ops/embedding/id_section_reader.cc",
+    "custom_ops/embedding/id_section_writer.cc",
     "custom_ops/embedding/lookup_functor.cc",
     "custom_ops/embedding/lookup_grad_functor.cc",
     "custom_ops/embedding/round_functor.cc",

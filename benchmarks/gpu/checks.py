@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 
+from benchmarks.gpu import check_decoding
 from benchmarks.gpu import check_gradient
 from benchmarks.gpu import check_lookup
 from benchmarks.gpu import check_parts
@@ -17,6 +18,7 @@ from benchmarks.gpu.device import DeviceError
 from benchmarks.gpu.numbers import WrongResult
 
 KERNELS: dict[str, types.ModuleType] = {
+    "decoding": check_decoding,
     "lookup": check_lookup,
     "gradient": check_gradient,
     "parts": check_parts,

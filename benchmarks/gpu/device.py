@@ -88,6 +88,21 @@ class RowGrads(ctypes.Structure):
     )
 
 
+class DecodeIds(ctypes.Structure):
+    """GpuDecodeIds of decode_ids_functor_gpu.h, its parts one by one."""
+
+    _fields_ = (
+        ("payload", POINTER),
+        ("sections", POINTER),
+        ("blocks", POINTER),
+        ("block_count", INT64),
+        ("row_splits", POINTER),
+        ("rows", POINTER),
+        ("weights", POINTER),
+        ("status", POINTER),
+    )
+
+
 class CombineBlock(ctypes.Structure):
     """GpuCombineBlock of combine_functor_gpu.h."""
 
@@ -235,7 +250,10 @@ class Device:
         self.arrays: list[Array] = []
         self.library.ErrorText.restype = ctypes.c_char_p
         self.library.InitialValue.restype = ctypes.c_float
-        for name in ("RowGradsScratch", "IdOfRow"):
+        for name in (
+            *("RowGradsScratch", "IdOfRow", "IdBlockBytes", "IdSectionBytes"),
+            *("WriteIdSection", "PlaceIdSection"),
+        ):
             getattr(self.library, name).restype = INT64
 
     def call(self, name: str, *arguments: Any) -> None:

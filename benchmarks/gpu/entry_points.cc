@@ -8,6 +8,8 @@
 
 #include "custom_ops/common/half_floats.h"
 #include "custom_ops/embedding/combine_functor_gpu.h"
+#include "custom_ops/embedding/decode_ids_functor_gpu.h"
+#include "custom_ops/embedding/id_section.h"
 #include "custom_ops/embedding/initial_rows_gpu.h"
 #include "custom_ops/embedding/lookup_functor.h"
 #include "custom_ops/embedding/lookup_functor_gpu.h"
@@ -106,6 +108,70 @@ int Combine(const GpuCombine* args) { return CombineGpu(*args, nullptr); }
 
 int CombineGrad(const GpuCombineGrad* args) {
   return CombineGradGpu(*args, nullptr);
+}
+
+int DecodeIds(const GpuDecodeIds* args) { return DecodeIdsGpu(*args, nullptr); }
+
+// Of host memory; what the kernel must do.
+void DecodeIdsOnCpu(const GpuDecodeIds* args) {
+  args->to.row_splits[0] = 0;
+  *args->status = kAllDecoded;
+  for (int64_t b = args->block_count - 1; b >= 0; --b) {
+    const IdBlock& block = args->blocks[b];
+    const GpuIdSection& section = args->sections[block.section];
+    const IdError error = ReadBlock(section.codes, block, section.row_limit,
+                                    args->payload, args->to);
+    if (error != IdError::kNone) {
+      *args->status = b << 8 | static_cast<uint64_t>(error);
+    }
+  }
+}
+
+int64_t IdBlockBytes() { return sizeof(IdBlock); }
+int64_t IdSectionBytes() { return sizeof(GpuIdSection); }
+
+// Returns the bytes of a section, which it writes unless `out` is nullptr.
+int64_t WriteIdSection(const int64_t* row_splits, int64_t samples,
+                       const uint64_t* rows, const uint32_t* values,
+                       int weighted, int running, int in_blocks, uint8_t* out) {
+  SectionWriter writer;
+  writer.Reserve(row_splits[samples], running);
+  for (int64_t s = 0; s < samples; ++s) {
+    writer.BeginSample();
+    for (int64_t i = row_splits[s]; i < row_splits[s + 1]; ++i) {
+      writer.AddEntry(rows[i], values[i]);
+    }
+  }
+  const int64_t bytes = writer.Finish(weighted, in_blocks);
+  if (out != nullptr) writer.Write(out);
+  return bytes;
+}
+
+// Reads the header of a section of [data, data + size) at `at`. Returns how
+// many blocks it has, -1 if it is malformed, and writes them unless `blocks` is
+// nullptr: as section `number`, behind `sizes` samples and entries. Adds its
+// own to these, and sets sizes[2] if it has weights.
+int64_t PlaceIdSection(const uint8_t* data, int64_t at, int64_t size,
+                       int64_t number, uint64_t row_limit, int64_t* sizes,
+                       GpuIdSection* section, IdBlock* blocks) {
+  SectionReader reader;
+  if (reader.ReadHeader(data + at, size) != nullptr) return -1;
+  *section = {reader.codes(), row_limit};
+  const int64_t count = reader.blocks().size();
+  for (int64_t b = 0; b < count && blocks != nullptr; ++b) {
+    blocks[b] = reader.blocks()[b];
+    blocks[b].section = number;
+    blocks[b].at += at;
+    blocks[b].weights_at += at;
+    blocks[b].first_sample += sizes[0];
+    blocks[b].first_entry += sizes[1];
+  }
+  if (blocks != nullptr) {
+    sizes[0] += reader.samples();
+    sizes[1] += reader.entries();
+    sizes[2] |= reader.needs_weights();
+  }
+  return count;
 }
 
 int64_t RowGradsScratch(const GpuRowGrads* args) {

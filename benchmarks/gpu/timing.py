@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks.gpu import check_decoding
 from benchmarks.gpu import check_gradient
 from benchmarks.gpu import check_lookup
 from benchmarks.gpu import check_updates
@@ -50,6 +51,9 @@ def measure(device: gpu.Device) -> Iterator[Row]:
     # A copy reads and writes.
     bandwidth = 2 * COPIED_BYTES / np.median(copied) / 1e6
     yield row("copy", 0, 2 * COPIED_BYTES, copied, bandwidth, 0.0)
+    run, size = decoding(device)
+    yield row("decoding", 0, size, timed(device, run), bandwidth, 0.0)
+    device.release()
     for width in WIDTHS:
         for name, prepare, goal in (
             ("lookup", lookup, LOOKUP_GOAL),
@@ -129,6 +133,20 @@ def random_rows(count: int) -> np.ndarray:
 
 def zeros(device: gpu.Device, *shape: int) -> gpu.Array:
     return device.put(np.zeros(shape, np.float32))
+
+
+def decoding(device: gpu.Device) -> tuple[Callable[[], None], int]:
+    """Ids of as many features as a lookup has ids per sample."""
+    rng = np.random.default_rng(0)
+    section = check_decoding.Section(SAMPLES, HOTNESS, "repeats", TABLE_ROWS)
+    messages = [
+        check_decoding.coded(device, section, check_decoding.draw(section, rng))
+        for _ in range(HOTNESS)
+    ]
+    placed = check_decoding.Placed(device, messages, [TABLE_ROWS] * HOTNESS)
+    args, _ = placed.on_device(device)
+    size = len(placed.payload) + sum(each.nbytes for each in placed.outputs())
+    return lambda: device.call("DecodeIds", args), size
 
 
 def lookup(device: gpu.Device, width: int) -> tuple[Callable[[], None], int]:

@@ -14,6 +14,7 @@ from benchmarks.gpu import checks
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.translate import translate
 
+DECODING = "custom_ops/embedding/decode_ids_functor.cu.cc"
 COMBINE = "custom_ops/embedding/combine_functor.cu.cc"
 GRADIENT = "custom_ops/embedding/lookup_grad_functor.cu.cc"
 LOOKUP = "custom_ops/embedding/lookup_functor.cu.cc"
@@ -91,6 +92,14 @@ def test_kernels_compute_what_the_cpu_does(
     "source, right, wrong, kernel",
     [
         (COMBINE, "column < block.width", "column <= block.width", "parts"),
+        (DECODING, "b < args.block_count", "b <= args.block_count", "decoding"),
+        (
+            DECODING,
+            "b < args.block_count",
+            "b + 1 < args.block_count",
+            "decoding",
+        ),
+        (DECODING, "atomicMin", "atomicMax", "decoding"),
         (GRADIENT, "      __syncthreads();\n      if", "      if", "gradient"),
         (GRADIENT, "      __syncthreads();\n    }", "    }", "gradient"),
         (LOOKUP, "column < block.width", "column <= block.width", "lookup"),
