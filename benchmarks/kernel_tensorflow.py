@@ -154,7 +154,7 @@ class OursTables(_Tables):
             served,
             grads,
             feature_tables=range(len(self.tables)),
-            widths=self.widths,
+            table_shapes=[table.shape for table in self.tables],
         )
         for i, (unique, sums) in enumerate(zip(*found, strict=True)):
             self._update(i, unique, sums)

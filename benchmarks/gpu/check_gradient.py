@@ -22,7 +22,6 @@ class Case:
     counts: tuple[int, ...]
     table_rows: int = 53
     weighted: bool = False
-    single: bool = False  # no row_splits
     special: str = ""  # "nan", "outside" or none
 
 
@@ -42,8 +41,8 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     yield Case((8, 4, 5), (300,) * 6, table_rows=1)  # of every table
     yield Case((8,), (2,) * 500, table_rows=3, weighted=True)
     yield Case((70,), (100, 100), table_rows=1)  # more columns than a group
-    yield Case((4,), (1,) * 300, single=True)
-    yield Case((4,), (1,) * 128, table_rows=2, single=True)  # whole chunks
+    yield Case((4,), (1,) * 300)
+    yield Case((4,), (1,) * 128, table_rows=2)  # whole chunks
     yield Case((4,), (64, 64, 64), table_rows=1, special="outside")
     yield Case((4,), (1,), table_rows=1, special="outside")  # none is left
     yield Case((8,), ())
@@ -65,7 +64,7 @@ class Batch:
     """What a gradient is computed of, on the host."""
 
     grad: np.ndarray  # of all samples, behind each other
-    splits: np.ndarray | None
+    splits: np.ndarray
     rows: np.ndarray
     weights: np.ndarray | None
     tables: Sequence[Table]
@@ -100,9 +99,7 @@ def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
         WrongResult: it is not the reference's.
     """
     batch = draw(case, rng)
-    given = dataclasses.replace(batch, splits=None) if case.single else batch
-    got, again = run(device, given), run(device, given)
-    assert batch.splits is not None
+    got, again = run(device, batch), run(device, batch)
     firsts = numbers.row_splits(np.array([t.samples for t in batch.tables]))
     begins = numbers.row_splits(batch.sizes())
     for t, table in enumerate(batch.tables):

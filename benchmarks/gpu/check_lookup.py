@@ -12,7 +12,6 @@ from benchmarks.gpu import device as gpu
 from benchmarks.gpu import numbers
 
 COMBINERS = ("sum", "mean", "sqrtn")
-NO_ENTRY = np.uint64(2**64 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +23,6 @@ class Case:
     bfloat16: bool = False  # of every other table
     weighted: bool = False
     combiner: str = "sum"
-    single: bool = False  # no row_splits
     table_rows: int = 53
     special: str = ""  # "nan", "outside", "zero weights" or none
     shift: int = 0  # numbers before the table's first: no loads of 16 bytes
@@ -47,9 +45,9 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     for combiner in COMBINERS:
         yield Case(8, (3, 0, 500, 1), weighted=True, combiner=combiner)
         yield Case(8, (2, 1), False, True, combiner, special="zero weights")
-        yield Case(5, (1,) * 40, combiner=combiner, single=True)
-        yield Case(16, (1,) * 9, True, True, combiner, True, special="outside")
-    yield Case(16, (), single=True)
+        yield Case(5, (1,) * 40, combiner=combiner)
+        yield Case(16, (1,) * 9, True, True, combiner, special="outside")
+    yield Case(16, ())
     yield Case(16, (0, 0))
     yield Case(16, (4,) * 40, table_rows=1)  # one row for all
     yield Case(8, (1, 2), shift=1)
@@ -57,7 +55,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     yield Case(4, tuple(int(n) for n in rng.integers(0, 3, 700)))
     yield Case(15, (2, 0, 1, 4, 4, 3, 1), blocks=3, weighted=True)
     yield Case(6, (3, 1) * 20, True, blocks=7, special="outside")
-    yield Case(3, (1,) * 50, single=True, blocks=2)
+    yield Case(3, (1,) * 50, blocks=2)
 
 
 @dataclasses.dataclass
@@ -117,10 +115,8 @@ def check(device: gpu.Device, case: Case, rng: np.random.Generator) -> None:
         weights[:] = 0
     if case.special == "outside" and entries:
         rows[rng.integers(0, entries, 2)] = [case.table_rows, -1]
-    got, bad = run(device, case, tables, splits, rows, weights)
+    got = run(device, case, tables, splits, rows, weights)
     outside = (rows < 0) | (rows >= case.table_rows)
-    first = np.uint64(np.argmax(outside)) if outside.any() else NO_ENTRY
-    numbers.expect_equal(f"{case}: bad_entry", bad, np.array([first]))
     for table in tables:
         size = len(table.segments) * table.width
         mine, got = got[:size].reshape(-1, table.width), got[size:]
@@ -169,7 +165,7 @@ def arguments(
     blocks: list[gpu.LookupBlock],
     segments: int,
     rows: np.ndarray,
-    splits: np.ndarray | None = None,
+    splits: np.ndarray,
     weights: np.ndarray | None = None,
     combiner: str = "sum",
 ) -> gpu.Lookup:
@@ -185,7 +181,6 @@ def arguments(
         segments,
         *map(numbers.pointer, put),
         COMBINERS.index(combiner),
-        device.put(np.array([NO_ENTRY])).pointer,
     )
 
 
@@ -196,7 +191,7 @@ def run(
     splits: np.ndarray,
     rows: np.ndarray,
     weights: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Returns the results of all tables behind each other."""
     sizes = [len(table.segments) * table.width for table in tables]
     out = device.poisoned((sum(sizes),), np.float32)
@@ -214,14 +209,13 @@ def run(
         blocks,
         len(case.counts),
         rows,
-        None if case.single else splits,
+        splits,
         weights,
         case.combiner,
     )
-    bad = device.arrays[-1]
     device.call("Lookup", args)
     device.synchronize()
-    return out.get(), bad.get()
+    return out.get()
 
 
 def on_cpu(

@@ -41,7 +41,6 @@ class Lookup(ctypes.Structure):
         ("rows", POINTER),
         ("weights", POINTER),
         ("combiner", ctypes.c_int),
-        ("bad_entry", POINTER),
     )
 
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an OpKernel asks of the GPU it runs on. Ids, rows and hyperparameters
-// are in the host's memory, where they are checked as on a CPU; numbers are in
-// the GPU's. So no kernel has to wait to know whether an input is wrong.
+// What an OpKernel asks of the GPU it runs on. Ids that came over the network
+// are checked where they are decoded, on the GPU; sizes and hyperparameters are
+// in the host's memory and checked there, as on a CPU. So no other kernel has
+// to wait to know whether an input is wrong.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
 #define TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
 
@@ -10,11 +11,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "custom_ops/common/waiter_threads.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "xla/stream_executor/stream.h"
 
@@ -71,9 +75,38 @@ class GpuWork {
                                     static_cast<cudaStream_t>(stream_)));
   }
 
-  // Waits for all that has been launched.
-  absl::Status Wait() const {
-    return Launched(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)));
+  // Ends an asynchronous kernel once all that has been launched is done: calls
+  // `finish`, which keeps this object, on another thread, so that none of
+  // TensorFlow's waits.
+  void WhenDone(WaiterThreads* waiters, std::function<absl::Status()> finish,
+                tensorflow::AsyncOpKernel::DoneCallback done) {
+    int device = 0;
+    cudaEvent_t over = nullptr;
+    OP_REQUIRES_OK_ASYNC(ctx_, Launched(cudaGetDevice(&device)), done);
+    OP_REQUIRES_OK_ASYNC(
+        ctx_,
+        Launched(cudaEventCreateWithFlags(
+            &over, cudaEventDisableTiming | cudaEventBlockingSync)),
+        done);
+    absl::Status begun =
+        Launched(cudaEventRecord(over, static_cast<cudaStream_t>(stream_)));
+    const auto wait = [=] {
+      absl::Status status = begun;
+      status.Update(Launched(cudaSetDevice(device)));
+      if (status.ok()) {
+        status = Launched(cudaEventSynchronize(over));
+      }
+      cudaEventDestroy(over);
+      if (status.ok()) status = finish();
+      kept_.clear();  // the device may end when the kernel has
+      OP_REQUIRES_OK_ASYNC(ctx_, status, done);
+      done();
+    };
+    try {
+      waiters->Schedule(wait);
+    } catch (const std::system_error&) {
+      wait();
+    }
   }
 
   // Keeps the memory taken last until all that has been launched is done.

@@ -6,8 +6,9 @@ namespace tfdist {
 using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
 
-absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
-                         const Tensor& weights, int64_t samples) {
+absl::Status CheckIdListShapes(int index, const Tensor& ids,
+                               const Tensor& row_splits, const Tensor& weights,
+                               int64_t samples) {
   if (ids.dims() != 1 || row_splits.dims() != 1 || weights.dims() != 1) {
     return InvalidArgument("List ", index,
                            ": ids, row_splits and weights must be vectors. "
@@ -34,6 +35,14 @@ absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
     return InvalidArgument("List ", index, ": ", samples, " samples and ",
                            count, " ids; at most ", kMaxIds, " are supported");
   }
+  return absl::OkStatus();
+}
+
+absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
+                         const Tensor& weights, int64_t samples) {
+  TF_RETURN_IF_ERROR(
+      CheckIdListShapes(index, ids, row_splits, weights, samples));
+  const int64_t count = ids.NumElements();
   const auto splits = row_splits.vec<int64_t>();
   bool ascending = splits(0) == 0 && splits(samples) == count;
   for (int64_t i = 0; i < samples; ++i) ascending &= splits(i) <= splits(i + 1);

@@ -47,7 +47,13 @@ inline const float* WeightsOrNull(const tensorflow::Tensor& weights) {
   return static_cast<const float*>(weights.data());
 }
 
-// Checks one list against the batch: ranks, offsets, lengths.
+// Checks the shapes of one list against the batch, wherever it lies.
+absl::Status CheckIdListShapes(int index, const tensorflow::Tensor& ids,
+                               const tensorflow::Tensor& row_splits,
+                               const tensorflow::Tensor& weights,
+                               int64_t samples);
+
+// The same, and its offsets, on the host.
 absl::Status CheckIdList(int index, const tensorflow::Tensor& ids,
                          const tensorflow::Tensor& row_splits,
                          const tensorflow::Tensor& weights, int64_t samples);

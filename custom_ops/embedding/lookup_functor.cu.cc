@@ -27,18 +27,13 @@ template <typename T, int kCount>
 __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
                                              const GpuLookupBlock& block,
                                              int64_t segment, int64_t column) {
-  const bool single = args.row_splits == nullptr;
-  const int64_t end = single ? segment + 1 : args.row_splits[segment + 1];
+  const int64_t end = args.row_splits[segment + 1];
   const T* table = static_cast<const T*>(block.table) + column;
   Columns<float, kCount> sum = {};
   Divisor divisor = {args.combiner};
-  for (int64_t i = single ? segment : args.row_splits[segment]; i < end; ++i) {
+  for (int64_t i = args.row_splits[segment]; i < end; ++i) {
     const int64_t row = args.rows[i];
     if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(block.table_rows)) {
-      if (column == 0) {
-        atomicMin(reinterpret_cast<unsigned long long*>(args.bad_entry),
-                  static_cast<unsigned long long>(i));
-      }
       continue;
     }
     const float weight = args.weights == nullptr ? 1.0f : args.weights[i];

@@ -28,15 +28,12 @@ struct GpuLookup {
   int64_t block_count;
   int64_t widest;  // width of the widest block
   int64_t segments;
-  // [segments + 1]. nullptr: segment s has entry s alone, as where every sample
-  // has one id, and in sequences, where every id has a result of its own.
-  const int64_t* row_splits;
-  const int64_t* rows;   // [entries]
+  const int64_t* row_splits;  // [segments + 1]
+  // [entries]. A kernel raises no error: an entry whose row is not in its table
+  // counts as not there.
+  const int64_t* rows;
   const float* weights;  // [entries], or nullptr when all are 1
   Combiner combiner;
-  // The least entry whose row is not in the table: min of it and what is there
-  // before. A kernel raises no error: such an entry counts as not there.
-  uint64_t* bad_entry;
 };
 
 // One launch on `stream`, a cudaStream_t, without waiting. Returns a

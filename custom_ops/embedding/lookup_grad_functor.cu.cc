@@ -36,11 +36,8 @@ __device__ int64_t TableOf(const GpuRowGrads& args, uint64_t key) {
 __global__ void KeysKernel(GpuRowGrads args, uint64_t* keys,
                            uint32_t* positions, uint64_t* values) {
   for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
-    const int64_t sample = args.row_splits == nullptr
-                               ? i
-                               : LastBegun(args.samples, i, [&](int64_t s) {
-                                   return args.row_splits[s];
-                                 });
+    const int64_t sample = LastBegun(
+        args.samples, i, [&](int64_t s) { return args.row_splits[s]; });
     const GpuGradBlock block =
         args.blocks[LastBegun(args.block_count, sample, [&](int64_t b) {
           return args.blocks[b].first_sample;

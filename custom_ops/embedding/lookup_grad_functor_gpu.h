@@ -38,7 +38,7 @@ struct GpuRowGrads {
   // begin at multiples of 16 bytes.
   bool quads;
   int64_t samples;
-  const int64_t* row_splits;  // [samples + 1]; nullptr: sample s has entry s
+  const int64_t* row_splits;  // [samples + 1]
   const int64_t* rows;        // [entries]
   const float* weights;       // [entries], or nullptr when all are 1
   int64_t entries;            // at most 2^31 - 1: their positions are sorted

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// LookupGrad on a GPU. How many rows are unique is known there alone: the one
-// time in a step that the host waits.
+// LookupGrad on a GPU, where the entries are. How many rows are unique is known
+// there alone, so the host waits, and other lookups' waits go on meanwhile.
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/gpu_work.h"
+#include "custom_ops/common/waiter_threads.h"
+#include "custom_ops/embedding/id_lists.h"
 #include "custom_ops/embedding/lookup_grad_functor_gpu.h"
 #include "custom_ops/embedding/table_entries.h"
 
@@ -19,76 +22,81 @@ using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
 
 // What a call passes from one stage to the next.
-struct Call {
+struct GradCall {
+  explicit GradCall(OpKernelContext* ctx) : work(ctx) {}
+
+  GpuWork work;
   std::vector<GpuGradBlock> blocks;
   std::vector<GpuGradTable> tables;
   GpuRowGrads args = {};
   char* scratch = nullptr;
+  // args.unique_rows and args.first_unique, once they are known.
+  int64_t* unique_rows = nullptr;
+  int64_t* first_unique = nullptr;
 };
 
-class LookupGradGpuOp : public tensorflow::OpKernel {
+class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit LookupGradGpuOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("widths", &widths_));
-    OP_REQUIRES_OK(ctx,
-                   ReadFeatureTables(ctx, widths_.size(), &feature_tables_));
+  explicit LookupGradGpuOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, shapes_.Read(ctx));
+    OP_REQUIRES_OK(
+        ctx, ReadFeatureTables(ctx, shapes_.widths.size(), &feature_tables_));
   }
 
-  void Compute(OpKernelContext* ctx) override {
-    std::vector<TableEntries> tables;
-    OP_REQUIRES_OK(ctx,
-                   FindTableEntries(ctx, feature_tables_, widths_, &tables));
-    Call call;
-    OP_REQUIRES_OK(ctx, PlaceTables(tables, &call));
-    GpuWork work(ctx);
-    OP_REQUIRES_OK(ctx, Sort(ctx, &work, &call));
-    OP_REQUIRES_OK(ctx, WriteRows(ctx, &work, &call));
-    OP_REQUIRES_OK(ctx, Sum(&work, &call));
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const auto call = std::make_shared<GradCall>(ctx);
+    OP_REQUIRES_OK_ASYNC(ctx, Start(ctx, call.get()), done);
+    const auto finish = [this, ctx, call] {
+      const absl::Status status = WriteRows(ctx, call.get());
+      return status.ok() ? Sum(call.get()) : status;
+    };
+    call->work.WhenDone(&waiters_, finish, done);
   }
 
  private:
+  absl::Status Start(OpKernelContext* ctx, GradCall* call) const {
+    const Tensor& row_splits = ctx->input(0);
+    TF_RETURN_IF_ERROR(CheckIdListShapes(0, ctx->input(1), row_splits,
+                                         ctx->input(2),
+                                         row_splits.NumElements() - 1));
+    LookupBlocks found;
+    TF_RETURN_IF_ERROR(
+        FindGradBlocks(ctx, feature_tables_, shapes_.widths, &found));
+    TF_RETURN_IF_ERROR(PlaceTables(found, call));
+    TF_RETURN_IF_ERROR(Sort(ctx, call));
+    return FetchRows(call);
+  }
+
   // Gives every table its keys.
-  absl::Status PlaceTables(const std::vector<TableEntries>& tables,
-                           Call* call) const {
+  absl::Status PlaceTables(const LookupBlocks& found, GradCall* call) const {
     constexpr int64_t kMostKeys = int64_t{1} << 62;
-    call->args.quads = true;
-    for (size_t t = 0; t < tables.size(); ++t) {
-      int64_t limit = 0;
-      TF_RETURN_IF_ERROR(RowLimit(tables[t], &limit));
-      if (limit > kMostKeys - call->args.keys) {
+    GpuRowGrads& args = call->args;
+    for (size_t t = 0; t < shapes_.rows.size(); ++t) {
+      const int64_t width = shapes_.widths[t];
+      if (shapes_.rows[t] > kMostKeys - args.keys) {
         return InvalidArgument("The rows of all tables must be below ",
                                kMostKeys, " together");
       }
-      call->tables.push_back({call->args.keys, limit, widths_[t], nullptr});
-      call->args.keys += limit;
-      call->args.widest = std::max(call->args.widest, widths_[t]);
-      for (const LookupBlock& block : tables[t].blocks) {
-        call->blocks.push_back(
-            {static_cast<int64_t>(t), block.first_sample, block.first_value});
-        call->args.quads &= block.width % 4 == 0 && block.first_value % 4 == 0;
-      }
+      call->tables.push_back({args.keys, shapes_.rows[t], width, nullptr});
+      args.keys += shapes_.rows[t];
+      args.widest = std::max(args.widest, width);
     }
-    std::sort(call->blocks.begin(), call->blocks.end(),
-              [](const GpuGradBlock& a, const GpuGradBlock& b) {
-                return a.first_sample < b.first_sample;
-              });
+    args.quads = true;
+    for (const LookupBlock& block : found.blocks) {
+      call->blocks.push_back(
+          {block.table, block.first_sample, block.first_value});
+      args.quads &= block.width % 4 == 0 && block.first_value % 4 == 0;
+    }
     return absl::OkStatus();
   }
 
-  absl::Status Sort(OpKernelContext* ctx, GpuWork* work, Call* call) const {
+  static absl::Status Sort(OpKernelContext* ctx, GradCall* call) {
     const Tensor& row_splits = ctx->input(0);
     const Tensor& rows = ctx->input(1);
-    const Tensor& weights = ctx->input(2);
+    GpuWork* work = &call->work;
     Upload upload(work);
     const size_t blocks_at = upload.Add(call->blocks);
     const size_t tables_at = upload.Add(call->tables);
-    const size_t splits_at =
-        upload.Add(static_cast<const int64_t*>(row_splits.data()),
-                   row_splits.NumElements());
-    const size_t rows_at = upload.Add(static_cast<const int64_t*>(rows.data()),
-                                      rows.NumElements());
-    const size_t weights_at = upload.Add(
-        static_cast<const float*>(weights.data()), weights.NumElements());
     TF_RETURN_IF_ERROR(upload.Start());
 
     GpuRowGrads& args = call->args;
@@ -100,9 +108,9 @@ class LookupGradGpuOp : public tensorflow::OpKernel {
     args.tables = upload.At<GpuGradTable>(tables_at);
     args.table_count = call->tables.size();
     args.samples = row_splits.NumElements() - 1;
-    args.row_splits = upload.At<int64_t>(splits_at);
-    args.rows = upload.At<int64_t>(rows_at);
-    if (weights.NumElements() > 0) args.weights = upload.At<float>(weights_at);
+    args.row_splits = static_cast<const int64_t*>(row_splits.data());
+    args.rows = static_cast<const int64_t*>(rows.data());
+    args.weights = WeightsOrNull(ctx->input(2));
     args.entries = rows.NumElements();
     TF_RETURN_IF_ERROR(work->Room(args.entries, &args.unique_rows));
     TF_RETURN_IF_ERROR(work->Room(args.table_count + 1, &args.first_unique));
@@ -110,35 +118,39 @@ class LookupGradGpuOp : public tensorflow::OpKernel {
     return work->Launched(SortRowsGpu(args, call->scratch, work->stream()));
   }
 
-  // Waits for the unique rows and makes room for their gradients.
-  absl::Status WriteRows(OpKernelContext* ctx, GpuWork* work,
-                         Call* call) const {
+  // Copies the unique rows to the host.
+  static absl::Status FetchRows(GradCall* call) {
     const GpuRowGrads& args = call->args;
-    int64_t* rows = nullptr;
-    int64_t* first = nullptr;
-    TF_RETURN_IF_ERROR(work->PinnedRoom(args.entries, &rows));
-    TF_RETURN_IF_ERROR(work->PinnedRoom(args.table_count + 1, &first));
-    TF_RETURN_IF_ERROR(
-        work->Copy(args.unique_rows, args.entries * sizeof(int64_t), rows));
+    GpuWork* work = &call->work;
+    const int64_t firsts = args.table_count + 1;
+    TF_RETURN_IF_ERROR(work->PinnedRoom(args.entries, &call->unique_rows));
+    TF_RETURN_IF_ERROR(work->PinnedRoom(firsts, &call->first_unique));
     TF_RETURN_IF_ERROR(work->Copy(
-        args.first_unique, (args.table_count + 1) * sizeof(int64_t), first));
-    TF_RETURN_IF_ERROR(work->Wait());
-    const int tables = static_cast<int>(widths_.size());
+        args.unique_rows, args.entries * sizeof(int64_t), call->unique_rows));
+    return work->Copy(args.first_unique, firsts * sizeof(int64_t),
+                      call->first_unique);
+  }
+
+  // Makes room for the gradients of the unique rows.
+  absl::Status WriteRows(OpKernelContext* ctx, GradCall* call) const {
+    const int tables = static_cast<int>(shapes_.widths.size());
+    const int64_t* first = call->first_unique;
     for (int t = 0; t < tables; ++t) {
       const int64_t unique = first[t + 1] - first[t];
       Tensor* output = nullptr;
       TF_RETURN_IF_ERROR(AllocateOutput(ctx, t, {unique}, &output));
-      std::copy_n(rows + first[t], unique,
+      std::copy_n(call->unique_rows + first[t], unique,
                   static_cast<int64_t*>(output->data()));
-      TF_RETURN_IF_ERROR(
-          AllocateOutput(ctx, tables + t, {unique, widths_[t]}, &output));
+      TF_RETURN_IF_ERROR(AllocateOutput(ctx, tables + t,
+                                        {unique, shapes_.widths[t]}, &output));
       call->tables[t].row_grads = static_cast<float*>(output->data());
     }
     return absl::OkStatus();
   }
 
-  static absl::Status Sum(GpuWork* work, Call* call) {
+  static absl::Status Sum(GradCall* call) {
     if (call->args.entries == 0) return absl::OkStatus();
+    GpuWork* work = &call->work;
     Upload upload(work);
     const size_t tables_at = upload.Add(call->tables);
     TF_RETURN_IF_ERROR(upload.Start());
@@ -148,15 +160,13 @@ class LookupGradGpuOp : public tensorflow::OpKernel {
   }
 
   std::vector<int64_t> feature_tables_;
-  std::vector<int64_t> widths_;
+  TableShapes shapes_;
+  WaiterThreads waiters_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>LookupGrad")
                             .Device(kGpuDevice)
                             .Label(kGpuLabel)
-                            .HostMemory("row_splits")
-                            .HostMemory("rows")
-                            .HostMemory("weights")
                             .HostMemory("served")
                             .HostMemory("unique_rows"),
                         LookupGradGpuOp);

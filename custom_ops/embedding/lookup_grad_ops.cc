@@ -35,18 +35,21 @@ REGISTER_OP("Tfdist>LookupGrad")
     .Output("row_grads: N * float")
     .Attr("N: int >= 0")
     .Attr("feature_tables: list(int)")
-    .Attr("widths: list(int)")
+    .Attr("table_shapes: list(shape)")
     .SetShapeFn([](InferenceContext* c) {
-      std::vector<int64_t> widths;
-      TF_RETURN_IF_ERROR(c->GetAttr("widths", &widths));
+      std::vector<tensorflow::PartialTensorShape> shapes;
+      TF_RETURN_IF_ERROR(c->GetAttr("table_shapes", &shapes));
       const int tables = c->num_outputs() / 2;
-      if (static_cast<int>(widths.size()) != tables) {
-        return InvalidArgument("widths must have one element per table");
+      if (static_cast<int>(shapes.size()) != tables) {
+        return InvalidArgument("table_shapes must have one element per table");
       }
       for (int i = 0; i < tables; ++i) {
         const auto rows = c->UnknownDim();
         c->set_output(i, c->Vector(rows));
-        c->set_output(tables + i, c->Matrix(rows, widths[i]));
+        const bool known = shapes[i].dims() == 2 && shapes[i].dim_size(1) >= 0;
+        c->set_output(tables + i,
+                      c->Matrix(rows, known ? c->MakeDim(shapes[i].dim_size(1))
+                                            : c->UnknownDim()));
       }
       return absl::OkStatus();
     })
@@ -63,8 +66,7 @@ served: [ranks, features], as given to Lookup.
 grad: the gradient of Lookup's values.
 unique_rows: [u] for every table, the unique rows, ascending.
 row_grads: [u, d] for every table, the gradient of every one of them.
-feature_tables: as given to Lookup.
-widths: d of every table.
+feature_tables, table_shapes: as given to Lookup.
 )doc");
 
 // The rows in [low, high) of a table: what one thread sorts.
@@ -81,15 +83,15 @@ using Scratch = std::vector<std::unique_ptr<SortedEntries>>;
 class LookupGradOp : public OpKernel {
  public:
   explicit LookupGradOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("widths", &widths_));
-    OP_REQUIRES_OK(ctx,
-                   ReadFeatureTables(ctx, widths_.size(), &feature_tables_));
+    OP_REQUIRES_OK(ctx, shapes_.Read(ctx));
+    OP_REQUIRES_OK(
+        ctx, ReadFeatureTables(ctx, shapes_.widths.size(), &feature_tables_));
   }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<TableEntries> tables;
     OP_REQUIRES_OK(ctx,
-                   FindTableEntries(ctx, feature_tables_, widths_, &tables));
+                   FindTableEntries(ctx, feature_tables_, shapes_, &tables));
     // Taken out for this call: another one may run at the same time.
     Scratch scratch;
     {
@@ -181,12 +183,12 @@ class LookupGradOp : public OpKernel {
       TF_RETURN_IF_ERROR(AllocateOutputs(ctx, t, unique, &rows, &row_grads));
       for (; i < ranges.size() && ranges[i].table == t; ++i) {
         const SortedEntries& range = *sorted[i];
-        sums.push_back({grad, widths_[t], range.row_splits(), range.entries(),
-                        range.weights(), row_grads});
+        sums.push_back({grad, shapes_.widths[t], range.row_splits(),
+                        range.entries(), range.weights(), row_grads});
         rows = std::copy_n(range.rows(), range.unique(), rows);
-        row_grads += range.unique() * widths_[t];
+        row_grads += range.unique() * shapes_.widths[t];
         tasks.push_back({range.unique() + range.row_splits()[range.unique()],
-                         widths_[t] / 8 + 3});
+                         shapes_.widths[t] / 8 + 3});
       }
     }
     ParallelTasks(ctx->device()->tensorflow_cpu_worker_threads()->workers,
@@ -205,15 +207,15 @@ class LookupGradOp : public OpKernel {
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(AllocateOutput(ctx, t, {unique}, &output));
     *rows = static_cast<int64_t*>(output->data());
-    const int tables = static_cast<int>(widths_.size());
+    const int tables = static_cast<int>(shapes_.widths.size());
     TF_RETURN_IF_ERROR(
-        AllocateOutput(ctx, tables + t, {unique, widths_[t]}, &output));
+        AllocateOutput(ctx, tables + t, {unique, shapes_.widths[t]}, &output));
     *row_grads = static_cast<float*>(output->data());
     return absl::OkStatus();
   }
 
   std::vector<int64_t> feature_tables_;
-  std::vector<int64_t> widths_;
+  TableShapes shapes_;
   std::mutex mutex_;
   Scratch scratch_;
 };

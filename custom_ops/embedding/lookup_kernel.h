@@ -15,7 +15,7 @@
 
 namespace tfdist {
 
-// What the samples of a call look up; on the host.
+// What the samples of a call look up; it lies where the tables do.
 struct LookupInputs {
   const tensorflow::Tensor& row_splits;
   const tensorflow::Tensor& rows;
@@ -36,8 +36,7 @@ class LookupKernel : public tensorflow::OpKernel {
     const LookupInputs inputs = {ctx->input(count_), ctx->input(count_ + 1),
                                  ctx->input(count_ + 2)};
     const int64_t samples = inputs.row_splits.NumElements() - 1;
-    OP_REQUIRES_OK(ctx, CheckIdList(0, inputs.rows, inputs.row_splits,
-                                    inputs.weights, samples));
+    OP_REQUIRES_OK(ctx, CheckIds(inputs, samples));
     LookupBlocks found;
     OP_REQUIRES_OK(
         ctx, FindLookupBlocks(samples, ctx->input(count_ + 3), feature_tables_,
@@ -54,7 +53,9 @@ class LookupKernel : public tensorflow::OpKernel {
   }
 
  protected:
-  // Sums into `values`; an error for a row that is not in its table.
+  virtual absl::Status CheckIds(const LookupInputs& inputs,
+                                int64_t samples) const = 0;
+  // Sums into `values`.
   virtual absl::Status Sum(tensorflow::OpKernelContext* ctx,
                            const ReadTables& tables, const LookupInputs& inputs,
                            const LookupBlocks& found, float* values) const = 0;

@@ -47,7 +47,8 @@ returns them, and so do their results: block (w, f) of values is the matrix
 
 tables: the variables [rows, d], float or bfloat16; they are not copied.
 row_splits: [S + 1], offsets of the samples in rows.
-rows: [n], rows of the sample's table; an error if outside of it.
+rows: [n], rows of the sample's table; an error if outside of it. On a GPU such
+  rows are left out: whoever makes them, DecodeIds or MergeIds, refuses them.
 weights: [n], or [0] when all weights are 1.
 served: [ranks, features], samples in every block; they sum to S.
 values: sum over a sample's entries of weight * row; 0 without any.
@@ -62,6 +63,13 @@ class LookupOp : public LookupKernel {
   using LookupKernel::LookupKernel;
 
  protected:
+  absl::Status CheckIds(const LookupInputs& inputs,
+                        int64_t samples) const override {
+    return CheckIdList(0, inputs.rows, inputs.row_splits, inputs.weights,
+                       samples);
+  }
+
+  // An error for a row that is not in its table.
   absl::Status Sum(OpKernelContext* ctx, const ReadTables& tables,
                    const LookupInputs& inputs, const LookupBlocks& found,
                    float* values) const override {

@@ -32,8 +32,7 @@ inline absl::Status SumSegmentsGpu(const SegmentSum& sum, int64_t table_rows,
                           upload.At<int64_t>(splits_at),
                           upload.At<int64_t>(rows_at),
                           weighted ? upload.At<float>(weights_at) : nullptr,
-                          Combiner::kSum,
-                          nullptr};  // no row is outside of the table
+                          Combiner::kSum};
   return work->Launched(LookupGpu(args, work->stream()));
 }
 

@@ -6,12 +6,23 @@
 #include <vector>
 
 #include "custom_ops/embedding/lookup_blocks.h"
+#include "tensorflow/core/framework/op_kernel.h"
 
 namespace tfdist {
+
+// The attribute table_shapes, [rows, width] of every table.
+struct TableShapes {
+  std::vector<int64_t> rows;
+  std::vector<int64_t> widths;
+
+  absl::Status Read(tensorflow::OpKernelConstruction* ctx);
+};
 
 // What Lookup was given for one table: sample s of a block has the entries
 // row_splits[s] .. row_splits[s + 1].
 struct TableEntries {
+  int64_t table = 0;
+  int64_t table_rows = 0;
   std::vector<LookupBlock> blocks;
   const int64_t* row_splits;
   const int64_t* rows;
@@ -27,14 +38,22 @@ struct TableEntries {
   }
 };
 
-// Reads and checks the inputs of LookupGrad: the entries of every table.
+// Places the samples of LookupGrad's inputs, wherever the entries lie, and
+// checks that `grad` has their numbers.
+absl::Status FindGradBlocks(tensorflow::OpKernelContext* ctx,
+                            const std::vector<int64_t>& feature_tables,
+                            const std::vector<int64_t>& widths,
+                            LookupBlocks* found);
+
+// Reads and checks the inputs of LookupGrad on the host: the entries of every
+// table.
 absl::Status FindTableEntries(tensorflow::OpKernelContext* ctx,
                               const std::vector<int64_t>& feature_tables,
-                              const std::vector<int64_t>& widths,
+                              const TableShapes& shapes,
                               std::vector<TableEntries>* tables);
 
-// One more than the highest row; 0 without entries. An error for a negative
-// one, or if a row and an offset do not fit into a word together.
+// One more than the highest row; 0 without entries. An error for one that is
+// not in the table, or if a row and an offset do not fit into a word together.
 absl::Status RowLimit(const TableEntries& table, int64_t* limit);
 
 }  // namespace tfdist

@@ -28,11 +28,12 @@ using cudaEvent_t = double*;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoDevice = 100 };
 enum { cudaErrorInvalidConfiguration = 9, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
+enum { cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 
 namespace cuda_on_cpu {
 
 inline cudaError_t last_error = cudaSuccess;
-inline std::atomic<uint64_t> waits{0};  // of the host for a stream, so far
+inline std::atomic<uint64_t> waits{0};  // of the host for an event, so far
 
 // What a translated launch calls.
 template <typename Kernel>
@@ -101,9 +102,13 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes,
 
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  ++cuda_on_cpu::waits;
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
   return cudaSuccess;
+}
+
+inline cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline cudaError_t cudaLaunchHostFunc(cudaStream_t, void (*function)(void*),
@@ -122,17 +127,24 @@ inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
   return cudaSuccess;
 }
 
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  return cudaEventCreate(event);
+}
+
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
   return cudaSuccess;
 }
 
-inline cudaError_t cudaEventRecord(cudaEvent_t event) {
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t = nullptr) {
   *event = cuda_on_cpu::Milliseconds();
   return cudaSuccess;
 }
 
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  ++cuda_on_cpu::waits;
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin,
                                         cudaEvent_t end) {

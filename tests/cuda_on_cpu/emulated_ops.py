@@ -19,7 +19,8 @@ from tests.cuda_on_cpu.translate import translate
 from tfdist_ext.ops.library import library
 
 OPS = (
-    *("Lookup", "LookupGrad", "InitRows", "RoundToWire", "SumDuplicateRows"),
+    *("DecodeIds", "Lookup", "LookupGrad", "InitRows", "RoundToWire"),
+    "SumDuplicateRows",
     *("Pool", "PoolGrad", "Combine", "CombineGrad", "ResetRows"),
     *("ApplyRowSgd", "ApplyRowMomentum", "ApplyRowAdagrad", "ApplyRowFtrl"),
     *("ApplyRowWiseAdagrad", "ApplyRowAdam", "ClipRows", "ScaleTable"),
@@ -67,6 +68,11 @@ class EmulatedOps:
                 return function()
 
         return traced()
+
+
+def on_cpu(function: Callable[[], Any]) -> Any:
+    """Runs a function as a graph with the kernels for CPUs."""
+    return tf.function(function, autograph=False)()
 
 
 def build(folder: pathlib.Path, path: pathlib.Path) -> None:

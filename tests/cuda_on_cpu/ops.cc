@@ -2,6 +2,7 @@
 //
 // The kernels of the ops for GPUs, for a CPU and under a label of their own.
 #include "custom_ops/embedding/combine_gpu_kernels.cc"
+#include "custom_ops/embedding/decode_ids_gpu_kernels.cc"
 #include "custom_ops/embedding/lookup_gpu_kernels.cc"
 #include "custom_ops/embedding/lookup_grad_gpu_kernels.cc"
 #include "custom_ops/embedding/pool_gpu_kernels.cc"

@@ -210,7 +210,7 @@ def test_gradients_are_those_of_whole_tables(world_size, weighted):
             *world.lookup_inputs(rank),
             tf.concat([back[source][rank] for source in range(world_size)], 0),
             feature_tables=feature_tables,
-            widths=[table.shape[1] for table in tables],
+            table_shapes=[table.shape for table in tables],
         )
         for local, t in enumerate(names):
             f = feature_tables.index(local)

@@ -9,15 +9,13 @@ OP = re.compile(r'REGISTER_OP\("(Tfdist>\w+)"\)')
 KERNEL = re.compile(
     r'Name\("(Tfdist>\w+)"\)\s*\.(?:Device\(kGpuDevice\)|TFDIST_ON_GPU)'
 )
-IDS = "ids arrive at the host, as codes that one thread reads after the other"
+IDS = "ids come from the input pipeline, on the host, and leave from there"
 BATCHES = "batches come from the input pipeline, on the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
 GROUP = "it tells ranks of each other, with no numbers of a table"
 ON_HOST = {
-    **dict.fromkeys(
-        ("EncodeIds", "DecodeIds", "MergeIds", "UniqueIds", "CheckPlan"), IDS
-    ),
+    **dict.fromkeys(("EncodeIds", "MergeIds", "UniqueIds", "CheckPlan"), IDS),
     **dict.fromkeys(
         (
             *("Vocabulary", "VocabularyCounts", "AskKeys", "AnswerKeys"),

@@ -97,7 +97,7 @@ def test_layer_same_as_twin(widths, feature_tables, ranks, weighted):
         twin = reference_lookup.lookup(tables, *inputs, **options)
         np.testing.assert_allclose(ours[0], twin[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(ours[1], twin[1])
-        options["widths"] = widths
+        options["table_shapes"] = [table.shape for table in tables]
         upstream = tf.random.stateless_normal(ours[0].shape, [1, 2])
         ours = lookup_ops.lookup_grad(*inputs, upstream, **options)
         twin = reference_lookup.lookup_grad(*inputs, upstream, **options)
@@ -111,7 +111,7 @@ def test_layer_same_as_twin(widths, feature_tables, ranks, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("width", [1, 5, 16, 58, 129])
 def test_gradient_same_as_twin(width, weighted):
-    options = {"feature_tables": [0], "widths": [width]}
+    options = {"feature_tables": [0], "table_shapes": [(2**40, width)]}
     for samples, most in [(1, 1), (40, 30), (3000, 30)]:
         inputs = one_feature(samples, most, weighted)
         upstream = tf.random.stateless_normal([samples * width], [1, 2])
@@ -124,23 +124,27 @@ def test_gradient_same_as_twin(width, weighted):
 def test_gradient_of_far_rows():
     rows = np.array([2**40, 3, 2**40, 0], np.int64)
     (unique,), (grads,) = lookup_ops.lookup_grad(
-        [0, 2, 4], rows, NONE, [[2]], [1.0, 2.0], feature_tables=[0], widths=[1]
+        *([0, 2, 4], rows, NONE, [[2]], [1.0, 2.0]),
+        feature_tables=[0],
+        table_shapes=[(2**40 + 1, 1)],
     )
     np.testing.assert_array_equal(unique, [0, 3, 2**40])
     np.testing.assert_array_equal(grads, [[2.0], [1.0], [3.0]])
 
 
-@pytest.mark.parametrize("row", [2**62, -1])
-def test_gradient_of_rows_beyond_any_table(row):
+@pytest.mark.parametrize("row,rows", [(2**62, 2**63 - 1), (5, 5), (-1, 5)])
+def test_gradient_of_rows_outside_of_the_table(row, rows):
     inputs = ([0, 2, 4], [row, 3, row, 0], NONE, [[2]], [1.0, 2.0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="rows must be in"):
-        lookup_ops.lookup_grad(*inputs, feature_tables=[0], widths=[1])
+    options = {"feature_tables": [0], "table_shapes": [(rows, 1)]}
+    why = f"rows must be in|Row {row} is out of range: table 0 has 5 rows"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=why):
+        lookup_ops.lookup_grad(*inputs, **options)
 
 
 def test_gradient_of_ascending_rows():
     # What deduplicated rows of several ranks look like: nothing to sort, or
     # ascending pieces.
-    options = {"feature_tables": [0], "widths": [3]}
+    options = {"feature_tables": [0], "table_shapes": [(40, 3)]}
     for rows in (np.arange(0, 40, 2), np.tile(np.arange(10), 2)):
         grad = np.arange(60, dtype=np.float32)
         inputs = np.arange(21), rows, NONE, [[10], [10]], grad
@@ -220,10 +224,8 @@ def test_no_tables():
     values, sent = lookup_ops.lookup([], *inputs, **options)
     assert values.shape == (0,)
     np.testing.assert_array_equal(sent, [0, 0])
-    assert lookup_ops.lookup_grad(*inputs, NONE, widths=[], **options) == (
-        [],
-        [],
-    )
+    options["table_shapes"] = []
+    assert lookup_ops.lookup_grad(*inputs, NONE, **options) == ([], [])
 
 
 def test_a_table_may_come_twice():
@@ -312,9 +314,9 @@ def test_malformed_inputs_are_refused(
     )
     options = {"feature_tables": tables}
     with pytest.raises(tf.errors.InvalidArgumentError):
-        lookup_ops.lookup_grad(
-            *inputs, np.ones(grads, np.float32), widths=[4], **options
-        )
+        grad = np.ones(grads, np.float32)
+        shapes = {"table_shapes": [(50, 4)]}
+        lookup_ops.lookup_grad(*inputs, grad, **shapes, **options)
     if grads == 4 or served != [[1]]:
         with pytest.raises(tf.errors.InvalidArgumentError):
             lookup_ops.lookup([table_of(4)], *inputs, **options)
@@ -376,7 +378,7 @@ def test_threads_do_not_change_the_bits():
     row_splits = np.arange(samples + 1) * hotness
     grad = rng.normal(size=samples * 9).astype(np.float32)
     weights = rng.normal(size=len(rows)).astype(np.float32)
-    options = {"feature_tables": [0], "widths": [9]}
+    options = {"feature_tables": [0], "table_shapes": [(5000, 9)]}
     served = [[1000], [2000]]
     (unique,), (whole,) = lookup_ops.lookup_grad(
         row_splits, rows, weights, served, grad, **options

@@ -80,9 +80,10 @@ def lookup_grad(
     grad: tf.Tensor,
     *,
     feature_tables: Sequence[int],
-    widths: Sequence[int],
+    table_shapes: Sequence[Sequence[int]],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """See `lookup_ops.lookup_grad`."""
+    widths = [width for _, width in table_shapes]
     all_rows = [[tf.zeros([0], tf.int64)] for _ in widths]
     all_grads = [[tf.zeros([0, width])] for width in widths]
     for f, splits, block_rows, weight in _blocks(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -128,13 +129,17 @@ def input_dist(
         weight = tf.cast(samples[0], tf.float32)
         if step is not None:
             weight = collectives.samples()
+    # All ranks know it: of the tables of one exchange, all or none.
+    on_gpu = any(feature.spec.storage == "device" for feature in features)
     payload, splits, sample_ids, sample_splits = _encode(
-        ids, features, weight, where
+        ids, features, weight, on_gpu, where
     )
     message, splits = collectives.all_to_all(payload, splits, f"{label}/ids")
-    row_splits, rows, weights, served, shares = id_ops.decode_ids(
-        message, splits, **where
-    )
+    # Where the rows are looked up: TensorFlow prefers a GPU.
+    with contextlib.nullcontext() if on_gpu else tf.device("CPU:0"):
+        row_splits, rows, weights, served, shares = id_ops.decode_ids(
+            message, splits, **where
+        )
     scale = _gradient_scale(step, shares, group.rank)
     return (
         OwnedIds(row_splits, rows, weights, served),
@@ -146,6 +151,7 @@ def _encode(
     ids: Sequence[Sequence[Ids]],
     features: Sequence[Feature],
     weight: tf.Tensor,
+    in_blocks: bool,
     where: dict[str, Any],
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     flat = [part for lists in ids for part in lists]
@@ -160,6 +166,7 @@ def _encode(
         list_features=[f for f, lists in enumerate(ids) for _ in lists],
         out_of_range=[feature.out_of_range for feature in features],
         unique=[feature.unique for feature in features],
+        in_blocks=in_blocks,
         **where,
     )
 

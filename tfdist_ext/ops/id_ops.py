@@ -34,8 +34,8 @@ def encode_ids(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Codes the ids of all features for the ranks that own their rows.
 
-    The lists of a feature are merged per sample and duplicates combined. With
-    one feature of 2 row parts, rank 0 owning the even ids:
+    Lists of a feature are merged per sample, duplicates combined. With one
+    feature of 2 row parts, rank 0 owning the even ids:
 
         ids [[4, 7, 4], [2]]  ->  to rank 0: sample 0 {4: 2}, sample 1 {2: 1}
                                   to rank 1: sample 0 {7: 1}
@@ -53,19 +53,17 @@ def encode_ids(
         out_of_range: for every feature "error" (`decode_ids` fails on every
             rank) or "ignore" (bad ids are dropped).
         unique: for every feature, whether each sample has one id and these
-            ascend strictly, as those of `unique_ids`: they take fewer bytes.
-        in_blocks: whether GPUs decode, which start at many places at once;
-            some more bytes tell them where.
+            ascend strictly, as those of `unique_ids`: fewer bytes.
+        in_blocks: whether GPUs decode, which begin at many places at once.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
         `[world_size]`, their bytes; `sample_ids` int32 `[m]`, for every rank
-        and feature the samples that are in the message, ascending;
-        `sample_splits` int64 `[world_size, F]`, how many those are.
+        and feature the samples in the message, ascending; `sample_splits`
+        int64 `[world_size, F]`, how many.
 
     Raises:
-        tf.errors.InvalidArgumentError: malformed row_splits or lengths, ids
-            that break the promise of unique.
+        tf.errors.InvalidArgumentError: malformed lists, a broken promise.
     """
     outputs = library().tfdist_encode_ids(
         ids,

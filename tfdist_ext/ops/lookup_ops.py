@@ -64,7 +64,9 @@ def lookup(
         `[world_size]`, how many of the numbers are for every rank.
 
     Raises:
-        tf.errors.InvalidArgumentError: bad rows, malformed inputs.
+        tf.errors.InvalidArgumentError: bad rows, malformed inputs. On a GPU
+            `decode_ids` and `merge_ids` have refused bad rows, and others are
+            left out.
     """
     variables = [_component(value_of(t)) for t in tables]
     for variable in variables:
@@ -108,7 +110,7 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         served,
         grad,
         feature_tables=op.get_attr("feature_tables"),
-        widths=[shape[1] for shape in shapes],
+        table_shapes=shapes,
     )
     slices = []
     for shape, shard, touched, values in zip(
@@ -150,7 +152,7 @@ def lookup_grad(
     grad: tf.Tensor,
     *,
     feature_tables: Sequence[int],
-    widths: Sequence[int],
+    table_shapes: Sequence[Sequence[int]],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The gradient of `lookup` for the rows it touched.
 
@@ -161,11 +163,15 @@ def lookup_grad(
         served: int64 `[world_size, F]`.
         grad: float32 `[V]`, gradient of the values.
         feature_tables: index of every feature's table, or -1.
-        widths: columns of every table.
+        table_shapes: `[rows, d]` of every table.
 
     Returns:
         For every table the unique rows ascending, int64 `[u]`, and their
         gradients, float32 `[u, d]`; the same bits for any number of threads.
+
+    Raises:
+        tf.errors.InvalidArgumentError: bad rows, malformed inputs; on a GPU
+            bad rows are left out.
     """
     unique_rows, row_grads = library().tfdist_lookup_grad(
         row_splits,
@@ -173,9 +179,9 @@ def lookup_grad(
         weights,
         served,
         grad,
-        N=len(widths),
+        N=len(table_shapes),
         feature_tables=list(feature_tables),
-        widths=list(widths),
+        table_shapes=list(table_shapes),
     )
     return list(unique_rows), list(row_grads)
 
