@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 #include "tests/cuda_on_cpu/fibers.h"
 #include "tests/cuda_on_cpu/lanes.h"
@@ -27,6 +28,7 @@ using cudaError_t = int;
 using cudaEvent_t = double*;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoDevice = 100 };
 enum { cudaErrorInvalidConfiguration = 9, cudaErrorMemoryAllocation = 2 };
+enum { cudaErrorLaunchTimeout = 702 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum { cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 
@@ -34,6 +36,8 @@ namespace cuda_on_cpu {
 
 inline cudaError_t last_error = cudaSuccess;
 inline std::atomic<uint64_t> waits{0};  // of the host for an event, so far
+// How many it must have come to before any of them ends.
+inline std::atomic<uint64_t> waits_together{0};
 
 // What a translated launch calls.
 template <typename Kernel>
@@ -143,6 +147,13 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t = nullptr) {
 
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) {
   ++cuda_on_cpu::waits;
+  const double begin = cuda_on_cpu::Milliseconds();
+  while (cuda_on_cpu::waits < cuda_on_cpu::waits_together) {
+    if (cuda_on_cpu::Milliseconds() - begin > 20000) {
+      return cudaErrorLaunchTimeout;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   return cudaSuccess;
 }
 

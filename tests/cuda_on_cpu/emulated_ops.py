@@ -50,6 +50,10 @@ class EmulatedOps:
         """Counts how often the host has waited for them."""
         return int(self._library.Waits())
 
+    def wait_together(self, count: int) -> None:
+        """None of the next waits ends before there are so many at once."""
+        self._library.WaitTogether(ctypes.c_uint64(count))
+
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
         """Ops of the graph being made have these kernels."""

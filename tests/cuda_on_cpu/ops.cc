@@ -13,3 +13,7 @@
 // How often a kernel was launched, and how often the host waited.
 extern "C" uint64_t Launches() { return cuda_on_cpu::launches; }
 extern "C" uint64_t Waits() { return cuda_on_cpu::waits; }
+// The next waits all end together.
+extern "C" void WaitTogether(uint64_t count) {
+  cuda_on_cpu::waits_together = cuda_on_cpu::waits + count;
+}

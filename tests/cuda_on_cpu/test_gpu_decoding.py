@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -59,10 +60,14 @@ def messages(
 
 
 def decoding(sent: list[np.ndarray]) -> Callable[[], Any]:
-    payload = tf.constant(np.concatenate(sent))
+    payload = tf.Variable(np.concatenate(sent))  # constants would be folded
     splits = tf.constant([len(each) for each in sent], tf.int64)
     return lambda: id_ops.decode_ids(
-        payload, splits, placements=PLACEMENTS, rank=RANK, world_size=RANKS
+        payload.value(),
+        splits,
+        placements=PLACEMENTS,
+        rank=RANK,
+        world_size=RANKS,
     )
 
 
@@ -134,10 +139,10 @@ def test_a_bad_id_of_any_rank_is_an_error(gpu: EmulatedOps) -> None:
 def test_what_is_decoded_is_looked_up(gpu: EmulatedOps) -> None:
     """And summed by row: one wait for the ids and one for their gradient."""
     tables = [tf.Variable(tf.random.normal([40, width])) for width in (8, 3)]
-    sent = messages(40, 6)
+    decode = decoding(messages(40, 6))
 
     def step() -> Any:
-        row_splits, rows, weights, served, _ = decoding(sent)()
+        row_splits, rows, weights, served, _ = decode()
         where = {"feature_tables": [0, 0, 1, -1, 1]}
         entries = row_splits, rows % 40, weights, served
         values, splits = lookup_ops.lookup(tables, *entries, **where)
@@ -154,3 +159,27 @@ def test_what_is_decoded_is_looked_up(gpu: EmulatedOps) -> None:
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert gpu.waits() == waits + 2
+
+
+def test_waits_overlap(gpu: EmulatedOps) -> None:
+    """As many as TensorFlow has no threads for."""
+    count = 4 * (os.cpu_count() or 1)
+    sent = messages(5, 3)
+    decodings = [decoding(sent) for _ in range(count)]
+
+    def many() -> Any:
+        decoded = [decode() for decode in decodings]
+        return [
+            lookup_ops.lookup_grad(
+                *(row_splits, rows % 9, weights, served),
+                tf.zeros([tf.reduce_sum(served)]),
+                feature_tables=[0] * len(PLACEMENTS),
+                table_shapes=[(9, 1)],
+            )
+            for row_splits, rows, weights, served, _ in decoded
+        ]
+
+    waits = gpu.waits()
+    gpu.wait_together(count)
+    gpu.run(many)
+    assert gpu.waits() == waits + 2 * count
