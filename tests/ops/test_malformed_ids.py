@@ -72,10 +72,6 @@ def check_decoded(outputs):
     limits = np.repeat(limits, np.diff(row_splits))
     assert ((rows >= 0) & (rows < limits)).all()
     assert len(weights) in (0, len(rows))
-    ends = np.cumsum(served)
-    for last in (3, 7):  # one row in every sample
-        first = row_splits[ends[last] - served.ravel()[last]]
-        assert (np.diff(rows[first : row_splits[ends[last]]]) > 0).all()
 
 
 def changed(rng, original):
@@ -171,6 +167,26 @@ def test_blocks_that_contradict_their_section_are_refused(table, blocks, why):
     else:
         row_splits, rows, *_ = decode(sent, other)
         assert list(row_splits[:3]) == [0, 1, 2] and list(rows[:2]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "rows, why",
+    [
+        (1, ""),
+        (0, "its sizes contradict"),
+        (2, "its rows contradict its blocks"),
+    ],
+)
+def test_rows_that_run_through_must_meet_the_next_block(rows, why):
+    """Two blocks of one sample, each with the row that is next."""
+    section = [28, 2, 0, 1, 63, 1, 63, rows, 1, 1]
+    sent = np.array([2, *[0] * 5, len(section), *section, 0, 0], np.uint8)
+    other = message(np.random.default_rng(0), rank=1)
+    if why:
+        with pytest.raises(tf.errors.DataLossError, match=why):
+            decode(sent, other)
+    else:
+        assert list(decode(sent, other)[1][:2]) == [0, 1]
 
 
 def test_bad_id_of_no_feature_is_refused():
