@@ -26,6 +26,9 @@ def run(strategy: Any, module: str, name: str, arguments: Any) -> Any:
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(zlib.crc32(f"{module}.{name}".encode()))
     gc.collect()
+    # TensorFlow keeps much of every model; to search it all took half a second
+    # before each scenario after the hundredth.
+    gc.freeze()
     scenario = getattr(importlib.import_module(module), name)
     return scenario(strategy, *arguments)
 
