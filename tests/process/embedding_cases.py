@@ -5,6 +5,8 @@ A case is "kinds/optimizer" or "kinds/optimizer/weighted". `stock` builds the
 same model from stock TensorFlow ops, in one process.
 """
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -52,6 +54,7 @@ def samples(count, seed=1):
     }, rng.normal(size=[count, 1]).astype(np.float32)
 
 
+@functools.cache
 def dataset():
     """Global batches: full ones, then the tail."""
     inputs, labels = samples(BATCH * STEPS + sum(TAIL))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small files in the formats of MovieLens, and what guides read from them."""
 
+import functools
 import pathlib
 import sys
 
@@ -19,6 +20,7 @@ JOBS = ["artist", "doctor", "student"]
 AGES = np.array([1, 18, 25, 35, 45, 50, 56])
 
 
+@functools.cache
 def write():
     """Files as ml-100k has them, in a folder of their own."""
     folder = demo_directory() / f"movielens-{USERS}-{MOVIES}-{RATINGS}"
@@ -67,6 +69,7 @@ def columns(name, delimiter, *kinds):
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 
+@functools.cache
 def features():
     """Of every rating, by the names of TensorFlow Datasets; and the titles."""
     text, number = tf.string, tf.int64

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of several sparse layers, of every kind that Keras knows."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -17,6 +19,7 @@ ROWS = {"users": 6000, "items": 5000, "words": 4000}
 NAMES = list(ROWS)
 
 
+@functools.cache
 def dataset(samples=4 * BATCH + 41):
     """Batches for all ranks; the last not one that they divide."""
     rng = np.random.default_rng(1)

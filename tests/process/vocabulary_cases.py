@@ -4,6 +4,8 @@
 A case is the name of an optimizer. `stock` is the same without a strategy.
 """
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -92,6 +94,7 @@ class Model(keras.Model):
         return self.top(tf.ensure_shape(tf.concat(joined, 1), [None, width]))
 
 
+@functools.cache
 def dataset(first=0, steps=STEPS):
     """Global batches; the last one leaves ranks of 4 without samples."""
     rng = np.random.default_rng(2)
