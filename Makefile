@@ -47,7 +47,7 @@ test: build
 	$(PYTEST)
 
 test-fast: build
-	$(PYTEST) -m 'not process and not fault'
+	$(PYTEST) -m 'not process and not fault and not slow'
 
 test-process: build
 	$(PYTEST) -m process

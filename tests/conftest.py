@@ -15,8 +15,15 @@ from tests.ranks.programs import Programs
 from tests.ranks.servers import Servers
 
 TESTS = pathlib.Path(__file__).parent
-# Of the fast tier: single tests of a minute.
-LONGEST = ("optimizers/test_legacy_keras.py", "ops/test_large_tables.py")
+# Half a minute each: single tests, and kernels that are compiled for a CPU.
+SLOW = (
+    "collectives/test_gpu_exchange.py",
+    "cuda_on_cpu/test_emulation.py",
+    "cuda_on_cpu/test_gpu_decoding.py",
+    "cuda_on_cpu/test_gpu_ops.py",
+    "ops/test_large_tables.py",
+    "optimizers/test_legacy_keras.py",
+)
 
 
 def _version(distribution: str) -> str:
@@ -85,15 +92,17 @@ def emulated_ops(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tiers by folder; keeps on one worker what shares ranks.
 
-    That are the tests of one number of ranks and one Keras, or else of one
-    file. Those with ranks come first, then single long ones: the many short
-    ones fill what is left of either worker.
+    That are the tests of one number of ranks and one Keras, or of one library
+    of kernels, or else of one file. Those with ranks come first, then slow
+    ones: the many short ones fill what is left of either worker.
     """
     for item in items:
         path = item.path.relative_to(TESTS)
         for tier in ("process", "fault"):
             if tier in path.parts:
                 item.add_marker(tier)
+        if str(path) in SLOW:
+            item.add_marker("slow")
         item.add_marker(pytest.mark.xdist_group(_group(item, path)))
     items.sort(key=_place)
 
@@ -102,6 +111,8 @@ def _group(item: pytest.Item, path: pathlib.Path) -> str:
     arguments = _arguments(item)
     if {"ranks", "keras"} <= set(arguments):
         return "{ranks} ranks, Keras {keras}".format(**arguments)
+    if "gpu" in getattr(item, "fixturenames", ()):
+        return "kernels for GPUs"
     return str(path)
 
 
@@ -114,7 +125,7 @@ def _place(item: pytest.Item) -> tuple[bool, int, int]:
     path = item.path.relative_to(TESTS)
     arguments = _arguments(item)
     fast = not {"process", "fault"} & set(path.parts)
-    if str(path) in LONGEST:
+    if str(path) in SLOW:
         return fast, 0, 0
     if fast or not {"ranks", "keras"} <= set(arguments):
         return fast, 9, 0
