@@ -31,8 +31,8 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-ports \
-    test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build library \
-    environment lint format docs wheel bench gpu-check clean
+    test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    library environment lint format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
@@ -59,15 +59,23 @@ test-fault: build
 test-ports: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/process/test_ports.py
 
+# One at a time in this tree: `make demo` beside `make test` waits for its build.
+ALONE = +@flock -n Makefile true || echo 'Another make builds here: this waits'; \
+    flock -o -w 3600 Makefile $(MAKE) --no-print-directory
+
 # The installed package is the source tree itself (editable); only the library
 # has to be built again, and that compiles only what has changed.
-build: library
+build:
+	$(ALONE) editable
+
+environment:
+	$(ALONE) $(VENV)/.installed
+
+editable: library
 	@$(MAKE) -s $(VENV)/.editable
 
 library: $(VENV)/.installed
 	$(BIN)/python setup.py -q build_ext --inplace
-
-environment: $(VENV)/.installed
 
 $(VENV)/.editable: $(VENV)/.installed setup.py pyproject.toml
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
@@ -175,7 +183,7 @@ format: environment
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs -q build --strict
 
-wheel: $(VENV)/.installed
+wheel: environment
 	build_ops/wheel.sh $(BIN)/python $(PY)
 
 bench: build
