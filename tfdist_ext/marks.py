@@ -164,7 +164,7 @@ def growth(value: Any) -> int | None:
 
 
 def set_reduced(value: Any) -> None:
-    """Says that a tensor is the same on all ranks: a mean over them."""
+    """Says that a tensor is that of the whole batch, equal on all ranks."""
     value._tfdist_reduced = True
 
 

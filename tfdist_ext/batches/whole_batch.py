@@ -27,7 +27,9 @@ def keras_step() -> Step | None:
     """The step of a Keras loop at several ranks that is traced or run now."""
     collectives = collectives_lib.active()
     current = collectives.step if collectives else None
-    return current if current and current.weighted else None
+    if current is None or not current.weighted or current.checking:
+        return None
+    return current
 
 
 def share() -> tf.Tensor:

@@ -37,6 +37,10 @@ class Step:
             those that belong to exchanges of the forward pass.
         forward: whether a sum over the ranks is asked for that a tape
             records. Its own gradient, which is given, hides it from the tape.
+        checking: whether every rank runs the step on the whole batch, to
+            compute what one process computes. Means over the ranks are then
+            means of equal values, and nothing is corrected for the ranks'
+            parts of the batch.
     """
 
     samples: tf.Tensor
@@ -53,6 +57,7 @@ class Step:
     growth: Any = None
     backward: bool = False
     forward: bool = False
+    checking: bool = False
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
