@@ -153,14 +153,33 @@ def update_watch(model: Any) -> Any:
     return vars(model).get("_tfdist_update_watch")
 
 
-def set_growth(value: Any, growth: int) -> None:
-    """Says how a tensor grows with the samples, see `sum_or_mean`."""
-    value._tfdist_growth = growth
+def set_dependence(value: Any, kind: str) -> None:
+    """Says how a tensor depends on the batch.
+
+    Args:
+        value: a tensor of a step.
+        kind: a constant of `batches.dependence`: SAME, MEAN, SUM or ROWS.
+    """
+    value._tfdist_dependence = kind
 
 
-def growth(value: Any) -> int | None:
-    """What `set_growth` said of a tensor, None if nothing."""
-    return getattr(value, "_tfdist_growth", None)
+def dependence(value: Any) -> str | None:
+    """What `set_dependence` said of a tensor, None if nothing."""
+    return getattr(value, "_tfdist_dependence", None)
+
+
+def set_per_rank(handle: Any) -> None:
+    """Says that every rank has a value of its own in a variable.
+
+    Args:
+        handle: of a variable of TensorFlow.
+    """
+    handle._tfdist_per_rank = True
+
+
+def is_per_rank(handle: Any) -> bool:
+    """Whether `set_per_rank` was said of a handle."""
+    return hasattr(handle, "_tfdist_per_rank")
 
 
 def set_reduced(value: Any) -> None:

@@ -143,6 +143,25 @@ def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
     return found
 
 
+def captured(value: tf.Tensor) -> tf.Tensor:
+    """What a graph that is being traced has captured as a placeholder.
+
+    Args:
+        value: a symbolic tensor.
+
+    Returns:
+        The tensor outside of all graphs that capture it, or the outermost
+        symbolic one; `value` if it is not captured.
+    """
+    while tf.is_symbolic_tensor(value) and isinstance(value.graph, FuncGraph):
+        pairs = value.graph.captures
+        outer = next((out for out, inner in pairs if inner is value), None)
+        if outer is None:
+            break
+        value = outer
+    return value
+
+
 def is_function(graph: Any) -> bool:
     """Whether a graph is a `tf.function`'s, not of a branch or a loop of it."""
     return type(graph) is FuncGraph

@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes of a rank's part of a batch what one process makes of the whole.
+"""Gives values of a Keras step the value that one process computes.
 
-In Keras's loops a step is written as for one process, and the ranks are
-averaged: a gradient or a logged value is the mean of what the ranks have,
-weighed by their samples. That is right for every mean over the samples, a
-loss by Keras or by hand. Sums over the samples are multiplied by
-`samples of all ranks / samples of this rank` first.
+In Keras's loops a step is written as for one process, and ranks are averaged:
+a gradient or a logged value is the mean of what the ranks have, weighted by
+their samples. A mean over the samples is right as it is. A sum is divided by
+this rank's share of the samples first. Any other function of sums and means is
+computed from those of all ranks (`whole_value`). What cannot be told is
+averaged, and a warning names the op.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import warnings
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.batches.divisors import Divisor
-from tfdist_ext.batches.sum_or_mean import MEAN
-from tfdist_ext.batches.sum_or_mean import BatchGrowth
-from tfdist_ext.batches.sum_or_mean import Term
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.dependence import COUNT
+from tfdist_ext.batches.dependence import COUPLED
+from tfdist_ext.batches.dependence import LINEAR
+from tfdist_ext.batches.dependence import MEAN
+from tfdist_ext.batches.dependence import ROWS
+from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.dependence import SIZES
+from tfdist_ext.batches.dependence import STATE
+from tfdist_ext.batches.dependence import SUM
+from tfdist_ext.batches.dependence import UNKNOWN
+from tfdist_ext.batches.dependence import BatchDependence
+from tfdist_ext.batches.dependence import Kind
+from tfdist_ext.batches.source_lines import line_of
+from tfdist_ext.batches.whole_value import Whole
+from tfdist_ext.batches.whole_value import WholeValues
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
+
+Pairs = list[tuple[tf.Tensor, Any]]
+_warned: set[tuple[str, str]] = set()
 
 
 def keras_step() -> Step | None:
@@ -47,9 +64,7 @@ def share() -> tf.Tensor:
     return known[place]
 
 
-def ratio_of_parts(
-    value: tf.Tensor, divisor: Divisor | None = None
-) -> tf.Tensor:
+def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
     """This rank's part of a divisor of all ranks, by its part of the samples.
 
     A sum that is divided by this rank's divisor, times this: the ranks'
@@ -57,15 +72,12 @@ def ratio_of_parts(
 
     Args:
         value: float32 scalar, this rank's part of a sum.
-        divisor: what is made of the sum; None for the sum.
     """
     collectives = collectives_lib.active()
     assert collectives is not None
     own = samples()
     total, of_all = collectives.all_reduce([value, own], "batch/divisor")
-    divisor = divisor or Divisor(value)
-    ratio = divisor.of(value) * of_all
-    return tf.math.divide_no_nan(ratio, divisor.of(total) * own)
+    return tf.math.divide_no_nan(value * of_all, total * own)
 
 
 def samples() -> tf.Tensor:
@@ -75,72 +87,154 @@ def samples() -> tf.Tensor:
     return collectives.samples()
 
 
-def growth_in(step: Step) -> BatchGrowth:
-    """What tells sums over the step's batch from means."""
-    if step.growth is None:
+def dependence_in(step: Step) -> BatchDependence:
+    """What tells how tensors of a step depend on its batch."""
+    if step.dependence is None:
         samples = tf.get_static_value(step.samples)
-        step.growth = BatchGrowth(samples and int(samples))
-    growth: BatchGrowth = step.growth
-    return growth
+        step.dependence = BatchDependence(samples and int(samples))
+    dependence: BatchDependence = step.dependence
+    return dependence
 
 
-def sums_in(step: Step, value: tf.Tensor) -> list[Term]:
-    """The sums over samples in a value, as far as can be told.
+def kind_of(step: Step, value: tf.Tensor) -> Kind:
+    """How a tensor depends on the batch.
 
     Eager scalars do not tell what they are; they count as means.
     """
-    if not tf.is_symbolic_tensor(value):
-        return [Term(value)] if value.shape.rank else []
-    return growth_in(step).sums_in(value)
+    if tf.is_symbolic_tensor(value):
+        return dependence_in(step).of(value)
+    if marks.is_reduced(value):
+        return Kind(SAME)
+    if value.shape.rank:
+        return Kind(ROWS, 0)
+    return Kind(LINEAR, parts=frozenset([MEAN]))
 
 
-def averageable(value: tf.Tensor) -> tf.Tensor:
-    """A scalar whose weighed mean over the ranks is one process's value."""
+def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
+    """A scalar whose weighted mean over the ranks is one process's value.
+
+    Args:
+        value: floating scalar of the step.
+        what: names the value in warnings.
+    """
     step = keras_step()
-    terms = sums_in(step, value) if step else []
-    for term in terms:
-        if term.value is value and term.divisor is None:
-            value = total_of(value)
-        else:
-            value += excess(term) * term.value
+    if step is None:
+        return value
+    kind = kind_of(step, value)
+    if kind.name == COUNT or (kind.name == LINEAR and kind.parts == {SUM}):
+        return total_of(value)
+    if kind.name in (LINEAR, SAME, STATE) and SUM not in kind.parts:
+        return value
+    if kind.name in (LINEAR, COUPLED) and kind.axis is None:
+        whole = _whole(step, value)
+        if whole is not None:
+            marks.set_reduced(whole.value)
+            return whole.value
+        kind = Kind(UNKNOWN, cause=value.op)
+    _warn(what, value, kind)
     return value
 
 
-def excess(term: Term) -> tf.Tensor:
-    """How often a sum has to be added to the value that contains it."""
-    if term.divisor is None:
-        more = tf.math.reciprocal_no_nan(share()) - 1.0
-    else:
-        more = _ratio(term.divisor) - 1.0
-    more = tf.cast(more, term.value.dtype)
-    return more if term.factor is None else term.factor * more
+def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
+    """What to differentiate for a gradient that the ranks can average.
+
+    Args:
+        step: of a Keras loop.
+        target: of which the gradient is asked for; its elements are added up.
+        weight: the gradient by the target, None for 1.
+
+    Returns:
+        Tensors, and the gradients by them.
+    """
+    kind = kind_of(step, target)
+    summed = kind.name in (ROWS, COUNT) or kind.parts == {SUM}
+    if summed:
+        weight = tf.ones_like(target) if weight is None else weight
+        return [(target, total_of(weight))]
+    if kind.name in (LINEAR, SAME, STATE) and SUM not in kind.parts:
+        return [(target, weight)]
+    if kind.name in (LINEAR, COUPLED) and not internals.is_recording():
+        whole = _whole(step, target)
+        if whole is not None:
+            found = whole.gradients(weight, share())
+            pairs = zip(whole.leaves, found, strict=True)
+            return [(leaf, grad) for leaf, grad in pairs if grad is not None]
+    if kind.name in (LINEAR, COUPLED):
+        kind = Kind(UNKNOWN, cause=target.op)
+    _warn("The gradient of a loss", target, kind)
+    return [(target, weight)]
 
 
-def _ratio(divisor: Divisor) -> tf.Tensor:
-    """`ratio_of_parts`, exchanged once for what is divided by the same."""
-    step = keras_step()
-    assert step is not None
-    known = growth_in(step).ratios
-    part = divisor.part
-    graph = tf.compat.v1.get_default_graph()
-    place = id(graph), id(part.graph), part.op.name
-    if place not in known:
-        single = dataclasses.replace(
-            divisor,
-            least=_single(divisor.least),
-            more=_single(divisor.more),
-        )
-        known[place] = ratio_of_parts(tf.cast(part, tf.float32), single)
-    return known[place]
-
-
-def _single(value: tf.Tensor | None) -> tf.Tensor | None:
-    return None if value is None else tf.cast(value, tf.float32)
+def _whole(step: Step, value: tf.Tensor) -> Whole | None:
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    if step.whole_values is None:
+        step.whole_values = WholeValues(dependence_in(step))
+    makes: WholeValues = step.whole_values
+    return makes.of(value, share(), collectives)
 
 
 def total_of(value: tf.Tensor) -> tf.Tensor:
     """A sum over this rank's samples, to be averaged over the ranks."""
     value = tf.math.divide_no_nan(value, tf.cast(share(), value.dtype))
     if tf.is_symbolic_tensor(value):
-        marks.set_growth(value, MEAN)
+        marks.set_dependence(value, MEAN)
     return value
+
+
+def warn_of_constants(step: Step) -> None:
+    """Names sums that are divided by a constant equal to a rank's samples."""
+    for op in dependence_in(step).by_constant:
+        _warn_once(
+            op,
+            f"Op '{op.name}' ({line_of(op)}) divides a sum by "
+            f"{tf.get_static_value(op.inputs[1])}, which is the number of "
+            "this rank's samples. It is taken for that number, and the result "
+            "for a mean over the batch. " + _REMEDY,
+        )
+
+
+def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
+    """Names a layer of the user's whose result mixes samples of its rank."""
+    if type(layer).__module__.split(".")[0] in _KNOWN_LAYERS:
+        return
+    _warn_once(
+        value.op,
+        f"Layer '{layer.name}' ({type(layer).__name__}, {line_of(value.op)}) "
+        "combines the samples of a batch. Each rank computes the forward pass "
+        "of its own samples, so the result may differ from one process. "
+        "Combine the samples of all ranks with tfdist_ext.losses.batch_mean, "
+        "batch_sum or gather_batch.",
+    )
+
+
+_KNOWN_LAYERS = ("keras", "keras_rs", "tf_keras", "tfdist_ext")
+_REMEDY = (
+    "Write it with tf.reduce_mean, or with tfdist_ext.losses.batch_mean, "
+    "batch_sum or gather_batch, which are exact over the whole batch."
+)
+
+
+def _warn(what: str, value: tf.Tensor, kind: Kind) -> None:
+    """Says what cannot be told to be a sum or a mean, once for each op."""
+    op = kind.cause
+    if op is None:
+        op = value.op
+    reason = "has no rule for sums over a batch that is split over ranks"
+    if kind.name in (ROWS, SIZES) or kind.axis is not None:
+        reason = "gives a value for each sample, of which a rank has a part"
+    elif kind.cause is value.op:
+        reason = "cannot be told to be a sum or a mean over the samples"
+    _warn_once(
+        op,
+        f"{what} ('{value.name}') is averaged over the ranks, which may "
+        f"differ from one process: op '{op.name}' ({op.type}, {line_of(op)}) "
+        f"{reason}. {_REMEDY}",
+    )
+
+
+def _warn_once(op: tf.Operation, text: str) -> None:
+    key = op.type, line_of(op)
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(text, stacklevel=2)

@@ -32,11 +32,14 @@ class Step:
         exchanges: one line for each of the step, in program order.
         checks: tensors that exist once all ids of the step are validated.
         shares: of the batch that this rank has, by the graph of the tensor.
-        growth: `batches.sum_or_mean.BatchGrowth` of the step's values.
+        dependence: `batches.dependence.BatchDependence` of the step's values.
+        whole_values: `batches.whole_value.WholeValues` of them.
         backward: whether a tape computes gradients now. Exchanges are then
             those that belong to exchanges of the forward pass.
         forward: whether a sum over the ranks is asked for that a tape
             records. Its own gradient, which is given, hides it from the tape.
+        merges_rows: whether the optimizer sums the gradients of equal rows
+            before it uses them.
         checking: whether every rank runs the step on the whole batch, to
             compute what one process computes. Means over the ranks are then
             means of equal values, and nothing is corrected for the ranks'
@@ -54,9 +57,11 @@ class Step:
     exchanges: list[str] = dataclasses.field(default_factory=list)
     checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
     shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
-    growth: Any = None
+    dependence: Any = None
+    whole_values: Any = None
     backward: bool = False
     forward: bool = False
+    merges_rows: bool = False
     checking: bool = False
 
     def inner_graphs(self) -> list[tf.Graph]:
@@ -98,7 +103,8 @@ class Step:
             exchanges=[],
             checks=[],
             shares={},
-            growth=None,
+            dependence=None,
+            whole_values=None,
         )
 
 

@@ -14,12 +14,14 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
+from tfdist_ext.batches.dependence import SAME
 from tfdist_ext.collectives import step as step_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
+from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 
@@ -116,7 +118,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if not (local and (unsynchronized or self.collectives)):
             if _is_moving_average(kwargs):
                 kwargs["aggregation"] = tf.VariableAggregation.MEAN
-            return super()._create_variable(creator, **kwargs)
+            variable = super()._create_variable(creator, **kwargs)
+            if isinstance(variable, internals.SyncOnReadVariable):
+                for component in internals.components(variable):
+                    marks.set_per_rank(component.handle)
+            return variable
         for name in ("colocate_with", "use_resource", "distribute_strategy"):
             kwargs.pop(name, None)
         kwargs["synchronization"] = tf.VariableSynchronization.NONE
@@ -259,7 +265,64 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         reduced = self._reduce_flat(mean, flat, "gradients")
         return tf.nest.pack_sequence_as(value, reduced)
 
+    def reduce_gradients(self, values: list[Any]) -> list[Any]:
+        """Gradients of the whole batch from those of the ranks, in Keras steps.
+
+        Args:
+            values: of this rank, to be averaged over the ranks by samples;
+                tensors or IndexedSlices. Those of shards are whole already.
+
+        Returns:
+            Tensors or IndexedSlices, equal on all ranks but for shards. An
+            optimizer does not reduce them again.
+        """
+        collectives = self.collectives
+        assert collectives is not None and collectives.step is not None
+        if collectives.step.merges_rows:
+            for value in values:
+                if isinstance(value, tf.IndexedSlices):
+                    mark_unique_rows(value)
+
+        def reduce(parts: list[Any]) -> list[Any]:
+            return gradients.reduce_values(
+                *(collectives, parts, "gradients", True),
+                collectives.gradient_dtype,
+                self.error_feedback,
+            )
+
+        if internals.is_recording():
+            result = gradients.differentiable(reduce, values, collectives)
+        else:
+            result = reduce(values)
+        for value in result:
+            marks.set_reduced(getattr(value, "values", value))
+        return result
+
+    def _is_whole(self, value: Any) -> bool:
+        """Whether a value of a Keras step is that of the whole batch."""
+        current = whole_batch.keras_step()
+        if current is None:
+            return False
+        value = getattr(value, "values", value)
+        if marks.is_reduced(value):
+            return True
+        if not tf.is_symbolic_tensor(value):
+            return False
+        kind = whole_batch.kind_of(current, value)
+        return kind.name == SAME and tf.get_static_value(value) is None
+
     def _reduce_flat(
+        self, mean: bool, values: list[Any], label: str
+    ) -> list[Any]:
+        """Reduces values over the ranks, except those of the whole batch."""
+        result = list(values)
+        parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
+        reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
+        for i, value in zip(parts, reduced, strict=True):
+            result[i] = value
+        return result
+
+    def _reduce_parts(
         self, mean: bool, values: list[Any], label: str
     ) -> list[Any]:
         collectives = self.collectives

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +72,45 @@ def reduce_values(
     )
     for i, total in totals.items():
         result[i] = _as_slices(total, values[i]) if i in small else total
+    return result
+
+
+def differentiable(
+    reduce: Callable[[list[Any]], list[Any]],
+    values: list[Any],
+    collectives: Collectives,
+) -> list[Any]:
+    """Gradients of the whole batch that a tape can differentiate again.
+
+    Args:
+        reduce: makes them from those of the ranks.
+        values: of this rank; those of shards are returned as they are.
+        collectives: of the strategy.
+    """
+    result = list(values)
+    dense = [
+        i
+        for i, value in enumerate(values)
+        if not isinstance(value, tf.IndexedSlices)
+        or marks.gradient_spec(value) is None
+    ]
+
+    @tf.custom_gradient
+    def reduced(*parts: tf.Tensor) -> Any:
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            ranks = collectives.group.world_size
+            return collectives.all_reduce(
+                [each / tf.cast(ranks, each.dtype) for each in upstream],
+                "gradients/second",
+                weighted=True,
+            )
+
+        return reduce(list(parts)), backward
+
+    found = reduced(*(tf.convert_to_tensor(values[i]) for i in dense))
+    found = found if isinstance(found, list | tuple) else [found]
+    for i, value in zip(dense, found, strict=True):
+        result[i] = value
     return result
 
 

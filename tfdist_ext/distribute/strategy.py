@@ -251,6 +251,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             role=calls.role_of(fn),
             graph=internals.current_graph(),
             is_function=hasattr(fn, "python_function"),
+            merges_rows=_merges_rows(getattr(fn, "__self__", None)),
         )
         with self.collectives.stepping(current):
             outputs = super().run(fn, args, kwargs, options)
@@ -269,9 +270,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         ]
         assert self.collectives is not None
         with self.scope():
-            parts = [whole_batch.averageable(flat[i]) for i in scalars]
+            parts = [
+                whole_batch.averageable(flat[i], "A value that a step returns")
+                for i in scalars
+            ]
+        for i, part in zip(scalars, parts, strict=True):
+            flat[i] = part
+        scalars = [i for i in scalars if not marks.is_reduced(flat[i])]
         means = self.collectives.all_reduce(
-            [part / self.world_size for part in parts], "logs", weighted=True
+            [flat[i] / self.world_size for i in scalars], "logs", weighted=True
         )
         for i, mean in zip(scalars, means, strict=True):
             marks.set_reduced(mean)
@@ -398,3 +405,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         group = self.process_group
         return dataclasses.asdict(group.stats()) if group else {}
+
+
+def _merges_rows(model: Any) -> bool:
+    """Whether the optimizer of a model sums gradients of equal rows first."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(marks.does_work_over_ranks(optimizer))

@@ -19,7 +19,12 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.sum_or_mean import MEAN
+from tfdist_ext.batches.dependence import COUPLED
+from tfdist_ext.batches.dependence import LINEAR
+from tfdist_ext.batches.dependence import MEAN
+from tfdist_ext.batches.dependence import ROWS
+from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.dependence import UNKNOWN
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.wrapping import wrap
@@ -32,6 +37,7 @@ def install() -> None:
     """Wraps losses, trackers, tapes and sums over ranks; twice is once."""
     _allow_means()
     _tell_forward_sums()
+    _wrap(keras.layers.Layer, "__call__", _layer)
     _wrap(keras.losses.Loss, "__call__", _loss)
     _wrap(keras.metrics.Mean, "update_state", _track_mean)
     _wrap(keras.metrics.Sum, "update_state", _track_sum)
@@ -91,6 +97,29 @@ def _keep_autograph(wrapper: Any) -> None:
     wrapper.autograph_info__ = {}
 
 
+def _layer(
+    step: Step, original: Any, layer: Any, *args: Any, **kwargs: Any
+) -> Nest:
+    """The results of a layer, each row of which belongs to one sample.
+
+    The forward pass of a rank is that of its own samples, whatever ops it
+    consists of.
+    """
+    outputs = original(*args, **kwargs)
+    dependence = whole_batch.dependence_in(step)
+    for value in tf.nest.flatten(outputs):
+        if not (isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
+            continue
+        kind = dependence.of(value)
+        if kind.axis == 0 and kind.name == COUPLED:
+            whole_batch.warn_of_layer(layer, value)
+        elif kind.name != UNKNOWN:
+            continue
+        if dependence.may_be_batched(value):
+            marks.set_dependence(value, ROWS)
+    return outputs
+
+
 def _loss(
     step: Step,
     original: Any,
@@ -115,7 +144,7 @@ def _loss(
     if divisor is not None:
         value *= tf.cast(whole_batch.ratio_of_parts(divisor), value.dtype)
     if tf.is_symbolic_tensor(value):
-        marks.set_growth(value, MEAN)
+        marks.set_dependence(value, MEAN)
     return value
 
 
@@ -150,7 +179,7 @@ def _track_mean(
     value = _scalar(values)
     if value is None:
         return original(values, sample_weight)
-    mean = whole_batch.averageable(value)
+    mean = whole_batch.averageable(value, f"The value given to `{metric.name}`")
     # Of a rank without samples the mean is no number.
     value = tf.where(whole_batch.samples() > 0, mean, 0)
     if sample_weight is None:
@@ -169,7 +198,8 @@ def _track_sum(
     value = _scalar(values)
     if value is None or not tf.is_symbolic_tensor(value):
         return original(values, sample_weight)
-    if whole_batch.growth_in(step).of(value) == MEAN:
+    kind = whole_batch.kind_of(step, value)
+    if kind.name == LINEAR and kind.parts <= {MEAN, SAME} or kind.name == SAME:
         part = value * tf.cast(whole_batch.share(), value.dtype)
         values = tf.where(whole_batch.samples() > 0, part, 0)
     return original(values, sample_weight)
@@ -191,38 +221,79 @@ def _gradient(
     target: Nest,
     sources: Nest,
     output_gradients: Nest = None,
-    **kwargs: Any,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Nest:
-    """The gradient of losses by variables, to be averaged over the ranks."""
+    """The gradient of the whole batch.
+
+    By a variable it is summed over the ranks here, so that whatever a step
+    does with it (clips it, logs its norm) sees what one process sees. By a
+    tensor with a row for each sample, each rank gets its own rows.
+    """
     del tape
-    if all(map(_is_variable, tf.nest.flatten(sources))):
-        target, output_gradients = _averageable(step, target, output_gradients)
+    flat = tf.nest.flatten(sources)
+    targets, weights = _averageable(step, target, output_gradients)
     outer, step.backward = step.backward, True
     try:
-        return original(target, sources, output_gradients, **kwargs)
+        found = original(targets, flat, weights, unconnected_gradients)
     finally:
         step.backward = outer
+    found = _of_whole_batch(step, flat, found)
+    return tf.nest.pack_sequence_as(sources, found)
 
 
 def _averageable(
     step: Step, target: Nest, output_gradients: Nest
-) -> tuple[Nest, Nest]:
+) -> tuple[list[Any], list[Any] | None]:
     """What to differentiate for gradients that the ranks can average."""
     targets = tf.nest.flatten(target)
-    terms = [whole_batch.sums_in(step, value) for value in targets]
-    if not any(terms):
-        return target, output_gradients
-    weights = [tf.ones_like(value) for value in targets]
+    given: list[Any] = [None] * len(targets)
     if output_gradients is not None:
-        weights = tf.nest.flatten(output_gradients)
-    for i, weight in enumerate(list(weights)):
-        for term in terms[i]:
-            if term.value is targets[i] and term.divisor is None:
-                weights[i] = whole_batch.total_of(weight)
-            else:
-                targets.append(term.value)
-                weights.append(whole_batch.excess(term) * weight)
-    return targets, weights
+        given = tf.nest.flatten(output_gradients)
+    pairs: whole_batch.Pairs = []
+    for value, weight in zip(targets, given, strict=True):
+        if tf.is_tensor(value) and value.dtype.is_floating:
+            pairs += whole_batch.targets_of(step, value, weight)
+        else:
+            pairs.append((value, weight))
+    whole_batch.warn_of_constants(step)
+    if not pairs:  # a value that nothing can be differentiated by
+        return targets, [tf.zeros_like(value) for value in targets]
+    values, weights = map(list, zip(*pairs, strict=True))
+    if all(weight is None for weight in weights):
+        return values, None
+    return values, [
+        tf.ones_like(value) if weight is None else weight
+        for value, weight in pairs
+    ]
+
+
+def _of_whole_batch(
+    step: Step, sources: list[Any], found: list[Any]
+) -> list[Any]:
+    """Gradients of the whole batch, from what is to be averaged."""
+    result = list(found)
+    shared = []
+    for i, (source, gradient) in enumerate(zip(sources, found, strict=True)):
+        if gradient is None:
+            continue
+        if _is_variable(source):
+            shared.append(i)
+            continue
+        kind = whole_batch.kind_of(step, source)
+        if kind.name == SAME:
+            shared.append(i)
+        else:
+            part = tf.cast(whole_batch.share(), gradient.dtype)
+            # Of a rank without samples, no number counts.
+            result[i] = tf.math.multiply_no_nan(gradient, part)
+            if tf.is_symbolic_tensor(result[i]) and kind.axis == 0:
+                marks.set_dependence(result[i], ROWS)
+    extended = tf.distribute.get_strategy().extended
+    for i, gradient in zip(
+        shared, extended.reduce_gradients([found[i] for i in shared]), strict=True
+    ):
+        result[i] = gradient
+    return result
 
 
 def _is_variable(source: Any) -> bool:

@@ -47,6 +47,9 @@ def gather_candidates(x: Any) -> tf.Tensor:
     rows, first = in_order(x)
     if first is None:
         return rows
+    step = whole_batch.keras_step()
+    if step is not None:
+        whole_batch.dependence_in(step).own_rows_first = True
     own_first = tf.roll(rows, -first, axis=0)
     own_first.set_shape(rows.shape)
     return own_first
