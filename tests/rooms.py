@@ -17,12 +17,13 @@ ROOMS = {
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
-    "batches": {"collectives", "marks", "ops"},
+    "batches": {"collectives", "marks", "ops", "tensorflow_internals"},
     "optimizers": {
         "collectives",
         "keras_internals",
         "marks",
         "ops",
+        "tables",
         "wrapping",
     },
     "sharding": {
@@ -62,6 +63,7 @@ ROOMS = {
         "embedding",
         "keras_internals",
         "marks",
+        "optimizers",
         "tensorflow_internals",
         "wrapping",
     },

@@ -44,6 +44,10 @@ saved_model_save = save
 Strategy = distribute_lib.Strategy
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
+# Attributes of ops in a GraphDef: with what an op is to be placed, and that it
+# has a gradient of its own.
+COLOCATION = "_class"
+OWN_GRADIENT = "_gradient_op_type"
 # A function of that module: is given all ops before they are saved.
 VERIFY_OPS = "_verify_ops"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_LIBRARIES = ("tensorflow", "keras", "tf_keras", "tfdist_ext", "_pytest")
+_LIBRARIES = ("tensorflow", "keras", "tf_keras", "tfdist_ext")
 
 
 def line_of(op: tf.Operation) -> str:

@@ -18,18 +18,18 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.batches.dependence import COUNT
-from tfdist_ext.batches.dependence import COUPLED
-from tfdist_ext.batches.dependence import LINEAR
-from tfdist_ext.batches.dependence import MEAN
-from tfdist_ext.batches.dependence import ROWS
-from tfdist_ext.batches.dependence import SAME
-from tfdist_ext.batches.dependence import SIZES
-from tfdist_ext.batches.dependence import STATE
-from tfdist_ext.batches.dependence import SUM
-from tfdist_ext.batches.dependence import UNKNOWN
 from tfdist_ext.batches.dependence import BatchDependence
-from tfdist_ext.batches.dependence import Kind
+from tfdist_ext.batches.kinds import COUNT
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import MEAN
+from tfdist_ext.batches.kinds import ROWS
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import SIZES
+from tfdist_ext.batches.kinds import STATE
+from tfdist_ext.batches.kinds import SUM
+from tfdist_ext.batches.kinds import UNKNOWN
+from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.batches.source_lines import line_of
 from tfdist_ext.batches.whole_value import Whole
 from tfdist_ext.batches.whole_value import WholeValues
@@ -37,7 +37,6 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 
 Pairs = list[tuple[tf.Tensor, Any]]
-_warned: set[tuple[str, str]] = set()
 
 
 def keras_step() -> Step | None:
@@ -146,6 +145,8 @@ def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
     Returns:
         Tensors, and the gradients by them.
     """
+    if weight is not None:
+        weight = _whole_weight(step, weight)
     kind = kind_of(step, target)
     summed = kind.name in (ROWS, COUNT) or kind.parts == {SUM}
     if summed:
@@ -163,6 +164,20 @@ def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
         kind = Kind(UNKNOWN, cause=target.op)
     _warn("The gradient of a loss", target, kind)
     return [(target, weight)]
+
+
+def _whole_weight(step: Step, weight: tf.Tensor) -> tf.Tensor:
+    """A gradient that a step gives to a tape, as one process gives it."""
+    kind = kind_of(step, weight)
+    eager = not tf.is_symbolic_tensor(weight)
+    if eager or kind.name in (ROWS, SAME, STATE):
+        return weight
+    if kind.name in (COUNT, COUPLED, LINEAR):
+        whole = _whole(step, weight)
+        if whole is not None:
+            return whole.value
+    _warn("A gradient given to a tape", weight, kind)
+    return weight
 
 
 def _whole(step: Step, value: tf.Tensor) -> Whole | None:
@@ -183,14 +198,16 @@ def total_of(value: tf.Tensor) -> tf.Tensor:
 
 
 def warn_of_constants(step: Step) -> None:
-    """Names sums that are divided by a constant equal to a rank's samples."""
+    """Names divisions by a constant that may be this rank's samples."""
     for op in dependence_in(step).by_constant:
+        summed = kind_of(step, op.outputs[0]).name == LINEAR
+        taken = "this number, not a constant" if summed else "a constant"
         _warn_once(
             op,
-            f"Op '{op.name}' ({line_of(op)}) divides a sum by "
+            f"Op '{op.name}' ({line_of(op)}) divides by "
             f"{tf.get_static_value(op.inputs[1])}, which is the number of "
-            "this rank's samples. It is taken for that number, and the result "
-            "for a mean over the batch. " + _REMEDY,
+            f"this rank's samples or elements. It is taken for {taken}. "
+            + _REMEDY,
         )
 
 
@@ -205,6 +222,19 @@ def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
         "of its own samples, so the result may differ from one process. "
         "Combine the samples of all ranks with tfdist_ext.losses.batch_mean, "
         "batch_sum or gather_batch.",
+    )
+
+
+def warn_of_shard(value: tf.Tensor) -> None:
+    """Names an op that computes a gradient from a part of another one."""
+    _warn_once(
+        value.op,
+        f"Op '{value.op.name}' ({line_of(value.op)}) makes a gradient from the "
+        "gradient of a partitioned table, of which each rank has its shard, so "
+        "the result may differ from one process. Use tf.linalg.global_norm, "
+        "tf.clip_by_global_norm or tf.clip_by_norm on the gradients, which "
+        "count all shards, or `clipnorm`, `global_clipnorm` or `clipvalue` of "
+        "an optimizer of tfdist_ext.optimizers.",
     )
 
 
@@ -234,7 +264,10 @@ def _warn(what: str, value: tf.Tensor, kind: Kind) -> None:
 
 
 def _warn_once(op: tf.Operation, text: str) -> None:
+    step = keras_step()
+    assert step is not None
+    known = dependence_in(step).warned
     key = op.type, line_of(op)
-    if key not in _warned:
-        _warned.add(key)
+    if key not in known:
+        known.add(key)
         warnings.warn(text, stacklevel=2)

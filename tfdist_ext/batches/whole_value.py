@@ -24,12 +24,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import marks
-from tfdist_ext.batches.dependence import COUPLED
-from tfdist_ext.batches.dependence import LINEAR
-from tfdist_ext.batches.dependence import MEAN
-from tfdist_ext.batches.dependence import SUM
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.dependence import BatchDependence
+from tfdist_ext.batches.kinds import COUNT
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import MEAN
+from tfdist_ext.batches.kinds import STATIC
+from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.collectives.collectives import Collectives
 
 _REDUCE_AGAIN: dict[str, Any] = {
@@ -127,7 +129,7 @@ class _Region:
     """
 
     def __init__(self, value: tf.Tensor, dependence: BatchDependence) -> None:
-        self._value = value
+        self._target = value
         self._dependence = dependence
         self._ops: dict[str, tf.Operation] = {}  # to be copied
         self._cuts: dict[str, tf.Tensor] = {}  # to be reduced over the ranks
@@ -137,7 +139,7 @@ class _Region:
         self._collect()
 
     def _collect(self) -> None:
-        pending = [self._value]
+        pending = [self._target]
         seen = set()
         while pending:
             tensor = pending.pop()
@@ -145,10 +147,11 @@ class _Region:
                 continue
             seen.add(tensor.name)
             kind = self._dependence.of(tensor)
-            if kind.over_ranks:
+            size = kind.name == STATIC and tensor.shape.rank == 0
+            if kind.over_ranks or size:
                 self._cuts[tensor.name] = tensor
             if kind.name == COUPLED or (
-                kind.name == LINEAR and not kind.over_ranks
+                kind.name in (COUNT, LINEAR) and not kind.over_ranks
             ):
                 self._ops[tensor.op.name] = tensor.op
                 pending += tensor.op.inputs
@@ -158,17 +161,16 @@ class _Region:
     def can_be_copied(self) -> bool:
         """Whether all ops are pure functions, with gradients of their own."""
         here = tf.compat.v1.get_default_graph()
-        return self._value.graph is here and not any(
-            op.op_def.is_stateful
-            or any("_gradient_op_type" in a for a in op.node_def.attr)
+        return self._target.graph is here and not any(
+            op.op_def.is_stateful or internals.OWN_GRADIENT in op.node_def.attr
             for op in self._ops.values()
         )
 
     def whole(self, share: tf.Tensor, collectives: Collectives) -> Whole:
         """Exchanges and copies level by level."""
-        level = self._level_of(self._value)
+        level = self._level_of(self._target)
         last = max(self._levels.values(), default=0)
-        has_rows = self._dependence.of(self._value).axis is not None
+        has_rows = self._dependence.of(self._target).axis is not None
         for each in range(1, last + 1):
             cuts = [
                 cut
@@ -179,16 +181,14 @@ class _Region:
             # rank. One that only the final value depends on has the same.
             inner = each < level or has_rows
             self._exchange(cuts, inner, share, collectives)
-        (value,) = self._copies([self._value])
+        (value,) = self._copies([self._target])
         return Whole(value, list(self._leaves.values()), has_rows)
 
     def _level_of(self, value: tf.Tensor) -> int:
         """How many exchanges one after the other a tensor takes."""
         levels: dict[str, int] = {}
         order = [
-            op
-            for op in value.graph.get_operations()
-            if op.name in self._ops
+            op for op in value.graph.get_operations() if op.name in self._ops
         ]
         for op in order:
             below = [self._level_below(each, levels) for each in op.inputs]
@@ -216,7 +216,7 @@ class _Region:
         local = self._copies(cuts)
         by_reduction: dict[str, list[int]] = {}
         for i, cut in enumerate(cuts):
-            how = self._dependence.of(cut).over_ranks
+            how = self._dependence.of(cut).over_ranks or SUM
             by_reduction.setdefault(how, []).append(i)
         for how, places in by_reduction.items():
             exchange = _Reduction(how, inner, share, collectives)
@@ -244,9 +244,11 @@ class _Region:
                     used[each.name] = known[each.name]
                 else:
                     pending.append(each.op)
-        copies = _import(self._value.graph, names, used, missing)
+        copies = _import(self._target.graph, names, used, missing)
         made = dict(zip((t.name for t in missing), copies, strict=True))
-        return [made[t.name] if t.name in made else known[t.name] for t in wanted]
+        return [
+            made[t.name] if t.name in made else known[t.name] for t in wanted
+        ]
 
 
 def _import(
@@ -272,7 +274,7 @@ def _import(
             data = [name for name in node.input if not name.startswith("^")]
             del copied.input[:]
             copied.input.extend(data)
-            copied.attr.pop("_class", None)
+            copied.attr.pop(internals.COLOCATION, None)
     made = tf.graph_util.import_graph_def(
         part,
         input_map=inputs,
@@ -362,9 +364,3 @@ class _Reduction:
 
 def _as_numbers(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-
-
-def finished(value: tf.Tensor) -> tf.Tensor:
-    """A value of the whole batch, which nobody reduces over the ranks again."""
-    marks.set_reduced(value)
-    return value

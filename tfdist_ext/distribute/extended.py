@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import SHARD
 from tfdist_ext.collectives import step as step_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
@@ -295,7 +296,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         else:
             result = reduce(values)
         for value in result:
-            marks.set_reduced(getattr(value, "values", value))
+            if marks.gradient_spec(value) is None:
+                marks.set_reduced(getattr(value, "values", value))
+            else:
+                marks.set_dependence(value.values, SHARD)
         return result
 
     def _is_whole(self, value: Any) -> bool:
@@ -303,12 +307,16 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         current = whole_batch.keras_step()
         if current is None:
             return False
+        if marks.gradient_spec(value) is not None:
+            return False
         value = getattr(value, "values", value)
         if marks.is_reduced(value):
             return True
         if not tf.is_symbolic_tensor(value):
             return False
         kind = whole_batch.kind_of(current, value)
+        if kind.name == SHARD:
+            whole_batch.warn_of_shard(value)
         return kind.name == SAME and tf.get_static_value(value) is None
 
     def _reduce_flat(

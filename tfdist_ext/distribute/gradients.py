@@ -95,6 +95,9 @@ def differentiable(
         or marks.gradient_spec(value) is None
     ]
 
+    if not dense:
+        return result
+
     @tf.custom_gradient
     def reduced(*parts: tf.Tensor) -> Any:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:

@@ -19,14 +19,15 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.dependence import COUPLED
-from tfdist_ext.batches.dependence import LINEAR
-from tfdist_ext.batches.dependence import MEAN
-from tfdist_ext.batches.dependence import ROWS
-from tfdist_ext.batches.dependence import SAME
-from tfdist_ext.batches.dependence import UNKNOWN
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import MEAN
+from tfdist_ext.batches.kinds import ROWS
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
+from tfdist_ext.keras_training import gradient_norms
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -42,6 +43,7 @@ def install() -> None:
     _wrap(keras.metrics.Mean, "update_state", _track_mean)
     _wrap(keras.metrics.Sum, "update_state", _track_sum)
     _wrap(tf.GradientTape, "gradient", _gradient)
+    gradient_norms.install()
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -199,7 +201,9 @@ def _track_sum(
     if value is None or not tf.is_symbolic_tensor(value):
         return original(values, sample_weight)
     kind = whole_batch.kind_of(step, value)
-    if kind.name == LINEAR and kind.parts <= {MEAN, SAME} or kind.name == SAME:
+    if (
+        kind.name == LINEAR and kind.parts <= {MEAN, SAME}
+    ) or kind.name == SAME:
         part = value * tf.cast(whole_batch.share(), value.dtype)
         values = tf.where(whole_batch.samples() > 0, part, 0)
     return original(values, sample_weight)
@@ -290,7 +294,9 @@ def _of_whole_batch(
                 marks.set_dependence(result[i], ROWS)
     extended = tf.distribute.get_strategy().extended
     for i, gradient in zip(
-        shared, extended.reduce_gradients([found[i] for i in shared]), strict=True
+        shared,
+        extended.reduce_gradients([found[i] for i in shared]),
+        strict=True,
     ):
         result[i] = gradient
     return result

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist_ext.collectives.sums import sum_over_ranks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.optimizers.duplicates import without_duplicates
+from tfdist_ext.tables.shard_spec import ShardSpec
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -46,7 +47,8 @@ def clip_gradients(
     kept = [i for i, (grad, _) in enumerate(pairs) if grad is not None]
     grads = [without_duplicates(pairs[i][0]) for i in kept]
     if clipnorm or global_clipnorm:
-        norms = _square_norms(grads, [pairs[i][1] for i in kept])
+        specs = [shard_spec(pairs[i][1]) for i in kept]
+        norms = square_norms(grads, specs)
         if clipnorm:
             factors = [
                 clipnorm / tf.maximum(tf.sqrt(n), clipnorm) for n in norms
@@ -89,11 +91,15 @@ def _square_norm(grad: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.square(values))
 
 
-def _square_norms(
-    grads: Sequence[Any], variables: Sequence[Any]
+def square_norms(
+    grads: Sequence[Any], specs: Sequence[ShardSpec | None]
 ) -> list[tf.Tensor]:
-    """Sums of squares of whole gradients, bitwise equal on all ranks."""
-    specs = [shard_spec(variable) for variable in variables]
+    """Sums of squares of whole gradients, bitwise equal on all ranks.
+
+    Args:
+        grads: tensors, or IndexedSlices in which each row occurs once.
+        specs: of the shard that each is the gradient of, None for no shard.
+    """
     local = [_square_norm(grad) for grad in grads]
     if not any(spec is not None and spec.partitioned for spec in specs):
         return local

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tensor of a step is to the samples of its batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+SAME = "same"  # one process's value, equal on all ranks
+ROWS = "rows"  # has a batch axis; each row follows from its own sample
+COUNT = "count"  # a number proportional to this rank's samples
+LINEAR = "linear"  # a linear combination of sums and means over samples
+COUPLED = "coupled"  # any other function of sums and means over samples
+SHARD = "shard"  # follows from this rank's shard of a table's gradient
+SIZES = "sizes"  # a shape, or a part of one
+NUMBERS = "numbers"  # the numbers of this rank's rows, or one-hot rows of them
+STATE = "state"  # read from a variable of which every rank has its own
+STATIC = "static"  # a size that is a constant, as the graph fixes the batch
+UNKNOWN = "unknown"
+MEAN, SUM = "mean", "sum"  # parts of LINEAR; SAME is the third
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a tensor depends on the batch.
+
+    Attributes:
+        name: one of the constants above.
+        axis: the batch axis of ROWS, and of COUPLED if it has one.
+        parts: of LINEAR, what is combined: SAME, MEAN, SUM.
+        reduction: how values of the ranks become that of the whole batch, for
+            a COUPLED that reduces the batch axis: "sum", "mean" or an op type.
+        cause: of UNKNOWN, the first op whose rule is not known.
+        at_least: of COUNT, whether it is 1 where there are no samples.
+    """
+
+    name: str
+    axis: int | None = None
+    parts: frozenset[str] = frozenset()
+    reduction: str = ""
+    cause: tf.Operation | None = None
+    at_least: bool = False
+
+    @property
+    def over_ranks(self) -> str:
+        """How the ranks' values become one, "" if not by one reduction."""
+        if self.name == COUNT:
+            return "" if self.at_least else SUM
+        if self.name == LINEAR and SUM not in self.parts:
+            return MEAN
+        if self.name == LINEAR:
+            return SUM if self.parts == {SUM} else ""
+        return self.reduction
+
+
+SAME_KIND = Kind(SAME)
+COUNT_KIND = Kind(COUNT)
+STATE_KIND = Kind(STATE)
+STATIC_KIND = Kind(STATIC)
+MEAN_KIND = Kind(LINEAR, parts=frozenset([MEAN]))
+SUM_KIND = Kind(LINEAR, parts=frozenset([SUM]))
+COUPLED_KIND = Kind(COUPLED)
+
+
+class Sizes(Protocol):
+    """What the rules of ops ask the analysis of a graph."""
+
+    @property
+    def samples(self) -> int | None: ...
+
+    def of(self, value: tf.Tensor) -> Kind: ...
+
+    def sizes(self, vector: tf.Tensor) -> list[Kind] | None: ...
+
+    def slice_of_sizes(self, op: tf.Operation) -> list[Kind] | None: ...
+
+
+def constant_of(value: tf.Tensor) -> np.ndarray | None:
+    """The value of a tensor that is known when it is traced."""
+    found = tf.get_static_value(value)
+    return None if found is None else np.asarray(found)
+
+
+def parts_of(kind: Kind) -> frozenset[str]:
+    """What a kind adds to a linear combination; nothing if it is none."""
+    if kind.name == LINEAR:
+        return kind.parts
+    return {COUNT: SUM_KIND.parts, SAME: frozenset([SAME])}.get(
+        kind.name, frozenset()
+    )
+
+
+def axes_of(value: tf.Tensor, axes: tf.Tensor) -> list[int] | None:
+    """Axes of a value, counted from the first; None if they are not known."""
+    constant = constant_of(axes)
+    if constant is None or value.shape.rank is None:
+        return None
+    return [int(axis) % max(1, value.shape.rank) for axis in constant.flat]
+
+
+def like(kind: Kind, axis: int | None) -> Kind:
+    """A kind with its batch axis elsewhere."""
+    return dataclasses.replace(kind, axis=axis, reduction="")
