@@ -11,6 +11,7 @@ loss by Keras or by hand. Sums over the samples are multiplied by
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -24,12 +25,21 @@ from tfdist_ext.collectives.step import Step
 
 
 def keras_step() -> Step | None:
-    """The step of a Keras loop at several ranks that is traced or run now."""
-    collectives = collectives_lib.active()
-    current = collectives.step if collectives else None
-    if current is None or not current.weighted or current.checking:
+    """The step of a Keras loop at several ranks that is traced or run now.
+
+    None also where every rank computes on the whole batch.
+    """
+    current = keras_loop_step()
+    if current is None or current.checking or current.whole:
         return None
     return current
+
+
+def keras_loop_step() -> Step | None:
+    """The step of a Keras loop at several ranks, whatever it computes on."""
+    collectives = collectives_lib.active()
+    current = collectives.step if collectives else None
+    return current if current is not None and current.weighted else None
 
 
 def share() -> tf.Tensor:
@@ -37,14 +47,37 @@ def share() -> tf.Tensor:
     collectives = collectives_lib.active()
     assert collectives is not None and collectives.step is not None
     known = collectives.step.shares
-    place = 0
-    if not tf.executing_eagerly():
-        place = id(tf.compat.v1.get_default_graph())
-    if place not in known:
+    graph = _graph_of_shares()
+    if graph not in known:
         relative = collectives.share_of_samples("batch")
         assert relative is not None
-        known[place] = relative / collectives.group.world_size
-    return known[place]
+        known[graph] = relative / collectives.group.world_size
+    return known[graph]
+
+
+def know_share(value: tf.Tensor) -> None:
+    """Says what `share` is where an exchange has told it."""
+    step = keras_loop_step()
+    assert step is not None
+    step.shares.setdefault(_graph_of_shares(), value)
+
+
+def _graph_of_shares() -> int:
+    if tf.executing_eagerly():
+        return 0
+    return id(tf.compat.v1.get_default_graph())
+
+
+def means_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The ranks' means of numbers, weighted by their samples.
+
+    Args:
+        values: scalars; one of a rank without samples does not count.
+    """
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    parts = [value / collectives.group.world_size for value in values]
+    return collectives.all_reduce(parts, "batch/values", weighted=True)
 
 
 def ratio_of_parts(
@@ -96,6 +129,7 @@ def sums_in(step: Step, value: tf.Tensor) -> list[Term]:
 
 def averageable(value: tf.Tensor) -> tf.Tensor:
     """A scalar whose weighed mean over the ranks is one process's value."""
+    value = tf.convert_to_tensor(value)  # also of a variable of Keras
     step = keras_step()
     terms = sums_in(step, value) if step else []
     for term in terms:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +43,9 @@ class Step:
             compute what one process computes. Means over the ranks are then
             means of equal values, and nothing is corrected for the ranks'
             parts of the batch.
+        whole: whether what is computed now is computed on the whole batch,
+            on every rank: a loss or a metric that sees all samples.
+        rows: of the whole batch, by the graph and the tensor of this rank's.
     """
 
     samples: tf.Tensor
@@ -58,6 +63,17 @@ class Step:
     backward: bool = False
     forward: bool = False
     checking: bool = False
+    whole: bool = False
+    rows: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def on_whole_batch(self) -> Iterator[None]:
+        """What is computed inside is computed on the whole batch."""
+        outer, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = outer
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
@@ -99,6 +115,7 @@ class Step:
             checks=[],
             shares={},
             growth=None,
+            rows={},
         )
 
 
