@@ -67,7 +67,7 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
-    "losses": {"batches", "collectives", "keras_internals"},
+    "losses": {"batches", "collectives", "keras_internals", "marks"},
     "retrieval": {
         "collectives",
         "embedding",
@@ -189,7 +189,13 @@ PUBLIC = {
         "Timeline",
     },
     "tfdist_ext.spark": {"run"},
-    "tfdist_ext.losses": {"Retrieval", "gather_candidates"},
+    "tfdist_ext.losses": {
+        "Retrieval",
+        "batch_mean",
+        "batch_sum",
+        "gather_batch",
+        "gather_candidates",
+    },
     "tfdist_ext.optimizers": {
         "SGD",
         "Adagrad",

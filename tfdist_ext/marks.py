@@ -192,6 +192,16 @@ def is_reduced(value: Any) -> bool:
     return hasattr(value, "_tfdist_reduced")
 
 
+def set_extended(base: Any) -> None:
+    """Says that classes that come from a class are wrapped as it is."""
+    base._tfdist_extended = True
+
+
+def is_extended(base: Any) -> bool:
+    """Whether `set_extended` was said of a class itself."""
+    return "_tfdist_extended" in vars(base)
+
+
 def set_distributed(dataset: Any, samples: int) -> None:
     """Says that a dataset gives this rank's batches, and is not cut again.
 

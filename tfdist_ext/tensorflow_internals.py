@@ -89,6 +89,20 @@ def variable_accessed(variable: Any) -> None:
     resource_variable_ops.variable_accessed(variable)
 
 
+def read_from_first(variable: Any) -> bool:
+    """Lets a variable that is summed where it is read be read as it is.
+
+    For one whose values are equal on all ranks.
+
+    Returns:
+        Whether it is such a variable.
+    """
+    if not isinstance(variable, SyncOnReadVariable):
+        return False
+    variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return True
+
+
 def replace_value(variable: Any, value: tf.Tensor) -> None:
     """Gives a variable a value of another shape, which it then has.
 

@@ -12,6 +12,7 @@ averaged, and a warning names the op.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,8 +32,8 @@ from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.batches.source_lines import line_of
-from tfdist_ext.batches.whole_value import Whole
-from tfdist_ext.batches.whole_value import WholeValues
+from tfdist_ext.batches.whole_functions import Whole
+from tfdist_ext.batches.whole_functions import WholeValues
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 
@@ -40,12 +41,21 @@ Pairs = list[tuple[tf.Tensor, Any]]
 
 
 def keras_step() -> Step | None:
-    """The step of a Keras loop at several ranks that is traced or run now."""
-    collectives = collectives_lib.active()
-    current = collectives.step if collectives else None
-    if current is None or not current.weighted or current.checking:
+    """The step of a Keras loop at several ranks that is traced or run now.
+
+    None also where every rank computes on the whole batch.
+    """
+    current = keras_loop_step()
+    if current is None or current.checking or current.whole:
         return None
     return current
+
+
+def keras_loop_step() -> Step | None:
+    """The step of a Keras loop at several ranks, whatever it computes on."""
+    collectives = collectives_lib.active()
+    current = collectives.step if collectives else None
+    return current if current is not None and current.weighted else None
 
 
 def share() -> tf.Tensor:
@@ -53,14 +63,37 @@ def share() -> tf.Tensor:
     collectives = collectives_lib.active()
     assert collectives is not None and collectives.step is not None
     known = collectives.step.shares
-    place = 0
-    if not tf.executing_eagerly():
-        place = id(tf.compat.v1.get_default_graph())
-    if place not in known:
+    graph = _graph_of_shares()
+    if graph not in known:
         relative = collectives.share_of_samples("batch")
         assert relative is not None
-        known[place] = relative / collectives.group.world_size
-    return known[place]
+        known[graph] = relative / collectives.group.world_size
+    return known[graph]
+
+
+def know_share(value: tf.Tensor) -> None:
+    """Says what `share` is where an exchange has told it."""
+    step = keras_loop_step()
+    assert step is not None
+    step.shares.setdefault(_graph_of_shares(), value)
+
+
+def _graph_of_shares() -> int:
+    if tf.executing_eagerly():
+        return 0
+    return id(tf.compat.v1.get_default_graph())
+
+
+def means_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The ranks' means of numbers, weighted by their samples.
+
+    Args:
+        values: scalars; one of a rank without samples does not count.
+    """
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    parts = [value / collectives.group.world_size for value in values]
+    return collectives.all_reduce(parts, "batch/values", weighted=True)
 
 
 def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
@@ -116,6 +149,7 @@ def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
         value: floating scalar of the step.
         what: names the value in warnings.
     """
+    value = tf.convert_to_tensor(value)  # also of a variable of Keras
     step = keras_step()
     if step is None:
         return value

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +35,7 @@ class Step:
         checks: tensors that exist once all ids of the step are validated.
         shares: of the batch that this rank has, by the graph of the tensor.
         dependence: `batches.dependence.BatchDependence` of the step's values.
-        whole_values: `batches.whole_value.WholeValues` of them.
+        whole_values: `batches.whole_functions.WholeValues` of them.
         backward: whether a tape computes gradients now. Exchanges are then
             those that belong to exchanges of the forward pass.
         forward: whether a sum over the ranks is asked for that a tape
@@ -44,6 +46,9 @@ class Step:
             compute what one process computes. Means over the ranks are then
             means of equal values, and nothing is corrected for the ranks'
             parts of the batch.
+        whole: whether what is computed now is computed on the whole batch,
+            on every rank: a loss or a metric that sees all samples.
+        rows: of the whole batch, by the graph and the tensor of this rank's.
     """
 
     samples: tf.Tensor
@@ -63,6 +68,17 @@ class Step:
     forward: bool = False
     merges_rows: bool = False
     checking: bool = False
+    whole: bool = False
+    rows: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def on_whole_batch(self) -> Iterator[None]:
+        """What is computed inside is computed on the whole batch."""
+        outer, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = outer
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
@@ -105,6 +121,7 @@ class Step:
             shares={},
             dependence=None,
             whole_values=None,
+            rows={},
         )
 
 

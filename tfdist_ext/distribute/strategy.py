@@ -265,7 +265,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             i
             for i, value in enumerate(flat)
             if tf.is_tensor(value)
-            and value.dtype.is_floating
+            and tf.as_dtype(value.dtype).is_floating
             and value.shape.rank == 0
         ]
         assert self.collectives is not None

@@ -27,7 +27,10 @@ from tfdist_ext.batches.kinds import SAME
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
+from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import gradient_norms
+from tfdist_ext.keras_training import scopes
+from tfdist_ext.keras_training import whole_values
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -44,6 +47,8 @@ def install() -> None:
     _wrap(keras.metrics.Sum, "update_state", _track_sum)
     _wrap(tf.GradientTape, "gradient", _gradient)
     gradient_norms.install()
+    whole_values.install()
+    scopes.install()
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -69,7 +74,7 @@ def _allow_means() -> None:
     def call(original: Any, loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
         strategy = tf.distribute.get_strategy()
         single = getattr(strategy, "collectives", strategy) is None
-        averaged = single or whole_batch.keras_step() is not None
+        averaged = single or whole_batch.keras_loop_step() is not None
         with keras_internals.means_allowed(loss, averaged):
             return original(loss, *args, **kwargs)
 
@@ -131,7 +136,10 @@ def _loss(
     sample_weight: Any = None,
 ) -> tf.Tensor:
     """The loss of a batch, as it is to be averaged over the ranks."""
-    del step
+    if not decomposing.is_loss_local(loss, y_true, y_pred, sample_weight):
+        return whole_values.loss_of_batch(
+            step, original, loss, y_true, y_pred, sample_weight
+        )
     divisor = _divisor(loss, y_pred, sample_weight)
     if divisor is None:
         value = original(y_true, y_pred, sample_weight)

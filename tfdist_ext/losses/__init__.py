@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of retrieval, whose negatives are those of the whole batch."""
+"""Losses that see the whole batch, and what they are made of."""
 
 from tfdist_ext.losses.gathering import gather_candidates
+from tfdist_ext.losses.over_batch import batch_mean
+from tfdist_ext.losses.over_batch import batch_sum
+from tfdist_ext.losses.over_batch import gather_batch
 from tfdist_ext.losses.retrieval import Retrieval
 
-__all__ = ["Retrieval", "gather_candidates"]
+__all__ = [
+    "Retrieval",
+    "batch_mean",
+    "batch_sum",
+    "gather_batch",
+    "gather_candidates",
+]

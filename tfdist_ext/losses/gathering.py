@@ -67,7 +67,8 @@ def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
     """
     x = _checked(x)
     collectives = collectives_lib.active()
-    if collectives is None or collectives.step is None:
+    step = collectives.step if collectives else None
+    if collectives is None or step is None or step.whole:
         return x, None
     if is_symbolic_build() or is_shape_inference():
         return x, None

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is used of Keras's losses, metrics and optimizers as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.keras_internals import KERAS_3
+
+
+def function_arguments(wrapper: Any) -> dict[str, Any]:
+    """What a loss or a metric passes on to the function that it wraps."""
+    return getattr(wrapper, "_fn_kwargs", {})
+
+
+def metric_function(metric: Any) -> Any:
+    """The function of a `MeanMetricWrapper`."""
+    return metric._fn
+
+
+def strategy_of(optimizer: Any) -> Any:
+    """The strategy in whose scope an optimizer was made, None if unknown."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+def remake_states(
+    metric: Any,
+    states: Sequence[Any],
+    prepare: Callable[[Any], object] = lambda variable: None,
+) -> list[Any]:
+    """Makes variables of a metric once more, where that is asked for.
+
+    Args:
+        metric: of either Keras.
+        states: variables of it, with values that the new ones get.
+        prepare: is given TensorFlow's new variable before it gets its value.
+
+    Returns:
+        Those that cannot be replaced.
+    """
+    if not KERAS_3:
+        return _replace_states(metric, states, prepare)
+    for state in states:
+        value = state.numpy()
+        state._initialize(value)
+        prepare(state._value)
+        state.assign(value)  # a part of it, where ranks are summed
+    return []
+
+
+def _replace_states(
+    metric: Any, states: Sequence[Any], prepare: Callable[[Any], object]
+) -> list[Any]:
+    """`remake_states` for tf_keras, by the attributes that hold them."""
+    left = {id(state): state for state in states}
+    for holder in (metric, *metric._metrics):
+        # As it was bound when it was made, perhaps before it was wrapped.
+        vars(holder).pop("update_state", None)
+        for name, value in list(vars(holder).items()):
+            if id(value) not in left:
+                continue
+            state = tf.Variable(
+                value.numpy(),
+                trainable=False,
+                name=value.name.split(":")[0],
+                dtype=value.dtype,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+            prepare(state)
+            state.assign(value.numpy())
+            setattr(holder, name, state)
+            del left[id(value)]
+    return list(left.values())
+
+
+def is_keras_class(kind: type[Any]) -> bool:
+    """Whether a class is Keras's own, of either Keras."""
+    return kind.__module__.split(".")[0] in ("keras", "tf_keras")
+
+
+def is_container(value: Any) -> bool:
+    """Whether a loss or a metric is what `compile` makes of several."""
+    kind = value if isinstance(value, type) else type(value)
+    return is_keras_class(kind) and kind.__module__.endswith("compile_utils")
+
+
+def set_mask(value: Any, mask: tf.Tensor) -> None:
+    """Says what of a result counts, as `mask_of` tells it."""
+    value._keras_mask = mask
