@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import keras_objects
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.keras_internals import objects
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import whole_values
 from tfdist_ext.wrapping import wrap
@@ -35,7 +35,7 @@ def _gather_first(
     if step is not None:
         given = [
             (loss, (labels, predictions, sample_weight))
-            for loss, labels, predictions in objects.compiled_losses(
+            for loss, labels, predictions in keras_objects.compiled_losses(
                 model, y, y_pred
             )
             if not decomposing.is_loss_local(

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import value_of
 
 
 def function_arguments(wrapper: Any) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def remake_states(
     for state in states:
         value = state.numpy()
         state._initialize(value)
-        prepare(state._value)
+        prepare(value_of(state))
         state.assign(value)  # a part of it, where ranks are summed
     return []
 
