@@ -30,6 +30,7 @@ SCENARIOS = (
     "in_own_loops",
     "refuses_optimizers_outside",
     "refuses_other_rows",
+    "several_outputs_gather_once",
     "warns_of_many_bytes",
 )
 

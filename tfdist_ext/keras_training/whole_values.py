@@ -27,6 +27,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches import whole_rows
+from tfdist_ext.batches.kinds import ROWS
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
@@ -97,7 +98,10 @@ def _own_part(
         "each sample of the batch. Let it give one of these.",
     )
     with tf.control_dependencies([] if check is None else [check]):
-        return value[start : start + count]
+        part = value[start : start + count]
+    if tf.is_symbolic_tensor(part):
+        marks.set_dependence(part, ROWS)
+    return part
 
 
 def _call_overridden(
