@@ -237,7 +237,7 @@ def several_outputs_gather_once(strategy, folder):
         model = keras.Model(x, outputs)
         compiled(model, {"a": models.rmse, "b": models.masked})
     values = np.ones([8, 3], np.float32)
-    labels = {name: values[:, :1] for name in "ab"}
+    labels = dict.fromkeys("ab", values[:, :1])
     before = strategy.statistics()["labels"].get("losses/whole batch", [0])
     model.fit(values, labels, batch_size=8, verbose=0)
     after = strategy.statistics()["labels"]["losses/whole batch"]
