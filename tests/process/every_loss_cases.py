@@ -12,6 +12,7 @@ keras = tf.keras
 CLASSES = 3
 # Of classes that do not take probabilities and one-hot labels: what they do.
 KINDS = {
+    "BinaryIoU": "binary",
     "CTC": "letters",
     "CategoricalGeneralizedCrossEntropy": "numbers",
     "Circle": "numbers",

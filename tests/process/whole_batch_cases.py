@@ -44,19 +44,20 @@ def classes():
 
 
 def several_outputs(strategy):
-    """Only one of the outputs has a loss that needs the whole batch."""
+    """Two of the outputs have losses that need the whole batch."""
 
     def build():
         x = keras.Input([3])
-        outputs = {"a": models.dense()(x), "b": models.dense()(x)}
+        outputs = {name: models.dense()(x) for name in "abc"}
         model = keras.Model(x, outputs)
-        loss = {"a": models.rmse, "b": "mse"}
+        loss = {"a": models.rmse, "b": "mse", "c": models.Masked()}
         metrics = {"a": ["mae"], "b": [models.Largest()]}
-        return compiled(
-            model, loss, loss_weights={"a": 1.0, "b": 0.5}, metrics=metrics
-        )
+        weights = {"a": 1.0, "b": 0.5, "c": 0.7}
+        return compiled(model, loss, loss_weights=weights, metrics=metrics)
 
-    dataset = models.data().map(lambda x, y: (x, {"a": y, "b": 1.0 - y}))
+    dataset = models.data().map(
+        lambda x, y: (x, {"a": y, "b": 1.0 - y, "c": y})
+    )
     return fitted(strategy, build, dataset)
 
 

@@ -229,6 +229,21 @@ def gathers_once(strategy, folder):
         assert after[0] - before[0] == more
 
 
+def several_outputs_gather_once(strategy, folder):
+    """Two losses of the whole batch, on two outputs, in one exchange."""
+    with strategy.scope():
+        x = keras.Input([3])
+        outputs = {name: models.dense(name=name)(x) for name in "ab"}
+        model = keras.Model(x, outputs)
+        compiled(model, {"a": models.rmse, "b": models.masked})
+    values = np.ones([8, 3], np.float32)
+    labels = dict.fromkeys("ab", values[:, :1])
+    before = strategy.statistics()["labels"].get("losses/whole batch", [0])
+    model.fit(values, labels, batch_size=8, verbose=0)
+    after = strategy.statistics()["labels"]["losses/whole batch"]
+    assert after[0] - before[0] == 1
+
+
 def refuses_optimizers_outside(strategy, folder):
     """An optimizer that is made outside of the scope is named."""
     with strategy.scope():

@@ -261,6 +261,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> Nest:
         if self.collectives is None:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        if self._is_on_whole_batch():
+            return value
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         flat = tf.nest.flatten(value)
         reduced = self._reduce_flat(mean, flat, "gradients")
@@ -374,10 +376,15 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             for value in result
         ]
 
+    def _is_on_whole_batch(self) -> bool:
+        """Whether a loss or a metric computes what one process computes."""
+        current = self.collectives.step if self.collectives else None
+        return current is not None and current.whole
+
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
-        if self.collectives is None:
+        if self.collectives is None or self._is_on_whole_batch():
             # Stock refuses what comes from a replica: it names no device.
             return tf.convert_to_tensor(local_value(value))
         value = tf.convert_to_tensor(local_value(value))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tfdist_ext import keras_objects
 from tfdist_ext import marks
-from tfdist_ext.keras_internals import objects
 from tfdist_ext.wrapping import wrap
 
 
@@ -40,6 +40,6 @@ def _wrap_later(base: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _wrap_own(cls: type[Any], name: str, wrapper: Callable[..., Any]) -> None:
-    if name in vars(cls) and not objects.is_container(cls):
+    if name in vars(cls) and not keras_objects.is_container(cls):
         # Called as it is, and what it calls is converted or not as before.
         wrap(cls, name, wrapper).autograph_info__ = {}

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext.keras_internals import objects
+from tfdist_ext import keras_objects
 
 keras = tf.keras
 
@@ -135,7 +135,7 @@ def is_loss_local(
     function = getattr(loss, "fn", None)
     if not _is_one_of(function, _named(_LOSSES)):
         return False
-    arguments = objects.function_arguments(loss)
+    arguments = keras_objects.function_arguments(loss)
     weighted = sample_weight is not None
     return _is_by_sample(function, arguments, (y_true, y_pred), weighted)
 
@@ -155,8 +155,8 @@ def is_metric_local(metric: Any, args: tuple[Any, ...], weighted: bool) -> bool:
     known = _known_class(type(metric))
     if known in [getattr(keras.metrics, name) for name in _ELEMENT_METRICS]:
         return True
-    function = objects.metric_function(metric)
-    arguments = objects.function_arguments(metric)
+    function = keras_objects.metric_function(metric)
+    arguments = keras_objects.function_arguments(metric)
     functions = _named((*_LOSSES, *_METRIC_FUNCTIONS))
     stock = known is not keras.metrics.MeanMetricWrapper
     if len(args) < 2 or not (stock or _is_one_of(function, functions)):
@@ -202,7 +202,7 @@ def _known_class(kind: type[Any]) -> type[Any] | None:
     for each in kind.__mro__:
         if each in _metric_classes():
             return each
-        if objects.is_keras_class(each):
+        if keras_objects.is_keras_class(each):
             return None
     return None
 

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext import keras_objects
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.keras_internals import objects
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import whole_values
 from tfdist_ext.keras_training.loop_start import samples_of
@@ -62,7 +62,7 @@ def _optimizers_of(model: Any) -> list[Any]:
 
 def _check_optimizer(model: Any, optimizer: Any) -> None:
     strategy = model.distribute_strategy
-    made_in = objects.strategy_of(optimizer)
+    made_in = keras_objects.strategy_of(optimizer)
     if made_in is None or made_in is strategy:
         return
     raise ValueError(
@@ -117,7 +117,7 @@ def move_metric(metric: Any, strategy: Any) -> None:
             internals.read_from_first(variable)
 
     with strategy.scope():
-        left = objects.remake_states(metric, outside, prepare)
+        left = keras_objects.remake_states(metric, outside, prepare)
     if left:
         names = ", ".join(variable.name for variable in left)
         raise ValueError(

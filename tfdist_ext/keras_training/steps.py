@@ -29,6 +29,7 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import gradient_norms
+from tfdist_ext.keras_training import outputs
 from tfdist_ext.keras_training import scopes
 from tfdist_ext.keras_training import whole_values
 from tfdist_ext.wrapping import wrap
@@ -48,6 +49,7 @@ def install() -> None:
     _wrap(tf.GradientTape, "gradient", _gradient)
     gradient_norms.install()
     whole_values.install()
+    outputs.install()
     scopes.install()
 
 

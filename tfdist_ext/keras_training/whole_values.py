@@ -22,13 +22,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext import keras_objects
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches import whole_rows
+from tfdist_ext.batches.kinds import ROWS
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
-from tfdist_ext.keras_internals import objects
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training.all_classes import wrap_classes
 from tfdist_ext.wrapping import wrap
@@ -97,7 +98,10 @@ def _own_part(
         "each sample of the batch. Let it give one of these.",
     )
     with tf.control_dependencies([] if check is None else [check]):
-        return value[start : start + count]
+        part = value[start : start + count]
+    if tf.is_symbolic_tensor(part):
+        marks.set_dependence(part, ROWS)
+    return part
 
 
 def _call_overridden(
@@ -110,7 +114,7 @@ def _call_overridden(
     """A loss whose class computes more than one value per sample itself."""
     step = whole_batch.keras_step()
     call = functools.partial(keras_internals.converted(original), loss)
-    if step is None or objects.is_container(loss):
+    if step is None or keras_objects.is_container(loss):
         return call(y_true, y_pred, sample_weight)
     return loss_of_batch(step, call, loss, y_true, y_pred, sample_weight)
 
@@ -127,7 +131,7 @@ def update_metric(
 ) -> Any:
     """Updates a metric, by the whole batch where it does not decompose."""
     step = whole_batch.keras_loop_step()
-    if step is None or step.checking or objects.is_container(metric):
+    if step is None or step.checking or keras_objects.is_container(metric):
         return original(metric, *args, **kwargs)
     if not step.whole:
         if not _is_outermost(original, metric):  # of a class it comes from
@@ -224,7 +228,7 @@ def whole(step: Step, who: str, values: Nest, exchanged: bool = False) -> Nest:
     for i, each in zip(indices, found, strict=False):
         flat[i] = whole_rows.connected(each, exchanged)
     for i, mask in zip(masked, found[len(indices) :], strict=True):
-        objects.set_mask(flat[i], mask.rows)
+        keras_objects.set_mask(flat[i], mask.rows)
     return tf.nest.pack_sequence_as(values, flat)
 
 
@@ -380,7 +384,7 @@ def _add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
     local = decomposing.is_metric_class_local(type(metric))
     if collectives_lib.active() is None or local:
         return variable
-    if objects.is_keras_class(type(metric)):
+    if keras_objects.is_keras_class(type(metric)):
         return variable
 
     def read_as_is() -> None:

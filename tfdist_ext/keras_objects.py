@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import value_of
 
 
 def function_arguments(wrapper: Any) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def remake_states(
     for state in states:
         value = state.numpy()
         state._initialize(value)
-        prepare(state._value)
+        prepare(value_of(state))
         state.assign(value)  # a part of it, where ranks are summed
     return []
 
@@ -92,3 +93,49 @@ def is_container(value: Any) -> bool:
 def set_mask(value: Any, mask: tf.Tensor) -> None:
     """Says what of a result counts, as `mask_of` tells it."""
     value._keras_mask = mask
+
+
+def compiled_losses(
+    model: Any, y: Any, y_pred: Any
+) -> list[tuple[Any, Any, Any]]:
+    """The losses of `compile`, and the labels and predictions of each.
+
+    Args:
+        model: of either Keras.
+        y: labels of the outputs.
+        y_pred: the outputs.
+
+    Returns:
+        Nothing where that is not told before the losses are called.
+    """
+    if KERAS_3:
+        losses = getattr(model, "_compile_loss", None)
+        found = getattr(losses, "_flat_losses", None) or []
+        try:
+            return [
+                (each.loss, _at(each.path, y), _at(each.path, y_pred))
+                for each in found
+            ]
+        except (KeyError, IndexError, TypeError):
+            return []
+    losses = getattr(model, "compiled_loss", None)
+    if losses is None or y is None:
+        return []
+    labels = tf.nest.flatten(losses._conform_to_outputs(y_pred, y))
+    if not losses.built:
+        losses.build(y_pred)
+    flat = tf.nest.flatten(y_pred)
+    if not len(losses._losses) == len(labels) == len(flat):
+        return []
+    triples = zip(losses._losses, labels, flat, strict=True)
+    return [
+        (loss, y, predicted)
+        for loss, y, predicted in triples
+        if loss is not None and y is not None
+    ]
+
+
+def _at(path: Sequence[Any], value: Any) -> Any:
+    for part in path:
+        value = value[part]
+    return value
