@@ -202,5 +202,6 @@ PUBLIC = {
         "Adam",
         "Ftrl",
         "RowWiseAdagrad",
+        "element_wise",
     },
 }
