@@ -150,7 +150,6 @@ class OwnBranches(Stateful):
         return x + self.seen
 
 
-
 class Teacher(keras.Model):
     """A second model that follows the first in each step."""
 

@@ -25,6 +25,9 @@ from tfdist_ext.collectives.tags import Tags
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
+# Of all strategies of the process: what is staged by a name outlives them.
+_place_numbers = itertools.count()
+
 
 class Collectives:
     """The exchanges of one strategy over its process group.
@@ -58,7 +61,6 @@ class Collectives:
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
-        self._place_numbers = itertools.count()
         self._depth = 0  # of `together`
 
     @property
@@ -226,7 +228,7 @@ class Collectives:
     def place_of(self, layer: Any) -> str:
         """A name for what is kept for a layer; names of layers may repeat."""
         if layer not in self._places:
-            self._places[layer] = f"{layer.name}/{next(self._place_numbers)}"
+            self._places[layer] = f"{layer.name}/{next(_place_numbers)}"
         return self._places[layer]
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:

@@ -231,9 +231,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(shown)
 
 
-def mean(
-    collectives: Collectives, values: list[tf.Tensor]
-) -> list[tf.Tensor]:
+def mean(collectives: Collectives, values: list[tf.Tensor]) -> list[tf.Tensor]:
     """The means over the ranks, weighted by the step's samples.
 
     Args:
