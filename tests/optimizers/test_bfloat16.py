@@ -164,6 +164,6 @@ def test_every_step_and_use_has_a_seed_of_its_own():
     optimizer.build([table])
     seeds = set()
     for _ in range(4):
-        seeds |= {int(optimizer._rounding_seed(table, use)) for use in range(3)}
+        seeds |= {int(optimizer.rounding_seed(table, use)) for use in range(3)}
         optimizer.iterations.assign_add(1)
     assert len(seeds) == 4 * 3

@@ -390,23 +390,6 @@ class Collectives:
                 value.set_shape(tensor.shape)
             return value
 
-    def of_first(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
-        """Rank 0's tensor, on every rank.
-
-        Args:
-            tensor: of this rank, of the same dtype and shape on all.
-            label: names the exchange in errors.
-        """
-        with self._exchanging(label):
-            value = collective_ops.broadcast(
-                self.group,
-                tensor,
-                root=0,
-                tag=self.tag(label, "broadcast", tensor.dtype),
-                label=label,
-            )
-        return tf.ensure_shape(value, tensor.shape)
-
     def barrier(self, label: str) -> None:
         """Ends when all ranks have come here."""
         with self._exchanging(label):

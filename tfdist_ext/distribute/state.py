@@ -22,6 +22,7 @@ from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.sum_or_mean import MEAN
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import tensor_of_first_rank
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.distribute.equal_values import is_equal
 from tfdist_ext.wrapping import wrap
@@ -132,7 +133,7 @@ class _Writing:
             return value
         value = tf.convert_to_tensor(value, self._component.dtype)
         if aggregation == _Aggregation.ONLY_FIRST_REPLICA:
-            return self._collectives.of_first(value, _LABEL)
+            return tensor_of_first_rank(value, self._collectives, _LABEL)
         if aggregation == _Aggregation.NONE and not self._of_keras:
             value = _averageable(self._step, value)
         return mean(self._collectives, [value])[0]
@@ -192,7 +193,8 @@ def settle(collectives: Collectives, step: Step) -> None:
             variable.assign(value)
         for variable in later:
             if not variable.dtype.is_floating:
-                value = collectives.of_first(variable.read_value(), _LABEL)
+                value = variable.read_value()
+                value = tensor_of_first_rank(value, collectives, _LABEL)
                 variable.assign(value)
     assigned = {id(each): each for each in step.assigned}.values()
     new = [each for each in assigned if not marks.is_named(each)]

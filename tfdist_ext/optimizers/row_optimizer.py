@@ -143,7 +143,7 @@ class RowOptimizer(KerasDifferences):
             self._native(variable),
             self._rows_changed(gradient, variable),
             longest,
-            self._rounding_seed(variable, use=2),
+            self.rounding_seed(variable, use=2),
         )
 
     def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
@@ -192,7 +192,7 @@ class RowOptimizer(KerasDifferences):
             keys.adopt_slot(self._native(slot), float(value))
         return slot
 
-    def _rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
+    def rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
         """Another seed per step, variable, rank and use within a step.
 
         Args:
@@ -227,7 +227,7 @@ class RowOptimizer(KerasDifferences):
                 optimizer_ops.scale_table(
                     variable,
                     1 - self.weight_decay * rate,
-                    rounding_seed=self._rounding_seed(variable, use=1),
+                    rounding_seed=self.rounding_seed(variable, use=1),
                 )
             else:
                 rate = tf.cast(self.learning_rate, variable.dtype)

@@ -89,18 +89,13 @@ class KeyShard(tf.Module):
                     self._seed, f"{spec.table}/seed of rows"
                 )
         checkpoint_slices.save_by(self, self._saved, self._restore)
-        self._steps = _Steps(KeySteps())
+        self.steps = KeySteps()
         self._slots = _Slots()
         self._read_buckets = 0
         self._exported = _Exported()
         self.texts: KeyTexts | None = None
         if config.keep_text:
             self.texts = KeyTexts(spec.table, self.handle, collectives)
-
-    @property
-    def steps(self) -> KeySteps:
-        """When the steps begin that the vocabulary counts."""
-        return self._steps.counted
 
     def attach(self, variable: Any) -> None:
         """Says that this is of a table.
@@ -384,13 +379,6 @@ class _Exported:
     """What is being saved, which a module would take for a part of itself."""
 
     pieces: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class _Steps:
-    """A variable that a module would save, though it says nothing later."""
-
-    counted: KeySteps
 
 
 @dataclasses.dataclass
