@@ -82,7 +82,7 @@ class Codebook(Stateful):
         if training:
             counts = tf.reduce_sum(chosen, axis=0)
             self.counts.assign(0.8 * self.counts + 0.2 * counts)
-            sums = tf.reduce_sum(chosen[:, :, None] * x[:, None], axis=0)
+            sums = tf.matmul(chosen, x, transpose_a=True)
             self.sums.assign(0.8 * self.sums + 0.2 * sums)
             self.codes.assign(self.sums / self.counts[:, None])
         quantized = tf.matmul(chosen, tf.convert_to_tensor(self.codes))

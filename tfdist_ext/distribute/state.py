@@ -19,12 +19,11 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.sum_or_mean import MEAN
+from tfdist_ext.batches.dependence import SAME
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import tensor_of_first_rank
 from tfdist_ext.collectives.step import Step
-from tfdist_ext.distribute.equal_values import is_equal
 from tfdist_ext.wrapping import wrap
 
 _LOG = logging.getLogger("tfdist_ext")
@@ -88,6 +87,11 @@ def _write(
         return update(component, value, **options)
 
 
+def _is_equal(step: Step, value: tf.Tensor) -> bool:
+    """Whether a value is equal on all ranks, as far as its graph tells."""
+    return whole_batch.kind_of(step, value).name == SAME
+
+
 class _Writing:
     """One assignment of a step.
 
@@ -129,13 +133,18 @@ class _Writing:
         if self._is_later(value):
             self._step.later.append(self._component)
             return value
-        if is_equal(value):
-            return value
         value = tf.convert_to_tensor(value, self._component.dtype)
+        in_function = self._step.inner_function() is not None
+        if not in_function and _is_equal(self._step, value):
+            return value
         if aggregation == _Aggregation.ONLY_FIRST_REPLICA:
             return tensor_of_first_rank(value, self._collectives, _LABEL)
-        if aggregation == _Aggregation.NONE and not self._of_keras:
-            value = _averageable(self._step, value)
+        own = aggregation == _Aggregation.NONE and not self._of_keras
+        if own and not in_function:
+            what = f"Variable '{self._variable.name}'"
+            value = whole_batch.averageable(value, what)
+        if marks.is_reduced(value):
+            return value
         return mean(self._collectives, [value])[0]
 
     def _check_float(self, aggregation: Any) -> None:
@@ -243,18 +252,3 @@ def mean(collectives: Collectives, values: list[tf.Tensor]) -> list[tf.Tensor]:
     ranks = collectives.group.world_size
     parts = [value / tf.constant(ranks, value.dtype) for value in values]
     return collectives.all_reduce(parts, _LABEL, weighted=True)
-
-
-def _averageable(step: Step, value: tf.Tensor) -> tf.Tensor:
-    """A value whose mean over the ranks is that of one process.
-
-    What is known to be a sum over the samples is scaled to that of all.
-    """
-    if not step.weighted or not tf.is_symbolic_tensor(value):
-        return value
-    if whole_batch.growth_in(step).of(value) == MEAN:
-        return value
-    try:
-        return whole_batch.averageable(value)
-    except ValueError:  # sums and others in one, which cannot be told apart
-        return value
