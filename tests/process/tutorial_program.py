@@ -66,9 +66,8 @@ def write_filepath(filepath, task_type, task_id, cluster_spec):
     return os.path.join(dirpath, base)
 
 
-def custom_loop(strategy, folder, task, num_epochs):
-    """The second tutorial; returns where it began and the losses."""
-    checkpoint_dir = os.path.join(folder, "ckpt")
+def custom_model(strategy):
+    """Model, step, data and metric of the second tutorial."""
     with strategy.scope():
         keras.utils.set_random_seed(1)
         model = build_model()
@@ -107,6 +106,13 @@ def custom_loop(strategy, folder, task, num_epochs):
             tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None
         )
 
+    return model, train_step, dataset, train_accuracy
+
+
+def custom_loop(strategy, folder, task, num_epochs):
+    """The second tutorial; returns where it began and the losses."""
+    checkpoint_dir = os.path.join(folder, "ckpt")
+    model, train_step, dataset, train_accuracy = custom_model(strategy)
     epoch = tf.Variable(tf.constant(0, tf.int64), name="epoch")
     step_in_epoch = tf.Variable(tf.constant(0, tf.int64), name="step_in_epoch")
     checkpoint = tf.train.Checkpoint(

@@ -25,10 +25,6 @@ from tfdist_ext.collectives.tags import Tags
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
-# Of all strategies of the process: what is staged by a name outlives them.
-_place_numbers = itertools.count()
-
-
 class Collectives:
     """The exchanges of one strategy over its process group.
 
@@ -45,6 +41,8 @@ class Collectives:
         loop: of Keras, the outermost that runs.
         ops: what carries tensors; this package unless told otherwise.
     """
+
+    _places_of_all = itertools.count()  # of all strategies of the process
 
     def __init__(
         self, group: ProcessGroup, gradient_dtype: tf.DType = tf.float32
@@ -228,7 +226,7 @@ class Collectives:
     def place_of(self, layer: Any) -> str:
         """A name for what is kept for a layer; names of layers may repeat."""
         if layer not in self._places:
-            self._places[layer] = f"{layer.name}/{next(_place_numbers)}"
+            self._places[layer] = f"{layer.name}/{next(self._places_of_all)}"
         return self._places[layer]
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:

@@ -140,7 +140,7 @@ class _Writing:
         if aggregation == _Aggregation.ONLY_FIRST_REPLICA:
             return tensor_of_first_rank(value, self._collectives, _LABEL)
         own = aggregation == _Aggregation.NONE and not self._of_keras
-        if own and not in_function:
+        if own and not in_function and tf.is_symbolic_tensor(value):
             what = f"Variable '{self._variable.name}'"
             value = whole_batch.averageable(value, what)
         if marks.is_reduced(value):
