@@ -92,6 +92,13 @@ def _is_equal(step: Step, value: tf.Tensor) -> bool:
     return whole_batch.kind_of(step, value).name == SAME
 
 
+def _as_argument(aggregation: Any) -> str:
+    """How the Keras in use is given an aggregation."""
+    if keras_internals.KERAS_3:
+        return repr(aggregation.name.lower())
+    return f"tf.VariableAggregation.{aggregation.name}"
+
+
 class _Writing:
     """One assignment of a step.
 
@@ -151,13 +158,9 @@ class _Writing:
         dtype = self._component.dtype
         if dtype.is_floating:
             return
-        given = aggregation.name.lower()
-        prefix = "" if keras_internals.KERAS_3 else "tf.VariableAggregation."
-        names = ("sum", "only_first_replica")
-        if prefix:
-            names = tuple(name.upper() for name in names)
-        quote = "" if prefix else "'"
-        first, second = (f"{quote}{prefix}{name}{quote}" for name in names)
+        given = _as_argument(aggregation)
+        first = _as_argument(_Aggregation.SUM)
+        second = _as_argument(_Aggregation.ONLY_FIRST_REPLICA)
         raise ValueError(
             f"Variable '{self._variable.name}' ({dtype.name}) is assigned in "
             "a step, where each rank has a value of its own, and nothing "
