@@ -140,6 +140,7 @@ ROOMS = {
         "sharding",
         "tables",
         "tensorflow_internals",
+        "wrapping",
     },
 }
 WITHOUT_TENSORFLOW = (

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from tfdist_ext.collectives.tags import Tags
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
+
 class Collectives:
     """The exchanges of one strategy over its process group.
 
@@ -41,8 +41,6 @@ class Collectives:
         loop: of Keras, the outermost that runs.
         ops: what carries tensors; this package unless told otherwise.
     """
-
-    _places_of_all = itertools.count()  # of all strategies of the process
 
     def __init__(
         self, group: ProcessGroup, gradient_dtype: tf.DType = tf.float32
@@ -226,7 +224,7 @@ class Collectives:
     def place_of(self, layer: Any) -> str:
         """A name for what is kept for a layer; names of layers may repeat."""
         if layer not in self._places:
-            self._places[layer] = f"{layer.name}/{next(self._places_of_all)}"
+            self._places[layer] = f"{layer.name}/{next(calls.place_numbers)}"
         return self._places[layer]
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
