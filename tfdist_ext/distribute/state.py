@@ -80,7 +80,8 @@ def _write(
         return original(variable, update, value, **options)
     (component,) = strategy.experimental_local_results(variable)
     writer = keras_internals.writing_module()
-    if not step.checking and not keras_internals.writes_alone(writer):
+    equal = step.checking or step.whole  # all ranks compute it on all samples
+    if not equal and not keras_internals.writes_alone(writer):
         writing = _Writing(collectives, step, variable, component, writer)
         value = writing.whole(value)
     with tf.control_dependencies(step.checks_here()):
