@@ -19,7 +19,7 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.kinds import SAME
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import tensor_of_first_rank
