@@ -32,7 +32,6 @@ ROOMS = {
         "keras_internals",
         "marks",
         "ops",
-        "optimizers",
         "planner",
         "tables",
         "tensorflow_internals",
@@ -55,6 +54,7 @@ ROOMS = {
         "marks",
         "ops",
         "prefetch",
+        "sharding",
         "tables",
         "tensorflow_internals",
     },
@@ -129,6 +129,7 @@ ROOMS = {
         "callbacks",
         "checkpoints",
         "collectives",
+        "keras_internals",
         "keras_training",
         "launcher",
         "layers",
@@ -141,6 +142,7 @@ ROOMS = {
         "sharding",
         "tables",
         "tensorflow_internals",
+        "wrapping",
     },
 }
 WITHOUT_TENSORFLOW = (
@@ -204,5 +206,6 @@ PUBLIC = {
         "Adam",
         "Ftrl",
         "RowWiseAdagrad",
+        "element_wise",
     },
 }

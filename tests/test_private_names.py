@@ -71,6 +71,7 @@ PRIVATE_KERAS = {
     "_saved_model_inputs_spec",
     "_scratch_graph",
     "_should_save_model",
+    "_trainable_variables",
     "_training_metadata_path",
     "_training_state",
     "_update_model_variables_moving_average",

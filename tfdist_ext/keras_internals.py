@@ -25,6 +25,18 @@ keras = tf.keras
 # tf.keras of tf_keras has no __version__; `ops` came with Keras 3.
 KERAS_3 = hasattr(keras, "ops")
 
+_MODULES = ("keras.", "tf_keras.")
+# What is between an assignment and the code that it is in.
+_ASSIGNING = (
+    "tensorflow.",
+    "tfdist_ext.",
+    "keras.src.backend.",
+    "keras.src.utils.",
+    "tf_keras.src.backend",
+    "contextlib",
+    "functools",
+)
+
 # Methods that this package wraps.
 LOOPS = ("fit", "evaluate", "predict")  # Model
 BUILD_BY_SHAPES = "_maybe_symbolic_build"  # Model, Keras 3
@@ -137,6 +149,11 @@ def is_built(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "built", built))
 
 
+def trained_by(optimizer: Any) -> Sequence[Any]:
+    """The variables that an optimizer of Keras 3 was built for."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
 def compile_config(model: Any) -> dict[str, Any]:
     """What a model of Keras was compiled with, by argument."""
     config = getattr(model, "_compile_config", None)
@@ -210,6 +227,41 @@ def forgetting_inputs(model: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model, name, value)
+
+
+def writing_module() -> str:
+    """The module whose code assigns a variable, below TensorFlow's own.
+
+    Also below the variables of Keras 3.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_ASSIGNING):
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def is_of_keras(module: str) -> bool:
+    """Whether a module is one of Keras's."""
+    return module.startswith(_MODULES)
+
+
+def writes_alone(module: str) -> bool:
+    """Whether what a module assigns is not to be made one for all ranks.
+
+    Optimizers count steps and scale losses, and random generators count what
+    they have drawn: that is the same on all ranks. States of a recurrent
+    layer are those of this rank's samples.
+
+    Args:
+        module: by `writing_module`.
+    """
+    parts = ("optimizers", "random", "layers.rnn", "mixed_precision")
+    start = module.partition(".")[0]
+    names = tuple(f"{start}.src.{part}" for part in parts)
+    return is_of_keras(module) and module.startswith(names)
 
 
 def averages_of(optimizer: Any) -> Sequence[Any]:

@@ -133,6 +133,16 @@ def does_work_over_ranks(optimizer: Any) -> bool:
     return getattr(optimizer, "_tfdist_row_updates", False)
 
 
+def set_element_wise(optimizer: type[Any]) -> None:
+    """Says that an optimizer's class updates every element by itself."""
+    optimizer._tfdist_element_wise = True
+
+
+def is_element_wise(optimizer: type[Any]) -> bool:
+    """Whether `set_element_wise` was said of a class, not of its bases."""
+    return "_tfdist_element_wise" in vars(optimizer)
+
+
 def set_exported(model: Any, exported: Any) -> None:
     """Says what a model was when it was last exported for deltas."""
     object.__setattr__(model, "_tfdist_exported", exported)
@@ -200,6 +210,16 @@ def set_extended(base: Any) -> None:
 def is_extended(base: Any) -> bool:
     """Whether `set_extended` was said of a class itself."""
     return "_tfdist_extended" in vars(base)
+
+
+def set_named(variable: Any) -> None:
+    """Says that the log has named a variable that steps assign."""
+    variable._tfdist_named = True
+
+
+def is_named(variable: Any) -> bool:
+    """Whether `set_named` was said of a variable."""
+    return "_tfdist_named" in vars(variable)
 
 
 def set_distributed(dataset: Any, samples: int) -> None:

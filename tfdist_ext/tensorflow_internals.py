@@ -35,6 +35,7 @@ CollectiveAllReduceExtended = (
 DistributedValues = values.DistributedValues
 FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
+MirroredVariable = values.MirroredVariable
 # What `tf.is_tensor` knows, and Keras takes as an input.
 NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
@@ -50,6 +51,8 @@ COLOCATION = "_class"
 OWN_GRADIENT = "_gradient_op_type"
 # A function of that module: is given all ops before they are saved.
 VERIFY_OPS = "_verify_ops"
+# A method of mirrored variables: does what a replica assigns.
+WRITE_IN_REPLICA = "_update_replica"
 
 
 def keep_as_written(package: str) -> None:
@@ -245,6 +248,11 @@ def ops_of(definition: Any) -> set[str]:
         for nodes in (definition.node, *(f.node_def for f in library))
         for node in nodes
     }
+
+
+def is_mirrored(variable: Any) -> bool:
+    """Whether a variable is one that a strategy mirrors."""
+    return isinstance(variable, MirroredVariable)
 
 
 def components(value: Any) -> list[tf.Variable]:

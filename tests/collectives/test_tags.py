@@ -41,3 +41,21 @@ def test_steps_of_other_names_are_found_when_they_are_traced():
     for message in run_on_ranks(2, program):
         assert "'step train_0'" in message
         assert "'step train_1'" in message
+
+
+def test_what_is_staged_for_a_layer_is_found_by_its_strategy_only():
+    """The staged ids of a closed strategy outlive it in the process."""
+
+    class Layer:
+        name = "embedding"
+
+    def program(group):
+        layer = Layer()
+        places = [Collectives(group).place_of(layer) for _ in range(2)]
+        collectives = Collectives(group)
+        again = [collectives.place_of(layer) for _ in range(2)]
+        return [*places, again[0]], again
+
+    for (first, second, third), again in run_on_ranks(2, program):
+        assert len({first, second, third}) == 3
+        assert again == [third, third]

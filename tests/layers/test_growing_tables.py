@@ -36,11 +36,12 @@ def learn(layer, keys, optimizer=None):
     with tf.GradientTape() as tape:
         found = layer({"a": keys})["a"]
         loss = tf.reduce_sum(found)
-    if optimizer is not None:
-        weights = layer.trainable_variables
-        optimizer.apply_gradients(
-            zip(tape.gradient(loss, weights), weights, strict=True)
-        )
+    # Which ends the step: its keys may be evicted.
+    optimizer = optimizer or tfdist_ext.optimizers.SGD(0.0)
+    weights = layer.trainable_variables
+    optimizer.apply_gradients(
+        zip(tape.gradient(loss, weights), weights, strict=True)
+    )
     return found.numpy()[:, 0].tolist()
 
 
@@ -272,3 +273,62 @@ def test_a_served_key_without_a_row_shares_one_where_its_bucket_is_full(
     late = [row.tolist() for row in rows[-100:]]
     assert 20 < late.count(shared.tolist()) < 80
     assert late.count([0.0] * DIM) == 100 - late.count(shared.tolist())
+
+
+def twice(layer, keys, how):
+    """Looks up in two graphs of one step, under the tape of the caller."""
+
+    @tf.function
+    def function(part):
+        return layer({"a": part})["a"]
+
+    def branch(part):
+        return tf.cond(
+            tf.size(part) > 0,
+            lambda: layer({"a": part})["a"],
+            lambda: tf.zeros([tf.shape(part)[0], DIM]),
+        )
+
+    def plain(part):
+        return layer({"a": part})["a"]
+
+    ways = {
+        "eager": (plain, plain),
+        "function": (function, function),
+        "branch": (plain, branch),
+        "branches": (branch, branch),
+    }
+    return [way(part) for way, part in zip(ways[how], keys, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["eager", "function", "branch", "branches"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_keys_of_a_step_are_not_evicted_before_their_gradients(how, graph):
+    """Lookups of one step advance the clock once, whatever graphs they are in.
+
+    There are rows for the first lookup only: the second one's keys share one.
+    """
+    layer = layer_of(DynamicVocabulary(2, evict="lru", full="shared_row"))
+    layer.build({"a": (None, 1)})
+    optimizer = tfdist_ext.optimizers.SGD(1.0)
+    optimizer.build(layer.trainable_variables)
+
+    def step(first, second):
+        with tf.GradientTape() as tape:
+            found = twice(layer, [first, second], how)
+            loss = 3 * tf.reduce_sum(found[0]) + tf.reduce_sum(found[1])
+        weights = layer.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    run = tf.function(step) if graph else step
+    run(tf.constant([[1], [2]]), tf.constant([[3], [4]]))
+    found = layer.get_vocabularies()["t"]
+    assert found["keys"].tolist() == [1, 2]
+    assert layer.vocabulary_counts()["t"]["step"] == 1
+    table = layer.get_embedding_tables()["t"]
+    np.testing.assert_allclose(table[1:, 0], [-2.0, -2.0])
+    np.testing.assert_allclose(table[0, 0], 1.0 - 2.0)
+    run(tf.constant([[5], [6]]), tf.constant([[5], [6]]))
+    assert layer.vocabulary_counts()["t"]["step"] == 2
+    assert layer.get_vocabularies()["t"]["keys"].tolist() == [5, 6]

@@ -155,3 +155,15 @@ def test_two_tables_are_rounded_differently():
     slices = tf.IndexedSlices(tf.ones([9, 9]), tf.range(9), tf.constant([9, 9]))
     optimizer.apply_gradients([(slices, table) for table in tables])
     assert (as_float(tables[0]) != as_float(tables[1])).any()
+
+
+def test_every_step_and_use_has_a_seed_of_its_own():
+    """That of a limit to the norm was that of the next step's update."""
+    table = make_table("bfloat16")
+    optimizer = optimizers.SGD(1e-3)
+    optimizer.build([table])
+    seeds = set()
+    for _ in range(4):
+        seeds |= {int(optimizer.rounding_seed(table, use)) for use in range(3)}
+        optimizer.iterations.assign_add(1)
+    assert len(seeds) == 4 * 3

@@ -201,12 +201,50 @@ def test_clipping_by_keras_is_refused(option):
     unsupported.check_supported(optimizers.Adagrad(0.1, **{option: 1.0}))
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Lamb"])
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
 def test_optimizers_that_need_the_whole_table_are_refused(name):
     if not hasattr(tf.keras.optimizers, name):
         pytest.skip(f"this Keras has no {name}")
     with pytest.raises(ValueError, match=f"{name} cannot train a partitioned"):
-        unsupported.check_supported(getattr(tf.keras.optimizers, name)())
+        unsupported.check_supported(getattr(tf.keras.optimizers, name)(0.1))
+
+
+def test_optimizers_that_nobody_knows_are_refused_until_they_are_declared():
+    stock = tf.keras.optimizers.SGD
+
+    class LARS(stock):
+        def update_step(self, gradient, variable, *rate):
+            super().update_step(gradient, variable, *rate)
+
+    class Renamed(stock):
+        def build(self, variables):
+            super().build(variables)
+
+        def get_config(self):
+            return super().get_config()
+
+    class NovoGrad(tf.keras.optimizers.Optimizer):
+        def __init__(self, rate):
+            super().__init__(rate, name="novograd")
+
+    for kind, reason in (
+        (LARS, "LARS overrides `update_step`"),
+        (type("Clips", (Renamed,), {"apply_gradients": print}), "overrides"),
+        (NovoGrad, "none of those of Keras"),
+    ):
+        with pytest.raises(ValueError, match=reason) as error:
+            unsupported.check_supported(kind(0.1))
+        assert "tfdist_ext.optimizers.element_wise" in str(error.value)
+    unsupported.check_supported(Renamed(0.1))
+    declared = optimizers.element_wise(LARS)
+    unsupported.check_supported(declared(0.1))
+    again = type("Again", (declared,), {"update_step": stock.update_step})
+    with pytest.raises(ValueError, match="Again overrides `update_step`"):
+        unsupported.check_supported(again(0.1))
+    with pytest.raises(ValueError, match="clipnorm"):
+        unsupported.check_supported(declared(0.1, clipnorm=1.0))
+    with pytest.raises(TypeError, match="class of optimizers"):
+        optimizers.element_wise(declared(0.1))
 
 
 def test_loss_scale_optimizer_is_refused():

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers' options, against one process."""
 
+import contextlib
+import functools
+
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdist_ext
@@ -168,3 +172,80 @@ def accumulation(strategy, folder):
         raise AssertionError("accumulated")
     except ValueError as error:
         assert "SGD: argument `gradient_accumulation_steps`" in str(error)
+
+
+class _Callable:
+    """Updates a variable; has no closure to be looked into."""
+
+    def __call__(self, variable, rows):
+        return variable.scatter_sub(rows)
+
+
+def update_functions(strategy, folder):
+    """Whatever can be called may update a part; foreign rows are refused."""
+    with strategy.scope():
+        layer = FullSparse(UNITS, SMALL, sharding="row")
+        layer.build([None, 3])
+    table = layer.kernel.value if KERAS_3 else layer.kernel
+    before = strategy.gather_table(layer)
+
+    def add(variable, value):
+        return variable.assign_add(tf.fill(variable.shape, value))
+
+    update = strategy.extended.update
+    update(table, functools.partial(add, value=1.0))
+    update(table, lambda variable, value: add(variable, value), args=(2.0,))
+    np.testing.assert_allclose(strategy.gather_table(layer), before + 3.0)
+    foreign = tf.IndexedSlices(tf.ones([1, UNITS]), [0], [SMALL, UNITS])
+    for function in (
+        _Callable(),
+        functools.partial(_Callable.__call__, _Callable()),
+    ):
+        with pytest.raises(ValueError, match="not come from its layer's"):
+            update(table, function, args=(foreign,))
+    np.testing.assert_allclose(strategy.gather_table(layer), before + 3.0)
+
+
+def foreign_gradients(strategy, folder):
+    """A gradient by the kernel itself, whatever the optimizer is made of."""
+    with strategy.scope():
+        layer = FullSparse(UNITS, SMALL, sharding="row")
+        layer.build([None, 3])
+        chosen = keras.optimizers.SGD(0.1)
+
+        class Wrapped(keras.optimizers.SGD):
+            """Updates by an object that hides the optimizer."""
+
+            def update_step(self, *arguments):
+                functools.partial(super().update_step)(*arguments)
+
+        wrapped = tfdist_ext.optimizers.element_wise(Wrapped)(0.1)
+    variables = layer.trainable_variables
+    shape = variables[0].shape
+    for optimizer in (chosen, wrapped):
+
+        def step(optimizer=optimizer):
+            optimizer.apply_gradients([(tf.ones(shape), variables[0])])
+
+        with pytest.raises(ValueError, match="got a gradient that does not"):
+            strategy.run(step)
+
+
+def undeclared_optimizer(strategy, folder):
+    """One that is on no list trains no table, and dense layers only."""
+
+    class LARS(keras.optimizers.SGD):
+        def update_step(self, *arguments):
+            super().update_step(*arguments)
+
+    x = np.arange(24).reshape(8, 3) % SMALL
+    for table in (True, False):
+        with strategy.scope():
+            first = FullSparse(UNITS, SMALL, sharding="row")
+            if not table:
+                first = keras.layers.Dense(UNITS)
+            model = keras.Sequential([first, keras.layers.Dense(1)])
+            model.compile(LARS(0.1), "mse")
+        refused = pytest.raises(ValueError, match="LARS cannot train")
+        with refused if table else contextlib.nullcontext():
+            model.fit(x, np.ones([8, 1], np.float32), verbose=0)

@@ -96,7 +96,8 @@ def read_fails(strategy, folder):
         data.write_bytes(content)
     strategy.collectives.barrier("damaged")
     _fails_everywhere(strategy, lambda: saver.restore(new), "Checksum")
-    missing = new if strategy.rank == 0 else f"{new}-missing"
+    # The path of rank 0 counts.
+    missing = f"{new}-missing" if strategy.rank == 0 else new
     _fails_everywhere(strategy, lambda: saver.read(missing), "new-missing")
     # Another shape on one rank only.
     local = [np.zeros(1 + strategy.rank), np.zeros(1)]

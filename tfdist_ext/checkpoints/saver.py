@@ -29,6 +29,7 @@ from tfdist_ext.checkpoints import writing
 from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.saved_objects import collectives_of
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.first_rank import path_to_read
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 from tfdist_ext.wrapping import wrap
 
@@ -112,11 +113,25 @@ def _together(verb: str) -> Callable[..., Any]:
             args = tuple(map(_synchronous, args))
             kwargs = {name: _synchronous(arg) for name, arg in kwargs.items()}
             with collectives.together(f"{verb} '{path}'"):
+                if verb == "restore":
+                    args, kwargs = _from_first(args, kwargs, collectives)
                 result = original(checkpoint, *args, **kwargs)
                 collectives.barrier(f"checkpoint/{verb}")
             return result
 
     return call
+
+
+def _from_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], collectives: Collectives
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the path of rank 0, which comes first."""
+    (path, *_) = [*args, *kwargs.values()]
+    path = path_to_read(path, collectives)
+    if args:
+        return (path, *args[1:]), kwargs
+    (name, *_) = kwargs
+    return args, {**kwargs, name: path}
 
 
 def _objects(checkpoint: Any) -> list[Any]:

@@ -30,6 +30,9 @@ _DATASETS = 16
 # `Dataset.reduce` run in their turn, like the ops around them.
 _DATASET_FUNCTIONS = ("Dataset_", "tf_data_")
 
+# Of what is staged for layers, which outlives a strategy in the process.
+place_numbers = itertools.count()
+
 
 def dataset_functions() -> list[tf.Graph]:
     """The functions of datasets that are being traced, innermost first."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -58,7 +57,6 @@ class Collectives:
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
-        self._place_numbers = itertools.count()
         self._depth = 0  # of `together`
 
     @property
@@ -226,7 +224,7 @@ class Collectives:
     def place_of(self, layer: Any) -> str:
         """A name for what is kept for a layer; names of layers may repeat."""
         if layer not in self._places:
-            self._places[layer] = f"{layer.name}/{next(self._place_numbers)}"
+            self._places[layer] = f"{layer.name}/{next(calls.place_numbers)}"
         return self._places[layer]
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:

@@ -203,6 +203,11 @@ class ProcessGroup:
         """
         return group_ops.group_await_key(self.handle, key, timeout)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks may still exchange."""
+        return self.handle >= 0
+
     def stats(self) -> GroupStats:
         """Bytes, messages and time of the operations so far."""
         if self.handle < 0:

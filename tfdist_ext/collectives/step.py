@@ -49,6 +49,10 @@ class Step:
         whole: whether what is computed now is computed on the whole batch,
             on every rank: a loss or a metric that sees all samples.
         rows: of the whole batch, by the graph and the tensor of this rank's.
+        assigned: mirrored variables without `aggregation` that the step has
+            assigned, other than by an optimizer.
+        later: components of variables whose values on the ranks become one
+            at the end of the step.
     """
 
     samples: tf.Tensor
@@ -70,6 +74,8 @@ class Step:
     checking: bool = False
     whole: bool = False
     rows: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    assigned: list[Any] = dataclasses.field(default_factory=list)
+    later: list[Any] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:
@@ -122,6 +128,8 @@ class Step:
             dependence=None,
             whole_values=None,
             rows={},
+            assigned=[],
+            later=[],
         )
 
 

@@ -23,6 +23,7 @@ from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.ops.lookup_ops import mark_unique_rows
+from tfdist_ext.optimizers import applying
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import sharded_variable
 
@@ -117,8 +118,6 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         )
         creator = self._on_host(next_creator) if on_host else next_creator
         if not (local and (unsynchronized or self.collectives)):
-            if _is_moving_average(kwargs):
-                kwargs["aggregation"] = tf.VariableAggregation.MEAN
             variable = super()._create_variable(creator, **kwargs)
             if isinstance(variable, internals.SyncOnReadVariable):
                 for component in internals.components(variable):
@@ -218,7 +217,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         group: bool,
     ) -> Any:
         self._check_created_here(var)
-        sharded_variable.check_update(var, fn, args)
+        applying.check_update(var, args)
         with self._after_checks():
             if not sharded_variable.is_shard(var):
                 return super()._update(var, fn, args, kwargs, group)
@@ -396,16 +395,6 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             tf.transpose(value, order), "gather"
         )
         return tf.transpose(gathered, order)
-
-
-def _is_moving_average(creation: dict[str, Any]) -> bool:
-    # Keras 3 names no aggregation for the moving averages of batch
-    # normalisation (tf_keras does), so every rank would keep its own.
-    name = str(creation.get("name")).rsplit("/", 1)[-1]
-    return (
-        name in ("moving_mean", "moving_variance")
-        and creation.get("aggregation") == tf.VariableAggregation.NONE
-    )
 
 
 def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:

@@ -30,6 +30,7 @@ from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
 from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
+from tfdist_ext.distribute import state
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
@@ -41,6 +42,7 @@ from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
 from tfdist_ext.layers import model_plan
+from tfdist_ext.optimizers import applying
 from tfdist_ext.saving import keras_files
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import whole_tables
@@ -153,6 +155,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         internals.Strategy.__init__(self, extended)
         self._names = DatasetNames()
+        applying.install()
         steps.install()
         building.install()
         jit_compile.install()
@@ -163,6 +166,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
+            state.install()
             saver.install()
             keras_files.install()
             loops.install()
@@ -255,6 +259,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         with self.collectives.stepping(current):
             outputs = super().run(fn, args, kwargs, options)
+            state.settle(self.collectives, current)
             if current.weighted:
                 outputs = self._mean_of_scalars(outputs)
         return outputs

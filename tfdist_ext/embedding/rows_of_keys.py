@@ -20,6 +20,8 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import vocabulary_ops
+from tfdist_ext.sharding import key_steps
+from tfdist_ext.sharding.key_steps import KeySteps
 
 # Of every list of keys, and those of every vocabulary that have lost theirs.
 _Rows = tuple[list[tf.Tensor], list[tf.Tensor]]
@@ -42,6 +44,10 @@ class _Asked:
     @property
     def handles(self) -> list[tf.Tensor]:
         return [each.handle for each in self.keys]
+
+    @property
+    def steps(self) -> list[KeySteps]:
+        return [each.steps for each in self.keys]
 
 
 def rows_of_keys(
@@ -117,20 +123,18 @@ def as_numbers(values: tf.Tensor) -> tf.Tensor:
     return tf.cast(values, tf.int64)
 
 
-def _advances(asked: _Asked) -> bool:
-    """Whether a step begins; a model may call a layer several times in it."""
-    begin = [each.begins_step() for each in asked.keys]  # all are told
-    return all(begin)
-
-
 def _look_here(asked: _Asked, learn: bool) -> _Rows:
-    return vocabulary_ops.local_rows(
-        asked.handles,
-        asked.lists,
-        asked.of_list,
-        learn=learn,
-        advance=learn and _advances(asked),
-    )
+    def look_up(advance: bool) -> _Rows:
+        return vocabulary_ops.local_rows(
+            asked.handles,
+            asked.lists,
+            asked.of_list,
+            learn=learn,
+            advance=advance,
+        )
+
+    found: _Rows = key_steps.in_step(asked.steps, learn, look_up)
+    return found
 
 
 def _ask_owners(
@@ -140,20 +144,22 @@ def _ask_owners(
         asked.handles, asked.lists, asked.of_list
     )
     payload, splits = collectives.all_to_all(payload, splits, f"{label}/keys")
-    payload, splits = vocabulary_ops.answer_keys(
-        asked.handles,
-        payload,
-        splits,
-        learn=learn,
-        advance=learn and _advances(asked),
+
+    def answer(advance: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        return vocabulary_ops.answer_keys(
+            asked.handles, payload, splits, learn=learn, advance=advance
+        )
+
+    answers, answer_splits = key_steps.in_step(asked.steps, learn, answer)
+    answers, answer_splits = collectives.all_to_all(
+        answers, answer_splits, f"{label}/rows"
     )
-    payload, splits = collectives.all_to_all(payload, splits, f"{label}/rows")
     return vocabulary_ops.read_rows(
         asked.handles,
         asked.lists,
         asked.of_list,
-        payload,
-        splits,
+        answers,
+        answer_splits,
         *places,
     )
 

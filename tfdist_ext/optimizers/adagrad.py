@@ -57,5 +57,5 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             grads,
             learning_rate=learning_rate,
             epsilon=self.epsilon,
-            rounding_seed=self._rounding_seed(variable),
+            rounding_seed=self.rounding_seed(variable),
         )

@@ -65,7 +65,7 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             step=step,
             velocity_hats=hats,
             all_rows=not self.lazy,
-            rounding_seed=self._rounding_seed(variable),
+            rounding_seed=self.rounding_seed(variable),
         )
 
     def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:

@@ -72,5 +72,5 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
             l2=self.l2_regularization_strength,
             l2_shrinkage=self.l2_shrinkage_regularization_strength,
             beta=self.beta,
-            rounding_seed=self._rounding_seed(variable),
+            rounding_seed=self.rounding_seed(variable),
         )

@@ -20,6 +20,9 @@ from tfdist_ext.optimizers.kernels import has_kernel
 from tfdist_ext.optimizers.kernels import is_bfloat16_table
 from tfdist_ext.optimizers.unsupported import check_supported
 
+# Of the update (0), of weight decay (1) and of the limit to the norm (2).
+_SEEDS_OF_STEP = 3
+
 
 @marks.works_over_ranks
 class RowOptimizer(KerasDifferences):
@@ -140,7 +143,7 @@ class RowOptimizer(KerasDifferences):
             self._native(variable),
             self._rows_changed(gradient, variable),
             longest,
-            self._rounding_seed(variable, use=2),
+            self.rounding_seed(variable, use=2),
         )
 
     def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
@@ -189,15 +192,20 @@ class RowOptimizer(KerasDifferences):
             keys.adopt_slot(self._native(slot), float(value))
         return slot
 
-    def _rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
-        """Another seed per step, variable, rank and use within a step."""
+    def rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
+        """Another seed per step, variable, rank and use within a step.
+
+        Args:
+            variable: that is rounded.
+            use: below `_SEEDS_OF_STEP`.
+        """
         if not (self.stochastic_rounding and is_bfloat16_table(variable)):
             return None
         spec = shard_spec(variable)
         salt = (self._index_of(variable) << 48) + use
         if spec is not None:
             salt += spec.rank << 32
-        return 2 * tf.cast(self.iterations, tf.int64) + salt
+        return _SEEDS_OF_STEP * tf.cast(self.iterations, tf.int64) + salt
 
     def _slot(self, slots: Sequence[Any], variable: Any) -> Any:
         return slots[self._index_of(variable)]
@@ -219,7 +227,7 @@ class RowOptimizer(KerasDifferences):
                 optimizer_ops.scale_table(
                     variable,
                     1 - self.weight_decay * rate,
-                    rounding_seed=self._rounding_seed(variable, use=1),
+                    rounding_seed=self.rounding_seed(variable, use=1),
                 )
             else:
                 rate = tf.cast(self.learning_rate, variable.dtype)

@@ -93,7 +93,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             learning_rate=learning_rate,
             epsilon=self.epsilon,
             mean_squares=means,
-            rounding_seed=self._rounding_seed(variable),
+            rounding_seed=self.rounding_seed(variable),
         )
 
 

@@ -54,7 +54,7 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
                 rows,
                 grads,
                 learning_rate=learning_rate,
-                rounding_seed=self._rounding_seed(variable),
+                rounding_seed=self.rounding_seed(variable),
             )
             return
         optimizer_ops.apply_row_momentum(
@@ -65,5 +65,5 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
             learning_rate=learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            rounding_seed=self._rounding_seed(variable),
+            rounding_seed=self.rounding_seed(variable),
         )

@@ -6,11 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdist_ext import marks
-
-# Optimizers that mix the values of a whole variable (norms, means of rows and
-# columns), which one rank does not hold, or that skip steps by what one rank
-# sees.
-_WHOLE_VARIABLE = ("Adafactor", "Lamb", "Muon", "LossScaleOptimizer")
+from tfdist_ext.optimizers.element_wise import why_not
 
 _LEGACY = ".optimizers.legacy."
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -49,13 +45,16 @@ def check_supported(optimizer: Any) -> None:
             "Use the optimizer of this kind in tfdist_ext.optimizers or "
             f"tf_keras.optimizers, or {_WHOLE}."
         )
-    for ancestor in type(optimizer).__mro__:
-        if ancestor.__name__.startswith(_WHOLE_VARIABLE):
-            raise ValueError(
-                f"Optimizer {name} cannot train a partitioned table: it needs "
-                "values of the whole table on every rank. Use an optimizer of "
-                f"tfdist_ext.optimizers, or {_WHOLE}."
-            )
+    reason = why_not(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"Optimizer {name} cannot train a partitioned table, of which "
+            "each rank holds a part: it is not known to update every element "
+            f"by itself ({reason}). Use an optimizer of "
+            f"tfdist_ext.optimizers, or {_WHOLE}. If it needs no norm, mean "
+            "or other value of the whole variable, say so: "
+            f"@tfdist_ext.optimizers.element_wise above class {name}."
+        )
     for option in _CLIPPING:
         _refuse(
             optimizer,

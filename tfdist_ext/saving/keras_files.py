@@ -62,7 +62,7 @@ def install() -> None:
     asking = vars(saving.asking)
     if "input" in asking:
         return
-    asking["input"] = _refuse_to_ask
+    asking["input"] = _ask
     files, folders = saving.files, saving.folders
     if KERAS_3:
         _wrap(files, "save_model", _write_keras_3)
@@ -102,8 +102,22 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
     wrap(owner, name, around)
 
 
-def _refuse_to_ask(question: str) -> str:
-    # Keras asks on the terminal, which ranks share or do not have.
+def _ask(question: str) -> str:
+    """Asks the user as Keras does, except about a model of several ranks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        # The function of Keras that is to save: that takes a model.
+        model = frame.f_locals.get("model")
+        if isinstance(model, keras.Model):
+            if model_shards.collectives_of(model) is not None:
+                _refuse_to_ask(question)
+            break
+        frame = frame.f_back
+    return input(question)
+
+
+def _refuse_to_ask(question: str) -> None:
+    # The terminal is one that ranks share or do not have.
     raise FileExistsError(
         f"{question.strip()} With several ranks nobody is asked, and nothing "
         "was written. Pass overwrite=True, or another path."

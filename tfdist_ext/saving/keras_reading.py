@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of Keras read by several ranks, each its part of the tables.
 
-All ranks read the same file, which holds whole tables. One that cannot read
-it ends the reading of all.
+All ranks read the same file, which holds whole tables: that at the path of
+rank 0. One that cannot read it ends the reading of all.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
+import threading
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.collectives.first_rank import path_to_read
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import SavingModules
 from tfdist_ext.saving import model_shards
@@ -34,20 +38,46 @@ def install(saving: SavingModules) -> None:
     wrap(saving.files, "load_weights_only", _read_together)
     wrap(hdf5, "load_weights_from_hdf5_group", _refuse_tables)
     wrap(hdf5, "load_weights_from_hdf5_group_by_name", _refuse_tables)
+    # They look whether there is a file, before any of the above.
+    public = keras.models.load_model
+    for module in list(sys.modules.values()):
+        if vars(module).get("load_model") is public:
+            wrap(module, "load_model", _read_together)
+    wrap(keras.Model, "load_weights", _read_together)
     optimizer = keras.optimizers.Optimizer
     wrap(optimizer, "load_own_variables", _read_part_of_slots)
 
 
-def _read_together(original: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reads by a function whose first argument is a model, or else a path."""
+class _Reading(threading.local):
+    depth = 0
+
+
+_reading = _Reading()
+
+
+def _read_together(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads by a function that takes a path, or a model and a path.
+
+    The path of rank 0 counts.
+    """
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    first = next(iter(bound.arguments.values()))
     if isinstance(first, keras.Model):
         collectives = model_shards.collectives_of(first)
     else:  # the model will be one of the strategy in scope
-        collectives = collectives_lib.active()
+        collectives = model_shards.while_open(collectives_lib.active())
     if collectives is None:
-        return original(first, *args, **kwargs)
-    with collectives.together("load a file of Keras", all_end=True):
-        return original(first, *args, **kwargs)
+        return original(*args, **kwargs)
+    _reading.depth += 1
+    try:
+        with collectives.together("load a file of Keras", all_end=True):
+            if _reading.depth == 1 and "filepath" in bound.arguments:
+                path = bound.arguments["filepath"]
+                path = path_to_read(path, collectives)
+                bound.arguments["filepath"] = path
+            return original(*bound.args, **bound.kwargs)
+    finally:
+        _reading.depth -= 1
 
 
 def _refuse_tables(

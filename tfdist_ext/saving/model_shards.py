@@ -14,9 +14,20 @@ from tfdist_ext.sharding import sharded_variable
 
 
 def collectives_of(model: Any) -> Collectives | None:
-    """Those of the strategy of a model; None with a single process."""
+    """Those of the strategy of a model.
+
+    None with a single process, and after `close`: the model is then that of
+    this rank alone.
+    """
     strategy = getattr(model, "distribute_strategy", None)
-    return getattr(strategy, "collectives", None)
+    return while_open(getattr(strategy, "collectives", None))
+
+
+def while_open(collectives: Collectives | None) -> Collectives | None:
+    """None instead of what has been closed."""
+    if collectives is None or not collectives.group.is_open:
+        return None
+    return collectives
 
 
 def shards_of(model: Any) -> list[Any]:

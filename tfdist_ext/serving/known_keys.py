@@ -117,7 +117,7 @@ class KnownKeys:
             shard: this rank's.
         """
         config = shard.config
-        buckets, now, exported, _ = shard.copy()
+        buckets, now, exported, *_ = shard.copy()
         arrays = [array.numpy() for array in exported]
 
         def seen(counts: np.ndarray, steps: np.ndarray) -> np.ndarray:

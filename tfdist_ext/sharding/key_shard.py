@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from typing import Any
@@ -30,6 +29,7 @@ from tfdist_ext.sharding.key_slices import CANDIDATES
 from tfdist_ext.sharding.key_slices import ROWS
 from tfdist_ext.sharding.key_slices import STEP
 from tfdist_ext.sharding.key_slices import KeySlices
+from tfdist_ext.sharding.key_steps import KeySteps
 from tfdist_ext.sharding.key_texts import KeyTexts
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -89,23 +89,13 @@ class KeyShard(tf.Module):
                     self._seed, f"{spec.table}/seed of rows"
                 )
         checkpoint_slices.save_by(self, self._saved, self._restore)
-        self._traced: Any = None
+        self.steps = KeySteps()
         self._slots = _Slots()
         self._read_buckets = 0
         self._exported = _Exported()
         self.texts: KeyTexts | None = None
         if config.keep_text:
             self.texts = KeyTexts(spec.table, self.handle, collectives)
-
-    def begins_step(self) -> bool:
-        """Whether a lookup that is traced now is the first of its graph."""
-        graph = internals.current_graph()
-        if graph is None:
-            return True
-        if self._traced is not None and self._traced() is graph:
-            return False
-        self._traced = weakref.ref(graph)
-        return True
 
     def attach(self, variable: Any) -> None:
         """Says that this is of a table.
@@ -270,7 +260,8 @@ class KeyShard(tf.Module):
         counts = vocabulary_ops.vocabulary_counts(self.handle)
         arrays = vocabulary_ops.export_keys(self.handle)
         texts = None if self.texts is None else self.texts.all()
-        return int(counts[6]), counts[5], arrays, texts
+        pending = bool(self.steps.is_pending())
+        return int(counts[6]), counts[5], arrays, texts, pending
 
     def put_back(self, copied: Any) -> None:
         """Makes the keys of this rank what they were.
@@ -278,7 +269,8 @@ class KeyShard(tf.Module):
         Args:
             copied: of `copy`.
         """
-        *keys, texts = copied
+        *keys, texts, pending = copied
+        self.steps.set_pending(pending)
         vocabulary_ops.import_keys(self.handle, *keys)
         if self.texts is not None:
             self.texts.keep(texts)

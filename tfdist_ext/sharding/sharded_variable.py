@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -15,7 +13,6 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.optimizers import unsupported
 from tfdist_ext.sharding import checkpoint_slices
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.tables.choices import Storage
@@ -95,44 +92,3 @@ def hold(
     """Says what a variable of that shape holds, from now on."""
     marks.set_shard_spec(variable, spec)
     checkpoint_slices.attach(variable, spec, collectives)
-
-
-def check_update(variable: Any, fn: Any, args: Sequence[Any]) -> None:
-    """Refuses an update that would train a table wrongly without a word.
-
-    Args:
-        variable: a shard, or any other variable.
-        fn: what an optimizer gave to `extended.update`.
-        args: its arguments; the gradient first, when it is one.
-
-    Raises:
-        ValueError: for a gradient that was not made for the shard, or an
-            optimizer option that is wrong on a part of a table.
-    """
-    fn = inspect.unwrap(fn)
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    for owner in [*cells, getattr(fn, "__self__", None)]:
-        if hasattr(owner, "global_clipnorm"):
-            unsupported.check_table_optimizer(owner, variable)
-            if is_shard(variable):
-                unsupported.check_supported(owner)
-                _check_gradient(variable, args)
-
-
-def _check_gradient(variable: Any, args: Sequence[Any]) -> None:
-    if not args or not isinstance(args[0], tf.Tensor | tf.IndexedSlices):
-        return
-    spec = shard_spec(variable)
-    assert spec is not None
-    if marks.gradient_spec(args[0]) is None:
-        raise ValueError(
-            f"Table '{spec.table}' is partitioned and got a "
-            "gradient that does not come from its layer's lookup alone "
-            f"({type(args[0]).__name__}). Something else in the model "
-            "reads the kernel directly, for example a kernel_regularizer, or "
-            "the layer is called in a tf.function, a branch (tf.cond) or a "
-            "loop (tf.map_fn) within the model: call it outside of that. "
-            "Leave such a term out, "
-            "or use sharding='data_parallel' (FullSparse) or "
-            "placement='data_parallel' (TableConfig)."
-        )
