@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.batches import whole_batch
 from tfdist_ext.callbacks import resume
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
@@ -36,7 +35,10 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loop_start
+from tfdist_ext.keras_training import logs
 from tfdist_ext.keras_training import loops
+from tfdist_ext.keras_training import metric_results
+from tfdist_ext.keras_training import predictions
 from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
@@ -167,6 +169,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             keras_files.install()
             loops.install()
             rehearsed_call.install()
+            predictions.install()
             kernel_reads.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
@@ -254,36 +257,17 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             merges_rows=_merges_rows(getattr(fn, "__self__", None)),
         )
         with self.collectives.stepping(current):
+            if not current.weighted:
+                return super().run(fn, args, kwargs, options)
+            metric_results.watch(getattr(fn, "__self__", None))
             outputs = super().run(fn, args, kwargs, options)
-            if current.weighted:
-                outputs = self._mean_of_scalars(outputs)
+            with self.scope():
+                outputs = logs.of_whole_batch(outputs, self.collectives)
+                if predictions.are_made_by(fn):
+                    outputs = predictions.of_all_ranks(
+                        outputs, self.collectives
+                    )
         return outputs
-
-    def _mean_of_scalars(self, outputs: Nest) -> Nest:
-        flat = tf.nest.flatten(outputs)
-        scalars = [
-            i
-            for i, value in enumerate(flat)
-            if tf.is_tensor(value)
-            and tf.as_dtype(value.dtype).is_floating
-            and value.shape.rank == 0
-        ]
-        assert self.collectives is not None
-        with self.scope():
-            parts = [
-                whole_batch.averageable(flat[i], "A value that a step returns")
-                for i in scalars
-            ]
-        for i, part in zip(scalars, parts, strict=True):
-            flat[i] = part
-        scalars = [i for i in scalars if not marks.is_reduced(flat[i])]
-        means = self.collectives.all_reduce(
-            [flat[i] / self.world_size for i in scalars], "logs", weighted=True
-        )
-        for i, mean in zip(scalars, means, strict=True):
-            marks.set_reduced(mean)
-            flat[i] = mean
-        return tf.nest.pack_sequence_as(outputs, flat)
 
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any

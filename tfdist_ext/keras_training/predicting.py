@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.keras_training import predictions
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -72,6 +73,8 @@ def _trace(function: Any, strategy: Any) -> None:
     try:
         function.get_concrete_function([spec])
         collectives.barrier("step of predict traced")
+    except predictions.NoRowsError:
+        raise
     except Exception as error:
         # A model that needs to know the size, or an error of the model's own,
         # which the first batch meets again. All ranks do the same.
