@@ -38,6 +38,7 @@ from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import logs
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import metric_results
+from tfdist_ext.keras_training import on_batch
 from tfdist_ext.keras_training import predictions
 from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
@@ -167,6 +168,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             seeds.share(self.collectives)
             saver.install()
             keras_files.install()
+            on_batch.install()
             loops.install()
             rehearsed_call.install()
             predictions.install()

@@ -198,7 +198,8 @@ def _of_constant(
         return value
     everyone = collectives.all_gather(tf.reshape(value, [1]), "logs/sizes")
     own = tf.get_static_value(value)
-    if own is None or (own and samples and own % samples == 0):
+    may_be_size = own == samples or (own and samples > 1 and own % samples == 0)
+    if own is None or may_be_size:
         _warn_of_integer(value, name, "that of rank 0, or the sum if they differ")
     alike = tf.reduce_all(everyone == everyone[0])
     return tf.where(alike, everyone[0], tf.reduce_sum(everyone))

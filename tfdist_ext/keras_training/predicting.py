@@ -34,6 +34,21 @@ def install() -> None:
         wrap(keras.Model, "make_predict_function", _make_function)
 
 
+def trace_for(model: Any, spec: Any) -> None:
+    """Makes a model's function of `predict`, for batches of any size.
+
+    Args:
+        model: of Keras 3.
+        spec: of the batches.
+    """
+    outer, _now.model = _now.model, model
+    model.distribute_strategy.distributed_spec = spec
+    try:
+        model.make_predict_function()
+    finally:
+        _now.model = outer
+
+
 def _predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     if getattr(strategy, "collectives", None) is None:

@@ -158,7 +158,7 @@ def _describe_data(value: Any) -> str:
     if isinstance(value, dict):
         items = (f"{k}: {_describe_data(v)}" for k, v in value.items())
         return f"({', '.join(items)})"
-    if isinstance(value, tuple | list) and not _is_numbers(value):
+    if isinstance(value, tuple | list) and not is_numbers(value):
         return f"({', '.join(map(_describe_data, value))})"
     size = f" of {len(value)}" if hasattr(value, "__len__") else ""
     return f"{type(value).__name__}{size}"
@@ -172,7 +172,7 @@ def _describe_dataset(dataset: tf.data.Dataset) -> str:
     return str(dataset.element_spec)
 
 
-def _is_numbers(value: Any) -> bool:
+def is_numbers(value: Any) -> bool:
     """Whether a list is data, not a list of inputs."""
     return all(isinstance(v, bool | int | float | str | list) for v in value)
 
