@@ -17,14 +17,24 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.batches import from_data
+from tfdist_ext.batches import constants
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.sum_or_mean import SUM
+from tfdist_ext.batches.dependence import COUPLED
+from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.dependence import SUM
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import metric_results
 
 Nest = Any
+# Of booleans as integers too.
+_REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "All": tf.reduce_min,
+    "Any": tf.reduce_max,
+    "Max": tf.reduce_max,
+    "Min": tf.reduce_min,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +73,15 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
     names = leaves.names_of(outputs)
     means: dict[int, tf.Tensor] = {}
     for i in sorted(others):
+        name = f"'{names[i]}', which a step returns,"
         if flat[i].dtype.is_floating:
-            means[i] = whole_batch.averageable(flat[i])
-        elif _is_count(flat[i]):
+            flat[i] = whole_batch.averageable(flat[i], name)
+            if not marks.is_reduced(flat[i]):
+                means[i] = flat[i]
+        elif _is_count(flat[i], step):
             parts.append(_Parts([flat[i]], list, [i]))
-        elif not from_data.depends_on_data(flat[i]):
-            flat[i] = _of_constant(flat[i], names[i], collectives)
         else:
-            _warn_of_integer(flat[i], names[i], "the average over the ranks")
-            means[i] = tf.cast(flat[i], tf.float32)
+            flat[i] = _of_integer(flat[i], name, collectives)
     parts += _of_means(means)
     _exchange(parts, flat, collectives)
     for i in places:
@@ -176,15 +186,38 @@ def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
     return _Parts([*own, samples], finish, list(means))
 
 
-def _is_count(value: tf.Tensor) -> bool:
+def _is_count(value: tf.Tensor, step: Step) -> bool:
     """Whether an integer is certainly a sum over the samples."""
     if not value.dtype.is_integer or not tf.is_symbolic_tensor(value):
         return False
-    step = whole_batch.keras_step()
+    samples = tf.get_static_value(step.samples)
+    if constants.is_first_size(value, samples):
+        return True
+    return whole_batch.kind_of(step, value).over_ranks == SUM
+
+
+def _of_integer(
+    value: tf.Tensor, name: str, collectives: Collectives
+) -> tf.Tensor:
+    """An integer or a boolean that is no sum over the samples."""
+    step = collectives.step
     assert step is not None
-    if not from_data.depends_on_data(value):
-        return from_data.is_first_size(value, tf.get_static_value(step.samples))
-    return whole_batch.growth_in(step).of(value) == SUM
+    if constants.is_constant(value):
+        return _of_constant(value, name, collectives)
+    kind = None
+    if tf.is_symbolic_tensor(value):
+        kind = whole_batch.kind_of(step, value)
+        if kind.name == SAME:
+            return value
+    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    everyone = collectives.all_gather(tf.reshape(number, [1]), "logs/integers")
+    reduce = None
+    if kind is not None and kind.name == COUPLED and kind.axis is None:
+        reduce = _REDUCTIONS.get(kind.over_ranks)
+    if reduce is None:
+        _warn_of_integer(value, name, "that of rank 0")
+    whole = everyone[0] if reduce is None else reduce(everyone)
+    return tf.cast(whole, value.dtype)
 
 
 def _of_constant(
@@ -194,24 +227,25 @@ def _of_constant(
     step = collectives.step
     assert step is not None
     samples = tf.get_static_value(step.samples)
-    if samples is None or not from_data.is_constant(value):
+    if samples is None:
         return value
-    everyone = collectives.all_gather(tf.reshape(value, [1]), "logs/sizes")
+    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    everyone = collectives.all_gather(tf.reshape(number, [1]), "logs/sizes")
     own = tf.get_static_value(value)
-    may_be_size = own == samples or (own and samples > 1 and own % samples == 0)
-    if own is None or may_be_size:
+    multiple = own and samples > 1 and own % samples == 0
+    if own is None or own == samples or multiple:
         _warn_of_integer(value, name, "that of rank 0, or the sum if they differ")
     alike = tf.reduce_all(everyone == everyone[0])
-    return tf.where(alike, everyone[0], tf.reduce_sum(everyone))
+    whole = tf.where(alike, everyone[0], tf.reduce_sum(everyone))
+    return tf.cast(whole, value.dtype)
 
 
 def _warn_of_integer(value: tf.Tensor, name: str, logged: str) -> None:
     warnings.warn(
-        f"The step returns '{name}' of dtype {value.dtype.name}. Whether it "
-        "is a sum over the samples or the same for every part of the batch "
-        f"cannot be told from its graph. What is logged is {logged}. Return "
-        "a float that is a mean or a sum over the samples (tf.cast first, "
-        "then tf.reduce_mean or tf.reduce_sum), or the result of a metric of "
-        "Keras.",
+        f"{name} is of dtype {value.dtype.name}, and cannot be told to be a "
+        "sum over the samples or the same for every part of the batch. What "
+        f"is logged is {logged}. Return a float that is a mean or a sum over "
+        "the samples (tf.cast first, then tf.reduce_mean or tf.reduce_sum), "
+        "or the result of a metric of Keras.",
         stacklevel=2,
     )

@@ -15,9 +15,11 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
-from tfdist_ext.batches import from_data
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
+from tfdist_ext.batches.dependence import COUPLED
+from tfdist_ext.batches.dependence import LINEAR
+from tfdist_ext.batches.dependence import SAME
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
@@ -67,9 +69,8 @@ def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
     for i, value in enumerate(flat):
         if not _is_value(value) or marks.is_reduced(value):
             continue
-        if not step.checking and not _is_alike(value):
-            _check_rows(value, names[i])
-            value = _gathered(value, collectives)
+        if not step.checking:
+            value = _of_all_ranks(value, names[i], collectives)
         flat[i] = value
         marks.set_reduced(value)
     return tf.nest.pack_sequence_as(outputs, flat)
@@ -79,19 +80,21 @@ def _is_value(value: Any) -> bool:
     return isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
 
 
-def _is_alike(value: Any) -> bool:
-    """Whether a value is certainly the same on all ranks."""
+def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
+    step = collectives.step
+    assert step is not None
     parts = tf.nest.flatten(value, expand_composites=True)
-    return not any(map(from_data.depends_on_data, parts))
-
-
-def _check_rows(value: Any, name: str) -> None:
-    """Refuses what has no row for each sample, as far as its shape tells."""
-    if not isinstance(value, tf.Tensor) or value.shape.rank is None:
-        return
-    rows = value.shape[0] if value.shape.rank else 0
-    if rows is None or rows == tf.get_static_value(whole_batch.samples()):
-        return
+    kinds = [whole_batch.kind_of(step, part) for part in parts]
+    if all(kind.name == SAME for kind in kinds):
+        return value
+    if not isinstance(value, tf.Tensor):
+        return _gathered(value, collectives)
+    kind = kinds[0]
+    if kind.name in (LINEAR, COUPLED) and kind.axis is None:
+        if value.dtype.is_floating:
+            return _mean(value, name, collectives)
+    elif kind.axis in (None, 0) and _may_have_rows(value):
+        return _rows(value, collectives)
     raise NoRowsError(
         f"`predict` gets an output '{name}' of shape {value.shape} whose first "
         "dimension is not that of the samples, so the ranks cannot make that "
@@ -99,6 +102,24 @@ def _check_rows(value: Any, name: str) -> None:
         "`call` (tf.transpose, tf.expand_dims), or call the model itself on "
         "the whole batch: `model(x)`."
     )
+
+
+def _may_have_rows(value: tf.Tensor) -> bool:
+    """Whether a tensor may have a row for each sample, by its shape."""
+    if value.shape.rank is None:
+        return True
+    rows = value.shape[0] if value.shape.rank else 0
+    return rows is None or rows == tf.get_static_value(whole_batch.samples())
+
+
+def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
+    """Of sums and means over the samples, those of the whole batch."""
+    part = whole_batch.averageable(value, f"Output '{name}' of `predict`")
+    if marks.is_reduced(part):
+        return part
+    ranks = tf.constant(collectives.group.world_size, part.dtype)
+    (mean,) = collectives.all_reduce([part / ranks], _LABEL, weighted=True)
+    return mean
 
 
 def _gathered(value: Any, collectives: Collectives) -> Any:

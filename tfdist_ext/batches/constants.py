@@ -1,28 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a value of a step depends on its batch.
-
-What does not (a weight, a counter, a constant) is the same on all ranks.
-"""
+"""Constants of a graph, some of which are sizes of its batch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
-
-_INPUTS = {"IteratorGetNext", "OptionalGetValue"}
-_STATE = (tf.resource, tf.variant)
-
-
-def depends_on_data(value: tf.Tensor) -> bool:
-    """Whether a tensor of a graph is computed from inputs of that graph.
-
-    Args:
-        value: of a graph. An eager tensor does not tell; it may be.
-    """
-    if not tf.is_symbolic_tensor(value):
-        return True
-    return any(map(_is_input, _sources(value)))
 
 
 def is_constant(value: tf.Tensor) -> bool:
@@ -63,20 +44,3 @@ def _sources(value: tf.Tensor) -> list[tf.Operation]:
             found.append(op)
         pending += [each.op for each in op.inputs]
     return found
-
-
-def _is_input(op: tf.Operation) -> bool:
-    if op.type in _INPUTS:
-        return True
-    if op.type != "Placeholder" or op.outputs[0].dtype in _STATE:
-        return False
-    return not _is_eager_constant(op.outputs[0])
-
-
-def _is_eager_constant(placeholder: tf.Tensor) -> bool:
-    """Whether a function reads an eager tensor of the program there."""
-    captures: Any = getattr(placeholder.graph, "captures", ())
-    return any(
-        inner is placeholder and not tf.is_symbolic_tensor(outer)
-        for outer, inner in captures
-    )
