@@ -16,6 +16,8 @@ from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core import config_lib as autograph_rules
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
+from tensorflow.python.data.ops import cache_op
+from tensorflow.python.data.ops import interleave_op
 from tensorflow.python.data.ops import prefetch_op
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute import distribute_lib
@@ -229,6 +231,38 @@ def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
     for source in dataset._inputs():
         graphs += functions_of(source)
     return graphs
+
+
+def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """A dataset and all that it reads from."""
+    found = [dataset]
+    for source in dataset._inputs():
+        found += datasets_within(source)
+    return found
+
+
+def may_change_order(dataset: tf.data.Dataset) -> bool:
+    """Whether tf.data may give a dataset's elements in the order of the clock.
+
+    That of a parallel interleave cannot be told; it may.
+    """
+    if dataset.options().deterministic is False:
+        return True
+    return any(
+        getattr(each, "_deterministic", "") == "false"
+        or isinstance(each, interleave_op._ParallelInterleaveDataset)
+        for each in datasets_within(dataset)
+    )
+
+
+def cache_files(dataset: tf.data.Dataset) -> list[str]:
+    """The files that a dataset is cached in, by the names it was given."""
+    names = [
+        each._filename.numpy().decode()
+        for each in datasets_within(dataset)
+        if isinstance(each, cache_op.CacheDataset)
+    ]
+    return [name for name in names if name]
 
 
 def op_types(dataset: tf.data.Dataset) -> set[str]:

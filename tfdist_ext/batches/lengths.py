@@ -8,6 +8,7 @@ samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,6 +47,34 @@ def check(values: Nest, what: str) -> None:
         raise ValueError(error_of(what, {n: s for n, (_, s) in sizes.items()}))
 
 
+def check_sizes(names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Refuses a batch whose values have different numbers of samples.
+
+    Args:
+        names: of the values.
+        sizes: of the values, -1 of a scalar.
+
+    Raises:
+        ValueError: naming the values and their sizes.
+    """
+    if len({size for size in sizes if size >= 0}) > 1:
+        pairs = zip(names, sizes, strict=True)
+        shapes = {name: (size, "...") for name, size in pairs if size >= 0}
+        raise ValueError(error_of("A batch", shapes))
+
+
+def size_of(value: Any) -> tf.Tensor:
+    """int64 scalar, the samples of a value in a graph, -1 of a scalar."""
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+        return tf.cast(value.nrows(), tf.int64)
+    if not isinstance(value, tf.Tensor) or value.shape.rank == 0:
+        return tf.constant(-1, tf.int64)
+    # Of an unknown rank it may be a scalar.
+    return tf.concat([tf.shape(value, tf.int64), [-1]], 0)[0]
+
+
 def error_of(what: str, shapes: dict[str, Any]) -> str:
     """The text of the refusal.
 
@@ -53,7 +82,7 @@ def error_of(what: str, shapes: dict[str, Any]) -> str:
         what: the values are.
         shapes: of the values, by name.
     """
-    listed = ", ".join(f"'{n}' {tuple(s)}" for n, s in list(shapes.items())[:8])
+    listed = ", ".join(f"'{n}' {_text(s)}" for n, s in list(shapes.items())[:8])
     return (
         f"{what} has values with different numbers of samples. Received the "
         f"shapes: {listed}. {REMEDY}"
@@ -69,3 +98,8 @@ def _size(value: Any) -> int | None:
         return None
     size: int | None = shape[0]
     return size
+
+
+def _text(shape: Any) -> str:
+    sizes = ["..." if size == "..." else str(size) for size in shape]
+    return f"[{', '.join(sizes)}]"
