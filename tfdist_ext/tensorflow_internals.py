@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -79,6 +80,25 @@ def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`, None if never set."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
+
+
+def random_state() -> list[Any]:
+    """The global seed, and the state that seeds of ops are drawn from."""
+    rng: Any = context.context()._rng
+    return [context.global_seed(), None if rng is None else rng.getstate()]
+
+
+def set_random_state(state: Sequence[Any]) -> None:
+    """Goes on from what `random_state` has returned, also by JSON.
+
+    Nothing else that `tf.random.set_seed` resets is changed.
+    """
+    ctx: Any = context.context()
+    seed, words = state
+    ctx._seed = seed
+    if words is not None and ctx._rng is not None:
+        version, numbers, gauss = words
+        ctx._rng.setstate((version, tuple(numbers), gauss))
 
 
 def seeding() -> object:

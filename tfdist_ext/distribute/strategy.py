@@ -32,6 +32,7 @@ from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
+from tfdist_ext.keras_training import array_order
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loop_start
@@ -160,6 +161,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         building.install()
         jit_compile.install()
         loop_start.install(model_plan.layers_of, model_plan.place)
+        if self.collectives is not None:
+            array_order.install()  # within `settings`, which compares data
         settings.install()
         if self.collectives is not None:
             bootstrap.serve_keys(self.collectives.group)

@@ -22,6 +22,7 @@ from tfdist_ext.batches import lengths
 from tfdist_ext.batches import slicing
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import predicting
+from tfdist_ext.keras_training import recurrent
 from tfdist_ext.keras_training import settings
 from tfdist_ext.wrapping import wrap
 
@@ -42,6 +43,7 @@ def _step_on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
+    recurrent.check(model, collectives.group.world_size)
     kind = _FUNCTIONS[original.__name__]
     getattr(model, f"make_{kind}_function")()
     attribute = f"{kind}_function"
@@ -76,6 +78,7 @@ def _predict_on_batch(
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, x, *args, **kwargs)
+    recurrent.check(model, collectives.group.world_size)
     (part,) = _slice((x,), collectives, original.__name__)
     spec = tf.nest.map_structure(_spec_of, (part,))
     predicting.trace_for(model, spec)

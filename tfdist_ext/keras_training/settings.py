@@ -22,6 +22,7 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import horovod
+from tfdist_ext.keras_training import recurrent
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -53,6 +54,7 @@ def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
+        recurrent.check(model, collectives.group.world_size)
         if name == "fit":
             horovod.check_optimizer(getattr(model, "optimizer", None))
             horovod.check_callbacks(bound.arguments["callbacks"])
