@@ -146,9 +146,7 @@ class Comparison:
         sizes = tf.stack([lengths.size_of(v) for v in features.values()])
         # In Python: every `fit` traces this anew, and TensorFlow goes through
         # all ops again for every iterator.
-        digest = functools.partial(
-            _digest, names, list(map(len, parts)), rows
-        )
+        digest = functools.partial(_digest, names, list(map(len, parts)), rows)
         inputs = [sizes, _samples(batch), *itertools.chain(*parts)]
         own = tf.numpy_function(digest, inputs, tf.int64)
         own.set_shape([1 + len(names), 2])

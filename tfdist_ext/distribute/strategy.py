@@ -35,8 +35,8 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import array_order
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
-from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import logs
+from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import metric_results
 from tfdist_ext.keras_training import on_batch

@@ -142,7 +142,9 @@ def _of_metric(
     indices: Sequence[int],
 ) -> _Parts:
     summed = metric_results.is_summed(metric)
-    own = [state for state, is_sum in zip(states, summed, strict=True) if is_sum]
+    own = [
+        state for state, is_sum in zip(states, summed, strict=True) if is_sum
+    ]
 
     def finish(sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         rest = iter(sums)
@@ -234,7 +236,9 @@ def _of_constant(
     own = tf.get_static_value(value)
     multiple = own and samples > 1 and own % samples == 0
     if own is None or own == samples or multiple:
-        _warn_of_integer(value, name, "that of rank 0, or the sum if they differ")
+        _warn_of_integer(
+            value, name, "that of rank 0, or the sum if they differ"
+        )
     alike = tf.reduce_all(everyone == everyone[0])
     whole = tf.where(alike, everyone[0], tf.reduce_sum(everyone))
     return tf.cast(whole, value.dtype)

@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import lengths
 from tfdist_ext.batches import slicing
@@ -136,7 +135,9 @@ def _describe(value: Any) -> str:
     for part in parts:
         array = part.numpy()
         known = array.tolist() if array.dtype == object else None
-        digest.update(array.tobytes() if known is None else repr(known).encode())
+        digest.update(
+            array.tobytes() if known is None else repr(known).encode()
+        )
     return f"{value.dtype.name}{shape} #{digest.hexdigest()}"
 
 
