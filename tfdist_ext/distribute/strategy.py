@@ -35,7 +35,6 @@ from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.keras_training import array_order
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
-from tfdist_ext.keras_training import logs
 from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import metric_results
@@ -267,12 +266,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             metric_results.watch(getattr(fn, "__self__", None))
             outputs = super().run(fn, args, kwargs, options)
             with self.scope():
-                outputs = logs.of_whole_batch(outputs, self.collectives)
-                if predictions.are_made_by(fn):
-                    outputs = predictions.of_all_ranks(
-                        outputs, self.collectives
-                    )
-        return outputs
+                return predictions.outputs_of(fn, outputs, self.collectives)
 
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any

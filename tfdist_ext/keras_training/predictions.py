@@ -23,6 +23,7 @@ from tfdist_ext.batches.dependence import SAME
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_training import logs
 from tfdist_ext.wrapping import wrap
 
 Nest = Any
@@ -31,6 +32,9 @@ _LABEL = "gather"
 
 class NoRowsError(ValueError):
     """An output has no row for each sample."""
+
+    # So that AutoGraph, which looks at it, can make another with more text.
+    __init__ = Exception.__init__
 
 
 def install() -> None:
@@ -45,9 +49,20 @@ def _concatenate(original: Any, value: Any, strategy: Any) -> Any:
     return original(value, strategy)
 
 
-def are_made_by(fn: Callable[..., Any]) -> bool:
-    """Whether a step of Keras's loops is one of `predict`."""
-    return "make_predict_function" in calls.role_of(fn)
+def outputs_of(
+    fn: Callable[..., Any], outputs: Nest, collectives: Collectives
+) -> Nest:
+    """What a step of Keras's loops returns for the whole batch.
+
+    Args:
+        fn: the step.
+        outputs: of it, on this rank.
+        collectives: of the strategy, whose scope this is.
+    """
+    outputs = logs.of_whole_batch(outputs, collectives)
+    if "make_predict_function" in calls.role_of(fn):
+        return of_all_ranks(outputs, collectives)
+    return outputs
 
 
 def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
@@ -113,7 +128,7 @@ def _may_have_rows(value: tf.Tensor) -> bool:
 
 
 def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
-    """Of sums and means over the samples, those of the whole batch."""
+    """Averages a function of sums and means over the samples, if it is one."""
     part = whole_batch.averageable(value, f"Output '{name}' of `predict`")
     if marks.is_reduced(part):
         return part
