@@ -20,9 +20,9 @@ from tfdist_ext import marks
 from tfdist_ext.batches import constants
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.dependence import COUPLED
-from tfdist_ext.batches.dependence import SAME
-from tfdist_ext.batches.dependence import SUM
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import metric_results
@@ -90,8 +90,13 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A number of Python's, which may be a static size, as a tensor."""
-    return tf.constant(value) if type(value) is int else value
+    """A variable, or an integer that may be a fixed size, as a tensor."""
+    variable = tf.is_tensor(value) and not isinstance(
+        value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+    )
+    if variable or type(value) is int:
+        return tf.convert_to_tensor(value)
+    return value
 
 
 def _is_scalar(value: Any) -> bool:

@@ -17,9 +17,9 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.dependence import COUPLED
-from tfdist_ext.batches.dependence import LINEAR
-from tfdist_ext.batches.dependence import SAME
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import SAME
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
