@@ -56,6 +56,17 @@ def array_adapter() -> Any:
     return array_data_adapter.ArrayDataAdapter
 
 
+def concatenation() -> tuple[Any, str]:
+    """Where Keras concatenates what ranks predict: a module, and the name."""
+    return inspect.getmodule(inspect.unwrap(_trainer())), "_multi_worker_concat"
+
+
+def _trainer() -> Callable[..., Any]:
+    """A method that is defined where Keras's loops are."""
+    method: Callable[..., Any] = keras.Model.make_predict_function
+    return method
+
+
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the user's, by AutoGraph if what is traced now is.
 

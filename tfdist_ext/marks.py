@@ -222,6 +222,22 @@ def is_named(variable: Any) -> bool:
     return "_tfdist_named" in vars(variable)
 
 
+def set_result_of(value: Any, metric: Any, index: int) -> None:
+    """Says that a tensor is a metric's result.
+
+    Args:
+        value: the tensor.
+        metric: whose result, by the samples of this rank.
+        index: of the tensor in a result of several.
+    """
+    value._tfdist_result_of = (metric, index)
+
+
+def result_of(value: Any) -> tuple[Any, int] | None:
+    """What `set_result_of` said of a tensor, None of others."""
+    return getattr(value, "_tfdist_result_of", None)
+
+
 def set_distributed(dataset: Any, samples: int) -> None:
     """Says that a dataset gives this rank's batches, and is not cut again.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,8 @@ from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.core import config_lib as autograph_rules
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
+from tensorflow.python.data.ops import cache_op
+from tensorflow.python.data.ops import interleave_op
 from tensorflow.python.data.ops import prefetch_op
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute import distribute_lib
@@ -80,6 +83,25 @@ def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`, None if never set."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
+
+
+def random_state() -> list[Any]:
+    """The global seed, and the state that seeds of ops are drawn from."""
+    rng: Any = context.context()._rng
+    return [context.global_seed(), None if rng is None else rng.getstate()]
+
+
+def set_random_state(state: Sequence[Any]) -> None:
+    """Goes on from what `random_state` has returned, also by JSON.
+
+    Nothing else that `tf.random.set_seed` resets is changed.
+    """
+    ctx: Any = context.context()
+    seed, words = state
+    ctx._seed = seed
+    if words is not None and ctx._rng is not None:
+        version, numbers, gauss = words
+        ctx._rng.setstate((version, tuple(numbers), gauss))
 
 
 def seeding() -> object:
@@ -232,6 +254,38 @@ def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
     for source in dataset._inputs():
         graphs += functions_of(source)
     return graphs
+
+
+def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """A dataset and all that it reads from."""
+    found = [dataset]
+    for source in dataset._inputs():
+        found += datasets_within(source)
+    return found
+
+
+def may_change_order(dataset: tf.data.Dataset) -> bool:
+    """Whether tf.data may give a dataset's elements in the order of the clock.
+
+    That of a parallel interleave cannot be told; it may.
+    """
+    if dataset.options().deterministic is False:
+        return True
+    return any(
+        getattr(each, "_deterministic", "") == "false"
+        or isinstance(each, interleave_op._ParallelInterleaveDataset)
+        for each in datasets_within(dataset)
+    )
+
+
+def cache_files(dataset: tf.data.Dataset) -> list[str]:
+    """The files that a dataset is cached in, by the names it was given."""
+    names = [
+        each._filename.numpy().decode()
+        for each in datasets_within(dataset)
+        if isinstance(each, cache_op.CacheDataset)
+    ]
+    return [name for name in names if name]
 
 
 def op_types(dataset: tf.data.Dataset) -> set[str]:

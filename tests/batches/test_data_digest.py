@@ -39,9 +39,8 @@ def compare(*batches, may_differ=False):
         dataset = tf.data.Dataset.from_tensors(batch).repeat(2)
 
         def look(index, batch, collectives=collectives):
-            data_digest.compare_first(
-                index, batch, may_differ, collectives, "input1"
-            )
+            compared = data_digest.Comparison(collectives, "input1", may_differ)
+            compared.compare_first(index, batch)
             return index
 
         assert len(list(dataset.enumerate().map(look))) == 2

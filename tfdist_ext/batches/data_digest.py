@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.batches import lengths
 from tfdist_ext.collectives import step
 from tfdist_ext.collectives.collectives import Collectives
 
@@ -31,7 +32,9 @@ _ORDERS = ("RandomShuffle", "StatefulPartitionedCall")
 REMEDY = (
     "Every rank keeps its slice of every batch, so all must read the same "
     "data in the same order. Give shuffles and random generators one seed "
-    "(tf.keras.utils.set_random_seed after the strategy, or seed=...). For "
+    "(tf.keras.utils.set_random_seed after the strategy, or seed=...), and "
+    "leave `deterministic=False` out of maps, interleaves and options, which "
+    "lets elements come in the order in which they are ready. For "
     "data of each rank's own set the dataset's options."
     "experimental_distribute.auto_shard_policy to OFF, or use "
     "strategy.distribute_datasets_from_function."
@@ -61,46 +64,108 @@ def is_pure(op_types: set[str]) -> bool:
     return not draws_random_numbers(op_types) and op_types.isdisjoint(python)
 
 
-def compare_first(
-    index: tf.Tensor,
-    batch: Nest,
-    may_differ: bool,
-    collectives: Collectives,
-    name: str,
-) -> None:
-    """Compares the first batch of an iterator over the ranks, in a map.
+class Comparison:
+    """Compares batches of an iterator over the ranks.
 
     Args:
-        index: int64 scalar, of the batch.
-        batch: the global batch.
-        may_differ: whether features may differ by right, all of them.
         collectives: of the strategy.
         name: of the dataset, the same on all ranks.
-
-    Raises:
-        tf.errors.InvalidArgumentError: on all ranks, when the pipeline runs.
+        may_differ: whether features may differ by right, all of them.
     """
-    features = dict(_features(batch))
-    names = list(features)
-    with_rows = [isinstance(value, tf.Tensor) for value in features.values()]
 
-    def judge(gathered: np.ndarray) -> None:
-        rows = gathered.reshape(collectives.group.world_size, -1, 2)
-        if (rows != rows[0]).any():
-            _judge(rows, names, may_differ)
+    def __init__(
+        self, collectives: Collectives, name: str, may_differ: bool
+    ) -> None:
+        self._collectives = collectives
+        self._name = name
+        self._may_differ = may_differ
 
-    def compare() -> tf.Operation:
+    def compare_first(self, index: tf.Tensor, batch: Nest) -> None:
+        """Compares the first batch, in a map.
+
+        Args:
+            index: int64 scalar, of the batch.
+            batch: the global batch.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on all ranks, when the pipeline
+                runs: the batches differ, or the numbers of samples of the
+                values in it.
+        """
+
+        def compare() -> tf.Operation:
+            return self.compare(index, self._digest_of(batch), list(names))
+
+        names = dict(_features(batch))
+        tf.cond(index == 0, compare, tf.no_op)
+
+    def digest_of_some(self, index: tf.Tensor, batch: Nest) -> tf.Tensor:
+        """What `compare_some` takes, in a map: int64 `[1 + features, 2]`."""
+        shape = [1 + len(dict(_features(batch))), 2]
+        digest = tf.cond(
+            _is_compared_later(index),
+            lambda: self._digest_of(batch),
+            lambda: tf.zeros(shape, tf.int64),
+        )
+        return tf.ensure_shape(digest, shape)
+
+    def compare_some(
+        self, index: tf.Tensor, digest: tf.Tensor, names: Sequence[str]
+    ) -> None:
+        """Compares batch 1, 3, 7, 15 and so on.
+
+        Call it where a step asks for its batch, never ahead of it: all ranks
+        come to the same batches.
+        """
+        tf.cond(
+            _is_compared_later(index),
+            lambda: self.compare(index, digest, names),
+            tf.no_op,
+        )
+
+    def compare(
+        self, index: tf.Tensor, own: tf.Tensor, names: Sequence[str]
+    ) -> tf.Operation:
+        """Compares the digests of a batch, see `digest`."""
+
+        def judge(index: np.ndarray, gathered: np.ndarray) -> None:
+            ranks = self._collectives.group.world_size
+            rows = gathered.reshape(ranks, -1, 2)
+            if (rows != rows[0]).any():
+                _judge(rows, names, self._may_differ, _what(int(index)))
+
+        label = f"{self._name}/first batch"
+        gathered = self._collectives.all_gather(own, label)
+        return tf.group(tf.numpy_function(judge, [index, gathered], []))
+
+    def _digest_of(self, batch: Nest) -> tf.Tensor:
+        features = dict(_features(batch))
+        names = list(features)
+        rows = [isinstance(value, tf.Tensor) for value in features.values()]
         parts = [_parts(value) for value in features.values()]
+        sizes = tf.stack([lengths.size_of(v) for v in features.values()])
         # In Python: every `fit` traces this anew, and TensorFlow goes through
         # all ops again for every iterator.
-        digest = functools.partial(_digest, list(map(len, parts)), with_rows)
-        inputs = [_samples(batch), *itertools.chain(*parts)]
+        digest = functools.partial(_digest, names, list(map(len, parts)), rows)
+        inputs = [sizes, _samples(batch), *itertools.chain(*parts)]
         own = tf.numpy_function(digest, inputs, tf.int64)
         own.set_shape([1 + len(names), 2])
-        gathered = collectives.all_gather(own, f"{name}/first batch")
-        return tf.group(tf.numpy_function(judge, [gathered], []))
+        return own
 
-    tf.cond(index == 0, compare, tf.no_op)
+
+def _is_compared_later(index: tf.Tensor) -> tf.Tensor:
+    """Whether a batch, not the first, is one that is compared."""
+    following = tf.bitwise.bitwise_and(index, index + 1) == 0
+    return tf.logical_and(index > 0, following)
+
+
+def _what(index: int) -> str:
+    return "their first batches" if index == 0 else f"their batches {index}"
+
+
+def names_of(batch: Nest) -> list[str]:
+    """The names of what is compared of a batch."""
+    return list(dict(_features(batch)))
 
 
 def _features(value: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -136,17 +201,21 @@ def _hashes(value: tf.Tensor) -> tf.Tensor:
 
 
 def _digest(
+    names: Sequence[str],
     counts: Sequence[int],
     with_rows: Sequence[bool],
+    sizes: np.ndarray,
     samples: np.ndarray,
     *parts: np.ndarray,
 ) -> np.ndarray:
     """What is compared of a batch.
 
     Args:
+        names: of the features.
         counts: parts of each feature.
         with_rows: of each feature, whether it has one part, with a row for
             each sample, or a scalar.
+        sizes: samples of each feature, -1 of a scalar.
         samples: their number.
         *parts: of all features.
 
@@ -154,6 +223,7 @@ def _digest(
         int64 `[1 + features, 2]`: the samples; a hash of each feature, and 1
         if all its rows are alike.
     """
+    lengths.check_sizes(names, sizes.tolist())
     rest = iter(parts)
     rows = [(int(samples), 0)]
     for count, has_rows in zip(counts, with_rows, strict=True):
@@ -169,19 +239,22 @@ def _repeats(blob: bytes, rows: int) -> bool:
     return blob == blob[: len(blob) // max(rows, 1)] * rows
 
 
-def _judge(rows: np.ndarray, names: Sequence[str], may_differ: bool) -> None:
+def _judge(
+    rows: np.ndarray, names: Sequence[str], may_differ: bool, what: str
+) -> None:
     """Raises or warns.
 
     Args:
         rows: int64 `[ranks, 1 + features, 2]`, equal numbers of samples
             first.
         names: of the features.
-        may_differ: see `compare_first`.
+        may_differ: see `Comparison`.
+        what: was compared.
     """
     samples = rows[:, 0, 0]
     if (samples != samples[0]).any():
         raise ValueError(
-            "The ranks read different data: their first batches have "
+            f"The ranks read different data: {what} have "
             f"{_by_rank(samples.tolist())} samples. {REMEDY}"
         )
     hashes, alike = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
@@ -191,7 +264,7 @@ def _judge(rows: np.ndarray, names: Sequence[str], may_differ: bool) -> None:
     # Rows that are all alike tell nothing of their order.
     if may_differ or (~differ & ~alike).any():
         warnings.warn(
-            "The ranks read different values in their first batches: "
+            f"The ranks read different values in {what}: "
             f"{listed} of rank(s) {ranks} differ from rank 0's. That is "
             "right where the input pipeline changes samples at random, and "
             "wrong where ranks read samples in another order.",
@@ -199,7 +272,7 @@ def _judge(rows: np.ndarray, names: Sequence[str], may_differ: bool) -> None:
         )
         return
     raise ValueError(
-        "The ranks read different data: in their first batches no feature "
+        f"The ranks read different data: in {what} no feature "
         f"agrees. {listed} of rank(s) {ranks} differ from rank 0's. {REMEDY}"
     )
 

@@ -354,6 +354,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         )
         if backward:  # by what the ranks have exchanged: not a table
             values = [tf.convert_to_tensor(value) for value in values]
+        if weighted and mean:
+            values = [_as_float(value) for value in values]
         result = gradients.reduce_values(
             collectives,
             values,
@@ -401,6 +403,13 @@ def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:
     # A scalar for itself is a count or the like that a step adds up.
     alone = len(values) == 1 and tf.TensorShape(values[0].shape).rank == 0
     return gradients_only and not alone
+
+
+def _as_float(value: Any) -> Any:
+    """A value with a mean; that of integers is float64, as in TensorFlow."""
+    if isinstance(value, tf.IndexedSlices) or not value.dtype.is_integer:
+        return value
+    return tf.cast(value, tf.float64)
 
 
 def local_value(value: Any) -> Any:

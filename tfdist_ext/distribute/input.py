@@ -9,6 +9,7 @@ number of batches is known, and asked inside the pipeline when it is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -16,8 +17,10 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import data_digest
 from tfdist_ext.batches import empty_batches
+from tfdist_ext.batches import lengths
 from tfdist_ext.batches import slicing
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.distribute import cache_files
 from tfdist_ext.prefetch import prefetched_ids
 
 Nest = Any
@@ -68,8 +71,9 @@ def distribute(
             [(rank + 1) * batch // world_size - rank * batch // world_size]
         ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
     else:
-        local = _slices(dataset, collectives, name)
-        return equal_steps(local, collectives, name, same_data=True)
+        lengths.check(dataset.element_spec, "The dataset")
+        cache_files.check(dataset, collectives)
+        return _slices(dataset, collectives, name)
     return equal_steps(local, collectives, name)
 
 
@@ -78,23 +82,39 @@ def _slices(
 ) -> tf.data.Dataset:
     rank, world_size = collectives.group.rank, collectives.group.world_size
     op_types = internals.op_types(dataset)
-    may_differ = data_digest.draws_random_numbers(op_types)
+    compared = data_digest.Comparison(
+        collectives, name, data_digest.draws_random_numbers(op_types)
+    )
+    pure = data_digest.is_pure(op_types)
+    later = internals.may_change_order(dataset) or not pure
+    names: list[str] = []
 
     def cut(index: tf.Tensor, batch: Nest) -> Nest:
-        data_digest.compare_first(index, batch, may_differ, collectives, name)
-        return slicing.slice_of_rank(batch, rank, world_size)
+        compared.compare_first(index, batch)
+        part = slicing.slice_of_rank(batch, rank, world_size)
+        if not later:
+            return part
+        names[:] = data_digest.names_of(batch)
+        return index, compared.digest_of_some(index, batch), part
+
+    def compare(index: tf.Tensor, digest: tf.Tensor, part: Nest) -> Nest:
+        compared.compare_some(index, digest, names)
+        return part
 
     local = dataset.enumerate().map(
         cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
     options = tf.data.Options()
     policy = dataset.options().experimental_external_state_policy
-    if policy is None and data_digest.is_pure(op_types):
+    if policy is None and pure:
         # The comparison has no state that a saved iterator would need.
         options.experimental_external_state_policy = (
             tf.data.experimental.ExternalStatePolicy.IGNORE
         )
-    return local.with_options(options)
+    local = local.with_options(options)
+    return equal_steps(
+        local, collectives, name, True, compare if later else None
+    )
 
 
 def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
@@ -162,6 +182,7 @@ def equal_steps(
     collectives: Collectives,
     name: str,
     same_data: bool = False,
+    finish: Callable[..., Nest] | None = None,
 ) -> tf.data.Dataset:
     """Pads a local dataset with empty batches to the longest rank's length.
 
@@ -170,6 +191,8 @@ def equal_steps(
         collectives: of the strategy.
         name: the same on all ranks, for tags and errors.
         same_data: whether all ranks read one dataset.
+        finish: makes a batch of an element when a step asks for it; None
+            where elements are batches.
 
     Returns:
         A dataset with the same number of batches on every rank.
@@ -178,34 +201,38 @@ def equal_steps(
         ValueError: if the dataset is infinite on some ranks only, or
             lengths of `same_data` differ.
     """
-    lengths = collectives.all_gather(
+    steps = collectives.all_gather(
         tf.reshape(dataset.cardinality(), [1]), f"{name}/cardinality"
     ).numpy()
-    if (lengths == _INFINITE).any():
-        if (lengths != _INFINITE).any():
+    if (steps == _INFINITE).any():
+        if (steps != _INFINITE).any():
             raise ValueError(
                 "The dataset is infinite on some ranks and ends on others. "
-                f"Batches per rank: {lengths.tolist()} (-1: infinite, -2: "
+                f"Batches per rank: {steps.tolist()} (-1: infinite, -2: "
                 "unknown). Repeat it on all ranks or on none."
             )
-        return _finished(dataset)
-    if same_data and (lengths != lengths[0]).any():
+        return _finished(dataset, finish)
+    if same_data and (steps != steps[0]).any():
         raise ValueError(
             "The ranks read different data. Batches per rank: "
-            f"{lengths.tolist()} (-2: unknown). {data_digest.REMEDY}"
+            f"{steps.tolist()} (-2: unknown). {data_digest.REMEDY}"
         )
-    if (lengths >= 0).all():
-        longest = int(lengths.max())
-        if int(lengths.min()) == longest:
-            return _finished(dataset)
+    if (steps >= 0).all():
+        longest = int(steps.max())
+        if int(steps.min()) == longest:
+            return _finished(dataset, finish)
         return _finished(
-            dataset.concatenate(empty_batches.like(dataset)).take(longest)
+            dataset.concatenate(empty_batches.like(dataset)).take(longest),
+            finish,
         )
-    return _until_all_end(dataset, collectives, name)
+    return _until_all_end(dataset, collectives, name, finish)
 
 
 def _until_all_end(
-    dataset: tf.data.Dataset, collectives: Collectives, name: str
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    finish: Callable[..., Nest] | None,
 ) -> tf.data.Dataset:
     def ask(has_data: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
         count = tf.reshape(tf.cast(has_data, tf.int32), [1])
@@ -223,11 +250,16 @@ def _until_all_end(
         .concatenate(empty.repeat())
         .map(ask, synchronous=True)
         .take_while(lambda any_data, _: any_data)
-        .map(lambda _, batch: batch, synchronous=True)
+        .map(lambda _, batch: batch, synchronous=True),
+        finish,
     )
 
 
-def _finished(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def _finished(
+    dataset: tf.data.Dataset, finish: Callable[..., Nest] | None
+) -> tf.data.Dataset:
+    if finish is not None:
+        dataset = dataset.map(finish, synchronous=True)
     dataset = prefetched_ids.with_next(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.batches import whole_batch
 from tfdist_ext.callbacks import resume
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
@@ -34,10 +33,14 @@ from tfdist_ext.distribute import state
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
+from tfdist_ext.keras_training import array_order
 from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
+from tfdist_ext.keras_training import metric_results
+from tfdist_ext.keras_training import on_batch
+from tfdist_ext.keras_training import predictions
 from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
@@ -160,6 +163,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         building.install()
         jit_compile.install()
         loop_start.install(model_plan.layers_of, model_plan.place)
+        if self.collectives is not None:
+            array_order.install()  # within `settings`, which compares data
         settings.install()
         if self.collectives is not None:
             bootstrap.serve_keys(self.collectives.group)
@@ -169,8 +174,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             state.install()
             saver.install()
             keras_files.install()
+            on_batch.install()
             loops.install()
             rehearsed_call.install()
+            predictions.install()
             kernel_reads.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
@@ -258,37 +265,14 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             merges_rows=_merges_rows(getattr(fn, "__self__", None)),
         )
         with self.collectives.stepping(current):
+            if current.weighted:
+                metric_results.watch(getattr(fn, "__self__", None))
             outputs = super().run(fn, args, kwargs, options)
             state.settle(self.collectives, current)
-            if current.weighted:
-                outputs = self._mean_of_scalars(outputs)
-        return outputs
-
-    def _mean_of_scalars(self, outputs: Nest) -> Nest:
-        flat = tf.nest.flatten(outputs)
-        scalars = [
-            i
-            for i, value in enumerate(flat)
-            if tf.is_tensor(value)
-            and tf.as_dtype(value.dtype).is_floating
-            and value.shape.rank == 0
-        ]
-        assert self.collectives is not None
-        with self.scope():
-            parts = [
-                whole_batch.averageable(flat[i], "A value that a step returns")
-                for i in scalars
-            ]
-        for i, part in zip(scalars, parts, strict=True):
-            flat[i] = part
-        scalars = [i for i in scalars if not marks.is_reduced(flat[i])]
-        means = self.collectives.all_reduce(
-            [flat[i] / self.world_size for i in scalars], "logs", weighted=True
-        )
-        for i, mean in zip(scalars, means, strict=True):
-            marks.set_reduced(mean)
-            flat[i] = mean
-        return tf.nest.pack_sequence_as(outputs, flat)
+            if not current.weighted:
+                return outputs
+            with self.scope():
+                return predictions.outputs_of(fn, outputs, self.collectives)
 
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any

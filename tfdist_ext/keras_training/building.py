@@ -32,12 +32,37 @@ def install() -> None:
 def _build(
     original: Any, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
-    if iterator is None or not hasattr(
-        model.distribute_strategy, "collectives"
-    ):
-        original(model, iterator=iterator, data_batch=data_batch)
-    else:
-        _build_unread(original, model, iterator)
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "collectives"):
+        return original(model, iterator=iterator, data_batch=data_batch)
+    unbuilt = not _has_built_optimizer(model)
+    try:
+        if iterator is None:
+            return original(model, data_batch=data_batch)
+        return _build_unread(original, model, iterator)
+    except Exception as error:
+        half_built = unbuilt and _has_built_optimizer(model)
+        if half_built or not _is_built_for_own_steps(model):
+            raise
+        if strategy.collectives is not None:
+            strategy.collectives.give_up("building the model", error)
+    # Without a strategy Keras does not call a model before its own step does,
+    # which may call something else.
+    with strategy.scope():
+        if model.optimizer is not None and not _has_built_optimizer(model):
+            model.optimizer.build(model.trainable_variables)
+    return None
+
+
+def _is_built_for_own_steps(model: Any) -> bool:
+    """Whether a model with steps of its own has all of its variables."""
+    kind = type(model)
+    own = (
+        kind.train_step is not keras.Model.train_step
+        or kind.test_step is not keras.Model.test_step
+    )
+    layers = keras_internals.layers_of(model)
+    return own and all(each.built for each in layers if each is not model)
 
 
 def _build_unread(original: Any, model: Any, iterator: Any) -> None:

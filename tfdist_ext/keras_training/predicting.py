@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.keras_training import predictions
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -31,6 +32,21 @@ def install() -> None:
     if keras_internals.KERAS_3:
         wrap(keras.Model, "predict", _predict)
         wrap(keras.Model, "make_predict_function", _make_function)
+
+
+def trace_for(model: Any, spec: Any) -> None:
+    """Makes a model's function of `predict`, for batches of any size.
+
+    Args:
+        model: of Keras 3.
+        spec: of the batches.
+    """
+    outer, _now.model = _now.model, model
+    model.distribute_strategy.distributed_spec = spec
+    try:
+        model.make_predict_function()
+    finally:
+        _now.model = outer
 
 
 def _predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +88,8 @@ def _trace(function: Any, strategy: Any) -> None:
     try:
         function.get_concrete_function([spec])
         collectives.barrier("step of predict traced")
+    except predictions.NoRowsError:
+        raise
     except Exception as error:
         # A model that needs to know the size, or an error of the model's own,
         # which the first batch meets again. All ranks do the same.

@@ -22,6 +22,7 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import horovod
+from tfdist_ext.keras_training import recurrent
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -53,6 +54,7 @@ def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):
         bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
+        recurrent.check(model, collectives.group.world_size)
         if name == "fit":
             horovod.check_optimizer(getattr(model, "optimizer", None))
             horovod.check_callbacks(bound.arguments["callbacks"])
@@ -158,7 +160,7 @@ def _describe_data(value: Any) -> str:
     if isinstance(value, dict):
         items = (f"{k}: {_describe_data(v)}" for k, v in value.items())
         return f"({', '.join(items)})"
-    if isinstance(value, tuple | list) and not _is_numbers(value):
+    if isinstance(value, tuple | list) and not is_numbers(value):
         return f"({', '.join(map(_describe_data, value))})"
     size = f" of {len(value)}" if hasattr(value, "__len__") else ""
     return f"{type(value).__name__}{size}"
@@ -172,7 +174,7 @@ def _describe_dataset(dataset: tf.data.Dataset) -> str:
     return str(dataset.element_spec)
 
 
-def _is_numbers(value: Any) -> bool:
+def is_numbers(value: Any) -> bool:
     """Whether a list is data, not a list of inputs."""
     return all(isinstance(v, bool | int | float | str | list) for v in value)
 

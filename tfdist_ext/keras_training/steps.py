@@ -149,7 +149,11 @@ def _loss(
         # Where nothing counts, tf_keras would divide zero by zero.
         with keras_internals.mask_or(y_pred, tf.equal(divisor, 0)):
             value = original(y_true, y_pred, sample_weight)
-    if loss.reduction in (None, "none") or value.shape.rank != 0:
+    if loss.reduction in (None, "none"):
+        return value
+    if value.shape == [0]:  # Keras 3, eagerly, where a rank has no samples
+        value = tf.reduce_sum(value)
+    if value.shape.rank != 0:
         return value
     if loss.reduction == "sum":
         return whole_batch.total_of(value)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `predict` returns of a batch: each sample's rows once, in order.
+
+Keras concatenates whatever a model returns on each rank. That is right for
+what has a row for each sample. What has none (a weight, a mean over the
+batch) is one value for the whole batch, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import marks
+from tfdist_ext.batches import leaves
+from tfdist_ext.batches import whole_batch
+from tfdist_ext.batches.kinds import COUPLED
+from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.collectives import any_dtype
+from tfdist_ext.collectives import calls
+from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.keras_training import logs
+from tfdist_ext.wrapping import wrap
+
+Nest = Any
+_LABEL = "gather"
+
+
+class NoRowsError(ValueError):
+    """An output has no row for each sample."""
+
+    # So that AutoGraph, which looks at it, can make another with more text.
+    __init__ = Exception.__init__
+
+
+def install() -> None:
+    """Wraps Keras's way to concatenate; leaves alone what is whole already."""
+    module, name = keras_internals.concatenation()
+    wrap(module, name, _concatenate)
+
+
+def _concatenate(original: Any, value: Any, strategy: Any) -> Any:
+    if marks.is_reduced(value):
+        return value
+    return original(value, strategy)
+
+
+def outputs_of(
+    fn: Callable[..., Any], outputs: Nest, collectives: Collectives
+) -> Nest:
+    """What a step of Keras's loops returns for the whole batch.
+
+    Args:
+        fn: the step.
+        outputs: of it, on this rank.
+        collectives: of the strategy, whose scope this is.
+    """
+    outputs = logs.of_whole_batch(outputs, collectives)
+    if "make_predict_function" in calls.role_of(fn):
+        return of_all_ranks(outputs, collectives)
+    return outputs
+
+
+def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
+    """What a model predicts for the whole batch, on every rank.
+
+    Args:
+        outputs: of a step of `predict` on this rank, a nest of tensors,
+            RaggedTensors and SparseTensors; what is reduced already stays.
+        collectives: of the strategy, whose scope this is.
+
+    Raises:
+        NoRowsError: for an output that has no rows for samples and depends on
+            them; naming it.
+    """
+    step = collectives.step
+    assert step is not None
+    flat = list(tf.nest.flatten(outputs))
+    names = leaves.names_of(outputs)
+    for i, value in enumerate(flat):
+        if not _is_value(value) or marks.is_reduced(value):
+            continue
+        if not step.checking:
+            value = _of_all_ranks(value, names[i], collectives)
+        flat[i] = value
+        marks.set_reduced(value)
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+
+
+def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
+    step = collectives.step
+    assert step is not None
+    parts = tf.nest.flatten(value, expand_composites=True)
+    kinds = [whole_batch.kind_of(step, part) for part in parts]
+    if all(kind.name == SAME for kind in kinds):
+        return value
+    if not isinstance(value, tf.Tensor):
+        return _gathered(value, collectives)
+    kind = kinds[0]
+    if kind.name in (LINEAR, COUPLED) and kind.axis is None:
+        if value.dtype.is_floating:
+            return _mean(value, name, collectives)
+    elif kind.axis in (None, 0) and _may_have_rows(value):
+        return _rows(value, collectives)
+    raise NoRowsError(
+        f"`predict` gets an output '{name}' of shape {value.shape} whose first "
+        "dimension is not that of the samples, so the ranks cannot make that "
+        "of the whole batch of theirs. Return one row for each sample from "
+        "`call` (tf.transpose, tf.expand_dims), or call the model itself on "
+        "the whole batch: `model(x)`."
+    )
+
+
+def _may_have_rows(value: tf.Tensor) -> bool:
+    """Whether a tensor may have a row for each sample, by its shape."""
+    if value.shape.rank is None:
+        return True
+    rows = value.shape[0] if value.shape.rank else 0
+    return rows is None or rows == tf.get_static_value(whole_batch.samples())
+
+
+def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
+    """Averages a function of sums and means over the samples, if it is one."""
+    part = whole_batch.averageable(value, f"Output '{name}' of `predict`")
+    if marks.is_reduced(part):
+        return part
+    ranks = tf.constant(collectives.group.world_size, part.dtype)
+    (mean,) = collectives.all_reduce([part / ranks], _LABEL, weighted=True)
+    return mean
+
+
+def _gathered(value: Any, collectives: Collectives) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return _gathered_ragged(value, collectives)
+    if isinstance(value, tf.SparseTensor):
+        return _gathered_sparse(value, collectives)
+    return _rows(value, collectives)
+
+
+def _rows(value: tf.Tensor, collectives: Collectives) -> tf.Tensor:
+    rows, _ = any_dtype.all_gather(collectives, value, _LABEL)
+    if value.shape.rank is not None:
+        rows.set_shape([None, *value.shape[1:]])
+    return rows
+
+
+def _gathered_ragged(
+    value: tf.RaggedTensor, collectives: Collectives
+) -> tf.RaggedTensor:
+    lengths = [_rows(each, collectives) for each in value.nested_row_lengths()]
+    return tf.RaggedTensor.from_nested_row_lengths(
+        _rows(value.flat_values, collectives), lengths, validate=False
+    )
+
+
+def _gathered_sparse(
+    value: tf.SparseTensor, collectives: Collectives
+) -> tf.SparseTensor:
+    shapes = _rows(value.dense_shape[tf.newaxis], collectives)
+    before = tf.reduce_sum(shapes[: collectives.group.rank, 0])
+    samples, inner = tf.split(value.indices, [1, -1], axis=1)
+    indices = tf.concat([samples + before, inner], axis=1)
+    size = tf.concat(
+        [tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0
+    )
+    return tf.SparseTensor(
+        _rows(indices, collectives), _rows(value.values, collectives), size
+    )
