@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import traceback
 import warnings
 import zlib
@@ -53,7 +54,7 @@ def run(strategy: Any, folder: Any, case: registry.Case) -> Outcome:
         folder: where the program may write.
         case: which program, and how.
     """
-    each = registry.programs(f"^{case.name}$")[case.name]
+    each = registry.programs(f"^{re.escape(case.name)}$")[case.name]
     tf.keras.utils.set_random_seed(zlib.crc32(case.name.encode()))
     context = Context(strategy, case.tables, case.batches, folder)
     outcome = Outcome()
