@@ -39,6 +39,7 @@ class Context:
         self.folder = folder
         self._embeddings: list[Any] = []
         self._seed = 0
+        self.placement = "row"
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The scope of the strategy, if there is one."""
@@ -131,7 +132,7 @@ class Context:
         if self.strategy is None or not self.tables:
             layer = keras.layers.Embedding(rows, units, **how)
         else:
-            how.setdefault("sharding", "row")
+            how.setdefault("sharding", self.placement)
             layer = Embedding(rows, units, **how)
         if self.tables:
             self._embeddings.append(layer)

@@ -25,9 +25,10 @@ and tables are compared. A program has one of three verdicts:
 | warned | A number may differ; a warning names what it comes from | {warned} |
 | refused | The program ends with an error that says what to do | {refused} |
 
-No program is silently different. `python -m tests.numbers.table` writes this page;
-`make test-numbers` runs every program in every setting.
-`python -m tests.numbers.run --ranks 2 --only PATTERN` shows the largest error of each.
+No program is silently different. `python -m tests.numbers.table` writes this
+page; `make test-numbers` runs every program in every setting;
+`python -m tests.numbers.run --ranks 2 --only PATTERN` shows the largest error
+of each.
 """
 
 

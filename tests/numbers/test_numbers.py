@@ -25,9 +25,7 @@ def cases() -> list:
     for each in PROGRAMS.values():
         chosen = every_size(each) if EVERY else rotating(each)
         found += [
-            pytest.param(
-                *(ranks, case.keras, case), id=f"{case}-{ranks}ranks"
-            )
+            pytest.param(*(ranks, case.keras, case), id=f"{case}-{ranks}ranks")
             for ranks, case in chosen
         ]
     return found
