@@ -49,6 +49,8 @@ def judge(each: Program, stock: Outcome, ranks: list[Outcome]) -> Seen:
     """
     said = _said(stock, ranks)
     failed = [rank for rank in ranks if rank.error]
+    if stock.error and each.verdict != REFUSED:
+        return Seen(FAILED, where=f"one process: {stock.error}", said=said)
     if failed:
         refused = len(failed) == len(ranks) and all(
             each.says and re.search(each.says, rank.error) for rank in failed
@@ -58,8 +60,6 @@ def judge(each: Program, stock: Outcome, ranks: list[Outcome]) -> Seen:
             where=f"{len(failed)} of {len(ranks)} ranks: {failed[0].error}",
             said=said,
         )
-    if stock.error:
-        return Seen(FAILED, where=f"one process: {stock.error}", said=said)
     error, where = _largest_error(stock, ranks)
     if error <= each.tolerance:
         return Seen(EQUAL, error, where, said)

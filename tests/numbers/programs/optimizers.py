@@ -170,7 +170,10 @@ SCHEDULES = {
         "decay_rate": 0.5,
     },
     "CosineDecay": {"initial_learning_rate": 0.2, "decay_steps": 6},
-    "PiecewiseConstantDecay": {"boundaries": [1, 3], "values": [0.2, 0.1, 0]},
+    "PiecewiseConstantDecay": {
+        "boundaries": [1, 3],
+        "values": [0.2, 0.1, 0.05],
+    },
     "PolynomialDecay": {"initial_learning_rate": 0.2, "decay_steps": 6},
     "InverseTimeDecay": {
         "initial_learning_rate": 0.2,
