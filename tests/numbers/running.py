@@ -42,7 +42,10 @@ class Runner:
             found = self._run(case, ranks, timeout=_TIMEOUT)
         except pytest.fail.Exception as error:
             return judging.Seen(judging.FAILED, where=f"no answer: {error}")
-        return judging.judge(each, self._stock[case], found)
+        seen = judging.judge(each, self._stock[case], found)
+        if seen.verdict == judging.FAILED:  # perhaps in an exchange
+            self._pools.kill(ranks, case.keras, timeout=_TIMEOUT)
+        return seen
 
     def _run(
         self, case: registry.Case, ranks: int, **how: object

@@ -280,7 +280,7 @@ def arcface(c):
 
     def loss(y, p):
         p = normalised(p)
-        one = tf.one_hot(tf.reshape(y, [-1]), 3)
+        one = tf.one_hot(tf.cast(tf.reshape(y, [-1]), tf.int32), 3)
         angle = tf.acos(tf.clip_by_value(p, -0.99, 0.99)) + 0.2 * one
         return tf.nn.softmax_cross_entropy_with_logits(one, 4 * tf.cos(angle))
 

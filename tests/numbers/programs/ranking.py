@@ -203,7 +203,10 @@ def ordinal(c):
     """Cumulative probabilities of ordered classes."""
 
     def loss(y, p):
-        above = tf.cast(tf.range(3)[None] < tf.reshape(y, [-1, 1]), tf.float32)
+        above = tf.cast(
+            tf.range(3)[None] < tf.cast(tf.reshape(y, [-1, 1]), tf.int32),
+            tf.float32,
+        )
         each = tf.nn.sigmoid_cross_entropy_with_logits(above, p)
         return tf.reduce_sum(each, -1)
 
