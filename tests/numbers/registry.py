@@ -33,7 +33,8 @@ class Program:
         tables: whether it is run without tables (False), with them (True).
         batches: "even" batches of a fixed size, "uneven" ones.
         tolerance: the largest relative error of an equal number.
-        alone: the verdict at one rank, where no other can exist.
+        alone: the verdict at one rank.
+        family: whether it is one of many that differ in a name only.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Program:
     batches: tuple[str, ...] = BATCHES
     tolerance: float = 5e-5
     alone: str = EQUAL
+    family: bool = False
 
     @property
     def group(self) -> str:

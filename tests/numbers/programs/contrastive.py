@@ -121,12 +121,7 @@ def byol(c):
     return two_views(c, Byol)
 
 
-@program(
-    "contrastive/barlow_twins_step",
-    WARNED,
-    tables=(False,),
-    says="(?i)gather_batch|batch_mean",
-)
+@program("contrastive/barlow_twins_step", tables=(False,))
 def barlow_twins(c):
     """Barlow twins: a matrix over the batch."""
 

@@ -3,7 +3,6 @@
 
 import tensorflow as tf
 
-from tests.numbers.registry import WARNED
 from tests.numbers.registry import program
 
 keras = tf.keras
@@ -274,7 +273,7 @@ def multi_task_uncertainty(c):
     return c.train(model, c.batched((c.x(), y)), evaluate=False)
 
 
-@program("guide/mixture_of_experts", WARNED, says="(?i)mul|mean|sum")
+@program("guide/mixture_of_experts")
 def mixture_of_experts(c):
     """A switch layer with the auxiliary loss of load balance."""
 

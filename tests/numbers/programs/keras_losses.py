@@ -59,7 +59,7 @@ def register(name, reduction, options, kerases, **more):
         )
 
     run.__doc__ = f"`{name}` with weighted samples, the reduction {reduction}."
-    program(f"keras_loss/{name}/{reduction}", kerases=kerases)(run)
+    program(f"keras_loss/{name}/{reduction}", kerases=kerases, family=True)(run)
 
 
 for each, (_, _, _, kerases) in LOSSES.items():

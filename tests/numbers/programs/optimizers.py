@@ -71,6 +71,7 @@ def register(name, about, make, verdict=EQUAL, tables=(False,), **how):
         return trained(c, make)
 
     run.__doc__ = about
+    how.setdefault("family", True)
     program(f"optimizer/{name}", verdict, tables=tables, **how)(run)
 
 
