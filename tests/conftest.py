@@ -15,6 +15,8 @@ from tests.ranks.programs import Programs
 from tests.ranks.servers import Servers
 
 TESTS = pathlib.Path(__file__).parent
+# Folders whose tests start ranks, and the tier that each is in.
+TIERS = {"process": "process", "numbers": "process", "fault": "fault"}
 # Half a minute each: single tests, and kernels that are compiled for a CPU.
 SLOW = (
     "collectives/test_gpu_exchange.py",
@@ -98,9 +100,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         path = item.path.relative_to(TESTS)
-        for tier in ("process", "fault"):
-            if tier in path.parts:
-                item.add_marker(tier)
+        if path.parts[0] in TIERS:
+            item.add_marker(TIERS[path.parts[0]])
         if str(path) in SLOW:
             item.add_marker("slow")
         item.add_marker(pytest.mark.xdist_group(_group(item, path)))
@@ -124,7 +125,7 @@ def _place(item: pytest.Item) -> tuple[bool, int, int]:
     """Where an item comes: those that share ranks after each other."""
     path = item.path.relative_to(TESTS)
     arguments = _arguments(item)
-    fast = not {"process", "fault"} & set(path.parts)
+    fast = path.parts[0] not in TIERS
     if str(path) in SLOW:
         return fast, 0, 0
     if fast or not {"ranks", "keras"} <= set(arguments):

@@ -249,6 +249,18 @@ class Pools:
             pool.kill()
         return answers
 
+    def kill(self, ranks: int, keras: int = 3, **options: Any) -> None:
+        """Ends ranks of which a scenario has made something unusable.
+
+        Args:
+            ranks: how many there are.
+            keras: 3 or 2 (tf_keras).
+            **options: of the strategy.
+        """
+        key = (ranks, keras, json.dumps(options, sort_keys=True))
+        if key in self._pools:
+            self._pools.pop(key).kill()
+
     def close(self) -> None:
         """Ends all ranks."""
         while self._pools:

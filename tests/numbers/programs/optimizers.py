@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's optimizers with each of their options."""
+
+import tensorflow as tf
+
+import tfdist_ext
+from tests.numbers.registry import EQUAL
+from tests.numbers.registry import REFUSED
+from tests.numbers.registry import program
+
+keras = tf.keras
+KERAS_3 = hasattr(keras, "ops")
+BOTH = (3, 2)
+MADE = {
+    "SGD": {"learning_rate": 0.1},
+    "SGD_momentum": {"learning_rate": 0.05, "momentum": 0.9},
+    "SGD_nesterov": {
+        "learning_rate": 0.05,
+        "momentum": 0.9,
+        "nesterov": True,
+    },
+    "Adam": {"learning_rate": 0.02},
+    "Adam_amsgrad": {"learning_rate": 0.02, "amsgrad": True},
+    "AdamW": {"learning_rate": 0.02, "weight_decay": 0.1},
+    "RMSprop": {"learning_rate": 0.01},
+    "RMSprop_centered": {
+        "learning_rate": 0.01,
+        "centered": True,
+        "momentum": 0.5,
+    },
+    "Adagrad": {"learning_rate": 0.05},
+    "Adadelta": {"learning_rate": 1.0},
+    "Adamax": {"learning_rate": 0.02},
+    "Nadam": {"learning_rate": 0.02},
+    "Ftrl": {"learning_rate": 0.1},
+    "Lion": {"learning_rate": 0.01},
+    "Adafactor": {"learning_rate": 0.02},
+    "Lamb": {"learning_rate": 0.02},
+}
+OPTIONS = {
+    "clipnorm": {"clipnorm": 0.05},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "use_ema": {"use_ema": True, "ema_momentum": 0.8},
+    "ema_overwrite": {
+        "use_ema": True,
+        "ema_momentum": 0.8,
+        "ema_overwrite_frequency": 2,
+    },
+    "weight_decay": {"weight_decay": 0.1},
+}
+ACCUMULATION = "(?i)accumulat"
+CLIPPED = "tfdist_ext.optimizers"
+
+
+def trained(c, make, **how):
+    """A model that an optimizer trains for two passes over the data."""
+    return c.train(
+        c.model(),
+        c.data(),
+        "mse",
+        optimizer=make,
+        fit={"epochs": 2},
+        evaluate=False,
+        **how,
+    )
+
+
+def register(name, about, make, verdict=EQUAL, tables=(False,), **how):
+    def run(c):
+        return trained(c, make)
+
+    run.__doc__ = about
+    how.setdefault("family", True)
+    program(f"optimizer/{name}", verdict, tables=tables, **how)(run)
+
+
+def keras_own(name, **more):
+    return getattr(keras.optimizers, name.partition("_")[0])(
+        **MADE[name], **more
+    )
+
+
+for each in MADE:
+    register(
+        f"keras/{each}",
+        f"Keras's `{each.replace('_', ' with ')}`.",
+        lambda each=each: keras_own(each),
+        kerases=BOTH if each != "Lamb" else (3,),
+    )
+for base in ("SGD", "Adam"):
+    for option, arguments in OPTIONS.items():
+        register(
+            f"keras/{base}/{option}",
+            f"Keras's `{base}` with `{option}`.",
+            lambda base=base, a=arguments: keras_own(base, **a),
+        )
+for option in ("clipnorm", "global_clipnorm", "clipvalue"):
+    register(
+        f"keras/tables/{option}",
+        f"Keras's `SGD` with `{option}` and a partitioned table.",
+        lambda option=option: keras_own("SGD", **OPTIONS[option]),
+        REFUSED,
+        tables=(True,),
+        says=CLIPPED,
+    )
+    register(
+        f"own/{option}",
+        f"This package's `SGD` with `{option}`.",
+        lambda option=option: tfdist_ext.optimizers.SGD(0.1, **OPTIONS[option]),
+        tables=(False, True),
+    )
+for each in ("SGD", "Adagrad"):
+    register(
+        f"own/{each}",
+        f"This package's `{each}`, Keras's in one process.",
+        lambda each=each: getattr(tfdist_ext.optimizers, each)(0.1),
+        tables=(False, True),
+    )
+register(
+    "own/SGD_momentum",
+    "This package's `SGD` with momentum.",
+    lambda: tfdist_ext.optimizers.SGD(0.05, momentum=0.9),
+)
+register(
+    "own/Adam", "This package's `Adam`.", lambda: tfdist_ext.optimizers.Adam()
+)
+
+
+@program(
+    "optimizer/accumulation",
+    REFUSED,
+    kerases=(3,),
+    tables=(False,),
+    says=ACCUMULATION,
+)
+def accumulation(c):
+    """`gradient_accumulation_steps` of Keras 3."""
+    return trained(c, lambda: keras_own("SGD", gradient_accumulation_steps=2))
+
+
+def loss_scaled(make):
+    return lambda: keras.mixed_precision.LossScaleOptimizer(make())
+
+
+@program("optimizer/loss_scale", tables=(False,))
+def loss_scale(c):
+    """A dynamic loss scale around `SGD`."""
+    return trained(c, loss_scaled(lambda: keras_own("SGD")))
+
+
+@program("optimizer/loss_scale_clipnorm", tables=(False,))
+def loss_scale_clipnorm(c):
+    """A dynamic loss scale around `Adam` with `global_clipnorm`."""
+    make = loss_scaled(lambda: keras_own("Adam", global_clipnorm=0.1))
+    return trained(c, make)
+
+
+@program("optimizer/data_parallel_table")
+def data_parallel_table(c):
+    """`global_clipnorm` beside a table on every rank."""
+    c.placement = "data_parallel"
+    make = lambda: keras_own("SGD", global_clipnorm=0.1)  # noqa: E731
+    return trained(c, make)
+
+
+SCHEDULES = {
+    "ExponentialDecay": {
+        "initial_learning_rate": 0.2,
+        "decay_steps": 2,
+        "decay_rate": 0.5,
+    },
+    "CosineDecay": {"initial_learning_rate": 0.2, "decay_steps": 6},
+    "PiecewiseConstantDecay": {
+        "boundaries": [1, 3],
+        "values": [0.2, 0.1, 0.05],
+    },
+    "PolynomialDecay": {"initial_learning_rate": 0.2, "decay_steps": 6},
+    "InverseTimeDecay": {
+        "initial_learning_rate": 0.2,
+        "decay_steps": 2,
+        "decay_rate": 0.5,
+    },
+}
+for each, arguments in SCHEDULES.items():
+    register(
+        f"schedule/{each}",
+        f"The schedule `{each}`.",
+        lambda each=each, a=arguments: keras.optimizers.SGD(
+            getattr(keras.optimizers.schedules, each)(**a)
+        ),
+        tables=(False, True),
+    )
+
+
+@program("optimizer/own_schedule")
+def own_schedule(c):
+    """A schedule written by the user."""
+
+    class Warmup(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.2 * tf.minimum(1.0, (tf.cast(step, tf.float32) + 1) / 4)
+
+        def get_config(self):
+            return {}
+
+    return trained(c, lambda: keras.optimizers.SGD(Warmup()))
+
+
+@program("optimizer/frozen_layers")
+def frozen_layers(c):
+    """Some layers are not trained."""
+    model = c.model()
+    model.layers[-1].trainable = False
+    return c.train(model, c.data(), "mse", metrics=lambda: ["mae"])
+
+
+@program("optimizer/user_subclass", tables=(False,))
+def user_subclass(c):
+    """A subclass of `SGD` that changes the gradients."""
+
+    class Own(keras.optimizers.SGD):
+        def apply_gradients(self, pairs, **how):
+            pairs = [(tf.sign(g) * 0.1, v) for g, v in pairs]
+            return super().apply_gradients(pairs, **how)
+
+        def apply(self, gradients, variables=None):
+            changed = [tf.sign(g) * 0.1 for g in gradients]
+            return super().apply(changed, variables)
+
+    return trained(c, lambda: Own(0.1))
+
+
+@program("optimizer/user_norm", kerases=(3,), tables=(False,))
+def user_norm(c):
+    """An optimizer whose update uses the norm of each gradient."""
+
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            norm = tf.norm(gradient) + 1e-6
+            super().update_step(gradient / norm, variable, learning_rate)
+
+    return trained(c, lambda: Own(0.1))
+
+
+@program("optimizer/constraints", tables=(False,))
+def constraints(c):
+    """Kernels with constraints."""
+    model = c.model(kernel_constraint=keras.constraints.MaxNorm(0.5))
+    return c.train(model, c.data(), "mse")
