@@ -22,6 +22,7 @@ from tfdist_ext.collectives.loop import Loop
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.collectives.tags import Tags
+from tfdist_ext.collectives.trial import Trial
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
@@ -40,6 +41,7 @@ class Collectives:
         machine: what plans are made for, once it is measured.
         gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
+        trial: for which steps are traced or run now, None for training.
         ops: what carries tensors; this package unless told otherwise.
     """
 
@@ -55,6 +57,7 @@ class Collectives:
         self.machine: Machine | None = None
         self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
+        self.trial: Trial | None = None
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
@@ -110,6 +113,21 @@ class Collectives:
                 # With their numbers and its role the tags are equal too.
                 lines = (f"step {step.role}", *step.exchanges)
                 self._compare_exchanges(lines)
+
+    @contextlib.contextmanager
+    def trying(self, trial: Trial) -> Iterator[None]:
+        """Steps traced or run inside are of a trial.
+
+        Args:
+            trial: that notes what they do.
+        """
+        outer = self.trial
+        try:
+            self.trial = trial
+            with trial.marking():
+                yield
+        finally:
+            self.trial = outer
 
     @contextlib.contextmanager
     def rehearsing(self, graph: tf.Graph) -> Iterator[None]:

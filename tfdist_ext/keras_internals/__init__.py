@@ -284,6 +284,14 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
     model._training_state = state
 
 
+def steps_of_call(model: Any) -> int:
+    """How many batches one call of a model's train function reads."""
+    if KERAS_3:
+        return int(model.steps_per_execution)
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps.numpy())
+
+
 def keep_metrics(model: Any, kept: bool) -> None:
     """Says whether the metrics of a model stay when an epoch begins."""
     if kept:

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a step as one process and as the ranks do, and compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext.checking import causes
+from tfdist_ext.checking import choosing
+from tfdist_ext.checking import comparing
+from tfdist_ext.checking import gathering
+from tfdist_ext.checking import report
+from tfdist_ext.checking import runs
+from tfdist_ext.checking import state
+from tfdist_ext.checking.skipping import CannotCheck
+
+keras = tf.keras
+Nest = Any
+_LOG = logging.getLogger("tfdist_ext")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        name: in the report.
+        step: as `strategy.run` is given it: takes a batch of this rank.
+        models: whose variables the step may change; may be empty.
+        of_keras: whether it is a step of Keras's loops.
+        eager: whether it is run without a graph.
+        limits_memory: whether to leave out what needs much memory.
+    """
+
+    name: str
+    step: Callable[[Nest], Nest]
+    models: tuple[Any, ...] = ()
+    of_keras: bool = True
+    eager: bool = False
+    limits_memory: bool = True
+
+
+def check(
+    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+) -> report.CheckReport:
+    """Compares one step; all ranks must call, and get the same.
+
+    Args:
+        strategy: of several ranks.
+        subject: what is checked.
+        batch: of this rank.
+        signature: of that, as the step is traced to train.
+
+    Raises:
+        CannotCheck: of something that cannot be compared, on all ranks.
+    """
+    collectives = strategy.collectives
+    all_of_it = gathering.whole_batch_of(batch, collectives)
+    whole = runs.Run(strategy, subject.step, all_of_it, True, subject.of_keras)
+    if subject.eager:
+        ranks: Any = runs.EagerRun(strategy, subject.step, subject.of_keras)
+        handles, variables = whole.handles, list(whole.variables)
+    else:
+        ranks = runs.Run(
+            strategy, subject.step, signature, False, subject.of_keras
+        )
+        handles = [*whole.handles, *ranks.handles]
+        variables = [*whole.variables, *ranks.variables]
+    known = [v for m in subject.models for v in _variables_of(m)]
+    slots = [v for m in subject.models for v in _slots_of(m)]
+    held = state.held_by(handles, known, slots, variables)
+    if subject.limits_memory:
+        choosing.require_memory(
+            held, collectives, "Force it with check='always'."
+        )
+    snapshot = state.Snapshot(held)
+    try:
+        wholes = [whole(all_of_it, snapshot)]
+        if whole.is_random:
+            snapshot.restore(random=False)
+            wholes.append(whole(all_of_it, snapshot))
+        snapshot.restore(random=False)
+        outcome = ranks(batch, snapshot)
+    finally:
+        snapshot.restore(random=True)
+    sums = [] if subject.of_keras else sorted(outcome.logs)
+    compared = comparing.compare(wholes, outcome, snapshot, sums, collectives)
+    return _judge(strategy, subject, compared, whole.is_random)
+
+
+def _judge(
+    strategy: Any,
+    subject: Subject,
+    compared: list[comparing.Compared],
+    is_random: bool,
+) -> report.CheckReport:
+    collectives = strategy.collectives
+    known = causes.Circumstances(
+        strategy.world_size,
+        max(
+            choosing.tolerance_of(model, collectives)
+            for model in subject.models or (None,)
+        ),
+        [n for m in subject.models for n in choosing.unsynchronized(m)],
+        is_random,
+    )
+    # A metric's result of one step is shown only while an epoch runs; its
+    # states are compared.
+    shown = {metric.name for m in subject.models for metric in m.metrics}
+    judged = [
+        each
+        for each in compared
+        if not (each.kind == "log" and each.name in shown)
+    ]
+    found = causes.findings(judged, known)
+    return report.report_of(subject.name, strategy.world_size, compared, found)
+
+
+def _variables_of(model: Any) -> Iterable[Any]:
+    yield from model.variables
+    for metric in model.metrics:
+        yield from metric.variables
+
+
+def _slots_of(model: Any) -> Iterable[Any]:
+    kind = keras.optimizers.Optimizer
+    legacy = getattr(keras.optimizers, "legacy", None)
+    kinds = (kind, legacy.Optimizer) if hasattr(legacy, "Optimizer") else kind
+    candidates = [getattr(model, "optimizer", None), *vars(model).values()]
+    for optimizer in candidates:
+        if isinstance(optimizer, kinds):
+            variables = optimizer.variables
+            yield from variables() if callable(variables) else variables
+
+
+def attempt(
+    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+) -> report.CheckReport | None:
+    """Checks a step and says what was found; None if it cannot be checked.
+
+    What goes wrong in a check must not end a training that goes well.
+
+    Args:
+        strategy: as of `check`.
+        subject: as of `check`.
+        batch: as of `check`.
+        signature: as of `check`.
+    """
+    try:
+        found = check(strategy, subject, batch, signature)
+    except CannotCheck as reason:
+        _say_skipped(strategy, subject, str(reason))
+        return None
+    except Exception as error:
+        # All ranks come to this, by their own error or by that of another.
+        strategy.collectives.give_up(f"check of {subject.name}", error)
+        text = str(error).strip().partition("\n")[0]
+        _say_skipped(strategy, subject, f"{type(error).__name__}: {text}")
+        return None
+    report.show(found, strategy.rank)
+    return found
+
+
+def _say_skipped(strategy: Any, subject: Subject, reason: str) -> None:
+    if strategy.rank == 0:
+        _LOG.info(
+            "not checked: %s on %d ranks against one process, as %s",
+            *(subject.name, strategy.world_size, reason),
+        )
