@@ -35,6 +35,7 @@ CollectiveAllReduceExtended = (
 DistributedValues = values.DistributedValues
 FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
+MirroredVariable = values.MirroredVariable
 # What `tf.is_tensor` knows, and Keras takes as an input.
 NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
-import tensorflow as tf
-
-from tfdist_ext import keras_internals
 from tfdist_ext.checking import causes
 from tfdist_ext.checking import choosing
 from tfdist_ext.checking import comparing
@@ -21,7 +18,6 @@ from tfdist_ext.checking import runs
 from tfdist_ext.checking import state
 from tfdist_ext.checking.skipping import CannotCheck
 
-keras = tf.keras
 Nest = Any
 _LOG = logging.getLogger("tfdist_ext")
 
@@ -74,7 +70,7 @@ def check(
         handles = [*whole.handles, *ranks.handles]
         variables = [*whole.variables, *ranks.variables]
     known = [v for m in subject.models for v in _variables_of(m)]
-    slots = [v for m in subject.models for v in _slots_of(m)]
+    slots = [v for m in subject.models for v in state.slots_of(m)]
     held = state.held_by(handles, known, slots, variables)
     if subject.limits_memory:
         choosing.require_memory(
@@ -92,52 +88,48 @@ def check(
         snapshot.restore(random=True)
     sums = [] if subject.of_keras else sorted(outcome.logs)
     compared = comparing.compare(wholes, outcome, snapshot, sums, collectives)
-    return _judge(strategy, subject, compared, whole.is_random)
-
-
-def _judge(
-    strategy: Any,
-    subject: Subject,
-    compared: list[comparing.Compared],
-    is_random: bool,
-) -> report.CheckReport:
-    collectives = strategy.collectives
-    known = causes.Circumstances(
-        strategy.world_size,
-        max(
-            choosing.tolerance_of(model, collectives)
-            for model in subject.models or (None,)
-        ),
-        [n for m in subject.models for n in choosing.unsynchronized(m)],
-        is_random,
-    )
-    # A metric's result of one step is shown only while an epoch runs; its
-    # states are compared.
-    shown = {metric.name for m in subject.models for metric in m.metrics}
+    shown = _shown_metrics(subject, {held[i].name for i in wholes[0].changed})
     judged = [
         each
         for each in compared
         if not (each.kind == "log" and each.name in shown)
     ]
-    found = causes.findings(judged, known)
+    found = causes.findings(judged, _circumstances(strategy, subject, whole))
     return report.report_of(subject.name, strategy.world_size, compared, found)
+
+
+def _circumstances(
+    strategy: Any, subject: Subject, whole: runs.Run
+) -> causes.Circumstances:
+    return causes.Circumstances(
+        strategy.world_size,
+        max(
+            choosing.tolerance_of(model, strategy.collectives)
+            for model in subject.models or (None,)
+        ),
+        [n for m in subject.models for n in choosing.unsynchronized(m)],
+        whole.is_random,
+    )
+
+
+def _shown_metrics(subject: Subject, changed: set[str]) -> set[str]:
+    """Names of metrics that the step has updated.
+
+    The result of one step is shown only while an epoch runs. The states, of
+    which that of the epoch is made, are compared.
+    """
+    return {
+        metric.name
+        for model in subject.models
+        for metric in model.metrics
+        if changed.intersection(map(state.label_of, metric.variables))
+    }
 
 
 def _variables_of(model: Any) -> Iterable[Any]:
     yield from model.variables
     for metric in model.metrics:
         yield from metric.variables
-
-
-def _slots_of(model: Any) -> Iterable[Any]:
-    kind = keras.optimizers.Optimizer
-    legacy = getattr(keras.optimizers, "legacy", None)
-    kinds = (kind, legacy.Optimizer) if hasattr(legacy, "Optimizer") else kind
-    candidates = [getattr(model, "optimizer", None), *vars(model).values()]
-    for optimizer in candidates:
-        if isinstance(optimizer, kinds):
-            variables = optimizer.variables
-            yield from variables() if callable(variables) else variables
 
 
 def attempt(

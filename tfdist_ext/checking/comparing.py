@@ -139,21 +139,19 @@ def _state(
     collectives: Collectives,
 ) -> list[_Item]:
     seen = {name for name, _ in ranks.gradients}
+    changed = changed_anywhere(wholes, ranks, snapshot.held, collectives)
     hidden = any(
         each.trainable and each.name not in seen
-        for i, each in enumerate(snapshot.held)
-        if i in ranks.changed or i in wholes[0].changed
+        for each in (snapshot.held[i] for i in changed)
     )
     chosen = []
-    for i, each in enumerate(snapshot.held):
-        changes = i in ranks.changed or i in wholes[0].changed
+    for i in changed:
+        each = snapshot.held[i]
         of_optimizer = each.trainable or each.owner is None or each.is_slot
         if each.is_random or each.name in seen or not _is_plain(each.dtype):
             continue
         # What an optimizer makes of equal gradients is equal.
-        if each.aggregation is not None or (
-            changes and (hidden or not of_optimizer)
-        ):
+        if hidden or not of_optimizer:
             chosen.append(i)
     deltas = [_delta(ranks, snapshot, i) for i in chosen]
     _read_as_metrics(deltas, [snapshot.held[i] for i in chosen], collectives)
@@ -169,6 +167,22 @@ def _state(
         )
         for i, delta in zip(chosen, deltas, strict=True)
     ]
+
+
+def changed_anywhere(
+    wholes: Sequence[Outcome],
+    ranks: Outcome,
+    held: Sequence[Held],
+    collectives: Collectives,
+) -> list[int]:
+    """Indices of the variables that a run has changed on any rank."""
+    flags = np.zeros(len(held), np.int32)
+    for outcome in (*wholes, ranks):
+        flags[list(outcome.changed)] = 1
+    if not len(held):
+        return []
+    (total,) = collectives.all_reduce([tf.constant(flags)], "check/changed")
+    return [int(i) for i in np.flatnonzero(total.numpy())]
 
 
 def _is_plain(dtype: tf.DType) -> bool:

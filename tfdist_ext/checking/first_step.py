@@ -27,7 +27,7 @@ def _make(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     function = model.train_function
     strategy = model.distribute_strategy
     several = getattr(strategy, "collectives", None) is not None
-    if not several or function is before or strategy.check == "off":
+    if not several or function is before or strategy.collectives.check == "off":
         return result
     first = _First(model, function)
     model.train_function = first
@@ -59,7 +59,8 @@ class _First:
 def _checked(model: Any, iterator: Any) -> Any:
     """An iterator of what the first call of a train function trains."""
     strategy = model.distribute_strategy
-    wanted = strategy.check in ("always", "error")
+    mode = strategy.collectives.check
+    wanted = mode in ("always", "error")
     if not isinstance(iterator, tf.data.Iterator) or not (
         wanted or choosing.needs_check(model)
     ):
@@ -82,7 +83,7 @@ def _checked(model: Any, iterator: Any) -> Any:
     found = check.attempt(
         strategy, subject, batches[0], iterator.element_spec
     )
-    if found is not None and not found.ok and strategy.check == "error":
+    if found is not None and not found.ok and mode == "error":
         raise ValueError(str(found))
     return _again(batches, iterator.element_spec)
 

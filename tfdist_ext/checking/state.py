@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
+
+keras = tf.keras
 
 _RANDOM = ("seed_generator_state", "StateVar")
 _ON_READ = tf.VariableSynchronization.ON_READ
@@ -43,7 +46,7 @@ class Held:
     @property
     def is_random(self) -> bool:
         """Whether it is the state of a random generator."""
-        return any(part in self.name for part in _RANDOM)
+        return is_random(self.name)
 
     @property
     def is_shard(self) -> bool:
@@ -84,6 +87,34 @@ class Held:
         )
 
 
+def is_random(name: str) -> bool:
+    """Whether a variable is the state of a random generator, by its name."""
+    return any(part in name for part in _RANDOM)
+
+
+def slots_of(model: Any) -> Iterator[Any]:
+    """The variables of a model's optimizers.
+
+    Args:
+        model: that may have optimizers of its own besides the compiled one.
+    """
+    legacy = getattr(keras.optimizers, "legacy", None)
+    kinds: tuple[Any, ...] = (keras.optimizers.Optimizer,)
+    if hasattr(legacy, "Optimizer"):
+        kinds += (legacy.Optimizer,)
+    for found in [getattr(model, "optimizer", None), *vars(model).values()]:
+        if isinstance(found, kinds):
+            variables = found.variables
+            yield from variables() if callable(variables) else variables
+
+
+def label_of(variable: Any) -> str:
+    """How a variable is named in a report."""
+    native = keras_internals.value_of(variable)
+    name = getattr(variable, "path", None) or getattr(native, "name", "")
+    return str(name).removesuffix(":0")
+
+
 def held_by(
     handles: Iterable[Any],
     variables: Iterable[Any],
@@ -104,8 +135,7 @@ def held_by(
     owners: dict[int, tuple[Any, str, bool]] = {}
     extra = []
     for variable in [*slots, *variables, *others]:
-        native = keras_internals.value_of(variable)
-        name = getattr(variable, "path", None) or getattr(native, "name", "")
+        native, name = keras_internals.value_of(variable), label_of(variable)
         for part in internals.components(native):
             owner = internals.container_of(part.handle) or native
             entry = owner, name, id(variable) in are_slots
@@ -118,9 +148,9 @@ def held_by(
         if dtype is None or id(handle) in found:
             continue
         container = internals.container_of(handle)
-        unknown = (container, getattr(container, "name", ""), False)
+        unknown = (container, label_of(container), False)
         owner, name, is_slot = owners.get(id(handle), unknown)
-        name = name.removesuffix(":0") or "variable without a name"
+        name = name or "variable without a name"
         names[name] += 1
         if names[name] > 1:
             name = f"{name} ({names[name]})"

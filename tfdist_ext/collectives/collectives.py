@@ -41,6 +41,8 @@ class Collectives:
         machine: what plans are made for, once it is measured.
         gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
+        check: when steps and replicas are compared, see `checking`.
+        drifted: names of variables that ranks are known to differ in.
         trial: for which steps are traced or run now, None for training.
         ops: what carries tensors; this package unless told otherwise.
     """
@@ -57,6 +59,8 @@ class Collectives:
         self.machine: Machine | None = None
         self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
+        self.check = "auto"
+        self.drifted: set[str] = set()
         self.trial: Trial | None = None
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()

@@ -16,6 +16,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.callbacks import resume
+from tfdist_ext.checking import each_epoch
 from tfdist_ext.checking import first_step
 from tfdist_ext.checking import modes
 from tfdist_ext.checkpoints import saver
@@ -130,7 +131,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checks.one_of("transport", transport, choices.TRANSPORTS, where)
         checks.one_of("engine", engine, choices.ENGINES, where)
         checks.one_of("check", check, choices.CHECKS, where)
-        self.check = modes.mode_of(check, os.environ)
+        mode = modes.mode_of(check, os.environ)
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
@@ -143,6 +144,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._reporter = reporter.start(group, os.environ)
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
+            self.collectives.check = mode
         try:
             bootstrap.connect_gpus(self.collectives)
             if engine == "horovod" and self.collectives is not None:
@@ -180,6 +182,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             rehearsed_call.install()
             kernel_reads.install()
             first_step.install()
+            each_epoch.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
         resume.install()  # around all others
