@@ -29,7 +29,8 @@ class Subject:
     Attributes:
         name: in the report.
         step: as `strategy.run` is given it: takes a batch of this rank.
-        models: whose variables the step may change; may be empty.
+        models: whose variables the step may change, as far as known.
+        optimizers: that are no attributes of the models.
         of_keras: whether it is a step of Keras's loops.
         eager: whether it is run without a graph.
         limits_memory: whether to leave out what needs much memory.
@@ -38,6 +39,7 @@ class Subject:
     name: str
     step: Callable[[Nest], Nest]
     models: tuple[Any, ...] = ()
+    optimizers: tuple[Any, ...] = ()
     of_keras: bool = True
     eager: bool = False
     limits_memory: bool = True
@@ -71,6 +73,8 @@ def check(
         variables = [*whole.variables, *ranks.variables]
     known = [v for m in subject.models for v in _variables_of(m)]
     slots = [v for m in subject.models for v in state.slots_of(m)]
+    for optimizer in subject.optimizers:
+        slots += state.variables_of_optimizer(optimizer)
     held = state.held_by(handles, known, slots, variables)
     if subject.limits_memory:
         choosing.require_memory(

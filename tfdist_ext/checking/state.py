@@ -98,14 +98,22 @@ def slots_of(model: Any) -> Iterator[Any]:
     Args:
         model: that may have optimizers of its own besides the compiled one.
     """
-    legacy = getattr(keras.optimizers, "legacy", None)
-    kinds: tuple[Any, ...] = (keras.optimizers.Optimizer,)
-    if hasattr(legacy, "Optimizer"):
-        kinds += (legacy.Optimizer,)
     for found in [getattr(model, "optimizer", None), *vars(model).values()]:
-        if isinstance(found, kinds):
-            variables = found.variables
-            yield from variables() if callable(variables) else variables
+        if is_optimizer(found):
+            yield from variables_of_optimizer(found)
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Whether it is an optimizer of either Keras, old or new."""
+    legacy = getattr(keras.optimizers, "legacy", None)
+    old = getattr(legacy, "Optimizer", keras.optimizers.Optimizer)
+    return isinstance(thing, keras.optimizers.Optimizer | old)
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """The slots of an optimizer, and its counters."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
 
 
 def label_of(variable: Any) -> str:

@@ -41,6 +41,8 @@ class Collectives:
         machine: what plans are made for, once it is measured.
         gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
+        corrects: whether steps of Keras's loops are corrected for the ranks'
+            parts of the batch. Tests turn it off to see what a check finds.
         check: when steps and replicas are compared, see `checking`.
         drifted: names of variables that ranks are known to differ in.
         trial: for which steps are traced or run now, None for training.
@@ -59,6 +61,7 @@ class Collectives:
         self.machine: Machine | None = None
         self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
+        self.corrects = True
         self.check = "auto"
         self.drifted: set[str] = set()
         self.trial: Trial | None = None

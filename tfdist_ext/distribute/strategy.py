@@ -16,9 +16,11 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.callbacks import resume
+from tfdist_ext.checking import custom_step
 from tfdist_ext.checking import each_epoch
 from tfdist_ext.checking import first_step
 from tfdist_ext.checking import modes
+from tfdist_ext.checking.report import CheckReport
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives import measuring
@@ -419,6 +421,34 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return whole_tables.gather(variable, self.collectives)
         whole_tables.write(variable, self.collectives, path)
         return None
+
+    def check_step(
+        self, step: Callable[[Nest], Nest], batch: Nest
+    ) -> CheckReport:
+        """Compares a step of a loop of your own with that of one process.
+
+        Every rank runs it once on its batch, as `run` does, and on the batch
+        of all ranks, with `num_replicas_in_sync` 1. Nothing is applied: all
+        variables become again what they were. Rank 0 says what was found.
+
+            report = strategy.check_step(train_step, next(iter(dataset)))
+            assert report.ok, report
+
+        Args:
+            step: is given to `run`; takes the batch and may return numbers,
+                of which the program takes the sum or the mean of the ranks.
+            batch: of this rank, as a dataset of this strategy yields it.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            ValueError: on all ranks, for what cannot be compared.
+        """
+        if self.collectives is None:
+            return CheckReport(True, ())
+        with self.collectives.together("check_step", own_first=True):
+            return custom_step.check_step(self, step, batch)
 
     def statistics(self) -> dict[str, Any]:
         """What the process group has sent, received and waited for.
