@@ -12,12 +12,19 @@ from tfdist_ext.checking.comparing import Compared
 # How far apart float32 sums in another order, or a few random numbers, may be.
 _RANDOM_TIMES = 4.0
 _ROUNDING = 1e-6
-# A ratio counts as that of the number of ranks, within this.
-_NEAR = 0.02
+# A ratio counts as that of the number of ranks, within this: where ranks have
+# different numbers of samples, it is not quite that.
+_NEAR, _PARALLEL = 0.15, 0.95
 
 _SUM_OR_MEAN = (
     "a sum over the samples counts as a mean, or a mean as a sum",
     "write it as tfdist_ext.losses.batch_mean or batch_sum",
+)
+_OF_A_LOOP = (
+    "gradients of a loop of your own are summed over the ranks",
+    "divide losses by the samples of all ranks "
+    "(tf.nn.compute_average_loss), or by strategy.num_replicas_in_sync, "
+    "within the step",
 )
 _NORMALIZED = (
     "BatchNormalization sees the samples of its rank only",
@@ -63,12 +70,14 @@ class Circumstances:
         tolerance: relative, of gradients that are added in another order.
         unsynchronized: names of layers that normalize by rank.
         is_random: whether the step draws random numbers.
+        of_keras: whether it is a step of Keras's loops.
     """
 
     world_size: int
     tolerance: float
     unsynchronized: Sequence[str] = ()
     is_random: bool = False
+    of_keras: bool = True
 
 
 def findings(
@@ -130,7 +139,7 @@ def _cause(compared: Compared, known: Circumstances) -> tuple[str, str]:
     if compared.kind == "state":
         return _STATE
     if _is_multiple(compared, known.world_size):
-        return _SUM_OR_MEAN
+        return _SUM_OR_MEAN if known.of_keras else _OF_A_LOOP
     if known.unsynchronized:
         return _normalized(known)
     return _JOINT
@@ -148,4 +157,4 @@ def _is_multiple(compared: Compared, world_size: int) -> bool:
     ratio = ratio_of(compared)
     near = min(abs(ratio / world_size - 1), abs(ratio * world_size - 1))
     cosine = compared.product / (compared.whole * compared.ranks)
-    return near < _NEAR and cosine > 1 - _NEAR
+    return near < _NEAR and cosine > _PARALLEL

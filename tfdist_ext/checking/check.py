@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import random
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from tfdist_ext import keras_internals
 from tfdist_ext.checking import causes
 from tfdist_ext.checking import choosing
 from tfdist_ext.checking import comparing
@@ -59,28 +66,40 @@ def check(
     Raises:
         CannotCheck: of something that cannot be compared, on all ranks.
     """
+    layers = [
+        layer
+        for model in subject.models
+        for layer in keras_internals.layers_of(model)
+    ]
+    with _same_generators(), keras_internals.same_seeds(layers):
+        return _compared(strategy, subject, batch, signature)
+
+
+@contextlib.contextmanager
+def _same_generators() -> Iterator[None]:
+    """A trace may draw of Python's and NumPy's generators."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _compared(
+    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+) -> report.CheckReport:
     collectives = strategy.collectives
     all_of_it = gathering.whole_batch_of(batch, collectives)
-    whole = runs.Run(strategy, subject.step, all_of_it, True, subject.of_keras)
+    of_keras = subject.of_keras
+    whole = runs.Run(strategy, subject.step, all_of_it, True, of_keras)
+    traced: list[runs.Run] = [whole]
     if subject.eager:
-        ranks: Any = runs.EagerRun(strategy, subject.step, subject.of_keras)
-        handles, variables = whole.handles, list(whole.variables)
+        ranks: Any = runs.EagerRun(strategy, subject.step, of_keras)
     else:
-        ranks = runs.Run(
-            strategy, subject.step, signature, False, subject.of_keras
-        )
-        handles = [*whole.handles, *ranks.handles]
-        variables = [*whole.variables, *ranks.variables]
-    known = [v for m in subject.models for v in _variables_of(m)]
-    slots = [v for m in subject.models for v in state.slots_of(m)]
-    for optimizer in subject.optimizers:
-        slots += state.variables_of_optimizer(optimizer)
-    held = state.held_by(handles, known, slots, variables)
-    if subject.limits_memory:
-        choosing.require_memory(
-            held, collectives, "Force it with check='always'."
-        )
-    snapshot = state.Snapshot(held)
+        ranks = runs.Run(strategy, subject.step, signature, False, of_keras)
+        traced.append(ranks)
+    snapshot = state.Snapshot(_held(strategy, subject, traced))
     try:
         wholes = [whole(all_of_it, snapshot)]
         if whole.is_random:
@@ -90,9 +109,10 @@ def check(
         outcome = ranks(batch, snapshot)
     finally:
         snapshot.restore(random=True)
-    sums = [] if subject.of_keras else sorted(outcome.logs)
+    sums = [] if of_keras else sorted(outcome.logs)
     compared = comparing.compare(wholes, outcome, snapshot, sums, collectives)
-    shown = _shown_metrics(subject, {held[i].name for i in wholes[0].changed})
+    changed = {snapshot.held[i].name for i in wholes[0].changed}
+    shown = _shown_metrics(subject, changed)
     judged = [
         each
         for each in compared
@@ -100,6 +120,25 @@ def check(
     ]
     found = causes.findings(judged, _circumstances(strategy, subject, whole))
     return report.report_of(subject.name, strategy.world_size, compared, found)
+
+
+def _held(
+    strategy: Any, subject: Subject, traced: Sequence[runs.Run]
+) -> list[state.Held]:
+    """What the runs may change, if memory allows to copy it."""
+    slots = [v for m in subject.models for v in state.slots_of(m)]
+    for optimizer in subject.optimizers:
+        slots += state.variables_of_optimizer(optimizer)
+    held = state.held_by(
+        [handle for run in traced for handle in run.handles],
+        [v for m in subject.models for v in _variables_of(m)],
+        slots,
+        [variable for run in traced for variable in run.variables],
+    )
+    if subject.limits_memory:
+        how = "Force it with check='always'."
+        choosing.require_memory(held, strategy.collectives, how)
+    return held
 
 
 def _circumstances(
@@ -113,6 +152,7 @@ def _circumstances(
         ),
         [n for m in subject.models for n in choosing.unsynchronized(m)],
         whole.is_random,
+        subject.of_keras,
     )
 
 

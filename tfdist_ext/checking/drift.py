@@ -100,9 +100,7 @@ def _digests_of_ranks(
 ) -> np.ndarray:
     """A number of 8 bytes for every rank and variable, in one exchange."""
     with tf.device("CPU:0"):
-        own = tf.concat(
-            [_digest(variable) for _, variable in replicas], axis=0
-        )
+        own = tf.concat([_digest(variable) for _, variable in replicas], axis=0)
     gathered, rows = collectives.all_gather_parts(own, "check/replicas")
     counts = rows.numpy().tolist()
     if len(set(counts)) > 1:

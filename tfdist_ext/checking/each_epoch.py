@@ -41,5 +41,8 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         # The caller's own, which Keras asks to train with as it is.
         return original(model, *args, **kwargs)
-    bound.arguments["callbacks"] = [_Compare(), *tf.nest.flatten(callbacks or [])]
+    bound.arguments["callbacks"] = [
+        _Compare(),
+        *tf.nest.flatten(callbacks or []),
+    ]
     return original(*bound.args, **bound.kwargs)

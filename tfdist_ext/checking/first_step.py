@@ -80,9 +80,7 @@ def _checked(model: Any, iterator: Any) -> Any:
         eager=model.run_eagerly,
         limits_memory=not wanted,
     )
-    found = check.attempt(
-        strategy, subject, batches[0], iterator.element_spec
-    )
+    found = check.attempt(strategy, subject, batches[0], iterator.element_spec)
     if found is not None and not found.ok and mode == "error":
         raise ValueError(str(found))
     return _again(batches, iterator.element_spec)

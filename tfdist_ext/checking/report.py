@@ -90,9 +90,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _table(
-    what: str, world_size: int, found: Sequence[Finding]
-) -> list[str]:
+def _table(what: str, world_size: int, found: Sequence[Finding]) -> list[str]:
     head = ("", "name", "one process", f"{world_size} ranks", "ratio", "cause")
     rows = [head, *map(_row, found[:_MOST_LINES])]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]

@@ -135,9 +135,7 @@ class EagerRun:
 
     def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
         """As of `Run`."""
-        outputs, updates = _tried(
-            *self._arguments, batch, False, self._reduces
-        )
+        outputs, updates = _tried(*self._arguments, batch, False, self._reduces)
         variables = [variable for variable, _ in updates]
         values = [value for _, value in updates]
         return _outcome(outputs, variables, values, snapshot)

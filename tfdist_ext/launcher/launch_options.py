@@ -223,7 +223,6 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         help="the same at another interval, of at least 1",
     )
 
-
     add(
         "--check",
         dest="env",

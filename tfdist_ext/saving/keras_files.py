@@ -99,7 +99,9 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
         filepath = bound.arguments[path_argument]
         given = dict(bound.arguments)
         drift.compare_replicas(
-            drift.variables_of(model), collectives, f"before '{filepath}' is saved"
+            drift.variables_of(model),
+            collectives,
+            f"before '{filepath}' is saved",
         )
         return wrapper(_Save(collectives, model, filepath, given, write))
 
