@@ -102,10 +102,12 @@ class Drops(Right):
 class Normalizes(Right):
     """Normalizes by the samples of all ranks."""
 
-    options = {"synchronized": True}
+    synchronized = True
 
     def add_layers(self):
-        self.norm = keras.layers.BatchNormalization(**self.options)
+        self.norm = keras.layers.BatchNormalization(
+            synchronized=self.synchronized
+        )
 
     def features(self, hidden, ids, training):
         return self.norm(hidden, training=training)
@@ -114,7 +116,7 @@ class Normalizes(Right):
 class Alone(Normalizes):
     """Normalizes by the samples of a rank."""
 
-    options = {}
+    synchronized = False
 
 
 class Einsum(Right):

@@ -104,7 +104,9 @@ def _logs(
             continue
         value = ranks.logs[name]
         if name in either:
-            value = min(either[name], key=lambda v, w=whole: abs(v - w).max())
+            total, mean = either[name]
+            nearer = abs(total - whole).max() <= abs(mean - whole).max()
+            value = total if nearer else mean
         if np.shape(value) == np.shape(whole):
             found.append(_Item("log", name, whole, again, value))
     return found
@@ -256,9 +258,12 @@ def _of_all_ranks(
             Compared(
                 item.kind,
                 item.name,
-                *map(float, norms[:4]),
-                float(numbers[4]),
-                float(norms[4]),
+                whole=float(norms[0]),
+                ranks=float(norms[1]),
+                apart=float(norms[2]),
+                noise=float(norms[3]),
+                product=float(numbers[4]),
+                size=float(norms[4]),
             )
         )
     return found

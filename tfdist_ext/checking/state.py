@@ -177,7 +177,8 @@ class Snapshot:
     def __init__(self, held: Sequence[Held]) -> None:
         self.held = held
         self.before = [each.read() for each in held]
-        keys = [marks.keys_of(each.owner) for each in held if each.is_shard]
+        owners = [each.owner for each in held if each.owner is not None]
+        keys = map(marks.keys_of, owners)
         known = {id(each): each for each in keys if each is not None}
         self._keys = [(each, each.copy()) for each in known.values()]
 

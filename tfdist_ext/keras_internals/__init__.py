@@ -294,7 +294,7 @@ def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
         layers: that may draw random numbers.
     """
     generators = [getattr(each, "_random_generator", None) for each in layers]
-    found = [each for each in generators if hasattr(each, "_seed")]
+    found: list[Any] = [each for each in generators if hasattr(each, "_seed")]
     seeds = [each._seed for each in found]
     try:
         yield
