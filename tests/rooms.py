@@ -37,7 +37,17 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
+    "checking": {
+        "collectives",
+        "keras_internals",
+        "launcher",
+        "marks",
+        "tables",
+        "tensorflow_internals",
+        "wrapping",
+    },
     "checkpoints": {
+        "checking",
         "collectives",
         "keras_internals",
         "marks",
@@ -89,6 +99,7 @@ ROOMS = {
         "wrapping",
     },
     "saving": {
+        "checking",
         "collectives",
         "keras_internals",
         "marks",
@@ -125,6 +136,7 @@ ROOMS = {
     "distribute": {
         "batches",
         "callbacks",
+        "checking",
         "checkpoints",
         "collectives",
         "keras_training",

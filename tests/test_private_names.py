@@ -67,7 +67,6 @@ PRIVATE_KERAS = {
     "_saved_model_arg_spec",
     "_saved_model_inputs_spec",
     "_scratch_graph",
-    "_seed",
     "_should_save_model",
     "_steps_per_execution",
     "_training_metadata_path",

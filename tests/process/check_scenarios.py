@@ -63,12 +63,13 @@ def fitted(strategy, folder, name, mode, corrects=True, options=None):
         model = check_models.compiled(name, **options)
     with checking(strategy, mode, corrects) as found:
         logs = model.fit(dataset, epochs=2, verbose=0).history
-    counts = [
-        layer.vocabulary_counts()
+    keys = [
+        {name: values.tolist() for name, values in table.items()}
         for layer in model.layers
-        if hasattr(layer, "vocabulary_counts")
+        if hasattr(layer, "get_vocabularies")
+        for table in layer.get_vocabularies().values()
     ]
-    return found, logs, _state_of(model), counts
+    return found, logs, _state_of(model), keys
 
 
 def _state_of(model):

@@ -43,16 +43,16 @@ class _First:
     """
 
     def __init__(self, model: Any, function: Any) -> None:
-        self._model = model
+        self._trained = model
         self._function = function
         self._is_first = True
 
     def __call__(self, iterator: Any) -> Any:
-        if self._model.train_function is self:
-            self._model.train_function = self._function
+        if self._trained.train_function is self:
+            self._trained.train_function = self._function
         if self._is_first:
             self._is_first = False
-            iterator = _checked(self._model, iterator)
+            iterator = _checked(self._trained, iterator)
         return self._function(iterator)
 
 

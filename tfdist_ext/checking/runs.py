@@ -80,7 +80,7 @@ class Run:
 
     @property
     def handles(self) -> list[Any]:
-        """Of the resources that the step uses."""
+        """The handles of the resources that the step uses."""
         return [
             each
             for each in self._function.captured_inputs
@@ -134,7 +134,7 @@ class EagerRun:
         self._reduces = reduces
 
     def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
-        """As of `Run`."""
+        """Runs the step once, as `Run` does."""
         outputs, updates = _tried(*self._arguments, batch, False, self._reduces)
         variables = [variable for variable, _ in updates]
         values = [value for _, value in updates]
