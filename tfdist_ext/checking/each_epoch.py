@@ -28,6 +28,7 @@ class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
             drift.variables_of(self.model),
             self.model.distribute_strategy.collectives,
             f"after epoch {epoch + 1}",
+            epoch,
         )
 
 
