@@ -37,7 +37,17 @@ ROOMS = {
         "tensorflow_internals",
         "wrapping",
     },
+    "checking": {
+        "collectives",
+        "keras_internals",
+        "launcher",
+        "marks",
+        "tables",
+        "tensorflow_internals",
+        "wrapping",
+    },
     "checkpoints": {
+        "checking",
         "collectives",
         "keras_internals",
         "marks",
@@ -91,6 +101,7 @@ ROOMS = {
         "wrapping",
     },
     "saving": {
+        "checking",
         "collectives",
         "keras_internals",
         "marks",
@@ -127,6 +138,7 @@ ROOMS = {
     "distribute": {
         "batches",
         "callbacks",
+        "checking",
         "checkpoints",
         "collectives",
         "keras_internals",

@@ -347,6 +347,33 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
     model._training_state = state
 
 
+@contextlib.contextmanager
+def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
+    """Layers of tf_keras trace later with the seeds that they have now.
+
+    Each trace counts them up.
+
+    Args:
+        layers: that may draw random numbers.
+    """
+    generators = [getattr(each, "_random_generator", None) for each in layers]
+    found: list[Any] = [each for each in generators if hasattr(each, "_seed")]
+    seeds = [each._seed for each in found]
+    try:
+        yield
+    finally:
+        for generator, seed in zip(found, seeds, strict=True):
+            generator._seed = seed
+
+
+def steps_of_call(model: Any) -> int:
+    """How many batches one call of a model's train function reads."""
+    if KERAS_3:
+        return int(model.steps_per_execution)
+    steps = model._steps_per_execution
+    return 1 if steps is None else int(steps.numpy())
+
+
 def keep_metrics(model: Any, kept: bool) -> None:
     """Says whether the metrics of a model stay when an epoch begins."""
     if kept:

@@ -147,6 +147,20 @@ def replace_value(variable: Any, value: tf.Tensor) -> None:
     variable.handle._handle_data = data
 
 
+def variable_dtype(handle: tf.Tensor) -> tf.DType | None:
+    """The dtype of the variable of a handle; None of another resource."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def container_of(holder: Any) -> Any:
+    """The distributed variable that a variable, or a handle, is a part of."""
+    reference = getattr(holder, "_distributed_container", None)
+    return None if reference is None else reference()
+
+
 def is_updating() -> bool:
     """Whether this thread is in `extended.update`, as optimizers are."""
     return distribute_lib.get_update_replica_id() is not None

@@ -58,6 +58,25 @@ def names(document: str) -> Names:
     }
 
 
+def checking(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def train_step(batch: Any) -> tf.Tensor:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x) - y)) / 8.0
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss
+
+    batch = tf.data.Dataset.from_tensors((tf.ones([8, 4]), tf.ones([8, 1])))
+    dataset = strategy.experimental_distribute_dataset(batch)
+    return {"train_step": train_step, "dataset": dataset}
+
+
 def checkpoints(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     with strategy.scope():
         model = keras.Sequential(
@@ -153,6 +172,7 @@ def monitoring(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
 
 
 OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
+    "docs/checking.md": checking,
     "docs/checkpoints.md": checkpoints,
     "docs/cluster.md": nothing,
     "docs/data_path.md": data_path,

@@ -35,7 +35,7 @@ def run(
     os.chdir(folder)
     try:
         with mock.patch.object(
-            tfdist_ext, "HybridParallelStrategy", lambda: strategy
+            tfdist_ext, "HybridParallelStrategy", lambda **_: strategy
         ):
             return run_document(document)
     finally:

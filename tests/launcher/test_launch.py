@@ -274,3 +274,11 @@ def test_the_launcher_does_not_load_tensorflow() -> None:
         check=True,
     )
     assert done.stdout == "[]\n"
+
+
+def test_check_tells_the_ranks(program) -> None:
+    script = program("print(os.environ['TFDIST_CHECK'])")
+    assert launch("-n", "1", "--check", "error", script).stdout == "error\n"
+    done = launch("-n", "1", "--check", "some", script)
+    assert done.returncode == 2
+    assert "--check: must be one of auto, always, error, off" in done.stderr

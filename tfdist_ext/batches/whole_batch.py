@@ -48,6 +48,9 @@ def keras_step() -> Step | None:
     current = keras_loop_step()
     if current is None or current.checking or current.whole:
         return None
+    collectives = collectives_lib.active()
+    if collectives is None or not collectives.corrects:
+        return None
     return current
 
 

@@ -24,10 +24,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.checking import drift
 from tfdist_ext.checkpoints import reading
 from tfdist_ext.checkpoints import writing
 from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.saved_objects import collectives_of
+from tfdist_ext.checkpoints.saved_objects import variable_of
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import path_to_read
 from tfdist_ext.collectives.first_rank import text_of_first_rank
@@ -115,6 +117,8 @@ def _together(verb: str) -> Callable[..., Any]:
             with collectives.together(f"{verb} '{path}'"):
                 if verb == "restore":
                     args, kwargs = _from_first(args, kwargs, collectives)
+                if verb == "save":
+                    _compare_replicas(checkpoint, collectives)
                 result = original(checkpoint, *args, **kwargs)
                 collectives.barrier(f"checkpoint/{verb}")
             return result
@@ -132,6 +136,14 @@ def _from_first(
         return (path, *args[1:]), kwargs
     (name, *_) = kwargs
     return args, {**kwargs, name: path}
+
+
+def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
+    drift.compare_replicas(
+        map(variable_of, _objects(checkpoint)),
+        collectives,
+        "before a checkpoint is saved",
+    )
 
 
 def _objects(checkpoint: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from tfdist_ext.collectives.loop import Loop
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.collectives.tags import Tags
+from tfdist_ext.collectives.trial import Trial
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.planner.machine import Machine
 
@@ -39,6 +40,11 @@ class Collectives:
         machine: what plans are made for, once it is measured.
         gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
+        corrects: whether steps of Keras's loops are corrected for the ranks'
+            parts of the batch. Tests turn it off to see what a check finds.
+        check: when steps and replicas are compared, see `checking`.
+        drifted: names of variables that ranks are known to differ in.
+        trial: for which steps are traced or run now, None for training.
         ops: what carries tensors; this package unless told otherwise.
     """
 
@@ -54,6 +60,10 @@ class Collectives:
         self.machine: Machine | None = None
         self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
+        self.corrects = True
+        self.check = "auto"
+        self.drifted: set[str] = set()
+        self.trial: Trial | None = None
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
@@ -108,6 +118,21 @@ class Collectives:
                 # With their numbers and its role the tags are equal too.
                 lines = (f"step {step.role}", *step.exchanges)
                 self._compare_exchanges(lines)
+
+    @contextlib.contextmanager
+    def trying(self, trial: Trial) -> Iterator[None]:
+        """Steps traced or run inside are of a trial.
+
+        Args:
+            trial: that notes what they do.
+        """
+        outer = self.trial
+        try:
+            self.trial = trial
+            with trial.marking():
+                yield
+        finally:
+            self.trial = outer
 
     @contextlib.contextmanager
     def rehearsing(self, graph: tf.Graph) -> Iterator[None]:

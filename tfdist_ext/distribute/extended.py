@@ -218,6 +218,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> Any:
         self._check_created_here(var)
         applying.check_update(var, args)
+        if self.collectives is not None and self.collectives.trial is not None:
+            self.collectives.trial.note(var, args)
         with self._after_checks():
             if not sharded_variable.is_shard(var):
                 return super()._update(var, fn, args, kwargs, group)
@@ -337,6 +339,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         collectives = self.collectives
         assert collectives is not None
         current = collectives.step
+        if current is not None and current.checking:
+            return [_of_one_process(value) for value in values]
         backward = current is not None and current.backward
         gradients_only = (
             label == "gradients"
@@ -389,6 +393,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             # Stock refuses what comes from a replica: it names no device.
             return tf.convert_to_tensor(local_value(value))
         value = tf.convert_to_tensor(local_value(value))
+        current = self.collectives.step
+        if current is not None and current.checking:
+            return value
         if axis == 0:  # of any rank, known or not
             return self.collectives.all_gather(value, "gather")
         order = list(range(value.shape.rank))
@@ -397,6 +404,13 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             tf.transpose(value, order), "gather"
         )
         return tf.transpose(gathered, order)
+
+
+def _of_one_process(value: Any) -> Any:
+    """A value where every rank has the whole batch: it is that of all."""
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)
 
 
 def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:

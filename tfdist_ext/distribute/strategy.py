@@ -15,6 +15,11 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import resume
+from tfdist_ext.checking import custom_step
+from tfdist_ext.checking import each_epoch
+from tfdist_ext.checking import first_step
+from tfdist_ext.checking import modes
+from tfdist_ext.checking.report import CheckReport
 from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives import measuring
@@ -96,11 +101,17 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             gradients exchange (by MPI, NCCL or Gloo, as it is built), started
             by horovodrun or mpirun; the ranks still meet, agree and name
             failures by this package, "tfdist", which otherwise does all.
+        check: whether the first step of a `fit` is compared with what one
+            process computes, before it is trained. "auto" does that where a
+            model has a `train_step`, a loss method or state of its own, and
+            memory allows; "always" for every model; "error" likewise, and
+            raises where they differ; "off" never, nor compares replicas. "auto"
+            leaves it to `tfdist-run --check`.
 
     Raises:
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
-            chief and workers, another `gradient_dtype`, `transport` or
-            `engine`, or `error_feedback` where nothing is rounded.
+            chief and workers, another `gradient_dtype`, `transport`,
+            `engine` or `check`, or `error_feedback` where nothing is rounded.
         RuntimeError: another launcher has started several processes and not
             said how they meet, rank 0's port is taken, not all ranks came
             within `startup_timeout`, or Horovod knows other ranks.
@@ -119,12 +130,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         measure: bool = False,
         transport: choices.Transport = "auto",
         engine: choices.Engine = "tfdist",
+        check: choices.Check = "auto",
     ) -> None:
         where = type(self).__name__
         dtypes = choices.WIRE_DTYPES
         checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
         checks.one_of("transport", transport, choices.TRANSPORTS, where)
         checks.one_of("engine", engine, choices.ENGINES, where)
+        checks.one_of("check", check, choices.CHECKS, where)
+        mode = modes.mode_of(check, os.environ)
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
@@ -137,6 +151,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._reporter = reporter.start(group, os.environ)
         if group is not None:
             self.collectives = Collectives(group, tf.as_dtype(gradient_dtype))
+            self.collectives.check = mode
         try:
             bootstrap.connect_gpus(self.collectives)
             if engine == "horovod" and self.collectives is not None:
@@ -179,6 +194,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             rehearsed_call.install()
             predictions.install()
             kernel_reads.install()
+            first_step.install()
+            each_epoch.install()
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
         resume.install()  # around all others
@@ -224,6 +241,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         In a step of Keras's loops one, as gradients are averaged there:
         neither Keras nor `tf.nn.compute_average_loss` divides a second time.
         """
+        trial = self.collectives.trial if self.collectives else None
+        if trial is not None and trial.whole:
+            return 1
         current = self.collectives.step if self.collectives else None
         if current is None or tf.distribute.in_cross_replica_context():
             return int(super().num_replicas_in_sync)
@@ -252,24 +272,31 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Returns:
             What `fn` returns, of this rank.
         """
-        self._reporter.count_step()
+        trial = self.collectives.trial if self.collectives else None
+        if trial is None:
+            self._reporter.count_step()
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
         unsupported.check(getattr(fn, "__self__", None))
+        whole = trial is not None and trial.whole
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
-            weighted=step.is_keras_loop(fn),
+            weighted=whole or step.is_keras_loop(fn),
+            checking=whole,
             role=calls.role_of(fn),
             graph=internals.current_graph(),
             is_function=hasattr(fn, "python_function"),
             merges_rows=_merges_rows(getattr(fn, "__self__", None)),
         )
         with self.collectives.stepping(current):
-            if current.weighted:
+            if trial is not None:
+                fn = trial.marked(fn)
+            trains = current.weighted and not whole
+            if trains:
                 metric_results.watch(getattr(fn, "__self__", None))
             outputs = super().run(fn, args, kwargs, options)
             state.settle(self.collectives, current)
-            if not current.weighted:
+            if not trains:
                 return outputs
             with self.scope():
                 return predictions.outputs_of(fn, outputs, self.collectives)
@@ -384,6 +411,34 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return whole_tables.gather(variable, self.collectives)
         whole_tables.write(variable, self.collectives, path)
         return None
+
+    def check_step(
+        self, step: Callable[[Nest], Nest], batch: Nest
+    ) -> CheckReport:
+        """Compares a step of a loop of your own with that of one process.
+
+        Every rank runs it once on its batch, as `run` does, and on the batch
+        of all ranks, with `num_replicas_in_sync` 1. Nothing is applied: all
+        variables become again what they were. Rank 0 says what was found.
+
+            report = strategy.check_step(train_step, next(iter(dataset)))
+            assert report.ok, report
+
+        Args:
+            step: is given to `run`; takes the batch and may return numbers,
+                of which the program takes the sum or the mean of the ranks.
+            batch: of this rank, as a dataset of this strategy yields it.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            ValueError: on all ranks, for what cannot be compared.
+        """
+        if self.collectives is None:
+            return CheckReport(True, ())
+        with self.collectives.together("check_step", own_first=True):
+            return custom_step.check_step(self, step, batch)
 
     def statistics(self) -> dict[str, Any]:
         """What the process group has sent, received and waited for.

@@ -61,6 +61,7 @@ def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(model, bound.arguments)
         if name == "fit":
             settings.update(vocabularies_of(model))
+        settings["check"] = collectives.check
         compare(collectives, {"method": name, **settings})
     try:
         return original(model, *args, **kwargs)

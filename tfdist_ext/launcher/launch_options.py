@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tfdist_ext.launcher import hostfile
 from tfdist_ext.launcher import launched as launched_lib
 from tfdist_ext.launcher import live_stats
+from tfdist_ext.launcher.variables import CHECK_VARIABLE
 from tfdist_ext.launcher.variables import LaunchError
 from tfdist_ext.rendezvous import addresses
 
@@ -41,6 +42,7 @@ tfdist-run for every rank, one rank is started, which is told so itself."""
 
 # Of ranks per host, and of hosts: more addresses than a message can hold.
 _MOST = 4096
+_CHECKS = ("auto", "always", "error", "off")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -221,6 +223,17 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         help="the same at another interval, of at least 1",
     )
 
+    add(
+        "--check",
+        dest="env",
+        type=_check_mode,
+        action="append",
+        metavar="MODE",
+        help="compare the first step of each fit with that of one process: "
+        "always, error (raise where they differ) or off; what the program "
+        "gives its strategy counts more",
+    )
+
 
 def _add_restart_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("after a failure").add_argument
@@ -351,6 +364,14 @@ def _variable(text: str) -> tuple[str, str]:
             "cannot set TF_CONFIG, which every rank gets from tfdist-run"
         )
     return name, value
+
+
+def _check_mode(text: str) -> tuple[str, str]:
+    if text not in _CHECKS:
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(_CHECKS)}, not {text}"
+        )
+    return CHECK_VARIABLE, text
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+# When ranks compare steps with those of one process.
+CHECK_VARIABLE = "TFDIST_CHECK"
 MASTER_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
 _MOST = 1 << 20  # ranks

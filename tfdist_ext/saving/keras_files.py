@@ -22,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.checking import drift
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import SavingModules
@@ -97,6 +98,11 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
 
         filepath = bound.arguments[path_argument]
         given = dict(bound.arguments)
+        drift.compare_replicas(
+            drift.variables_of(model),
+            collectives,
+            f"before '{filepath}' is saved",
+        )
         return wrapper(_Save(collectives, model, filepath, given, write))
 
     wrap(owner, name, around)

@@ -35,6 +35,8 @@ Rounding = Literal["nearest", "stochastic"]
 Transport = Literal["auto", "tcp"]
 # Who carries what ranks exchange: this package, or the user's Horovod.
 Engine = Literal["tfdist", "horovod"]
+# When a step is compared with one of one process, see `checking`.
+Check = Literal["auto", "always", "error", "off"]
 
 # The last two of them are the names of keras-rs: partitioned in whatever way,
 # and an ordinary variable on every rank.
@@ -51,6 +53,7 @@ WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ENGINES: tuple[str, ...] = get_args(Engine)
+CHECKS: tuple[str, ...] = get_args(Check)
 
 # Shorter names of placements, accepted wherever a placement is named.
 _SHORT = {

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether ranks train what one process trains, and whether they stay equal."""
