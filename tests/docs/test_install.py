@@ -20,7 +20,7 @@ from tests.docs import blocks
 from tests.docs.test_code_blocks import documented_outputs
 from tests.docs.test_code_blocks import like
 
-LIMIT = 1800  # seconds, for the lines and for the example
+LIMIT = 3600  # seconds, for the lines and for the example
 # System packages are not installed by a test: they must be there.
 SUDO = """#!/bin/sh
 [ "$1 $2" = "apt-get install" ] || exit 1
