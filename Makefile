@@ -31,13 +31,13 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-ports \
-    test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-ports test-install test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
+	    'test-ports test-keras test-install test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
 	    'gpu-check clean'
 
 demo: build
@@ -58,6 +58,10 @@ test-fault: build
 # Published programs at 1, 2 and 4 ranks each; the suite has two sizes of each.
 test-ports: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/process/test_ports.py
+
+# All of Keras's own tests of its loops and callbacks; the suite has some.
+test-keras: build
+	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/keras_own
 
 # The README's install lines in a fresh environment: needs a package index.
 test-install: environment

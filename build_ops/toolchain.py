@@ -133,7 +133,8 @@ def _require_tensorflow() -> Installed:
             "TensorFlow is not installed in the environment that builds. The "
             "library is compiled against your TensorFlow, so install that "
             "first and let pip see it:\n"
-            f"    pip install -U 'tensorflow~=2.21.0' 'setuptools>={SETUPTOOLS}'\n"
+            "    pip install -U 'tensorflow~=2.21.0' "
+            f"'setuptools>={SETUPTOOLS}'\n"
             "    pip install --no-build-isolation ."
         )
     if found.minor not in SUPPORTED:

@@ -33,6 +33,7 @@ CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
 DistributedValues = values.DistributedValues
+DistributedVariable = values.DistributedVariable
 FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
 # What `tf.is_tensor` knows, and Keras takes as an input.

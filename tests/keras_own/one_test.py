@@ -7,6 +7,7 @@ the folders of a program are, its working folder is this rank's own.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import pathlib
@@ -22,11 +23,6 @@ import pytest
 import tfdist_ext
 from tests.keras_own import shared_files
 
-# What the tests import and use for other backends only, or as pytest does.
-STAND_INS = {
-    "jax": {},
-    "conftest": {"skip_if_backend": lambda *_: lambda test: test},
-}
 # Packages that some tests are about; nothing here needs them.
 OPTIONAL = ("grain", "jax", "orbax", "pandas", "requests", "scipy", "torch")
 PASSED = "passed"
@@ -41,15 +37,21 @@ def load(module: str) -> types.ModuleType:
     Raises:
         ModuleNotFoundError: this Keras has no such file.
     """
-    missing = [name for name in STAND_INS if not _is_installed(name)]
-    for name in missing:
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(STAND_INS[name])
+    # Keras's own, which pytest would find; here it would be one of ours.
+    conftest = types.ModuleType("conftest")
+    vars(conftest)["skip_if_backend"] = lambda *_: lambda test: test
+    stand_ins = {"conftest": conftest}
+    if not _is_installed("jax"):  # Imported whatever the backend.
+        stand_ins["jax"] = types.ModuleType("jax")
+    before = {name: sys.modules.pop(name, None) for name in stand_ins}
+    sys.modules.update(stand_ins)
     try:
         return importlib.import_module(f"keras.src.{module}")
     finally:
-        for name in missing:
+        for name, value in before.items():
             del sys.modules[name]
+            if value is not None:
+                sys.modules[name] = value
 
 
 def cases(module: types.ModuleType) -> dict[str, type[unittest.TestCase]]:
@@ -98,6 +100,7 @@ def run(
         AssertionError: what the test raised, as text.
     """
     loaded = load(module)
+    test_utils = importlib.import_module("keras.src.testing.test_utils")
     kind, method = cases(loaded)[test], test.split(".")[1]
     if reason := skipped(kind, method):
         return f"skipped: {reason}"
@@ -108,6 +111,11 @@ def run(
         shared_files.of_all_ranks(strategy, folder, loaded, case),
         # It would clear what scope is open; the rank has done it before.
         mock.patch("keras.src.testing.test_case.clear_session"),
+        mock.patch.object(
+            test_utils,
+            "get_test_data",
+            functools.partial(test_utils.get_test_data, random_seed=1337),
+        ),
         scope,
     ):
         case.run(result)

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import tensorflow as tf
-
 import tfdist_ext
 
 
@@ -38,15 +36,11 @@ class Folders:
         path.mkdir(exist_ok=True)
         return str(path)
 
-    @contextlib.contextmanager
-    def until_end(self) -> Iterator[str]:
-        """Stands for `tempfile.TemporaryDirectory` in a `with`."""
-        yield self.make()
-
     def named(self, *_: Any, **__: Any) -> Any:
-        """Stands for `tempfile.TemporaryDirectory`."""
-        opened = self.until_end()
-        opened.name = self.make()
+        """Stands for `tempfile.TemporaryDirectory`, but stays."""
+        path = self.make()
+        opened = contextlib.nullcontext(path)
+        opened.name = path  # type: ignore[attr-defined]
         return opened
 
 
@@ -93,13 +87,12 @@ def of_all_ranks(
 def _remove(
     strategy: tfdist_ext.HybridParallelStrategy | None, path: str
 ) -> None:
-    meet(strategy)
+    _meet(strategy)
     if strategy is None or strategy.rank == 0:
         os.remove(path)
-    meet(strategy)
+    _meet(strategy)
 
 
-def meet(strategy: tfdist_ext.HybridParallelStrategy | None) -> None:
-    """Waits until all ranks are here."""
-    if strategy is not None:
-        strategy.reduce("SUM", tf.ones([]), axis=None)
+def _meet(strategy: tfdist_ext.HybridParallelStrategy | None) -> None:
+    if strategy is not None and strategy.collectives is not None:
+        strategy.collectives.barrier("files of a test")

@@ -28,6 +28,7 @@ from tfdist_ext.distribute import engine as engine_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
+from tfdist_ext.distribute import python_values
 from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import unsupported
@@ -153,6 +154,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         internals.Strategy.__init__(self, extended)
         self._names = DatasetNames()
+        python_values.install()
         steps.install()
         building.install()
         jit_compile.install()
