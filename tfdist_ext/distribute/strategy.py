@@ -38,6 +38,7 @@ from tfdist_ext.keras_training import building
 from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
+from tfdist_ext.keras_training import normalizing
 from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import settings
 from tfdist_ext.keras_training import steps
@@ -168,6 +169,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             saver.install()
             keras_files.install()
             loops.install()
+            normalizing.install()
             rehearsed_call.install()
             kernel_reads.install()
             if measure:
