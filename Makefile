@@ -31,13 +31,14 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-fast test-process test-fault test-ports \
-    test-numbers test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    test-numbers test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-fast test-process test-fault' \
-	    'test-ports test-numbers test-asan test-tsan test-horovod fuzz soak coverage wheel bench' \
+	    'test-ports test-numbers test-keras test-install test-asan test-tsan' \
+	    'test-horovod fuzz soak coverage wheel bench' \
 	    'gpu-check clean'
 
 demo: build
@@ -62,6 +63,15 @@ test-ports: build
 # Every program of tests/numbers in all settings at 1, 2 and 3 ranks.
 test-numbers: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/numbers
+
+# All of Keras's own tests of its loops and callbacks; the suite has some.
+test-keras: build
+	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/keras_own
+
+# The README's install lines in a fresh environment: needs a package index.
+test-install: environment
+	TFDIST_TEST_INSTALL=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
+	    tests/docs/test_install.py
 
 # One at a time in this tree: `make demo` beside `make test` waits for its build.
 ALONE = +@flock -n Makefile true || echo 'Another make builds here: this waits'; \

@@ -21,16 +21,19 @@ import pathlib
 import shutil
 import sys
 
-from setuptools import Extension
-from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-
 ROOT = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PEP 517 front ends leave the root out.
 
-from build_ops import library  # noqa: E402
 from build_ops import toolchain  # noqa: E402
+
+toolchain.require_setuptools()  # An old one lacks what comes next.
+
+from setuptools import Extension  # noqa: E402
+from setuptools import setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+
+from build_ops import library  # noqa: E402
 from tfdist_ext.version import VERSION  # noqa: E402
 
 LIBRARY = "tfdist_ext.ops._tfdist_ops"

@@ -13,6 +13,9 @@ import shutil
 import subprocess
 import sys
 
+# The first that takes the licence as pyproject.toml states it; the command for
+# wheels came with 70.1.
+SETUPTOOLS = 77
 SUPPORTED = ("2.18", "2.19", "2.20", "2.21")
 
 # Ampere and Hopper as machine code, PTX of the newest for what comes later.
@@ -64,6 +67,25 @@ def installed_tensorflow() -> Installed | None:
     return None
 
 
+def require_setuptools() -> None:
+    """Ends the build where setuptools is too old for what setup.py imports.
+
+    Raises:
+        BuildError: an older one is imported than the build needs.
+    """
+    import setuptools
+
+    found = setuptools.__version__
+    if int(found.partition(".")[0]) < SETUPTOOLS:
+        raise BuildError(
+            f"the build needs setuptools {SETUPTOOLS} or newer; "
+            f"{sys.executable} has setuptools {found}. Update it there, then "
+            "install again:\n"
+            f"    pip install -U 'setuptools>={SETUPTOOLS}'\n"
+            "    pip install --no-build-isolation ."
+        )
+
+
 def find() -> Toolchain:
     """Looks for everything the build needs.
 
@@ -111,7 +133,8 @@ def _require_tensorflow() -> Installed:
             "TensorFlow is not installed in the environment that builds. The "
             "library is compiled against your TensorFlow, so install that "
             "first and let pip see it:\n"
-            "    pip install 'tensorflow~=2.21.0' setuptools wheel\n"
+            "    pip install -U 'tensorflow~=2.21.0' "
+            f"'setuptools>={SETUPTOOLS}'\n"
             "    pip install --no-build-isolation ."
         )
     if found.minor not in SUPPORTED:

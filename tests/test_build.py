@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import stat
+import subprocess
 import sys
 
 import pytest
@@ -169,6 +170,31 @@ def test_the_library_in_the_tree_is_for_the_installed_tensorflow() -> None:
 
     assert tf.__version__.startswith(_build_info.TENSORFLOW_VERSION + ".")
     assert (ROOT / "tfdist_ext" / "ops" / "_tfdist_ops.so").exists()
+
+
+@pytest.mark.parametrize("found", ["65.5.0", "70.1.0", "76.1.0"])
+def test_an_old_setuptools_is_named_before_anything_is_imported(
+    tmp_path: pathlib.Path, found: str
+) -> None:
+    (tmp_path / "setuptools.py").write_text(f"__version__ = '{found}'")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "setup.py"), "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for text in ("setuptools 77 or newer", found, "-U 'setuptools>=77'"):
+        assert text in done.stderr
+
+
+def test_setuptools_that_is_needed_is_named_once() -> None:
+    toolchain.require_setuptools()
+    wanted = f'"setuptools>={toolchain.SETUPTOOLS}"'
+    assert f"requires = [{wanted}]" in (ROOT / "pyproject.toml").read_text()
+    assert wanted in (ROOT / "README.md").read_text()
 
 
 def test_metadata_is_bound_to_the_tensorflow_minor() -> None:

@@ -36,6 +36,7 @@ CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
 DistributedValues = values.DistributedValues
+DistributedVariable = values.DistributedVariable
 FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable

@@ -260,3 +260,27 @@ def options_arrive(strategy, folder):
     """What the strategy is given is what it does."""
     assert strategy.collectives.gradient_dtype == tf.bfloat16
     assert strategy.extended.error_feedback is not None
+
+
+def variables_are_numbers(strategy, folder):
+    """Callbacks ask Python for the value of a variable, as in one process."""
+    del folder
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.25), "mse")
+        off, on, steps = (tf.Variable(value) for value in (False, True, 7))
+    seen = []
+
+    def read(batch, logs):
+        del logs
+        rate = float(model.optimizer.learning_rate)
+        seen.append((batch, int(model.optimizer.iterations), rate))
+
+    reads = keras.callbacks.LambdaCallback(on_batch_end=read)
+    x = np.ones([8, 2], np.float32)
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[reads])
+    assert seen == [(0, 1, 0.25), (1, 2, 0.25)]
+    assert [bool(off), bool(on), bool(steps)] == [False, True, True]
+    np.testing.assert_array_equal(np.array(steps), np.array(7, np.int32))
+    np.testing.assert_array_equal(np.asarray(steps, np.float64), 7.0)
+    assert [int(steps), float(steps), complex(steps)] == [7, 7.0, 7 + 0j]

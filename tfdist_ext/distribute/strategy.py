@@ -32,6 +32,7 @@ from tfdist_ext.distribute import engine as engine_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
+from tfdist_ext.distribute import python_values
 from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import state
@@ -44,6 +45,7 @@ from tfdist_ext.keras_training import jit_compile
 from tfdist_ext.keras_training import loop_start
 from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import metric_results
+from tfdist_ext.keras_training import normalizing
 from tfdist_ext.keras_training import on_batch
 from tfdist_ext.keras_training import predictions
 from tfdist_ext.keras_training import rehearsed_call
@@ -174,6 +176,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         internals.Strategy.__init__(self, extended)
         self._names = DatasetNames()
         applying.install()
+        python_values.install()
         steps.install()
         building.install()
         jit_compile.install()
@@ -191,6 +194,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             keras_files.install()
             on_batch.install()
             loops.install()
+            normalizing.install()
             rehearsed_call.install()
             predictions.install()
             kernel_reads.install()

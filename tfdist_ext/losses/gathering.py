@@ -68,9 +68,9 @@ def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
     x = _checked(x)
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
-    if collectives is None or step is None or step.whole:
+    if collectives is None or step is None:
         return x, None
-    if collectives.step.checking:  # every rank has the rows of all
+    if step.whole or step.checking:  # every rank has the rows of all
         return x, None
     if is_symbolic_build() or is_shape_inference():
         return x, None
