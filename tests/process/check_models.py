@@ -180,15 +180,22 @@ MODELS = {
 }
 
 
+def root(true, predicted):
+    """A metric of all samples jointly."""
+    return tf.sqrt(tf.reduce_mean(tf.square(true - predicted)))
+
+
 def plain():
     """A model of Keras's parts alone."""
     numbers, ids = keras.Input([5]), keras.Input([3], dtype="int64")
     hidden = keras.layers.Dense(4, activation="relu")(numbers)
-    return keras.Model((numbers, ids), keras.layers.Dense(1)(hidden))
+    return keras.Model((numbers, ids), keras.layers.Dense(1, "sigmoid")(hidden))
 
 
 def compiled(name, **options):
     """A model of that name, for a strategy in scope."""
     model = plain() if name == "plain" else MODELS[name]()
+    if name == "plain":
+        options = {"metrics": ["mae", "AUC", root], **options}
     model.compile(tfdist_ext.optimizers.Adam(0.05), "mse", **options)
     return model

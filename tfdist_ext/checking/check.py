@@ -92,7 +92,8 @@ def _compared(
     collectives = strategy.collectives
     all_of_it = gathering.whole_batch_of(batch, collectives)
     of_keras = subject.of_keras
-    whole = runs.Run(strategy, subject.step, all_of_it, True, of_keras)
+    opened = gathering.signature_of(all_of_it)
+    whole = runs.Run(strategy, subject.step, opened, True, of_keras)
     traced: list[runs.Run] = [whole]
     if subject.eager:
         ranks: Any = runs.EagerRun(strategy, subject.step, of_keras)
@@ -162,12 +163,13 @@ def _shown_metrics(subject: Subject, changed: set[str]) -> set[str]:
     The result of one step is shown only while an epoch runs. The states, of
     which that of the epoch is made, are compared.
     """
-    return {
-        metric.name
-        for model in subject.models
-        for metric in model.metrics
-        if changed.intersection(map(state.label_of, metric.variables))
-    }
+    shown: set[str] = set()
+    for model in subject.models:
+        shown.update(model.get_metrics_result())  # of nested ones, too
+        for metric in model.metrics:
+            if not changed.intersection(map(state.label_of, metric.variables)):
+                shown.discard(metric.name)
+    return shown
 
 
 def _variables_of(model: Any) -> Iterable[Any]:
@@ -197,7 +199,7 @@ def attempt(
     except Exception as error:
         # All ranks come to this, by their own error or by that of another.
         strategy.collectives.give_up(f"check of {subject.name}", error)
-        text = str(error).strip().partition("\n")[0]
+        text = " ".join(str(error).split())[-300:]
         _say_skipped(strategy, subject, f"{type(error).__name__}: {text}")
         return None
     report.show(found, strategy.rank)

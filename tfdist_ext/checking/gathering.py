@@ -32,6 +32,27 @@ def whole_batch_of(batch: Nest, collectives: Collectives) -> Nest:
     return tf.nest.pack_sequence_as(batch, gathered)
 
 
+def signature_of(batch: Nest) -> Nest:
+    """Type specs of a batch, of any number of samples.
+
+    Args:
+        batch: as `whole_batch_of` returns it.
+    """
+    return tf.nest.map_structure(_open_spec, batch)
+
+
+def _open_spec(value: Any) -> Any:
+    spec = tf.type_spec_from_value(value)
+    if isinstance(value, tf.experimental.Optional) or spec.shape.rank == 0:
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    return type(spec)(shape, spec.dtype)
+
+
 def _gather(value: Any, index: int, collectives: Collectives) -> Any:
     label = f"check/batch/{index}"
     if isinstance(value, tf.RaggedTensor):

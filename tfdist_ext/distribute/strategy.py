@@ -281,7 +281,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._reporter.count_step()
         if self.collectives is None:
             return super().run(fn, args, kwargs, options)
-        unsupported.check(getattr(fn, "__self__", None))
+        if trial is None:  # a model of tf_keras may not be built yet
+            unsupported.check(getattr(fn, "__self__", None))
         whole = trial is not None and trial.whole
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
