@@ -92,8 +92,6 @@ def smoothed(y, p):
 @both(
     "generalized_mean",
     "A power mean of the errors",
-    WARNED,
-    "(?i)pow|mean|sqrt",
 )
 def power_mean(y, p):
     return tf.reduce_mean(tf.abs(y - p) ** 3) ** (1 / 3)
@@ -109,8 +107,6 @@ def policy_gradient(y, p):
 @both(
     "baseline",
     "The same with the batch's mean reward as a baseline",
-    WARNED,
-    "(?i)mean|sub",
 )
 def baseline(y, p):
     reward = tf.reduce_max(y, -1)
@@ -121,8 +117,6 @@ def baseline(y, p):
 @both(
     "advantage_normalised",
     "The same with normalised rewards",
-    WARNED,
-    "(?i)mean|sub|div|var|sq",
 )
 def advantage(y, p):
     reward = tf.reduce_max(y, -1)
@@ -154,8 +148,6 @@ def entropy_bonus(y, p):
 @both(
     "diversity",
     "The entropy of the batch's mean prediction",
-    WARNED,
-    "(?i)log|mul|mean",
 )
 def diversity(y, p):
     share = tf.reduce_mean(tf.nn.softmax(p), 0)

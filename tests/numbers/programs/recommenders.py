@@ -269,12 +269,23 @@ def two_towers_retrieval(c):
     return two_towers(c, Task)
 
 
-@program(
-    "recommender/sampled_softmax", WARNED, says="(?i)sampled_softmax|candidate"
-)
+@program("recommender/sampled_softmax")
 def sampled_softmax(c):
-    """YoutubeDNN: `tf.nn.sampled_softmax_loss`."""
+    """YoutubeDNN: `tf.nn.sampled_softmax_loss` with a seed."""
+    return _sampled(c, 7)
 
+
+@program(
+    "recommender/sampled_softmax_without_seed",
+    WARNED,
+    says="(?i)sampled_softmax|candidate",
+)
+def sampled_softmax_without_seed(c):
+    """The same, whose seed TensorFlow makes of the size of the graph."""
+    return _sampled(c, None)
+
+
+def _sampled(c, seed):
     class Sampled(keras.Model):
         def __init__(self):
             super().__init__()
@@ -297,7 +308,7 @@ def sampled_softmax(c):
                     self(x, training=True),
                     num_sampled=4,
                     num_classes=20,
-                    seed=7,
+                    seed=seed,
                 )
                 value = tf.reduce_mean(each)
             descend(self, self.optimizer, value, tape)
