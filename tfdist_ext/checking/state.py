@@ -145,7 +145,8 @@ def held_by(
     for variable in [*slots, *variables, *others]:
         native, name = keras_internals.value_of(variable), label_of(variable)
         for part in internals.components(native):
-            owner = internals.container_of(part.handle) or native
+            owner = internals.container_of(part.handle)
+            owner = native if owner is None else owner
             entry = owner, name, id(variable) in are_slots
             owners.setdefault(id(part.handle), entry)
             extra.append(part.handle)
