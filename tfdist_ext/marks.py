@@ -238,6 +238,16 @@ def result_of(value: Any) -> tuple[Any, int] | None:
     return getattr(value, "_tfdist_result_of", None)
 
 
+def set_own_part(value: Any, part: Any) -> None:
+    """Says what this rank has given to a gradient of the whole batch."""
+    value._tfdist_own_part = part
+
+
+def own_part(value: Any) -> Any:
+    """What `set_own_part` said of a tensor, None of others."""
+    return getattr(value, "_tfdist_own_part", None)
+
+
 def set_distributed(dataset: Any, samples: int) -> None:
     """Says that a dataset gives this rank's batches, and is not cut again.
 

@@ -86,6 +86,7 @@ class FiniteSteps:
         self._collectives = collectives
         self._keep = keep
         self._variables: list[Any] = []
+        self._shared: list[bool] = []
         self._state: Any = None
         self._any: Any = None
         watch.add(self._around)
@@ -124,7 +125,7 @@ class FiniteSteps:
                 name,
                 int(count),
                 int(row) - 1 if row else None,
-                spec is not None,
+                self._shared[place],
             )
             for kind, count, row in zip(
                 _KINDS, found[::2], found[1::2], strict=True
@@ -146,8 +147,12 @@ class FiniteSteps:
         self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], Any]
     ) -> None:
         self._prepare([variable for _, variable in pairs])
+        own = [_own_part(gradient) for gradient, _ in pairs]
+        self._shared = [part is None for part in own]
         loss = tf.zeros([]) if watch.loss is None else watch.loss
-        before = [_of_numbers(loss), *(_of_gradient(g) for g, _ in pairs)]
+        before = [_of_numbers(loss)]
+        for part, (gradient, _) in zip(own, pairs, strict=True):
+            before.append(_of_gradient(gradient if part is None else part))
         fine = self._agree(before, "not finite/gradients")
         _only_if(fine, update)
         after = [_NOTHING, *(_of_rows(g, v) for g, v in pairs)]
@@ -216,6 +221,16 @@ def _of_table(rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     # The least of none is the largest number there is.
     first = tf.where(tf.size(wrong) > 0, tf.reduce_min(wrong) + 1, 0)
     return tf.stack([tf.size(wrong, tf.int64), first])
+
+
+def _own_part(gradient: Any) -> Any:
+    """What this rank has given to a gradient; None if only the sum is known."""
+    if marks.gradient_spec(gradient) is not None:
+        return None
+    values = getattr(gradient, "values", gradient)
+    if marks.is_reduced(values):
+        return marks.own_part(values)
+    return gradient
 
 
 def _of_gradient(gradient: Any) -> tf.Tensor:

@@ -298,9 +298,10 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             result = gradients.differentiable(reduce, values, collectives)
         else:
             result = reduce(values)
-        for value in result:
+        for value, own in zip(result, values, strict=True):
             if marks.gradient_spec(value) is None:
                 marks.set_reduced(getattr(value, "values", value))
+                marks.set_own_part(getattr(value, "values", value), own)
             else:
                 marks.set_dependence(value.values, SHARD)
         return result
