@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import weakref
@@ -68,6 +69,9 @@ class Collectives:
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
         self._depth = 0  # of `together`
+        self._labels = weakref.WeakKeyDictionary[
+            tf.Graph, dict[str, collections.Counter[str]]
+        ]()
 
     @property
     def step(self) -> Step | None:
@@ -107,6 +111,11 @@ class Collectives:
                 "of the program train, evaluate and predict."
             )
         self._stepping_thread = me
+        if step.graph is not None:
+            # Keras unrolls several steps of `predict` in one graph. TensorFlow
+            # may run them in any order, so their tags must differ.
+            of_graph = self._labels.setdefault(step.graph, {})
+            step.labels = of_graph.setdefault(step.role, step.labels)
         # In Keras's loops, which are more than a step, that does nothing.
         with self.together(f"step `{step.role}`", own_first=True):
             self._steps.append(step)
