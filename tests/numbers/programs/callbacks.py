@@ -200,7 +200,7 @@ def graph_batches(c):
     return c.train(model, data, "mse", evaluate=False)
 
 
-@program("data/cache_in_file")
+@program("data/cache_in_file", "refused", says="cache")
 def cache_in_file(c):
     """`dataset.cache` in a file."""
     data = c.data().cache(str(c.folder / "cache"))

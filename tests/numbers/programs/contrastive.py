@@ -92,7 +92,14 @@ def two_views(c, kind):
     return c.train(c.model(4, kind=kind), data, evaluate=False)
 
 
-@program("contrastive/simclr", WARNED, tables=(False,), says=IN_BATCH)
+@program(
+    "contrastive/simclr",
+    WARNED,
+    tables=(False,),
+    says=IN_BATCH,
+    # Without samples TensorFlow takes no softmax over no negatives.
+    batches=("even",),
+)
 def simclr(c):
     """SimCLR: negatives of the batch."""
     return two_views(c, TwoViews)

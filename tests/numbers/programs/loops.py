@@ -305,7 +305,7 @@ def predict_without_batch(c):
     }
 
 
-@program("loop/predict_strings", "refused", tables=(False,), says="(?i)string")
+@program("loop/predict_strings", tables=(False,))
 def predict_strings(c):
     """`predict` of strings."""
 
