@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, truth and arrays of variables, as of variables in one process."""
+"""Numbers and arrays of variables, as of variables in one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tfdist_ext import tensorflow_internals as internals
 def install() -> None:
     """Lets Python and numpy convert variables of strategies; twice is once.
 
-    Callbacks say `int(model.iterations)`, `np.array(rate)` or `if stopped:`.
-    TensorFlow's variables of strategies lack these methods: the first two are
-    errors there, and every variable is true.
+    Callbacks say `int(model.iterations)` or `np.array(rate)`, which are errors
+    with TensorFlow's variables of strategies. `bool` stays as it is: TensorFlow
+    itself asks by it whether there is a variable.
     """
     for name, convert in _CONVERSIONS.items():
         if not hasattr(internals.DistributedVariable, name):
@@ -31,11 +31,6 @@ def _reading(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return converted
 
 
-def _truth(variable: Any) -> bool:
-    # While it traces, TensorFlow itself asks whether there is a variable.
-    return not tf.executing_eagerly() or bool(variable.read_value())
-
-
 def _array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
     """What numpy reads; of a scalar TensorFlow returns no array."""
     del copy  # It is one.
@@ -44,7 +39,6 @@ def _array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
 
 _CONVERSIONS: dict[str, Callable[..., Any]] = {
     "__array__": _array,
-    "__bool__": _truth,
     "__complex__": _reading(complex),
     "__float__": _reading(float),
     "__int__": _reading(int),
