@@ -279,10 +279,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         trial = self.collectives.trial if self.collectives else None
         if trial is None:
             self._reporter.count_step()
+        model = getattr(fn, "__self__", None)
         if self.collectives is None:
+            unsupported.check_in_one_process(model)
             return super().run(fn, args, kwargs, options)
         if trial is None:  # a model of tf_keras may not be built yet
-            unsupported.check(getattr(fn, "__self__", None))
+            unsupported.check(model)
         whole = trial is not None and trial.whole
         current = step.Step(
             samples=step.count_samples((args, kwargs or {})),
@@ -291,14 +293,14 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             role=calls.role_of(fn),
             graph=internals.current_graph(),
             is_function=hasattr(fn, "python_function"),
-            merges_rows=_merges_rows(getattr(fn, "__self__", None)),
+            merges_rows=_merges_rows(model),
         )
         with self.collectives.stepping(current):
             if trial is not None:
                 fn = trial.marked(fn)
             trains = current.weighted and not whole
             if trains:
-                metric_results.watch(getattr(fn, "__self__", None))
+                metric_results.watch(model)
             outputs = super().run(fn, args, kwargs, options)
             state.settle(self.collectives, current)
             if not trains:

@@ -29,3 +29,15 @@ def check(model: Any) -> None:
     variables = getattr(model, "trainable_variables", ())
     if optimizer and any(map(sharded_variable.is_shard, variables)):
         unsupported.check_supported(optimizer)
+
+
+def check_in_one_process(model: Any) -> None:
+    """Refuses an optimizer that fails under a strategy of any size.
+
+    Args:
+        model: see `check`.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    unsupported.check_accumulation(getattr(model, "optimizer", None))

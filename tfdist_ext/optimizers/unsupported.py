@@ -85,7 +85,7 @@ def check_accumulation(optimizer: Any) -> None:
     if steps:
         raise ValueError(
             f"Optimizer {type(optimizer).__name__}: argument "
-            "`gradient_accumulation_steps` is not supported on several ranks:"
+            "`gradient_accumulation_steps` is not supported by the strategy:"
             " Keras would sum over the ranks what each has accumulated, within"
             " a condition. Use a larger batch. Received: "
             f"gradient_accumulation_steps={steps}."

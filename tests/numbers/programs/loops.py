@@ -285,10 +285,8 @@ class Unbatched(keras.layers.Layer):
 
 @program(
     "loop/predict_without_batch",
-    "refused",
     tables=(False,),
     batches=("even",),
-    says="(?i)batch|dimension",
 )
 def predict_without_batch(c):
     """`predict` of an output without a batch dimension."""

@@ -26,14 +26,14 @@ def no_nan(y, p):
     )
 
 
-@step("masked/per_column", "A masked mean of each column.", WARNED, says="Div")
+@step("masked/per_column", "A masked mean of each column.")
 def per_column(y, p):
     m = mask_of(y)
     each = tf.reduce_sum(error(y, p) * m, 0)
     return tf.reduce_sum(each / tf.maximum(tf.reduce_sum(m, 0), 1.0))
 
 
-@step("masked/mean_by_mean", "A mean by a mean.", WARNED, says="(?i)div")
+@step("masked/mean_by_mean", "A mean by a mean.")
 def mean_by_mean(y, p):
     m = mask_of(y)
     return tf.math.divide_no_nan(
@@ -41,28 +41,28 @@ def mean_by_mean(y, p):
     )
 
 
-@step("masked/where", "A divisor by `tf.where`.", WARNED, says="(?i)div|sel")
+@step("masked/where", "A divisor by `tf.where`.")
 def where(y, p):
     m = mask_of(y)
     count = tf.reduce_sum(m)
     return tf.reduce_sum(error(y, p) * m) / tf.where(count > 0, count, 1.0)
 
 
-@step("masked/clipped", "A clipped divisor.", WARNED, says="(?i)div|clip")
+@step("masked/clipped", "A clipped divisor.")
 def clipped(y, p):
     m = mask_of(y)
     count = tf.clip_by_value(tf.reduce_sum(m), 1.0, 1e9)
     return tf.reduce_sum(error(y, p) * m) / count
 
 
-@step("masked/reciprocal", "A reciprocal.", WARNED, says="(?i)rec|mul|div")
+@step("masked/reciprocal", "A reciprocal.")
 def reciprocal(y, p):
     m = mask_of(y)
     by = tf.math.reciprocal_no_nan(tf.reduce_sum(m))
     return tf.reduce_sum(error(y, p) * m) * by
 
 
-@step("masked/weights_first", "Weights sum to 1.", WARNED, says="(?i)div|sum")
+@step("masked/weights_first", "Weights sum to 1.")
 def weights_first(y, p):
     m = mask_of(y)
     weights = m / tf.maximum(tf.reduce_sum(m), 1.0)
@@ -72,8 +72,6 @@ def weights_first(y, p):
 @step(
     "masked/class_balanced",
     "Weights from the batch's own class counts.",
-    WARNED,
-    says="(?i)mul|mean|sum",
     kind="binary",
 )
 def class_balanced(y, p):
@@ -82,7 +80,7 @@ def class_balanced(y, p):
     return tf.reduce_mean((y * (1 - share) + (1 - y) * share) * each)
 
 
-@step("masked/centred", "Batch centring.", WARNED, says="(?i)sub|mean")
+@step("masked/centred", "Batch centring.")
 def centred(y, p):
     return tf.reduce_mean(tf.square((y - tf.reduce_mean(y, 0)) - p))
 

@@ -133,6 +133,7 @@ register(
     kerases=(3,),
     tables=(False,),
     says=ACCUMULATION,
+    alone=REFUSED,
 )
 def accumulation(c):
     """`gradient_accumulation_steps` of Keras 3."""
@@ -153,14 +154,6 @@ def loss_scale(c):
 def loss_scale_clipnorm(c):
     """A dynamic loss scale around `Adam` with `global_clipnorm`."""
     make = loss_scaled(lambda: keras_own("Adam", global_clipnorm=0.1))
-    return trained(c, make)
-
-
-@program("optimizer/data_parallel_table")
-def data_parallel_table(c):
-    """`global_clipnorm` beside a table on every rank."""
-    c.placement = "data_parallel"
-    make = lambda: keras_own("SGD", global_clipnorm=0.1)  # noqa: E731
     return trained(c, make)
 
 

@@ -210,7 +210,7 @@ def convolution(c):
     REFUSED,
     tables=(False,),
     batches=("even",),
-    says="(?i)rank",
+    says="(?i)stateful",
 )
 def stateful(c):
     """A stateful recurrent layer, which has one state for each sample."""

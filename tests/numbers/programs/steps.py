@@ -77,7 +77,7 @@ def per_sample(y, p):
     return tf.reduce_mean(error(y, p), -1) / 8.0
 
 
-@step("einsum", "A sum by `tf.einsum`.", WARNED, says="(?i)einsum")
+@step("einsum", "A sum by `tf.einsum`.")
 def einsum(y, p):
     return tf.einsum("bi,bi->", y - p, y - p) / COUNT
 
@@ -97,7 +97,7 @@ def transposed(y, p):
     return tf.reduce_sum(tf.transpose(error(y, p))) / COUNT
 
 
-@step("segment_sum", "Sums by segments.", WARNED, says="(?i)segment")
+@step("segment_sum", "Sums by segments.")
 def segment_sum(y, p):
     each = tf.reduce_sum(error(y, p), -1)
     groups = tf.cast(y[:, 0] > 0, tf.int32)
@@ -123,19 +123,19 @@ def while_loop(y, p):
     return found / COUNT
 
 
-@step("cumsum", "The last of a running sum.")
+@step("cumsum", "The last of a running sum.", WARNED, says="(?i)cumsum")
 def cumsum(y, p):
     each = tf.cumsum(tf.reduce_sum(error(y, p), -1), reverse=True)
     return tf.reduce_sum(each[:1]) / COUNT
 
 
-@step("matmul_ones", "A sum by a product with ones.", WARNED, says="MatMul")
+@step("matmul_ones", "A sum by a product with ones.")
 def matmul_ones(y, p):
     each = tf.reduce_sum(error(y, p), -1, keepdims=True)
     return tf.matmul(tf.ones_like(each), each, True)[0, 0] / COUNT
 
 
-@step("map_fn", "A sum of what `tf.map_fn` finds.")
+@step("map_fn", "A sum of what `tf.map_fn` finds.", WARNED, says="(?i)TensorList|map")
 def map_fn(y, p):
     each = tf.map_fn(tf.reduce_sum, error(y, p))
     return tf.reduce_sum(each) / COUNT
@@ -164,27 +164,27 @@ def features_as_local_samples(y, p):
     return tf.reduce_sum(tf.reduce_mean(error(y, p), 0)) / 4.0
 
 
-@step("norm", "The norm of all errors.", WARNED, says="(?i)norm|sqrt")
+@step("norm", "The norm of all errors.")
 def norm(y, p):
     return tf.norm(y - p)
 
 
-@step("rmse", "The root of the mean.", WARNED, says="(?i)sqrt")
+@step("rmse", "The root of the mean.")
 def rmse(y, p):
     return tf.sqrt(tf.reduce_mean(error(y, p)) + 1e-6)
 
 
-@step("maximum", "The largest error.", WARNED, says="(?i)max")
+@step("maximum", "The largest error.")
 def maximum(y, p):
     return tf.reduce_max(error(y, p))
 
 
-@step("logsumexp", "A soft maximum over samples.", WARNED, says="(?i)log|exp")
+@step("logsumexp", "A soft maximum over samples.")
 def logsumexp(y, p):
     return tf.reduce_logsumexp(tf.reduce_mean(error(y, p), -1))
 
 
-@step("variance", "The variance of the errors.", WARNED, says="(?i)varia|mean")
+@step("variance", "The variance of the errors.")
 def variance(y, p):
     return tf.math.reduce_variance(y - p)
 
