@@ -20,7 +20,7 @@ from tfdist_ext.batches import empty_batches
 from tfdist_ext.batches import lengths
 from tfdist_ext.batches import slicing
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.distribute import cache_files
+from tfdist_ext.distribute import pipelines
 from tfdist_ext.prefetch import prefetched_ids
 
 Nest = Any
@@ -72,7 +72,6 @@ def distribute(
         ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
     else:
         lengths.check(dataset.element_spec, "The dataset")
-        cache_files.check(dataset, collectives)
         return _slices(dataset, collectives, name)
     return equal_steps(local, collectives, name)
 
@@ -86,7 +85,8 @@ def _slices(
         collectives, name, data_digest.draws_random_numbers(op_types)
     )
     pure = data_digest.is_pure(op_types)
-    later = internals.may_change_order(dataset) or not pure
+    may_part = internals.may_change_order(dataset) or not pure
+    later = pipelines.compare(dataset, may_part, collectives)
     names: list[str] = []
 
     def cut(index: tf.Tensor, batch: Nest) -> Nest:

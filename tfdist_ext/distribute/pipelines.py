@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of `Dataset.cache(filename)` that several ranks would write."""
+"""What the ranks tell each other of their datasets before they read them.
+
+Their pipelines may differ in what does not change the data.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import socket
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -14,14 +18,21 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
 
 
-def check(dataset: tf.data.Dataset, collectives: Collectives) -> None:
+def compare(
+    dataset: tf.data.Dataset, may_part: bool, collectives: Collectives
+) -> bool:
     """Refuses a dataset that ranks of one host cache in one file.
 
     Each rank reads the whole dataset, and would write all of the file.
 
     Args:
         dataset: of this rank; all ranks must call.
+        may_part: whether this rank's data may differ from that of others
+            after the first batch.
         collectives: of the strategy.
+
+    Returns:
+        Whether that of any rank may.
 
     Raises:
         ValueError: on all ranks, naming the file and the ranks.
@@ -30,12 +41,18 @@ def check(dataset: tf.data.Dataset, collectives: Collectives) -> None:
         str(pathlib.Path(name).absolute())
         for name in internals.cache_files(dataset)
     ]
-    text = json.dumps([socket.gethostname(), files]).encode() + b"\n"
+    told = [socket.gethostname(), files, may_part]
+    text = json.dumps(told).encode() + b"\n"
     own = tf.constant(np.frombuffer(text, np.uint8))
-    gathered = collectives.all_gather(own, "cache files").numpy().tobytes()
+    gathered = collectives.all_gather(own, "dataset").numpy().tobytes()
+    ranks = [json.loads(line) for line in gathered.splitlines()]
+    _check_files([(host, names) for host, names, _ in ranks])
+    return any(may for _, _, may in ranks)
+
+
+def _check_files(of_ranks: Sequence[tuple[str, list[str]]]) -> None:
     users: dict[tuple[str, str], list[int]] = {}
-    for rank, line in enumerate(gathered.splitlines()):
-        host, names = json.loads(line)
+    for rank, (host, names) in enumerate(of_ranks):
         for name in set(names):
             users.setdefault((host, name), []).append(rank)
     for (_, name), ranks in users.items():
