@@ -14,7 +14,7 @@ from tfdist_ext.layers import Embedding
 
 keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
-BATCH, FEATURES, ROWS, IDS, UNITS = 8, 6, 20, 3, 4
+BATCH, FEATURES, ROWS, IDS, UNITS = 8, 6, 30, 3, 4
 SIZES = {"even": (8, 8), "uneven": (8, 8, 5, 1)}
 
 
@@ -39,7 +39,8 @@ class Context:
         self.folder = folder
         self._embeddings: list[Any] = []
         self._seed = 0
-        self.placement = "row"
+        # Of the tables, and whether a batch of `x` has an id only once.
+        self.placement, self.distinct = "row", False
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The scope of the strategy, if there is one."""
@@ -65,6 +66,10 @@ class Context:
     def x(self, seed: int = 1, samples: int | None = None) -> np.ndarray:
         """Inputs of `model`: ids for a table, or numbers."""
         count = samples or self.samples
+        if self.tables and self.distinct:
+            rng = np.random.default_rng(seed)
+            rows = [rng.permutation(ROWS)[: n * IDS] for n in self.sizes]
+            return np.concatenate(rows).reshape(-1, IDS).astype(np.int32)
         if self.tables:
             return self.integers(ROWS, count, IDS, seed=seed)
         return self.normal(count, FEATURES, seed=seed)

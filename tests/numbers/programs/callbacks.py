@@ -100,7 +100,9 @@ def own_evaluation(c):
 
 @watched("checkpoint", "`ModelCheckpoint` of the best weights.")
 def checkpoint(c):
-    path = str(c.folder / "best.weights.h5")
+    # tf_keras cannot write partitioned tables to a file of HDF5.
+    name = "best.weights.h5" if hasattr(keras, "ops") else "best"
+    path = str(c.folder / name)
     return [
         keras.callbacks.ModelCheckpoint(
             path, "val_loss", save_best_only=True, save_weights_only=True
@@ -200,7 +202,7 @@ def graph_batches(c):
     return c.train(model, data, "mse", evaluate=False)
 
 
-@program("data/cache_in_file", "refused", says="cache")
+@program("data/cache_in_file", REFUSED, says="cache")
 def cache_in_file(c):
     """`dataset.cache` in a file."""
     data = c.data().cache(str(c.folder / "cache"))

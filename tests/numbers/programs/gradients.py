@@ -19,6 +19,9 @@ def processed(name, about, verdict=EQUAL, **how):
 
     def register(process):
         def run(c):
+            # Of repeated ids one process takes the norm of each by itself,
+            # this package's layers that of their sum, on one rank too.
+            c.distinct = True
             return stepped(
                 c, loss, lambda gradients, v: process(list(gradients))
             )
@@ -106,6 +109,7 @@ def adaptive_clipping(c):
 @program("gradient/norm_in_logs")
 def norm_in_logs(c):
     """The global norm of the gradients is returned."""
+    c.distinct = True
 
     def logs(_, gradients):
         return {"norm": tf.linalg.global_norm(gradients)}
@@ -127,6 +131,7 @@ def largest_in_logs(c):
 @program("gradient/sum_clipped_by_norm")
 def sum_clipped_by_norm(c):
     """A loss that is a sum, with clipping by hand."""
+    c.distinct = True
 
     def total(y, p):
         return tf.reduce_sum(tf.square(y - p))
