@@ -135,7 +135,12 @@ def matmul_ones(y, p):
     return tf.matmul(tf.ones_like(each), each, True)[0, 0] / COUNT
 
 
-@step("map_fn", "A sum of what `tf.map_fn` finds.", WARNED, says="(?i)TensorList|map")
+@step(
+    "map_fn",
+    "A sum of what `tf.map_fn` finds.",
+    WARNED,
+    says="(?i)TensorList|map",
+)
 def map_fn(y, p):
     each = tf.map_fn(tf.reduce_sum, error(y, p))
     return tf.reduce_sum(each) / COUNT
