@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdist_ext import marks
-from tfdist_ext.optimizers.element_wise import why_not
+from tfdist_ext.optimizers.by_element import why_not
 
 _LEGACY = ".optimizers.legacy."
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
