@@ -74,10 +74,8 @@ def gather(
         )
         found = {i: (each, sizes) for i, each in zip(packed, rows, strict=True)}
     for i, x in enumerate(tensors):
-        if isinstance(x, tf.RaggedTensor):
-            found[i] = _gather_ragged(collectives, x, label)
-        elif i not in found:
-            found[i] = any_dtype.all_gather(collectives, x, label)
+        if i not in found:
+            found[i] = any_dtype.all_gather_rows(collectives, x, label)
     rank = collectives.group.rank
     return [Gathered(x, *found[i], rank) for i, x in enumerate(tensors)]
 
@@ -138,20 +136,6 @@ def _from_bytes(codes: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         rows = tf.bitcast(tf.reshape(codes, shape), like.dtype)
     rows.set_shape([None, *like.shape[1:]])
     return rows
-
-
-def _gather_ragged(
-    collectives: Collectives, x: tf.RaggedTensor, label: str
-) -> tuple[tf.RaggedTensor, tf.Tensor]:
-    values, _ = any_dtype.all_gather(collectives, x.flat_values, label)
-    gathered = [
-        collectives.all_gather_parts(lengths, label)
-        for lengths in x.nested_row_lengths()
-    ]
-    rows = tf.RaggedTensor.from_nested_row_lengths(
-        values, [lengths for lengths, _ in gathered], validate=False
-    )
-    return rows, gathered[0][1]
 
 
 def static_row_bytes(x: Rows) -> int:

@@ -55,10 +55,6 @@ def _open_spec(value: Any) -> Any:
 
 def _gather(value: Any, index: int, collectives: Collectives) -> Any:
     label = f"check/batch/{index}"
-    if isinstance(value, tf.RaggedTensor):
-        return _ragged(value, label, collectives)
-    if isinstance(value, tf.SparseTensor):
-        return _sparse(value, label, collectives)
     if isinstance(value, tf.experimental.Optional):  # Keras 3's None
         return value
     if not tf.is_tensor(value) or not hasattr(value, "dtype"):
@@ -68,42 +64,10 @@ def _gather(value: Any, index: int, collectives: Collectives) -> Any:
         )
     if value.shape.rank == 0:
         return value
-    if not isinstance(value, tf.Tensor) or not any_dtype.is_known(value.dtype):
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    if not isinstance(value, kinds) or not any_dtype.is_known(value.dtype):
         raise CannotCheck(
             f"element {index} of the batch is of {type(value).__name__} of "
             f"{value.dtype!r}, which cannot be gathered"
         )
-    return any_dtype.all_gather(collectives, value, label)[0]
-
-
-def _ragged(
-    value: tf.RaggedTensor, label: str, collectives: Collectives
-) -> tf.RaggedTensor:
-    lengths = collectives.all_gather(value.row_lengths(), f"{label}/lengths")
-    inner = value.values
-    if isinstance(inner, tf.RaggedTensor):
-        values: Any = _ragged(inner, f"{label}/values", collectives)
-    else:
-        values, _ = any_dtype.all_gather(collectives, inner, f"{label}/values")
-    return tf.RaggedTensor.from_row_lengths(values, lengths)
-
-
-def _sparse(
-    value: tf.SparseTensor, label: str, collectives: Collectives
-) -> tf.SparseTensor:
-    shapes = collectives.all_gather(
-        value.dense_shape[tf.newaxis], f"{label}/shapes"
-    )
-    rows = shapes[:, 0]
-    first = tf.reduce_sum(rows[: collectives.group.rank])
-    others = tf.zeros_like(value.dense_shape[1:])
-    indices = value.indices + tf.concat([first[tf.newaxis], others], 0)
-    shape = tf.concat(
-        [tf.reduce_sum(rows)[tf.newaxis], tf.reduce_max(shapes[:, 1:], 0)], 0
-    )
-    values, _ = any_dtype.all_gather(
-        collectives, value.values, f"{label}/values"
-    )
-    return tf.SparseTensor(
-        collectives.all_gather(indices, f"{label}/indices"), values, shape
-    )
+    return any_dtype.all_gather_rows(collectives, value, label)[0]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of all ranks, of any dtype: strings travel as their bytes."""
+"""Rows of all ranks, of any dtype and kind: strings travel as their bytes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import tensorflow as tf
 
@@ -48,6 +50,59 @@ def all_gather(
     if dtype == tf.bool or dtype.size == 1:
         return tf.cast(rows, dtype), sizes
     return tf.bitcast(rows, dtype), sizes
+
+
+def all_gather_rows(
+    collectives: Collectives, x: Any, label: str
+) -> tuple[Any, tf.Tensor]:
+    """Concatenates the ranks' rows of a dense, ragged or sparse value.
+
+    Args:
+        collectives: of the strategy; all ranks must call.
+        x: Tensor, RaggedTensor or SparseTensor of a dtype that `is_known`. The
+            inner sizes of a sparse one may differ; the largest counts.
+        label: names the exchange in errors.
+
+    Returns:
+        The same kind of value, and int64 `[world_size]`, the rows of each rank.
+    """
+    if isinstance(x, tf.RaggedTensor):
+        return _ragged(collectives, x, label)
+    if isinstance(x, tf.SparseTensor):
+        return _sparse(collectives, x, label)
+    rows, sizes = all_gather(collectives, x, label)
+    if x.shape.rank is not None:
+        rows.set_shape([None, *x.shape[1:]])
+    return rows, sizes
+
+
+def _ragged(
+    collectives: Collectives, x: tf.RaggedTensor, label: str
+) -> tuple[tf.RaggedTensor, tf.Tensor]:
+    gathered = [
+        collectives.all_gather_parts(lengths, label)
+        for lengths in x.nested_row_lengths()
+    ]
+    values, _ = all_gather_rows(collectives, x.flat_values, label)
+    rows = tf.RaggedTensor.from_nested_row_lengths(
+        values, [lengths for lengths, _ in gathered], validate=False
+    )
+    return rows, gathered[0][1]
+
+
+def _sparse(
+    collectives: Collectives, x: tf.SparseTensor, label: str
+) -> tuple[tf.SparseTensor, tf.Tensor]:
+    shapes = collectives.all_gather(x.dense_shape[tf.newaxis], label)
+    before = tf.reduce_sum(shapes[: collectives.group.rank, 0])
+    samples, inner = tf.split(x.indices, [1, -1], axis=1)
+    indices = tf.concat([samples + before, inner], axis=1)
+    size = tf.concat(
+        [tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0
+    )
+    rows, _ = all_gather_rows(collectives, indices, label)
+    values, _ = all_gather_rows(collectives, x.values, label)
+    return tf.SparseTensor(rows, values, size), shapes[:, 0]
 
 
 def _strings(

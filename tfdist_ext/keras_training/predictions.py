@@ -103,7 +103,7 @@ def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
     if all(kind.name == SAME for kind in kinds):
         return value
     if not isinstance(value, tf.Tensor):
-        return _gathered(value, collectives)
+        return _rows(value, collectives)
     kind = kinds[0]
     if kind.name in (LINEAR, COUPLED) and kind.axis is None:
         if value.dtype.is_floating:
@@ -137,40 +137,5 @@ def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
     return mean
 
 
-def _gathered(value: Any, collectives: Collectives) -> Any:
-    if isinstance(value, tf.RaggedTensor):
-        return _gathered_ragged(value, collectives)
-    if isinstance(value, tf.SparseTensor):
-        return _gathered_sparse(value, collectives)
-    return _rows(value, collectives)
-
-
-def _rows(value: tf.Tensor, collectives: Collectives) -> tf.Tensor:
-    rows, _ = any_dtype.all_gather(collectives, value, _LABEL)
-    if value.shape.rank is not None:
-        rows.set_shape([None, *value.shape[1:]])
-    return rows
-
-
-def _gathered_ragged(
-    value: tf.RaggedTensor, collectives: Collectives
-) -> tf.RaggedTensor:
-    lengths = [_rows(each, collectives) for each in value.nested_row_lengths()]
-    return tf.RaggedTensor.from_nested_row_lengths(
-        _rows(value.flat_values, collectives), lengths, validate=False
-    )
-
-
-def _gathered_sparse(
-    value: tf.SparseTensor, collectives: Collectives
-) -> tf.SparseTensor:
-    shapes = _rows(value.dense_shape[tf.newaxis], collectives)
-    before = tf.reduce_sum(shapes[: collectives.group.rank, 0])
-    samples, inner = tf.split(value.indices, [1, -1], axis=1)
-    indices = tf.concat([samples + before, inner], axis=1)
-    size = tf.concat(
-        [tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0
-    )
-    return tf.SparseTensor(
-        _rows(indices, collectives), _rows(value.values, collectives), size
-    )
+def _rows(value: Any, collectives: Collectives) -> Any:
+    return any_dtype.all_gather_rows(collectives, value, _LABEL)[0]
