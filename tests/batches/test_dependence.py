@@ -207,7 +207,11 @@ def test_constants_that_are_sizes():
     def of_weights(x):
         return tf.reduce_sum(W) / tf.cast(tf.size(tf.ones([8, 3])), tf.float32)
 
+    def by_features(x):
+        return tf.reduce_sum(x) / tf.cast(tf.shape(x)[1], tf.float32)
+
     assert kind_of(mean, 8, 8).parts == {MEAN}
+    assert kind_of(by_features, 8, 8).parts == {SUM}
     assert kind_of(centred, 8, 8).name == kinds.COUPLED
     assert kind_of(of_weights, 8, 8).name == kinds.SAME
 

@@ -84,7 +84,7 @@ _OTHER_REDUCTIONS = {
 }  # fmt: skip
 # Ops that pass on that a constant is a size.
 _OF_STATIC_SIZES = {
-    "Cast", "Identity", "Maximum", "Mul", "Prod", "StridedSlice",
+    "Cast", "Identity", "Maximum", "Mul", "Prod",
 }  # fmt: skip
 # How TensorFlow names sizes that it makes constants.
 _SIZE_NAME = re.compile(r"(?:.*/)?(?:Shape|Size|shape)(?:_\d+)?")
@@ -168,10 +168,11 @@ class BatchDependence:
         unknown = [k for k in kinds if k.name == UNKNOWN]
         if unknown or states:
             return [(unknown or states)[0]] * len(op.outputs)
-        if (
-            all(k in (SAME_KIND, STATIC_KIND) for k in kinds)
-            and op.type not in _RANDOM
-        ):
+        if op.type == "StridedSlice" and kinds[0] == STATIC_KIND:
+            counted = COUNT_KIND in (self.slice_of_sizes(op) or ())
+            return [STATIC_KIND if counted else SAME_KIND]
+        same = all(kind in (SAME_KIND, STATIC_KIND) for kind in kinds)
+        if same and op.type not in _RANDOM:
             size = STATIC_KIND in kinds and op.type in _OF_STATIC_SIZES
             return [STATIC_KIND if size else SAME_KIND] * len(op.outputs)
         kinds = [COUNT_KIND if kind == STATIC_KIND else kind for kind in kinds]

@@ -179,34 +179,48 @@ def _variables_of(model: Any) -> Iterable[Any]:
 
 
 def attempt(
-    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+    strategy: Any,
+    subject: Subject,
+    batch: Nest,
+    signature: Nest,
+    required: bool,
 ) -> report.CheckReport | None:
     """Checks a step and says what was found; None if it cannot be checked.
 
-    What goes wrong in a check must not end a training that goes well.
+    What goes wrong in a check does not end a training that goes well, unless
+    the check is required.
 
     Args:
         strategy: as of `check`.
         subject: as of `check`.
         batch: as of `check`.
         signature: as of `check`.
+        required: whether a step that cannot be checked is an error.
+
+    Raises:
+        ValueError: for a required check that cannot be made.
     """
     try:
         found = check(strategy, subject, batch, signature)
     except CannotCheck as reason:
-        _say_skipped(strategy, subject, str(reason))
+        _skip(strategy, subject, str(reason), required)
         return None
     except Exception as error:
         # All ranks come to this, by their own error or by that of another.
         strategy.collectives.give_up(f"check of {subject.name}", error)
         text = " ".join(str(error).split())[-300:]
-        _say_skipped(strategy, subject, f"{type(error).__name__}: {text}")
+        _skip(strategy, subject, f"{type(error).__name__}: {text}", required)
         return None
     report.show(found, strategy.rank)
     return found
 
 
-def _say_skipped(strategy: Any, subject: Subject, reason: str) -> None:
+def _skip(strategy: Any, subject: Subject, reason: str, required: bool) -> None:
+    if required:
+        raise ValueError(
+            f"check='error': {subject.name} cannot be compared with one "
+            f"process, as {reason}. Use check='auto' to train unchecked."
+        )
     if strategy.rank == 0:
         _LOG.info(
             "not checked: %s on %d ranks against one process, as %s",

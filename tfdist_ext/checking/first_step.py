@@ -80,10 +80,12 @@ def _checked(model: Any, iterator: Any) -> Any:
         eager=model.run_eagerly,
         limits_memory=not wanted,
     )
-    found = check.attempt(strategy, subject, batches[0], iterator.element_spec)
-    if found is not None and not found.ok and mode == "error":
+    spec = iterator.element_spec
+    required = mode == "error"
+    found = check.attempt(strategy, subject, batches[0], spec, required)
+    if found is not None and not found.ok and required:
         raise ValueError(str(found))
-    return _again(batches, iterator.element_spec)
+    return _again(batches, spec)
 
 
 def _again(batches: list[Nest], element_spec: Nest) -> tf.data.Iterator:

@@ -17,11 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.batches import constants
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.kinds import COUPLED
 from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import STATIC
 from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.step import Step
@@ -197,10 +197,8 @@ def _is_count(value: tf.Tensor, step: Step) -> bool:
     """Whether an integer is certainly a sum over the samples."""
     if not value.dtype.is_integer or not tf.is_symbolic_tensor(value):
         return False
-    samples = tf.get_static_value(step.samples)
-    if constants.is_first_size(value, samples):
-        return True
-    return whole_batch.kind_of(step, value).over_ranks == SUM
+    kind = whole_batch.kind_of(step, value)
+    return kind.name == STATIC or kind.over_ranks == SUM
 
 
 def _of_integer(
@@ -209,7 +207,7 @@ def _of_integer(
     """An integer or a boolean that is no sum over the samples."""
     step = collectives.step
     assert step is not None
-    if constants.is_constant(value):
+    if _is_constant(value):
         return _of_constant(value, name, collectives)
     kind = None
     if tf.is_symbolic_tensor(value):
@@ -258,3 +256,24 @@ def _warn_of_integer(value: tf.Tensor, name: str, logged: str) -> None:
         "or the result of a metric of Keras.",
         stacklevel=2,
     )
+
+
+def _is_constant(value: tf.Tensor) -> bool:
+    """Whether a tensor of a graph follows from constants of it alone."""
+    if not tf.is_symbolic_tensor(value):
+        return False
+    return all(op.type == "Const" for op in _sources(value))
+
+
+def _sources(value: tf.Tensor) -> list[tf.Operation]:
+    """The ops without inputs that a tensor of a graph is computed from."""
+    known, found, pending = set(), [], [value.op]
+    while pending:
+        op = pending.pop()
+        if op.name in known:
+            continue
+        known.add(op.name)
+        if not op.inputs:
+            found.append(op)
+        pending += [each.op for each in op.inputs]
+    return found
