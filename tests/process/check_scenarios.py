@@ -3,10 +3,14 @@
 
 import contextlib
 import logging
+from unittest import mock
 
 import check_models
 import numpy as np
 import tensorflow as tf
+
+from tfdist_ext.checking import gathering
+from tfdist_ext.checking.skipping import CannotCheck
 
 keras = tf.keras
 
@@ -94,6 +98,21 @@ def raises(strategy, folder, name):
     except ValueError as error:
         return str(error)
     return ""
+
+
+def cannot_compare(strategy, folder, mode):
+    """A batch that cannot be gathered; returns what is said and raised."""
+
+    def gather(batch, collectives):
+        raise CannotCheck("element 0 cannot be gathered")
+
+    error = ""
+    with mock.patch.object(gathering, "whole_batch_of", gather):
+        try:
+            found = fitted(strategy, folder, "Right", mode)[0]
+        except ValueError as raised:
+            found, error = [], str(raised)
+    return found, error
 
 
 def from_a_generator(strategy, folder, mode):

@@ -60,6 +60,18 @@ def test_error_raises_on_all_ranks(run_scenario, ranks, keras):
 
 
 @BOTH
+def test_a_step_that_cannot_be_compared(run_scenario, ranks, keras):
+    scenario = "check_scenarios.cannot_compare"
+    (said, error), *others = run_scenario(
+        scenario, "auto", ranks=ranks, keras=keras
+    )
+    assert not error and not any(said or error for said, error in others)
+    assert "not checked" in said[0][1] and "element 0" in said[0][1]
+    found = run_scenario(scenario, "error", ranks=ranks, keras=keras)
+    assert all("element 0 cannot be gathered" in error for _, error in found)
+
+
+@BOTH
 def test_plain_models_are_checked_where_asked(run_scenario, ranks, keras):
     fit = "check_scenarios.fitted"
     found = run_scenario(fit, "plain", "auto", ranks=ranks, keras=keras)
