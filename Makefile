@@ -12,7 +12,7 @@ TF_MINOR := $(basename $(TF))
 VENV ?= $(if $(filter $(TF),$(TF_DEFAULT)),.venv,.venv-$(TF))
 BIN := $(VENV)/bin
 REQUIREMENTS := requirements.txt requirements-dev.txt \
-    requirements-tf$(TF_MINOR).txt
+    requirements-tf$(TF_MINOR).txt requirements-libraries.txt
 # Two files at a time.
 TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
@@ -100,6 +100,7 @@ $(VENV)/.installed: $(REQUIREMENTS)
 	$(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements-dev.txt \
 	    -c requirements-tf$(TF_MINOR).txt tensorflow==$(TF)
+	$(BIN)/python -m pip install -q --no-deps -r requirements-libraries.txt
 	@touch $@
 
 # LD_PRELOAD because AddressSanitizer must be loaded before Python, and libstdc++

@@ -78,6 +78,11 @@ ROWS = {
     "softmax": (lambda x: tf.nn.log_softmax(x), 0),
     "expanded": (lambda x: x[tf.newaxis], 1),
     "sliced": (lambda x: x[:, 1:], 0),
+    "tf.slice": (lambda x: tf.slice(x, [0, 1], [-1, 2]), 0),
+    "tf.slice by size": (
+        lambda x: tf.slice(x, [0, 1], [tf.shape(x)[0], 2]),
+        0,
+    ),
     "squeezed": (lambda x: tf.squeeze(x[:, :1], 1), 0),
     "joined": (lambda x: tf.concat([x, 2.0 * x], 1), 0),
     "stacked": (lambda x: tf.stack([x, x], 0), 1),
@@ -111,6 +116,8 @@ COUPLED = {
 UNKNOWN = {
     "pairs": lambda x: tf.matmul(x, x, transpose_b=True),
     "pairs by broadcast": lambda x: x[:, :1] - tf.transpose(x[:, :1]),
+    "tf.slice of rows": lambda x: tf.slice(x, [1, 0], [-1, 3]),
+    "first rows by tf.slice": lambda x: tf.slice(x, [0, 0], [2, 3]),
     "neighbours": lambda x: x[1:] - x[:-1],
     "along the batch": lambda x: tf.cumsum(x, 0),
     "softmax over the batch": lambda x: tf.nn.softmax(x[:, 0]),

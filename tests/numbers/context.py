@@ -237,13 +237,16 @@ class Context:
         flat = tf.nest.flatten(model.predict(inputs, verbose=0))
         return {f"predict/{i}": each for i, each in enumerate(flat)}
 
+    def plain_weights(self, model: Any) -> list[Any]:
+        """The weights of a model that are no tables."""
+        tables = {id(w) for layer in self._embeddings for w in layer.weights}
+        return [w for w in model.weights if id(w) not in tables]
+
     def weights(self, *models: Any) -> dict[str, Any]:
         """All weights of models, and whole tables."""
-        own = {id(w) for layer in self._embeddings for w in layer.weights}
         found = {}
         for number, model in enumerate(models):
-            plain = [w for w in model.weights if id(w) not in own]
-            for index, weight in enumerate(plain):
+            for index, weight in enumerate(self.plain_weights(model)):
                 found[f"weight/{number}/{index}"] = np.array(weight)
         for index, layer in enumerate(self._embeddings):
             whole = layer.weights[0]

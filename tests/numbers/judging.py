@@ -61,9 +61,9 @@ def judge(each: Program, stock: Outcome, ranks: list[Outcome]) -> Seen:
             said=said,
         )
     error, where = _largest_error(stock, ranks)
-    if error <= each.tolerance:
-        return Seen(EQUAL, error, where, said)
     named = each.says and any(re.search(each.says, text) for text in said)
+    if error <= each.tolerance and not (each.drawn and named):
+        return Seen(EQUAL, error, where, said)
     return Seen(WARNED if named else DIFFERENT, error, where, said)
 
 

@@ -35,6 +35,10 @@ class Program:
         tolerance: the largest relative error of an equal number.
         alone: the verdict at one rank.
         family: whether it is one of many that differ in a name only.
+        sizes: numbers of ranks that it is run at.
+        needs: a package that it needs and that may not be installed.
+        drawn: whether it draws random numbers that make its numbers differ,
+            or leave them equal by chance.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Program:
     tolerance: float = 5e-5
     alone: str = EQUAL
     family: bool = False
+    sizes: tuple[int, ...] = (1, 2, 3)
+    needs: str = ""
+    drawn: bool = False
 
     @property
     def group(self) -> str:

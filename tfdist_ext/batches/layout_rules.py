@@ -219,6 +219,20 @@ def _kept_by_slice(op: tf.Operation, kind: Kind) -> Kind | None:
     return like(kind, place + batch - axis)
 
 
+def _of_slice(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
+    """Keeps the batch axis where it is taken whole: from 0, -1 or all."""
+    kind, begin = kinds[0], constant_of(op.inputs[1])
+    if kind.axis is None:
+        return like(kind, None)
+    if begin is None or begin[kind.axis] != 0:
+        return None
+    size = constant_of(op.inputs[2])
+    if size is not None and size[kind.axis] == -1:
+        return kind
+    sizes = found.sizes(op.inputs[2])
+    return kind if sizes and sizes[kind.axis].name == COUNT else None
+
+
 def _of_shape(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
     """A vector of sizes, whose elements `sizes` tells apart."""
     kind = kinds[0]
@@ -435,6 +449,7 @@ RULES: dict[str, Rule] = {
     "ResourceGather": _of_lookup,
     "Shape": _of_shape,
     "Size": _of_shape,
+    "Slice": _of_slice,
     "Split": _of_split,
     "SplitV": _of_split,
     "Squeeze": _of_squeeze,

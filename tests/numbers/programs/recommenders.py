@@ -279,6 +279,7 @@ def sampled_softmax(c):
     "recommender/sampled_softmax_without_seed",
     WARNED,
     says="(?i)sampled_softmax|candidate",
+    drawn=True,
 )
 def sampled_softmax_without_seed(c):
     """The same, whose seed TensorFlow makes of the size of the graph."""
