@@ -43,6 +43,7 @@ from tfdist_ext.batches.kinds import SUM_KIND
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.batches.kinds import constant_of
+from tfdist_ext.batches.kinds import number_of
 from tfdist_ext.batches.layout_rules import RULES
 from tfdist_ext.batches.layout_rules import of_new_rows
 from tfdist_ext.batches.layout_rules import of_sizes
@@ -278,23 +279,23 @@ class BatchDependence:
 
     def _is_samples(self, quotient: tf.Operation) -> bool:
         """Whether samples are divided by a constant, how many they are."""
-        divisor = constant_of(quotient.inputs[1])
-        if self.samples is None or divisor is None or divisor.size != 1:
+        divisor = number_of(quotient.inputs[1])
+        if self.samples is None or divisor is None:
             return False
         size = quotient.inputs[0].shape.num_elements()
-        return bool(divisor.item() in (size, self.samples) and size != 1)
+        return divisor in (size, self.samples) and size != 1
 
     def _is_own_size(self, quotient: tf.Operation) -> bool:
         """Whether a sum is divided by a constant, how many it sums here."""
-        total, divisor = quotient.inputs[0], constant_of(quotient.inputs[1])
-        if self.samples is None or divisor is None or divisor.size != 1:
+        total, divisor = quotient.inputs[0], number_of(quotient.inputs[1])
+        if self.samples is None or divisor is None:
             return False
         while total.op.type in {*_PASS_ON, "Cast", "Reshape", "Squeeze"}:
             total = total.op.inputs[0]
         if total.op.type != "Sum":
             return False
         size = total.op.inputs[0].shape.num_elements()
-        return bool(divisor.item() in (size, self.samples))
+        return divisor in (size, self.samples)
 
     def sizes(self, vector: tf.Tensor) -> list[Kind] | None:
         """The kind of each element of a shape; None if it is no shape."""

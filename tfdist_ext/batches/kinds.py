@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
+
 SAME = "same"  # one process's value, equal on all ranks
 ROWS = "rows"  # has a batch axis; each row follows from its own sample
 COUNT = "count"  # a number proportional to this rank's samples
@@ -82,6 +84,42 @@ def constant_of(value: tf.Tensor) -> np.ndarray | None:
     """The value of a tensor that is known when it is traced."""
     found = tf.get_static_value(value)
     return None if found is None else np.asarray(found)
+
+
+def number_of(value: tf.Tensor) -> float | None:
+    """The number that a scalar, or a sum of a constant's elements, is.
+
+    TensorFlow does not compute `reduce_sum(ones_like(x))` when it traces.
+    """
+    while value.op.type in ("Cast", "Identity", "Reshape", "StopGradient"):
+        value = value.op.inputs[0]
+    op = value.op
+    if op.type == "Maximum":
+        numbers = [number_of(each) for each in op.inputs]
+        known = [each for each in numbers if each is not None]
+        return max(known) if len(known) == len(numbers) else None
+    constant = constant_of(op.inputs[0] if op.type == "Sum" else value)
+    one = constant is not None and (op.type == "Sum" or constant.size == 1)
+    if not one or value.shape.num_elements() != 1:
+        return None
+    assert constant is not None
+    return float(constant.sum()) if constant.dtype.kind in "fiub" else None
+
+
+def follows_from_constants(value: tf.Tensor) -> bool:
+    """Whether a symbolic tensor is computed of constants alone."""
+    seen: set[str] = set()
+    ops = [internals.captured(value).op]
+    while ops:
+        op = ops.pop()
+        if not op.inputs and op.type != "Const":
+            return False
+        for each in op.inputs:
+            each = internals.captured(each)
+            if tf.is_symbolic_tensor(each) and each.op.name not in seen:
+                seen.add(each.op.name)
+                ops.append(each.op)
+    return True
 
 
 def parts_of(kind: Kind) -> frozenset[str]:

@@ -31,6 +31,7 @@ from tfdist_ext.batches.kinds import STATE
 from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.batches.kinds import Kind
+from tfdist_ext.batches.kinds import number_of
 from tfdist_ext.batches.source_lines import line_of
 from tfdist_ext.batches.whole_functions import Whole
 from tfdist_ext.batches.whole_functions import WholeValues
@@ -242,7 +243,7 @@ def warn_of_constants(step: Step) -> None:
         _warn_once(
             op,
             f"Op '{op.name}' ({line_of(op)}) divides by "
-            f"{tf.get_static_value(op.inputs[1])}, which is the number of "
+            f"{number_of(op.inputs[1])}, which is the number of "
             f"this rank's samples or elements. It is taken for {taken}. "
             + _REMEDY,
         )

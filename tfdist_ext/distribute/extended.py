@@ -16,6 +16,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.kinds import SAME
 from tfdist_ext.batches.kinds import SHARD
+from tfdist_ext.batches.kinds import follows_from_constants
 from tfdist_ext.collectives import step as step_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.distribute import gradients
@@ -321,7 +322,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         kind = whole_batch.kind_of(current, value)
         if kind.name == SHARD:
             whole_batch.warn_of_shard(value)
-        return kind.name == SAME and tf.get_static_value(value) is None
+        return kind.name == SAME and not follows_from_constants(value)
 
     def _reduce_flat(
         self, mean: bool, values: list[Any], label: str

@@ -88,11 +88,15 @@ def deepctr_ranking(name, **how):
             "dnn_feature_columns": columns,
         }
         model = getattr(models, name)(**given, **how)
-        return model, c.batched((x, c.labels(1, "binary"))), {
-            "loss": "binary_crossentropy",
-            "metrics": lambda: [keras.metrics.AUC()],
-            "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-        }
+        return (
+            model,
+            c.batched((x, c.labels(1, "binary"))),
+            {
+                "loss": "binary_crossentropy",
+                "metrics": lambda: [keras.metrics.AUC()],
+                "optimizer": lambda: keras.optimizers.Adagrad(0.1),
+            },
+        )
 
     library_program(f"deepctr/{name}", "deepctr.inputs", make)
 
@@ -178,11 +182,15 @@ def reclearn_ranking(name, module, **how):
             for number, (field, rows) in enumerate(FIELDS.items())
         }
         model = getattr(ranking, name)(columns, **how)
-        return model, c.batched((x, c.labels(1, "binary"))), {
-            "loss": keras.losses.binary_crossentropy,
-            "metrics": lambda: [keras.metrics.AUC()],
-            "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-        }
+        return (
+            model,
+            c.batched((x, c.labels(1, "binary"))),
+            {
+                "loss": keras.losses.binary_crossentropy,
+                "metrics": lambda: [keras.metrics.AUC()],
+                "optimizer": lambda: keras.optimizers.Adagrad(0.1),
+            },
+        )
 
     library_program(
         f"reclearn/{name}", f"reclearn.models.ranking.{module}", make
