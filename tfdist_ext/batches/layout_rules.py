@@ -61,12 +61,14 @@ def _of_reshape(
     if axis >= after.rank or not after[:axis].is_fully_defined():
         return None
     size, samples = after[axis], found.samples
-    whole_rows = size is None or (samples and size % samples == 0)
+    whole_rows = samples and size is not None and size % samples == 0
+    if size is not None:  # as many rows for each sample
+        return like(kind, axis) if whole_rows else None
     inner, outer = before[kind.axis + 1 :], after[axis + 1 :]
     fits = not (inner.is_fully_defined() and outer.is_fully_defined())
     if not fits:
         fits = inner.num_elements() % max(1, outer.num_elements()) == 0
-    return like(kind, axis) if whole_rows and fits else None
+    return like(kind, axis) if fits else None
 
 
 def _of_expand_dims(

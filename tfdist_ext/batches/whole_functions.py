@@ -266,7 +266,9 @@ def _import(
         wanted: tensors to be copied.
     """
     whole = graph.as_graph_def()
-    part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    # Without the library: the graph has its functions, and TensorFlow would
+    # replace and then delete them, as they would have the same names.
+    part = tf.compat.v1.GraphDef(versions=whole.versions)
     for node in whole.node:
         if node.name in names:
             copied = part.node.add()
