@@ -33,7 +33,7 @@ class Trial:
 
     def marking(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which functions are traced for this run only."""
-        if not self.whole or tf.executing_eagerly():
+        if tf.executing_eagerly():
             return contextlib.nullcontext()
         marking: contextlib.AbstractContextManager[Any]
         marking = tf.compat.v1.device(self.marker)
@@ -45,17 +45,15 @@ class Trial:
         Args:
             function: given to `Strategy.run`.
         """
-        if (
-            not self.whole
-            or tf.executing_eagerly()
-            or hasattr(function, "python_function")
-        ):
+        if tf.executing_eagerly():
             return function
-
-        autograph = tf.__internal__.autograph
-        converted = autograph.tf_convert(
-            function, autograph.control_status_ctx(), convert_by_default=False
-        )
+        converted = function
+        if not hasattr(function, "python_function"):
+            autograph = tf.__internal__.autograph
+            converted = autograph.tf_convert(
+                *(function, autograph.control_status_ctx()),
+                convert_by_default=False,
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.marking():

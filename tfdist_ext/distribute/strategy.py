@@ -292,7 +292,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             checking=whole,
             role=calls.role_of(fn),
             graph=internals.current_graph(),
-            is_function=hasattr(fn, "python_function"),
+            # A trial calls it from a function of its own.
+            is_function=trial is None and hasattr(fn, "python_function"),
             merges_rows=_merges_rows(model),
         )
         with self.collectives.stepping(current):
