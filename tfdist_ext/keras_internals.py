@@ -266,11 +266,15 @@ def writes_alone(module: str) -> bool:
 
     Optimizers count steps and scale losses, and random generators count what
     they have drawn: that is the same on all ranks. States of a recurrent
-    layer are those of this rank's samples.
+    layer are those of this rank's samples. The layers of
+    tensorflow_recommenders that search number the candidates, which are no
+    batch.
 
     Args:
         module: by `writing_module`.
     """
+    if module == "tensorflow_recommenders.layers.factorized_top_k":
+        return True
     parts = ("optimizers", "random", "layers.rnn", "mixed_precision")
     start = module.partition(".")[0]
     names = tuple(f"{start}.src.{part}" for part in parts)

@@ -53,12 +53,14 @@ def _has_own_state(layer: Any) -> bool:
 
 
 def unsynchronized(model: Any) -> list[str]:
-    """Names of layers that normalize by the samples of their rank."""
+    """Names of trained layers that normalize by the samples of their rank."""
     kind = keras.layers.BatchNormalization
     return [
         layer.name
         for layer in keras_internals.layers_of(model)
-        if isinstance(layer, kind) and not getattr(layer, "synchronized", True)
+        if isinstance(layer, kind)
+        and layer.trainable
+        and not getattr(layer, "synchronized", True)
     ]
 
 

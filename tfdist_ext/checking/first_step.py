@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -29,9 +30,23 @@ def _make(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     several = getattr(strategy, "collectives", None) is not None
     if not several or function is before or strategy.collectives.check == "off":
         return result
+    if strategy.collectives.group.rank == 0:
+        _warn_of_normalization(model)
     first = _First(model, function)
     model.train_function = first
     return first if result is function else result
+
+
+def _warn_of_normalization(model: Any) -> None:
+    names = choosing.unsynchronized(model)
+    if names:
+        warnings.warn(
+            f"BatchNormalization of {', '.join(names[:3])}"
+            f"{' and others' if len(names) > 3 else ''} normalizes by the "
+            "samples of each rank, which is not what one process trains. Pass "
+            "synchronized=True to normalize by the whole batch.",
+            stacklevel=2,
+        )
 
 
 class _First:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.batches import outline
 from tfdist_ext.batches.ids import Ids
+from tfdist_ext.batches.kinds import ROWS
 from tfdist_ext.batches.outline import Outline
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
@@ -31,6 +33,9 @@ from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
 keras = tf.keras
+
+# Regularizers that add up what they find of each element.
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 # Arguments of Keras's that a partitioned table cannot heed, and what to do.
 _REFUSED = {
@@ -229,6 +234,11 @@ class Embedding(OneTable):
         if self.embeddings_regularizer is not None and not self._is_whole:
             # By their first dimension, sums over samples are told from others.
             rows = getattr(found, "flat_values", found)
+            sums = isinstance(self.embeddings_regularizer, _SUMS)
+            if isinstance(found, tf.RaggedTensor) and sums:
+                rows = tf.identity(rows)  # of samples, however ids were chosen
+                if tf.is_symbolic_tensor(rows):
+                    marks.set_dependence(rows, ROWS)
             self.add_loss(self.embeddings_regularizer(rows))
         return found[0] if _is_scalar(inputs) else found
 

@@ -36,11 +36,11 @@ def library_program(name, embeddings, make, **how):
     library, _, model_name = name.partition("/")
 
     def run(c):
+        load(library)
         with c.scope(), contextlib.ExitStack() as stack:
             if c.tables:
-                module = importlib.import_module(embeddings)
                 stack.enter_context(
-                    mock.patch.object(module, "Embedding", c.embedding)
+                    mock.patch(f"{embeddings}.Embedding", tables_of(c))
                 )
             model, data, *more = make(c)
             start(model, data, c)
@@ -49,6 +49,30 @@ def library_program(name, embeddings, make, **how):
     run.__doc__ = f"{model_name} of {library}."
     how = {"kerases": (2,), "sizes": (1, 2, 4), "needs": library} | how
     program(name, **how)(run)
+
+
+def load(library):
+    """Imports a library.
+
+    A model of RecLearn that is not used here needs pandas and tqdm.
+    """
+    absent = dict.fromkeys(("pandas", "tqdm"), mock.MagicMock())
+    with mock.patch.dict(sys.modules, absent):
+        importlib.import_module(f"{library}.models")
+        if library == "reclearn":
+            importlib.import_module("reclearn.models.matching")
+
+
+def tables_of(c):
+    """What a library calls instead of Keras's `Embedding`."""
+
+    def make(input_dim, output_dim, input_length=None, **how):
+        # A table's regularizer is of the rows that a batch looks up.
+        for name in ("embeddings_initializer", "embeddings_regularizer"):
+            how.pop(name, None)
+        return c.embedding(input_dim, output_dim, **how)
+
+    return make
 
 
 def start(model, data, c):
@@ -205,20 +229,12 @@ reclearn_ranking("DCN", "dcn", hidden_units=[8, 4])
 reclearn_ranking("AFM", "afm", mode="att")
 
 
-def matching():
-    """The models of RecLearn that rank items.
-
-    The one that counts what is popular needs pandas and tqdm, and is not used.
-    """
-    absent = dict.fromkeys(("pandas", "tqdm"), mock.MagicMock())
-    with mock.patch.dict(sys.modules, absent):
-        return importlib.import_module("reclearn.models.matching")
-
-
 def reclearn_matching(name, module, model_of):
     """A model that ranks an item above some that were not chosen."""
 
     def make(c):
+        from reclearn.models import matching
+
         padded = sequences(c, c.integers(LENGTH, c.samples, 1, seed=6) + 1)
         items, users = FIELDS["item"], FIELDS["user"]
         x = {
@@ -227,7 +243,7 @@ def reclearn_matching(name, module, model_of):
             "pos_item": c.integers(items, c.samples, seed=2),
             "neg_item": c.integers(items, c.samples, NEGATIVES, seed=3),
         }
-        model = model_of(getattr(matching(), name))
+        model = model_of(getattr(matching, name))
         return model, c.batched((x,))
 
     library_program(
@@ -259,7 +275,9 @@ reclearn_matching("FISSA", "fissa", of_sequences())
 
 def youtube_dnn(c):
     """Its table is a weight of the model; its negatives are drawn."""
-    model = matching().YoutubeDNN(
+    from reclearn.models import matching
+
+    model = matching.YoutubeDNN(
         *(FIELDS["item"], DIM, [DIM]), neg_num=1, batch_size=4
     )
     x = {

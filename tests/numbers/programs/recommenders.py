@@ -241,7 +241,12 @@ def two_towers(c, kind):
     return c.train(model, data, evaluate=False)
 
 
-@program("recommender/two_towers", WARNED, says="(?i)gather_batch")
+@program(
+    "recommender/two_towers",
+    WARNED,
+    says="(?i)gather_batch",
+    batches=("even",),  # TensorFlow's op refuses to compare no samples
+)
 def two_towers_plain(c):
     """Two towers with in-batch negatives."""
     return two_towers(c, TwoTowers)

@@ -167,12 +167,7 @@ class MovingMean(keras.layers.Layer):
         return x - tf.convert_to_tensor(self.mean)
 
 
-@between(
-    "codebook",
-    "A VQ codebook that moves to what it is chosen for.",
-    WARNED,
-    says="(?i)codebook|state",
-)
+@between("codebook", "A VQ codebook that moves to what it is chosen for.")
 class Codebook(keras.layers.Layer):
     def __init__(self):
         super().__init__()
@@ -229,12 +224,7 @@ class AddMean(keras.layers.Layer):
         return x
 
 
-@between(
-    "add_loss_balance",
-    "`add_loss` of squared means of features.",
-    WARNED,
-    says="(?i)mean|square|mul|sum",
-)
+@between("add_loss_balance", "`add_loss` of squared means of features.")
 class AddBalance(keras.layers.Layer):
     def call(self, x):
         share = tf.reduce_mean(tf.nn.softmax(x), 0)
