@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.batches import outline
+from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.batches.kinds import ROWS
+from tfdist_ext.batches.kinds import SAME
 from tfdist_ext.batches.outline import Outline
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
@@ -232,15 +234,27 @@ class Embedding(OneTable):
         rows = tf.cast(rows, self.compute_dtype)
         found = outline.arranged(rows, lies)
         if self.embeddings_regularizer is not None and not self._is_whole:
-            # By their first dimension, sums over samples are told from others.
-            rows = getattr(found, "flat_values", found)
-            sums = isinstance(self.embeddings_regularizer, _SUMS)
-            if isinstance(found, tf.RaggedTensor) and sums:
-                rows = tf.identity(rows)  # of samples, however ids were chosen
-                if tf.is_symbolic_tensor(rows):
-                    marks.set_dependence(rows, ROWS)
-            self.add_loss(self.embeddings_regularizer(rows))
+            self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
+
+    def _penalty(self, inputs: Any, found: Any) -> tf.Tensor:
+        """The regularizer of the rows that were looked up.
+
+        All tables share an exchange, so how rows depend on the batch is told
+        by the layer's own ids.
+        """
+        rows = tf.identity(getattr(found, "flat_values", found))
+        ids = getattr(inputs, "flat_values", inputs)
+        step = whole_batch.keras_step()
+        if step is not None and tf.is_symbolic_tensor(rows):
+            same = not tf.is_symbolic_tensor(ids)
+            kind = SAME if same else whole_batch.kind_of(step, ids).name
+            sums = isinstance(self.embeddings_regularizer, _SUMS)
+            if isinstance(found, tf.RaggedTensor) and sums and kind != SAME:
+                kind = ROWS  # however ids were chosen: of this rank's samples
+            if kind in (SAME, ROWS):
+                marks.set_dependence(rows, kind)
+        return self.embeddings_regularizer(rows)
 
     def _ids(self, inputs: Any) -> list[list[Ids]]:
         ids = _as_array(inputs)
