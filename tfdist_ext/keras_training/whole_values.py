@@ -28,6 +28,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches import whole_rows
 from tfdist_ext.batches.kinds import ROWS
+from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import follows_from_constants
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
@@ -138,7 +140,9 @@ def update_metric(
             return original(metric, *args, **kwargs)
         first, weighted = _labels_and_predictions(args, kwargs)
         if decomposing.is_metric_local(metric, first, weighted):
-            return original(metric, *args, **kwargs)
+            bound = inspect.signature(original).bind(metric, *args, **kwargs)
+            _count_once(step, bound)
+            return original(*bound.args, **bound.kwargs)
         who = describe("Metric", metric)
         values = _tensors_of(args, kwargs)
         args, kwargs = whole(step, who, _numbers(who, values))
@@ -147,6 +151,37 @@ def update_metric(
         result = keras_internals.converted(original)(metric, *args, **kwargs)
     read_as_is(metric)  # also what the first update has made
     return result
+
+
+def _count_once(step: Step, bound: inspect.BoundArguments) -> None:
+    """Weighs rows that every rank has, as the states of ranks are summed.
+
+    Such rows come from `gather_batch`, for example. Each rank counts its share.
+
+    Args:
+        step: that is traced.
+        bound: arguments of `update_state`.
+    """
+    given = bound.arguments
+    rows = [
+        given[name]
+        for name in ("values", "y_true", "y_pred")
+        if tf.is_symbolic_tensor(given.get(name))
+    ]
+    same = rows and all(
+        value.shape.rank and whole_batch.kind_of(step, value).name == SAME
+        for value in rows
+    )
+    takes_weights = "sample_weight" in bound.signature.parameters
+    if not same or not takes_weights or all(map(follows_from_constants, rows)):
+        return
+    share = whole_batch.share()
+    if given.get("sample_weight") is None:
+        given["sample_weight"] = tf.fill(tf.shape(rows[0])[:1], share)
+    else:
+        weights = tf.convert_to_tensor(given["sample_weight"])
+        weights = tf.cast(weights, tf.float32) * share
+        given["sample_weight"] = weights
 
 
 def _is_outermost(original: Callable[..., Any], metric: Any) -> bool:

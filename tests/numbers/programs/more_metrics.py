@@ -3,6 +3,7 @@
 
 import tensorflow as tf
 
+import tfdist_ext
 from tests.numbers.registry import program
 from tests.numbers.stepping import stepped
 
@@ -108,6 +109,26 @@ def mean_of_root(c):
         keras.metrics.Mean,
         lambda m, y, p, v: m.update_state(tf.sqrt(v)),
     )
+
+
+@program("metric/step/sum_of_gathered")
+def sum_of_gathered(c):
+    """A `Sum` of what `gather_batch` returns."""
+    gather = tfdist_ext.losses.gather_batch
+    return tracking(
+        c, keras.metrics.Sum, lambda m, y, p, v: m.update_state(gather(p))
+    )
+
+
+@program("metric/step/count_of_gathered")
+def count_of_gathered(c):
+    """`TruePositives` of what `gather_batch` returns, with weights."""
+
+    def update(metric, y, p, value):
+        y, p = tfdist_ext.losses.gather_batch((y, p))
+        metric.update_state(y > 0, tf.sigmoid(p), sample_weight=p[:, 0] ** 2)
+
+    return tracking(c, keras.metrics.TruePositives, update)
 
 
 @program("metric/step/auc")
