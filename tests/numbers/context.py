@@ -248,7 +248,8 @@ class Context:
         for number, model in enumerate(models):
             for index, weight in enumerate(self.plain_weights(model)):
                 found[f"weight/{number}/{index}"] = np.array(weight)
-        for index, layer in enumerate(self._embeddings):
+        used = [layer for layer in self._embeddings if layer.weights]
+        for index, layer in enumerate(used):
             whole = layer.weights[0]
             if self.strategy is not None:
                 whole = self.strategy.gather_table(layer)
