@@ -29,6 +29,7 @@ def _gather_first(
     y: Nest = None,
     y_pred: Nest = None,
     sample_weight: Nest = None,
+    *training: Any,
     **kwargs: Any,
 ) -> Any:
     step = whole_batch.keras_step()
@@ -47,4 +48,4 @@ def _gather_first(
                 whole_values.describe("Loss", loss) for loss, _ in given
             )
             whole_values.whole(step, who, [values for _, values in given])
-    return original(model, x, y, y_pred, sample_weight, **kwargs)
+    return original(model, x, y, y_pred, sample_weight, *training, **kwargs)
