@@ -96,6 +96,12 @@ ROWS = {
         lambda x: tf.reshape(tf.reshape(x, [-1]), tf.shape(x)),
         0,
     ),
+    "cross-entropy of steps": (
+        lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.cast(x > 0, tf.int32), tf.stack([x, -x], -1)
+        ),
+        0,
+    ),
     "heads": (lambda x: tf.reshape(x, [-1, 3, 1]), 0),
     "attention": (
         lambda x: tf.matmul(x[:, :, None], x[:, :, None], False, True),
@@ -170,8 +176,6 @@ def test_rows_follow_from_their_own_sample(name, batch):
     formula, axis = ROWS[name]
     if batch and name in ("noise", "zeros", "tf.slice by size"):
         pytest.skip("a constant shape does not tell")
-    if not batch and name == "flat and back":
-        pytest.skip("an unknown size does not tell")
     assert kind_of(formula, batch, batch) == kinds.Kind(kinds.ROWS, axis)
 
 

@@ -331,10 +331,12 @@ class BatchDependence:
     def slice_of_sizes(self, op: tf.Operation) -> list[Kind] | None:
         """The kinds of the elements that a StridedSlice takes of a shape."""
         sizes = self.sizes(op.inputs[0])
-        bounds = [constant_of(each) for each in op.inputs[1:4]]
-        if sizes is None or any(b is None or b.size != 1 for b in bounds):
+        one = all(each.shape.num_elements() == 1 for each in op.inputs[1:4])
+        bounds = [number_of(each) for each in op.inputs[1:4]] if one else []
+        known = [int(each) for each in bounds if each is not None]
+        if sizes is None or len(known) != 3:
             return None
-        begin, end, stride = (int(b[0]) for b in bounds)  # type: ignore[index]
+        begin, end, stride = known
         if op.get_attr("shrink_axis_mask") & 1:
             return [sizes[begin]]
         first = None if op.get_attr("begin_mask") & 1 else begin

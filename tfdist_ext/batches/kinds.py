@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -86,21 +88,34 @@ def constant_of(value: tf.Tensor) -> np.ndarray | None:
     return None if found is None else np.asarray(found)
 
 
+_OF_NUMBERS: dict[str, Callable[..., float]] = {
+    "AddV2": operator.add,
+    "Maximum": max,
+    "Pack": lambda number: number,
+    "Sub": operator.sub,
+}
+
+
 def number_of(value: tf.Tensor) -> float | None:
     """The number that a scalar, or a sum of a constant's elements, is.
 
-    TensorFlow does not compute `reduce_sum(ones_like(x))` when it traces.
+    TensorFlow does not compute `reduce_sum(ones_like(x))` or `tf.rank(x) - 1`
+    when it traces.
     """
+    if value.shape.num_elements() != 1:
+        return None
     while value.op.type in ("Cast", "Identity", "Reshape", "StopGradient"):
         value = value.op.inputs[0]
     op = value.op
-    if op.type == "Maximum":
+    if op.type in _OF_NUMBERS:
         numbers = [number_of(each) for each in op.inputs]
         known = [each for each in numbers if each is not None]
-        return max(known) if len(known) == len(numbers) else None
+        if len(known) < len(numbers):
+            return None
+        return float(_OF_NUMBERS[op.type](*known))
     constant = constant_of(op.inputs[0] if op.type == "Sum" else value)
     one = constant is not None and (op.type == "Sum" or constant.size == 1)
-    if not one or value.shape.num_elements() != 1:
+    if not one:
         return None
     assert constant is not None
     return float(constant.sum()) if constant.dtype.kind in "fiub" else None

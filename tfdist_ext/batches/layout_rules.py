@@ -64,6 +64,9 @@ def _of_reshape(
     whole_rows = samples and size is not None and size % samples == 0
     if size is not None:  # as many rows for each sample
         return like(kind, axis) if whole_rows else None
+    sizes = found.sizes(op.inputs[1])
+    if sizes is not None and sizes[axis].name == COUNT:
+        return like(kind, axis)  # such as `tf.shape` of what has a row for each
     inner, outer = before[kind.axis + 1 :], after[axis + 1 :]
     fits = not (inner.is_fully_defined() and outer.is_fully_defined())
     if not fits:
