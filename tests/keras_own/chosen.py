@@ -53,10 +53,16 @@ ALWAYS = {
 # Why a test says nothing of several ranks: "module.Class.test" to the reason.
 # Tests that Keras itself skips on TensorFlow, or whose package (Grain, JAX,
 # Orbax, PyTorch, SciPy) is not installed, are skipped and need no entry.
+_NO_MODEL = "Its models are no keras.Model, whose on_batch methods take slices."
 CANNOT_APPLY: dict[str, str] = {
-    "trainers.trainer_test.TestTrainer.test_nested_inputs": (
-        "Its models are no keras.Model, whose predict_on_batch takes slices."
-    ),
+    **{
+        f"trainers.trainer_test.TestTrainer.test_{name}": _NO_MODEL
+        for name in (
+            "nested_inputs",
+            "on_batch_methods_eager",
+            "on_batch_methods_without_training_eager",
+        )
+    },
     "callbacks.swap_ema_weights_test.SwapEMAWeightsTest"
     ".test_swap_ema_weights_with_tf_distribute": (
         "It makes a strategy of its own, inside of ours."
