@@ -251,6 +251,32 @@ def test_a_constant_equal_to_the_samples_is_noted():
     assert notes == ["RealDiv", "RealDiv"]
 
 
+def test_what_follows_from_constants():
+    variable, constant = tf.Variable(2.0), tf.constant([1.0, 2.0])
+    found = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([8, 3])])
+    def step(x):
+        values = {
+            "ones": tf.reduce_sum(tf.ones_like(x)),
+            "captured": constant * 3.0,
+            "variable": variable * 3.0,
+            "batch": tf.reduce_sum(x),
+        }
+        found.update(
+            {k: kinds.follows_from_constants(v) for k, v in values.items()}
+        )
+        return x
+
+    step.get_concrete_function()
+    assert found == {
+        "ones": True,
+        "captured": True,
+        "variable": False,
+        "batch": False,
+    }
+
+
 def test_constants_and_captured_tensors_are_the_same_on_all_ranks():
     table = tf.constant(W)
     outer = tf.constant(LABELS)

@@ -114,26 +114,27 @@ def number_of(value: tf.Tensor) -> float | None:
             return None
         return float(_OF_NUMBERS[op.type](*known))
     constant = constant_of(op.inputs[0] if op.type == "Sum" else value)
-    one = constant is not None and (op.type == "Sum" or constant.size == 1)
-    if not one:
+    if constant is None or constant.dtype.kind not in "fiub":
         return None
-    assert constant is not None
-    return float(constant.sum()) if constant.dtype.kind in "fiub" else None
+    return float(constant.sum())
 
 
 def follows_from_constants(value: tf.Tensor) -> bool:
     """Whether a symbolic tensor is computed of constants alone."""
-    seen: set[str] = set()
-    ops = [internals.captured(value).op]
-    while ops:
-        op = ops.pop()
+    seen: set[tuple[int, str]] = set()
+    pending = [value]
+    while pending:
+        tensor = internals.captured(pending.pop())
+        if not tf.is_symbolic_tensor(tensor):  # captured from outside
+            if tensor.dtype in (tf.resource, tf.variant):
+                return False
+            continue
+        op = tensor.op
         if not op.inputs and op.type != "Const":
             return False
-        for each in op.inputs:
-            each = internals.captured(each)
-            if tf.is_symbolic_tensor(each) and each.op.name not in seen:
-                seen.add(each.op.name)
-                ops.append(each.op)
+        if (id(op.graph), op.name) not in seen:
+            seen.add((id(op.graph), op.name))
+            pending += op.inputs
     return True
 
 

@@ -61,9 +61,8 @@ def _of_reshape(
     if axis >= after.rank or not after[:axis].is_fully_defined():
         return None
     size, samples = after[axis], found.samples
-    whole_rows = samples and size is not None and size % samples == 0
     if size is not None:  # as many rows for each sample
-        return like(kind, axis) if whole_rows else None
+        return like(kind, axis) if samples and size % samples == 0 else None
     sizes = found.sizes(op.inputs[1])
     if sizes is not None and sizes[axis].name == COUNT:
         return like(kind, axis)  # such as `tf.shape` of what has a row for each

@@ -38,6 +38,7 @@ def _make(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _warn_of_normalization(model: Any) -> None:
+    """Names layers that do not train what they train in one process."""
     names = choosing.unsynchronized(model)
     if names:
         warnings.warn(

@@ -15,16 +15,23 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tests.numbers import registry
 from tests.numbers.registry import WARNED
 from tests.numbers.registry import program
 
 keras = tf.keras
 FIELDS = {"user": 12, "item": 20, "place": 7}
 LENGTH, DIM, NEGATIVES = 5, 4, 3
-# Of models with convolutions, which with oneDNN fail on a rank without samples,
-# as they fail on such a batch in one process.
-EVEN = ("even",)
+# These fail on a rank without samples, with oneDNN, as in one process.
+WITH_CONVOLUTIONS = ("deepctr/xDeepFM", "reclearn/xDeepFM", "reclearn/Caser")
+
+
+def ranking():
+    """What a model of one output is compiled with."""
+    return {
+        "loss": keras.losses.binary_crossentropy,
+        "metrics": lambda: [keras.metrics.AUC()],
+        "optimizer": lambda: keras.optimizers.Adagrad(0.1),
+    }
 
 
 def library_program(name, embeddings, make, **how):
@@ -52,6 +59,8 @@ def library_program(name, embeddings, make, **how):
 
     run.__doc__ = f"{model_name} of {library}."
     how = {"kerases": (2,), "sizes": (1, 2, 4), "needs": library} | how
+    if name in WITH_CONVOLUTIONS:
+        how["batches"] = ("even",)
     program(name, **how)(run)
 
 
@@ -116,18 +125,9 @@ def deepctr_ranking(name, **how):
             "dnn_feature_columns": columns,
         }
         model = getattr(models, name)(**given, **how)
-        return (
-            model,
-            c.batched((x, c.labels(1, "binary"))),
-            {
-                "loss": "binary_crossentropy",
-                "metrics": lambda: [keras.metrics.AUC()],
-                "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-            },
-        )
+        return model, c.batched((x, c.labels(1, "binary"))), ranking()
 
-    batches = registry.BATCHES if name != "xDeepFM" else EVEN
-    library_program(f"deepctr/{name}", "deepctr.inputs", make, batches=batches)
+    library_program(f"deepctr/{name}", "deepctr.inputs", make)
 
 
 deepctr_ranking("WDL")
@@ -200,7 +200,7 @@ def reclearn_ranking(name, module, **how):
     """A model over one id of each field."""
 
     def make(c):
-        from reclearn.models import ranking
+        from reclearn.models import ranking as models
 
         columns = [
             {"feat_name": field, "feat_num": rows, "embed_dim": DIM}
@@ -210,21 +210,11 @@ def reclearn_ranking(name, module, **how):
             field: c.integers(rows, c.samples, seed=number)
             for number, (field, rows) in enumerate(FIELDS.items())
         }
-        model = getattr(ranking, name)(columns, **how)
-        return (
-            model,
-            c.batched((x, c.labels(1, "binary"))),
-            {
-                "loss": keras.losses.binary_crossentropy,
-                "metrics": lambda: [keras.metrics.AUC()],
-                "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-            },
-        )
+        model = getattr(models, name)(columns, **how)
+        return model, c.batched((x, c.labels(1, "binary"))), ranking()
 
-    batches = registry.BATCHES if name != "xDeepFM" else EVEN
     library_program(
-        *(f"reclearn/{name}", f"reclearn.models.ranking.{module}", make),
-        batches=batches,
+        f"reclearn/{name}", f"reclearn.models.ranking.{module}", make
     )
 
 
@@ -253,10 +243,8 @@ def reclearn_matching(name, module, model_of):
         model = model_of(getattr(matching, name))
         return model, c.batched((x,))
 
-    batches = registry.BATCHES if name != "Caser" else EVEN
     library_program(
-        *(f"reclearn/{name}", f"reclearn.models.matching.{module}", make),
-        batches=batches,
+        f"reclearn/{name}", f"reclearn.models.matching.{module}", make
     )
 
 
