@@ -69,11 +69,15 @@ def load(library):
 
     A model of RecLearn that is not used here needs pandas and tqdm.
     """
-    absent = dict.fromkeys(("pandas", "tqdm"), mock.MagicMock())
-    with mock.patch.dict(sys.modules, absent):
+    absent = [name for name in ("pandas", "tqdm") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent, mock.MagicMock()))
+    try:
         importlib.import_module(f"{library}.models")
         if library == "reclearn":
             importlib.import_module("reclearn.models.matching")
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def tables_of(c):
