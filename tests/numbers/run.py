@@ -4,6 +4,8 @@
 Usage: python -m tests.numbers.run [--ranks 2] [--keras 3] [--only PATTERN]
     [--tables no|yes|both] [--batches even|uneven|both] [--wrong] [--verbose]
 
+Programs that are not for so many ranks are left out.
+
 Each line: the program, the verdict that it must have, the one that it has,
 the largest relative error, and where that is or what was said.
 """
@@ -71,6 +73,8 @@ def _chosen(
     options: argparse.Namespace,
 ) -> Iterator[tuple[registry.Program, registry.Case]]:
     for each in registry.programs(options.only).values():
+        if options.ranks not in each.sizes:
+            continue
         for case in registry.settings_of(each, options.keras):
             if (
                 case.tables in _CHOICES["tables"][options.tables]

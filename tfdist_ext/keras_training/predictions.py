@@ -19,7 +19,9 @@ from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.kinds import COUPLED
 from tfdist_ext.batches.kinds import LINEAR
+from tfdist_ext.batches.kinds import ROWS
 from tfdist_ext.batches.kinds import SAME
+from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
@@ -108,7 +110,7 @@ def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
     if kind.name in (LINEAR, COUPLED) and kind.axis is None:
         if value.dtype.is_floating:
             return _mean(value, name, collectives)
-    elif kind.axis in (None, 0) and _may_have_rows(value):
+    elif kind.axis in (None, 0) and _may_have_rows(value, kind):
         return _rows(value, collectives)
     raise NoRowsError(
         f"`predict` gets an output '{name}' of shape {value.shape} whose first "
@@ -119,12 +121,19 @@ def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
     )
 
 
-def _may_have_rows(value: tf.Tensor) -> bool:
-    """Whether a tensor may have a row for each sample, by its shape."""
+def _may_have_rows(value: tf.Tensor, kind: Kind) -> bool:
+    """Whether a tensor may have a row for each sample, by its shape.
+
+    Where the number of samples is not known when the step is traced, as with
+    SparseTensors, the kind of a tensor whose shape is known decides.
+    """
     if value.shape.rank is None:
         return True
     rows = value.shape[0] if value.shape.rank else 0
-    return rows is None or rows == tf.get_static_value(whole_batch.samples())
+    samples = tf.get_static_value(whole_batch.samples())
+    if rows and samples is None:
+        return (kind.name, kind.axis) == (ROWS, 0)
+    return rows is None or rows == samples
 
 
 def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:

@@ -160,6 +160,25 @@ def sparse(c):
     return c.train(model, data, "mse")
 
 
+@program("data/sparse_generator", kerases=(3,), tables=(False,))
+def sparse_generator(c):
+    """A generator of sparse tensors, whose batches have other sizes."""
+    with c.scope():
+        x = keras.Input([6], sparse=True)
+        model = keras.Model(x, c.dense(2)(x))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y, edges = c.x(), c.labels(), np.cumsum((0, *c.sizes))
+
+    def batches():
+        for start, end in zip(edges, edges[1:]):
+            yield tf.sparse.from_dense(x[start:end]), y[start:end]
+
+    history = model.fit(batches(), verbose=0)
+    found = {f"fit/{k}": v for k, v in history.history.items()}
+    found["predict"] = model.predict(batches(), verbose=0)
+    return found | c.evaluated(model, batches()) | c.weights(model)
+
+
 @program("data/normalization", tables=(False,))
 def normalization(c):
     """`Normalization` adapted before training."""
