@@ -233,6 +233,21 @@ def test_constants_that_are_sizes():
     assert kind_of(of_weights, 8, 8).name == kinds.SAME
 
 
+def test_a_sum_of_sums_divided_by_the_samples_is_a_mean():
+    """As Keras 3 divides the loss of an activity regularizer."""
+
+    @tf.function(input_signature=[tf.TensorSpec([8, 3])])
+    def step(x):
+        known = BatchDependence(8)
+        both = 0.1 * tf.reduce_sum(x) + 0.2 * tf.reduce_sum(tf.square(x))
+        assert known.of(tf.math.divide_no_nan(both, 8.0)).parts == {MEAN}
+        assert known.of(both / 24.0).parts == {MEAN}
+        assert known.of(both / 7.0).parts == {SUM}
+        return x
+
+    step.get_concrete_function()
+
+
 def test_a_constant_equal_to_the_samples_is_noted():
     notes = []
 

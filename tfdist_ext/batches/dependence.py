@@ -89,6 +89,11 @@ _OF_STATIC_SIZES = {
 }  # fmt: skip
 # How TensorFlow names sizes that it makes constants.
 _SIZE_NAME = re.compile(r"(?:.*/)?(?:Shape|Size|shape)(?:_\d+)?")
+# Of sums over the samples, these ops make sums over the samples.
+_KEEP_SUMS = {
+    *_PASS_ON, *_ADDITIONS, *_PRODUCTS, *_QUOTIENTS, "Cast", "Reshape",
+    "Squeeze",
+}  # fmt: skip
 # Ops on shapes; a scalar element of a shape is no shape.
 _OF_SIZES = {"Cast", "ConcatV2", "Pack", "Prod"}
 # Ops over the last axis, or over all but the first, for each row.
@@ -290,12 +295,18 @@ class BatchDependence:
         total, divisor = quotient.inputs[0], number_of(quotient.inputs[1])
         if self.samples is None or divisor is None:
             return False
-        while total.op.type in {*_PASS_ON, "Cast", "Reshape", "Squeeze"}:
-            total = total.op.inputs[0]
-        if total.op.type != "Sum":
-            return False
-        size = total.op.inputs[0].shape.num_elements()
-        return divisor in (size, self.samples)
+        return divisor == self.samples or divisor in self._numbers_summed(total)
+
+    def _numbers_summed(self, total: tf.Tensor) -> set[int | None]:
+        """How many elements each of the sums has that make up a sum."""
+        found, values = set(), [total]
+        while values:
+            op = values.pop().op
+            if op.type == "Sum":
+                found.add(op.inputs[0].shape.num_elements())
+            elif op.type in _KEEP_SUMS:
+                values += [x for x in op.inputs if self.of(x) == SUM_KIND]
+        return found
 
     def sizes(self, vector: tf.Tensor) -> list[Kind] | None:
         """The kind of each element of a shape; None if it is no shape."""

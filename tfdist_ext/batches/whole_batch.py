@@ -32,6 +32,7 @@ from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.batches.kinds import number_of
+from tfdist_ext.batches.source_lines import is_of_keras_layer
 from tfdist_ext.batches.source_lines import line_of
 from tfdist_ext.batches.whole_functions import Whole
 from tfdist_ext.batches.whole_functions import WholeValues
@@ -239,6 +240,8 @@ def warn_of_constants(step: Step) -> None:
     """Names divisions by a constant that may be this rank's samples."""
     for op in dependence_in(step).by_constant:
         summed = kind_of(step, op.outputs[0]).name == LINEAR
+        if summed and is_of_keras_layer(op):
+            continue  # of an activity regularizer, by the batch's samples
         taken = "this number, not a constant" if summed else "a constant"
         _warn_once(
             op,

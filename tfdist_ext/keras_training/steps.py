@@ -29,6 +29,7 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import gradient_norms
+from tfdist_ext.keras_training import no_samples
 from tfdist_ext.keras_training import outputs
 from tfdist_ext.keras_training import scopes
 from tfdist_ext.keras_training import whole_values
@@ -114,7 +115,7 @@ def _layer(
     The forward pass of a rank is that of its own samples, whatever ops it
     consists of.
     """
-    outputs = original(*args, **kwargs)
+    outputs = no_samples.call(layer, original, args, kwargs)
     dependence = whole_batch.dependence_in(step)
     for value in tf.nest.flatten(outputs):
         if not (isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):

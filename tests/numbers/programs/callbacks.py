@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks that look at logs and change the training."""
 
+import itertools
+
 import numpy as np
 import tensorflow as tf
 
@@ -170,7 +172,7 @@ def sparse_generator(c):
     x, y, edges = c.x(), c.labels(), np.cumsum((0, *c.sizes))
 
     def batches():
-        for start, end in zip(edges, edges[1:]):
+        for start, end in itertools.pairwise(edges):
             yield tf.sparse.from_dense(x[start:end]), y[start:end]
 
     history = model.fit(batches(), verbose=0)

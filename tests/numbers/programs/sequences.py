@@ -195,8 +195,7 @@ def time_distributed(c):
     return c.train(model, c.batched((x, y)), "mse", metrics=lambda: ["mae"])
 
 
-# With oneDNN TensorFlow's convolution of no samples has a wrong shape.
-@program("sequence/convolution", tables=(False,), batches=("even",))
+@program("sequence/convolution", tables=(False,))
 def convolution(c):
     """A convolution over the steps."""
     with c.scope():
@@ -205,6 +204,23 @@ def convolution(c):
         hidden = keras.layers.GlobalMaxPooling1D()(hidden)
         model = keras.Model(x, c.dense(1)(hidden))
     data = c.batched((c.normal(c.samples, LENGTH, 3), c.labels(1)))
+    return c.train(model, data, "mse", predict=True)
+
+
+@program("sequence/images", tables=(False,))
+def images(c):
+    """Convolutions and poolings of images."""
+    layers = keras.layers
+    with c.scope():
+        x = keras.Input([9, 9, 3])
+        hidden = layers.Conv2D(4, 3, activation="relu")(x)
+        hidden = layers.MaxPooling2D(2)(hidden)
+        hidden = layers.DepthwiseConv2D(2, padding="same")(hidden)
+        hidden = layers.AveragePooling2D(2)(hidden)
+        hidden = layers.Conv2DTranspose(2, 2)(hidden)
+        hidden = layers.Flatten()(hidden)
+        model = keras.Model(x, c.dense(1)(hidden))
+    data = c.batched((c.normal(c.samples, 9, 9, 3), c.labels(1)))
     return c.train(model, data, "mse", predict=True)
 
 
