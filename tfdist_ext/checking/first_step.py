@@ -114,6 +114,8 @@ def _again(batches: list[Nest], element_spec: Nest) -> tf.data.Iterator:
 
 def _single(batch: Nest, element_spec: Nest) -> tf.data.Dataset:
     values = tf.nest.flatten(batch, expand_composites=True)
+    # Weights that are missing have a spec without components.
+    values = [value for value in values if value is not None]
     specs = tf.nest.flatten(element_spec, expand_composites=True)
 
     def read(_: tf.Tensor) -> Nest:

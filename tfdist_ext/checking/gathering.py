@@ -42,6 +42,8 @@ def signature_of(batch: Nest) -> Nest:
 
 
 def _open_spec(value: Any) -> Any:
+    if value is None:
+        return None
     spec = tf.type_spec_from_value(value)
     if isinstance(value, tf.experimental.Optional) or spec.shape.rank == 0:
         return spec
@@ -55,7 +57,8 @@ def _open_spec(value: Any) -> Any:
 
 def _gather(value: Any, index: int, collectives: Collectives) -> Any:
     label = f"check/batch/{index}"
-    if isinstance(value, tf.experimental.Optional):  # Keras 3's None
+    # What is missing; in a dataset of Keras 3 it is an Optional.
+    if value is None or isinstance(value, tf.experimental.Optional):
         return value
     if not tf.is_tensor(value) or not hasattr(value, "dtype"):
         raise CannotCheck(

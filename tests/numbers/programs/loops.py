@@ -212,6 +212,31 @@ def train_on_batch(c):
     return found | c.weights(model)
 
 
+@program("loop/train_on_batch_own_step")
+def train_on_batch_own_step(c):
+    """`train_on_batch` of a `train_step` of the user's, and then `fit`."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                error = tf.square(y - self(x, training=True))
+                loss = tf.sqrt(tf.reduce_mean(error))
+            variables = self.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            pairs = zip(gradients, variables, strict=True)
+            self.optimizer.apply_gradients(pairs)
+            return {"loss": loss}
+
+    model = compiled(c, c.model(kind=Own), metrics=lambda: [])
+    x, y, found = c.x(), c.labels(), {}
+    for i in range(2):
+        logs = model.train_on_batch(x[:9], y[:9], return_dict=True)
+        found |= with_logs(logs, f"batch/{i}")
+    history = model.fit(c.data(), epochs=2, verbose=0)
+    return found | with_logs(history.history, "fit") | c.weights(model)
+
+
 @program("loop/train_on_batch_sum")
 def train_on_batch_sum(c):
     """`train_on_batch` with the reduction "sum"."""
