@@ -19,9 +19,7 @@ from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.batches.kinds import COUPLED
 from tfdist_ext.batches.kinds import LINEAR
-from tfdist_ext.batches.kinds import ROWS
 from tfdist_ext.batches.kinds import SAME
-from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
@@ -110,30 +108,45 @@ def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
     if kind.name in (LINEAR, COUPLED) and kind.axis is None:
         if value.dtype.is_floating:
             return _mean(value, name, collectives)
-    elif kind.axis in (None, 0) and _may_have_rows(value, kind):
-        return _rows(value, collectives)
-    raise NoRowsError(
+    elif kind.axis in (None, 0) and _may_have_rows(value):
+        return _rows(_with_a_row_each(value, name), collectives)
+    raise NoRowsError(_no_rows(value, name))
+
+
+def _may_have_rows(value: tf.Tensor) -> bool:
+    """Whether a tensor may have a row for each sample, by its shape."""
+    if value.shape.rank is None:
+        return True
+    rows = value.shape[0] if value.shape.rank else 0
+    samples = tf.get_static_value(whole_batch.samples())
+    return rows is None or samples in (None, rows)
+
+
+def _with_a_row_each(value: tf.Tensor, name: str) -> tf.Tensor:
+    """The tensor, once it is known that it has a row for each sample.
+
+    Of SparseTensors the number of samples is not known when the step is traced,
+    that of the rows of a result may be.
+    """
+    samples = whole_batch.samples()
+    rows = value.shape[0] if value.shape.rank else None
+    if rows is None or tf.get_static_value(samples) is not None:
+        return value
+    check = tf.debugging.assert_equal(
+        samples, tf.constant(rows, samples.dtype), _no_rows(value, name)
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.identity(value)
+
+
+def _no_rows(value: tf.Tensor, name: str) -> str:
+    return (
         f"`predict` gets an output '{name}' of shape {value.shape} whose first "
         "dimension is not that of the samples, so the ranks cannot make that "
         "of the whole batch of theirs. Return one row for each sample from "
         "`call` (tf.transpose, tf.expand_dims), or call the model itself on "
         "the whole batch: `model(x)`."
     )
-
-
-def _may_have_rows(value: tf.Tensor, kind: Kind) -> bool:
-    """Whether a tensor may have a row for each sample, by its shape.
-
-    Where the number of samples is not known when the step is traced, as with
-    SparseTensors, the kind of a tensor whose shape is known decides.
-    """
-    if value.shape.rank is None:
-        return True
-    rows = value.shape[0] if value.shape.rank else 0
-    samples = tf.get_static_value(whole_batch.samples())
-    if rows and samples is None:
-        return (kind.name, kind.axis) == (ROWS, 0)
-    return rows is None or rows == samples
 
 
 def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
