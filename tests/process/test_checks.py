@@ -72,6 +72,22 @@ def test_a_step_that_cannot_be_compared(run_scenario, ranks, keras):
 
 
 @BOTH
+def test_little_memory_on_one_rank(run_scenario, ranks, keras):
+    scenario = "check_scenarios.short_of_memory"
+    (said, *first), *others = run_scenario(
+        scenario, "auto", ranks=ranks, keras=keras
+    )
+    ((level, text),) = said
+    assert level == "INFO" and "not checked" in text
+    assert "check='always'" in text and "quarter of the free memory" in text
+    plain = run_scenario(scenario, "off", ranks=ranks, keras=keras)
+    found = [first, *(rest for _, *rest in others)]
+    assert found == [rest for _, *rest in plain]
+    forced = run_scenario(scenario, "always", ranks=ranks, keras=keras)
+    assert "equals one process" in forced[0][0][0][1]
+
+
+@BOTH
 def test_plain_models_are_checked_where_asked(run_scenario, ranks, keras):
     fit = "check_scenarios.fitted"
     found = run_scenario(fit, "plain", "auto", ranks=ranks, keras=keras)
