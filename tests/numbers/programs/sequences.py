@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.numbers.registry import REFUSED
+from tests.numbers.registry import WARNED
 from tests.numbers.registry import program
 from tests.numbers.stepping import stepping
 
@@ -174,6 +175,33 @@ def ragged(c):
     else:
         data = c.batched((ids, c.labels()))
     return c.train(model, data, "mse")
+
+
+@program(
+    "sequence/ragged_labels",
+    WARNED,
+    tables=(False,),
+    says="(?i)no rule|gather_batch",
+)
+def ragged_labels(c):
+    """The mean over all labels, of which samples have several."""
+
+    def loss(y, p, labels):
+        each = tf.gather(tf.reduce_mean(p, -1), labels.value_rowids())
+        return tf.reduce_mean(tf.square(labels.flat_values - each))
+
+    values = c.normal(c.samples, LENGTH, seed=7)
+    rows = [list(row[: 1 + i % LENGTH]) for i, row in enumerate(values)]
+    ragged_rows = tf.ragged.constant(rows, dtype=tf.float32)
+    with c.scope():
+        x = keras.Input([6])
+        model = stepping(loss)(x, c.dense(2)(x))
+    arrays = (c.x(), c.labels(), ragged_rows)
+    if c.even:
+        data = tf.data.Dataset.from_tensor_slices(arrays).batch(8)
+    else:
+        data = c.batched(arrays)
+    return c.train(model, data, evaluate=False)
 
 
 def table_of(table, x):
