@@ -201,7 +201,7 @@ def of_matmul(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
     ):
         lead = letters[rank - value.shape.rank :]
         terms.append("".join(lead) + (own[::-1] if swap else own))
-    return of_contraction(terms, "".join(letters) + "ij", kinds)
+    return of_contraction(terms, "".join(letters) + "ij", kinds, op)
 
 
 def of_einsum(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
@@ -221,11 +221,23 @@ def of_einsum(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
             own = value.shape.rank - (len(term) - 3)
             filled.append(term.replace("...", wide[len(wide) - own :]))
         terms, result = ",".join(filled), result.replace("...", wide)
-    return of_contraction(terms.split(","), result, kinds) if arrow else None
+    found_terms = terms.split(",")
+    return of_contraction(found_terms, result, kinds, op) if arrow else None
+
+
+def _is_ones(value: tf.Tensor) -> bool:
+    """Whether a value is a constant such as `tf.ones_like(y)`."""
+    if (value.shape.num_elements() or 0) > _MOST_ELEMENTS:
+        return False
+    constant = constant_of(value)
+    return constant is not None and bool((constant == 1).all())
 
 
 def of_contraction(
-    terms: Sequence[str], result: str, kinds: Sequence[Kind]
+    terms: Sequence[str],
+    result: str,
+    kinds: Sequence[Kind],
+    op: tf.Operation,
 ) -> Kind | None:
     """The kind of an einsum.
 
@@ -233,6 +245,7 @@ def of_contraction(
         terms: the letters of each input.
         result: the letters of the result.
         kinds: of the inputs.
+        op: whose inputs they are.
     """
     letters = {
         term[kind.axis]
@@ -244,6 +257,12 @@ def of_contraction(
     if len(letters) > 1:
         return None  # pairs of samples
     (letter,) = letters
+    kinds = [
+        Kind(ROWS, term.index(letter))
+        if kind == SAME_KIND and letter in term and _is_ones(value)
+        else kind
+        for term, kind, value in zip(terms, kinds, op.inputs, strict=True)
+    ]
     for term, kind in zip(terms, kinds, strict=True):
         if kind.axis is None and letter in term:
             return None  # another value for each sample of this rank

@@ -82,7 +82,18 @@ def einsum(y, p):
     return tf.einsum("bi,bi->", y - p, y - p) / COUNT
 
 
-@step("tensordot", "A sum by `tf.tensordot`.", WARNED, says="(?i)tensordot")
+@step(
+    "tensordot",
+    "A sum by `tf.tensordot`.",
+    WARNED,
+    says="(?i)tensordot",
+    batches=("uneven",),
+)
+@step(
+    "tensordot_of_fixed_size",
+    "A sum by `tf.tensordot`, of batches of a fixed size.",
+    batches=("even",),
+)
 def tensordot(y, p):
     return tf.tensordot(y - p, y - p, 2) / COUNT
 
