@@ -259,11 +259,13 @@ def test_a_constant_equal_to_the_samples_is_noted():
         ones = tf.ones_like(x)
         mean = tf.reduce_sum(x * ones) / tf.reduce_sum(ones)
         assert known.of(mean).parts == {MEAN}
+        assert known.of(0.125 * tf.reduce_sum(x)).parts == {SUM}
+        assert known.of(tf.reduce_sum(x) * 0.1).parts == {SUM}
         notes.extend(op.type for op in known.by_constant)
         return x
 
     step.get_concrete_function()
-    assert notes == ["RealDiv", "RealDiv"]
+    assert notes == ["RealDiv", "RealDiv", "Mul"]
 
 
 def test_what_follows_from_constants():

@@ -79,7 +79,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _ADDITIONS = {"Add", "AddN", "AddV2", "Sub"}
 _PRODUCTS = {"Mul", "MulNoNan"}
-_QUOTIENTS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
+QUOTIENTS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _OTHER_REDUCTIONS = {
     "All", "Any", "EuclideanNorm", "Max", "Min", "Prod",
 }  # fmt: skip
@@ -91,9 +91,10 @@ _OF_STATIC_SIZES = {
 _SIZE_NAME = re.compile(r"(?:.*/)?(?:Shape|Size|shape)(?:_\d+)?")
 # Of sums over the samples, these ops make sums over the samples.
 _KEEP_SUMS = {
-    *_PASS_ON, *_ADDITIONS, *_PRODUCTS, *_QUOTIENTS, "Cast", "Reshape",
+    *_PASS_ON, *_ADDITIONS, *_PRODUCTS, *QUOTIENTS, "Cast", "Reshape",
     "Squeeze",
 }  # fmt: skip
+_ROUNDING = 1e-6  # of one over a number in float32
 # Ops on shapes; a scalar element of a shape is no shape.
 _OF_SIZES = {"Cast", "ConcatV2", "Pack", "Prod"}
 # Ops over the last axis, or over all but the first, for each row.
@@ -251,8 +252,9 @@ class BatchDependence:
         if op.type in _ADDITIONS:
             return of_addition(op, kinds)
         if op.type in _PRODUCTS:
+            self._note_factor(op, kinds)
             return of_product(op, kinds)
-        if op.type in _QUOTIENTS:
+        if op.type in QUOTIENTS:
             return self._of_quotient(op, kinds)
         if op.type == "Maximum" and COUNT in (k.name for k in kinds):
             return of_largest_count(op, kinds)
@@ -273,7 +275,9 @@ class BatchDependence:
             return MEAN_KIND
         if bottom.name == COUNT and top.name == COUNT:
             return SAME_KIND
-        if top == SUM_KIND and bottom == SAME_KIND and self._is_own_size(op):
+        divisor = number_of(op.inputs[1])
+        summed = top == SUM_KIND and bottom == SAME_KIND
+        if summed and self._is_own_size(op.inputs[0], divisor):
             self.by_constant.append(op)
             return MEAN_KIND
         if top.name in (LINEAR, COUNT) and bottom == SAME_KIND:
@@ -290,9 +294,21 @@ class BatchDependence:
         size = quotient.inputs[0].shape.num_elements()
         return divisor in (size, self.samples) and size != 1
 
-    def _is_own_size(self, quotient: tf.Operation) -> bool:
-        """Whether a sum is divided by a constant, how many it sums here."""
-        total, divisor = quotient.inputs[0], number_of(quotient.inputs[1])
+    def _note_factor(self, op: tf.Operation, kinds: list[Kind]) -> None:
+        """Notes a sum times a constant that may be one over its samples."""
+        for total, factor in ((0, 1), (1, 0)):
+            if kinds[total] != SUM_KIND or kinds[factor] != SAME_KIND:
+                continue
+            number = number_of(op.inputs[factor])
+            if number is None or not 0 < abs(number) < 1:
+                continue
+            divisor = round(1 / abs(number))
+            exact = abs(divisor * abs(number) - 1) < _ROUNDING
+            if exact and self._is_own_size(op.inputs[total], divisor):
+                self.by_constant.append(op)
+
+    def _is_own_size(self, total: tf.Tensor, divisor: float | None) -> bool:
+        """Whether a number is how many elements or samples a sum has here."""
         if self.samples is None or divisor is None:
             return False
         return divisor == self.samples or divisor in self._numbers_summed(total)

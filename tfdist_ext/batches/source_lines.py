@@ -8,7 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-_LIBRARIES = ("tensorflow", "keras", "tf_keras", "tfdist_ext")
+_KERAS = {"keras", "tf_keras"}
+_LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
+# Folders of code that makes ops for others.
+_BETWEEN = {"tensorflow", "tfdist_ext", "ops", "backend"}
 
 
 def line_of(op: tf.Operation) -> str:
@@ -16,16 +19,19 @@ def line_of(op: tf.Operation) -> str:
     frames: Any = op.traceback or ()
     for frame in reversed(list(frames)):
         parts = pathlib.PurePath(frame.filename).parts
-        if not set(parts).intersection(_LIBRARIES):
+        if not _LIBRARIES.intersection(parts):
             return f"{parts[-1]}:{frame.lineno}"
     return "no line of the program is known"
 
 
-def is_of_keras_layer(op: tf.Operation) -> bool:
-    """Whether Keras's own code around `Layer.call` has made an op."""
+def is_of_keras(op: tf.Operation) -> bool:
+    """Whether Keras's own code has made an op, such as a regularizer's.
+
+    Of what `keras.ops` makes, who calls it counts.
+    """
     frames: Any = op.traceback or ()
     for frame in reversed(list(frames)):
         parts = pathlib.PurePath(frame.filename).parts
-        if "tensorflow" not in parts and "ops" not in parts:
-            return parts[-3:] == ("src", "layers", "layer.py")
+        if not _BETWEEN.intersection(parts):
+            return bool(_KERAS.intersection(parts))
     return False

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.batches.dependence import QUOTIENTS
 from tfdist_ext.batches.dependence import BatchDependence
 from tfdist_ext.batches.kinds import COUNT
 from tfdist_ext.batches.kinds import COUPLED
@@ -32,7 +33,7 @@ from tfdist_ext.batches.kinds import SUM
 from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.batches.kinds import Kind
 from tfdist_ext.batches.kinds import number_of
-from tfdist_ext.batches.source_lines import is_of_keras_layer
+from tfdist_ext.batches.source_lines import is_of_keras
 from tfdist_ext.batches.source_lines import line_of
 from tfdist_ext.batches.whole_functions import Whole
 from tfdist_ext.batches.whole_functions import WholeValues
@@ -237,18 +238,25 @@ def total_of(value: tf.Tensor) -> tf.Tensor:
 
 
 def warn_of_constants(step: Step) -> None:
-    """Names divisions by a constant that may be this rank's samples."""
+    """Names constants that may be this rank's samples, or one over them."""
     for op in dependence_in(step).by_constant:
-        summed = kind_of(step, op.outputs[0]).name == LINEAR
-        if summed and is_of_keras_layer(op):
+        kind = kind_of(step, op.outputs[0])
+        if kind.name == LINEAR and is_of_keras(op):
             continue  # of an activity regularizer, by the batch's samples
-        taken = "this number, not a constant" if summed else "a constant"
+        numbers = [each for each in map(number_of, op.inputs) if each]
+        divides = op.type in QUOTIENTS
+        number = f"{numbers[-1]:g}" if numbers else "a constant"
+        what = (
+            f"divides by {number}, which is"
+            if divides
+            else f"multiplies by {number}, which is one over"
+        )
+        mean = divides and kind.name == LINEAR
+        taken = "this number, not a constant" if mean else "a constant"
         _warn_once(
             op,
-            f"Op '{op.name}' ({line_of(op)}) divides by "
-            f"{number_of(op.inputs[1])}, which is the number of "
-            f"this rank's samples or elements. It is taken for {taken}. "
-            + _REMEDY,
+            f"Op '{op.name}' ({line_of(op)}) {what} the number of this rank's "
+            f"samples or elements. It is taken for {taken}. {_REMEDY}",
         )
 
 

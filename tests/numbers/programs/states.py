@@ -217,6 +217,19 @@ class AddSum(keras.layers.Layer):
         return x
 
 
+@between(
+    "add_loss_times_constant",
+    "`add_loss` of a sum times one over a fixed number of samples.",
+    WARNED,
+    says="one over the number of this rank's samples",
+    batches=("even",),
+)
+class AddScaled(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss((1 / (x.shape[0] or 8)) * tf.reduce_sum(tf.square(x)))
+        return x
+
+
 @between("add_loss_mean", "`add_loss` of a mean over the batch.")
 class AddMean(keras.layers.Layer):
     def call(self, x):
