@@ -4,6 +4,7 @@
 import tensorflow as tf
 
 import tfdist_ext
+from tests.numbers.registry import REFUSED
 from tests.numbers.registry import program
 from tests.numbers.stepping import stepped
 
@@ -208,14 +209,26 @@ def _with_tracker(c, tracker):
     return c.train(c.model(kind=Own), c.data(), evaluate=False)
 
 
-@program("metric/outside_of_scope/compiled")
+@program("metric/outside_of_scope/compiled", kerases=(3,))
+@program(
+    "metric/outside_of_scope/compiled_of_tf_keras",
+    REFUSED,
+    kerases=(2,),
+    says="created in the same distribution strategy scope",
+)
 def compiled_outside(c):
     """`compile` is given metrics made outside of the scope."""
     made = [keras.metrics.MeanAbsoluteError(name="outside")]
     return c.train(c.model(), c.data(), "mse", metrics=lambda: made)
 
 
-@program("metric/outside_of_scope/compile")
+@program("metric/outside_of_scope/compile", kerases=(3,))
+@program(
+    "metric/outside_of_scope/compile_of_tf_keras",
+    REFUSED,
+    kerases=(2,),
+    says="created in the same distribution strategy scope",
+)
 def compile_outside(c):
     """`compile` is called outside of the scope, the optimizer made inside."""
     model = c.model()
