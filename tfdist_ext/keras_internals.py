@@ -174,8 +174,43 @@ def compile_config(model: Any) -> dict[str, Any]:
 
 
 def dataset_of(iterator: Any) -> tf.data.Dataset:
-    """What Keras 3's `TFEpochIterator` reads, on this rank."""
-    return iterator._distributed_dataset
+    """What Keras 3's `TFEpochIterator` reads, or tf_keras's `DataHandler`."""
+    if KERAS_3:
+        return iterator._distributed_dataset
+    return iterator._dataset
+
+
+def batch_loop() -> tuple[Any, str]:
+    """The method by which Keras goes from batch to batch: owner and name."""
+    module: Any = inspect.getmodule(inspect.unwrap(_trainer()))
+    if KERAS_3:
+        return module.TFEpochIterator, "__next__"
+    return module.data_adapter.DataHandler, "steps"
+
+
+def without_calls(
+    original: Any, loop: Any, skips: Callable[[int, int], bool] | None
+) -> Any:
+    """What the method of `batch_loop` returns, without some of the calls.
+
+    Args:
+        original: the method.
+        loop: that it is called of.
+        skips: is given first and last batch of a call of the train function,
+            says whether it is left out; None for none.
+    """
+    if KERAS_3:
+        found = original(loop)
+        while skips is not None and skips(found[0], found[1]):
+            found = original(loop)
+        return found
+    if skips is None:
+        return original(loop)
+    return (
+        first
+        for first in original(loop)
+        if not skips(first, first + loop.step_increment)
+    )
 
 
 def first_batches(iterator: Any) -> list[Any] | None:

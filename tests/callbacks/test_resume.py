@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `Resume` refuses, what it keeps, and how it heeds signals."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist_ext
+from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import Resume
+from tfdist_ext.callbacks import beats
 from tfdist_ext.callbacks import notice as notice_lib
 from tfdist_ext.callbacks import random_states
 from tfdist_ext.checkpoints import kept
@@ -157,3 +161,205 @@ def test_a_second_signal_ends_at_once():
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 143
+
+
+SAMPLES = 48
+
+
+class Recorder(keras.layers.Layer):
+    """Notes the samples of every step."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.append = seen.append  # Keras copies lists
+
+    def call(self, values):
+        def note(batch):
+            self.append(batch[:, 0].astype(int).tolist())
+            return batch
+
+        noted = tf.numpy_function(note, [values], values.dtype)
+        return tf.ensure_shape(noted, values.shape)
+
+
+class StopAt(keras.callbacks.Callback):
+    """Sends SIGTERM after a batch of the second epoch."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 1 and batch == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # until the thread that counts signals has seen it
+
+
+class Calls(keras.callbacks.Callback):
+    """Notes batches with the number of steps that were trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended, self.steps = [], [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+        self.steps.append(int(self.model.optimizer.iterations))
+
+
+@pytest.fixture
+def beating(monkeypatch):
+    """A signal is noticed before the next step."""
+    monkeypatch.setattr(beats, "SECONDS", 0)
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def shuffled(batch):
+    values = np.arange(SAMPLES, dtype=np.float32)[:, None]
+    data = tf.data.Dataset.from_tensor_slices((values, 0 * values))
+    return data.shuffle(SAMPLES).batch(batch)
+
+
+def run(strategy, folder, data, *callbacks, layers=(), epochs=3, **options):
+    """Trains as a program does that is started anew; returns `Calls`."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input([1]), *layers, keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", **options)
+    calls = Calls()
+    saved = Resume(folder, every=100)
+    if isinstance(data, int):
+        data = shuffled(data)
+    # In front of `Resume` too: it cannot hide a call from that one.
+    model.fit(
+        data, epochs=epochs, verbose=0, callbacks=[calls, saved, *callbacks]
+    )
+    return calls
+
+
+def test_skipped_batches_call_nobody(strategy, tmp_path, beating):
+    with pytest.raises(SystemExit):
+        run(strategy, tmp_path, 8, StopAt(3))
+    calls = run(strategy, tmp_path, 8)
+    assert calls.begun == calls.ended == [4, 5, *range(6)]
+    assert calls.steps == list(range(11, 19))
+
+
+def test_executions_of_several_steps_go_on(strategy, tmp_path, beating):
+    with pytest.raises(SystemExit):
+        run(strategy, tmp_path, 8, StopAt(3), steps_per_execution=2)
+    calls = run(strategy, tmp_path, 8, steps_per_execution=2)
+    assert calls.begun == [4, 0, 2, 4]
+    assert calls.steps == [12, 14, 16, 18]
+
+
+@pytest.mark.parametrize("batch", [16, 4, 5, 9, 30])
+def test_another_batch_size_repeats_and_drops_nothing(
+    strategy, tmp_path, beating, batch
+):
+    straight, seen = [], []
+    run(strategy, tmp_path / "straight", 8, layers=[Recorder(straight)])
+    recorder = Recorder(seen)
+    with pytest.raises(SystemExit):
+        run(strategy, tmp_path, 8, StopAt(3), layers=[recorder])
+    assert len(seen) == 10
+    calls = run(strategy, tmp_path, batch, layers=[Recorder(seen)])
+    assert flat(seen) == flat(straight)
+    assert calls.begun == calls.ended
+    assert calls.begun[0] == 32 // batch
+    assert max(map(len, seen[10:])) == batch
+
+
+def test_another_batch_size_of_arrays(strategy, tmp_path, beating):
+    values = np.arange(SAMPLES, dtype=np.float32)[:, None]
+
+    def train(batch, seen, *callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input([1]), Recorder(seen), keras.layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        callbacks = [Resume(tmp_path, every=100), *callbacks]
+        options = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
+        model.fit(values, values, batch_size=batch, **options)
+
+    seen = []
+    with pytest.raises(SystemExit):
+        train(8, seen, StopAt(1))
+    train(4, seen)
+    assert sorted(flat(seen[6:])) == list(range(SAMPLES))
+
+
+def test_an_epoch_of_given_steps_may_hold_other_samples(
+    strategy, tmp_path, beating
+):
+    """The place is that in the data, whatever an epoch then has."""
+    straight, seen = [], []
+    more = {"epochs": 4}
+    run(strategy, tmp_path / "straight", 8, layers=[Recorder(straight)])
+
+    def train(batch, layer, *callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input([1]), layer, keras.layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        callbacks = [Resume(tmp_path, every=100), *callbacks]
+        model.fit(
+            shuffled(batch).repeat(),
+            steps_per_epoch=3,
+            verbose=0,
+            callbacks=callbacks,
+            **more,
+        )
+
+    with pytest.raises(SystemExit):
+        train(8, Recorder(seen), StopAt(1))
+    assert len(seen) == 5
+    train(4, Recorder(seen))
+    # Of the second epoch two thirds are done, then come two more of three.
+    assert list(map(len, seen)) == [8] * 5 + [4] * 7
+    assert len(set(flat(seen[:7]))) == SAMPLES
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_monitor_goes_on(strategy, tmp_path, beating, every):
+    def train(*callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        ids = np.arange(SAMPLES)[:, None]
+        with strategy.scope():
+            table = tfdist_ext.layers.FullSparse(4, SAMPLES)
+            model = keras.Sequential(
+                [keras.Input([1], dtype="int64"), table, keras.layers.Dense(1)]
+            )
+            model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
+        data = tf.data.Dataset.from_tensor_slices((ids, ids / SAMPLES)).batch(8)
+        monitor = EmbeddingMonitor(every=every)
+        callbacks = [monitor, Resume(tmp_path, every=100), *callbacks]
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+        return monitor
+
+    with pytest.raises(SystemExit):
+        train(StopAt(3))
+    monitor = train()
+    assert sorted(monitor.reports) == list(range(every, 3, every))
+    assert all(
+        np.isfinite([*r.values()]).all() for r in monitor.reports.values()
+    )

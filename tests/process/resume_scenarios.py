@@ -2,6 +2,7 @@
 """Runs that are ended in many ways, and go on where they were."""
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -207,3 +208,58 @@ def end(strategy, folder, expected):
     for found, value in zip(weights(strategy, model), expected, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
         assert same_on_all_ranks(strategy, found)
+
+
+class Recorder(keras.layers.Layer):
+    """Notes the samples of every step."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.append = seen.append  # Keras copies lists
+
+    def call(self, values):
+        def note(batch):
+            self.append(batch[:, 0].astype(int).tolist())
+            return batch
+
+        noted = tf.numpy_function(note, [values], values.dtype)
+        return tf.ensure_shape(noted, values.shape)
+
+
+def flat(batches):
+    return list(itertools.chain.from_iterable(batches))
+
+
+def trained_samples(strategy, folder, *callbacks):
+    """Trains with batches of 3 samples per rank; what this rank was given."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    seen = []
+    values = np.arange(60, dtype=np.float32)[:, None]
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input([1]), Recorder(seen), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((values, 0 * values))
+    data = data.shuffle(60).batch(3 * strategy.world_size)
+    saved = Resume(folder / "run", every=100, signals=SIGNALS)
+    with beating_in_every_step(), contextlib.suppress(SystemExit):
+        model.fit(data, epochs=2, verbose=0, callbacks=[saved, *callbacks])
+    return seen
+
+
+def begin_with_batches_by_rank(strategy, folder):
+    return trained_samples(strategy, folder, At(strategy, 0, 1, notice))
+
+
+def end_with_batches_by_rank(strategy, folder, begun):
+    """No sample of the second epoch is trained twice, or left out."""
+    seen = trained_samples(strategy, folder)
+    told = strategy.gather(tf.constant(flat(seen), tf.int64), 0).numpy()
+    before = [flat(each) for each in begun]
+    first = flat(each[: 60 // len(begun)] for each in before)
+    assert sorted(first) == list(range(60)), first
+    rest = flat(each[60 // len(begun) :] for each in before)
+    assert len(rest) == 4 * 3 * len(begun), rest
+    assert sorted([*rest, *told]) == list(range(60)), (rest, told)

@@ -18,6 +18,17 @@ def test_goes_on_at_another_number_of_ranks(run_scenario, begun, ended):
     run_scenario(end, weights, ranks=ended, keras=3)
 
 
+@pytest.mark.parametrize(
+    ("begun", "ended", "keras"), [(2, 1, 3), (2, 3, 2), (3, 2, 3)]
+)
+def test_batches_of_another_size_go_on(run_scenario, begun, ended, keras):
+    """Their size is per rank, so the number of ranks changes it."""
+    begin = "resume_scenarios.begin_with_batches_by_rank"
+    end = "resume_scenarios.end_with_batches_by_rank"
+    seen = run_scenario(begin, ranks=begun, keras=keras)
+    run_scenario(end, seen, ranks=ended, keras=keras)
+
+
 @pytest.mark.parametrize(("ranks", "keras"), [(2, 2)])
 def test_falls_back_over_deltas(run_scenario, ranks, keras):
     scenario = "delta_checkpoint_scenarios.falls_back"

@@ -127,13 +127,10 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         ]
         return self._tables
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Counts batches from the start."""
-        self._batch = -1
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Asks for gradients where a report follows."""
-        due = self._step + batch - self._batch - self._reported >= self._every
+        self._begun = batch
+        due = self._step + 1 - self._reported >= self._every
         last = self.params.get("steps") in (None, batch + 1)
         if (due or last) != self._wants:
             self._wants = due or last
@@ -141,8 +138,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Reports, if it is time."""
-        self._step += batch - self._batch
-        self._batch = batch
+        self._step += batch - self._begun + 1
         if self._step - self._reported >= self._every:
             self.report()
 

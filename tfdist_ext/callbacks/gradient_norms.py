@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
@@ -51,9 +52,12 @@ class GradientNorms:
     def squares(self) -> Any:
         """float64 `[variables]`, of the last step that noted them.
 
-        Where a variable is a part of a table, those of this rank's part.
+        Where a variable is a part of a table, those of this rank's part. 0
+        before the first step.
         """
-        return [] if self._squares is None else self._squares.numpy()
+        if self._squares is None:
+            return np.zeros([len(self._find())])
+        return self._squares.numpy()
 
     def _around(
         self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], Any]

@@ -98,7 +98,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._collectives = collectives
         self._rank = collectives.group.rank if collectives else 0
         self._step = 0
-        self._epoch, self._batch = 0, -1
+        self._epoch = 0
         self._copies: list[tuple[int, Any]] = []
         self._beside: Beside | None = None
         self._logs: dict[str, Any] = {}
@@ -122,10 +122,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes the epoch."""
-        self._epoch, self._batch = epoch, -1
+        self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Copies the state, if it is time."""
+        self._begun = batch
         if not self._rollback:
             self._beside = Beside(self.model)
             return
@@ -138,8 +139,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Looks whether all was finite; else puts the state right."""
-        self._step += batch - self._batch
-        self._batch = batch
+        self._step += batch - self._begun + 1
         logs = logs if logs is not None else {}
         loss = logs.get("loss")
         # Of all ranks, so that they agree.

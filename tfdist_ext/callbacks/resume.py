@@ -16,10 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext import marks
 from tfdist_ext.callbacks import notice as notice_lib
 from tfdist_ext.callbacks import saved_run
 from tfdist_ext.callbacks.beats import Beats
 from tfdist_ext.callbacks.place_in_data import Walk
+from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -98,15 +100,16 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             steps_per_epoch: of `fit`.
         """
         strategy = _strategy_of(model)
-        self._walk = walk = Walk()
+        per_call = keras_internals.steps_of_call(model)
+        self._walk = walk = Walk(strategy.collectives, per_call)
         self._one_iterator = steps_per_epoch is not None
         self._notice = notice_lib.Notice()
         distribute = strategy.experimental_distribute_dataset
 
         def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            own_data = input_lib.is_own_data(dataset)
             found = distribute(dataset, *args, **kwargs)
-            walk.watch(found)  # the first is for training
-            return found
+            return walk.watch(found, own_data)  # the first is for training
 
         strategy.experimental_distribute_dataset = noting
         self._train: Any = None
@@ -135,13 +138,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._beats = Beats(collectives)
         self._logs: Any = None
         self._saved_step = self._batch = 0
-        self._epoch_unsaved = self._skipped = False
+        self._epoch_unsaved = False
         self._train = model.train_function
         model.train_function = self._step
         found = self._run.restore()
         if found is not None:
             place, self._logs = found
-            self._walk.go_to(place)
+            self._walk.go_to(place, self.params.get("steps"))
             self._saved_step = place.step
             keras_internals.start_at_epoch(model, place.epoch)
             # Keras would clear them when it begins the epoch.
@@ -161,8 +164,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes how many batches the step has had."""
         assert self._walk is not None
-        if not self._skipped:
-            self._walk.trained(batch - self._batch + 1)
+        self._walk.trained(batch - self._batch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Saves once more, and waits until all is written."""
@@ -183,9 +185,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         """Trains a step in the place of the model's train function."""
         walk = self._walk
         assert walk is not None
-        self._skipped = walk.skips(iterator, self._batch)
-        if self._skipped:
-            return self._logs
+        walk.enter(iterator, self._batch)
         wanted = self._is_due()
         if self._beats.is_due() or wanted:
             if self._beat():
@@ -212,7 +212,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def _save(self, whole: bool = False) -> None:
         assert self._walk is not None
-        self._run.begin(self._walk.place, self._logs, whole)
+        self._run.begin(self._walk.counted(), self._logs, whole)
         self._saved_step = self._walk.place.step
         self._epoch_unsaved = False
         self.seconds = self._run.seconds
@@ -240,8 +240,17 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def install() -> None:
-    """Wraps Keras's `fit`, once per process."""
+    """Wraps Keras's `fit` and its loop over batches, once per process."""
     wrap(keras.Model, "fit", _fit)
+    wrap(*keras_internals.batch_loop(), _batches)
+
+
+def _batches(original: Any, loop: Any) -> Any:
+    """Keras's loop over batches, without those that were trained before."""
+    walk = marks.watch(keras_internals.dataset_of(loop))
+    return keras_internals.without_calls(
+        original, loop, walk.skips if walk is not None else None
+    )
 
 
 def _check_count(name: str, value: Any, what: str, least: int = 1) -> None:

@@ -77,16 +77,13 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._rank = 0
         if self._collectives is not None:
             self._rank = self._collectives.group.rank
-        self._step, self._batch = 0, -1
+        self._step = 0
         self._on = False
         self._events: list[Event] = []
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Counts batches from the start."""
-        self._batch = -1
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Begins with the first of the steps."""
+        self._begun = batch
         if self._step == self._first and not self._on:
             self._start()
         self._began = time.monotonic_ns()
@@ -101,8 +98,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
                 time.monotonic_ns(),
                 {},
             )
-        self._step += batch - self._batch
-        self._batch = batch
+        self._step += batch - self._begun + 1
         if self._on and self._step >= self._end:
             self._stop()
 
