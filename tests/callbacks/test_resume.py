@@ -16,9 +16,11 @@ import tfdist_ext
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import beats
+from tfdist_ext.callbacks import folder_lock
 from tfdist_ext.callbacks import notice as notice_lib
 from tfdist_ext.callbacks import random_states
 from tfdist_ext.checkpoints import kept
+from tfdist_ext.checkpoints import writing
 
 keras = tf.keras
 DATA = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
@@ -363,3 +365,175 @@ def test_a_monitor_goes_on(strategy, tmp_path, beating, every):
     assert all(
         np.isfinite([*r.values()]).all() for r in monitor.reports.values()
     )
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Every write fails, until the list is emptied."""
+    full, write = [True], writing.Parts.write
+
+    def fail(parts):
+        if full:
+            raise OSError(28, "No space left on device")
+        write(parts)
+
+    monkeypatch.setattr(writing.Parts, "write", fail)
+    return full
+
+
+def test_an_end_that_is_not_saved_is_an_error(
+    strategy, tmp_path, full_disk, caplog, recwarn
+):
+    saved = Resume(tmp_path, every=1)
+    model = make_model(strategy)
+    said = "step 8 .*No space left.* no checkpoint in .*8 steps are lost"
+    with pytest.raises(OSError, match=said):
+        model.fit(*DATA, batch_size=1, epochs=2, verbose=0, callbacks=[saved])
+    # Once, not for each of the saves, and without lines of the source.
+    (record,) = [r for r in caplog.records if r.name == "tfdist_ext"]
+    assert "could not be written, training goes on" in record.getMessage()
+    assert not [w for w in recwarn if "written" in str(w.message)]
+    # With room again the same program goes on.
+    full_disk.clear()
+    model.fit(*DATA, batch_size=1, epochs=2, verbose=0, callbacks=[saved])
+    assert kept.found_in(str(tmp_path))[0].step == 8
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_signal_on_a_full_disk_says_what_is_lost(
+    strategy, tmp_path, beating, full_disk, capsys, before
+):
+    if before:
+        full_disk.clear()
+        run(strategy, tmp_path, 8, epochs=1)
+        full_disk.append(True)
+    with pytest.raises(SystemExit) as end:
+        run(strategy, tmp_path, 8, StopAt(3))
+    assert end.value.code == notice_lib.NOT_SAVED == 74
+    told = capsys.readouterr().err
+    assert "got SIGTERM; step 10 could not be saved: rank 0: OSErr" in told
+    last = "4 steps are lost" if before else "no checkpoint in"
+    assert last in told, told
+    assert told.rstrip().endswith("ends with exit code 74")
+    assert "saved '" not in told
+
+
+def test_a_file_system_without_room(strategy, tmp_path):
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input([2]), keras.layers.Dense(20_000)]
+            )
+            model.compile("sgd", "mse")
+        with pytest.raises(OSError, match="could not be saved: rank 0: "):
+            model.fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_all_is_on_the_disk_before_it_is_said(strategy, tmp_path, monkeypatch):
+    synced, sync = set(), os.fsync
+
+    def note(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    make_model(strategy).fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
+    names = [path.name for path in tmp_path.iterdir()]
+    files = [n for n in names if n.startswith("ckpt-1.") or n == "checkpoint"]
+    assert len(files) == 3
+    for name in [*files, "."]:
+        assert (tmp_path / name).stat().st_ino in synced, name
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_an_index_that_is_gone_is_told(strategy, tmp_path, caplog, others):
+    model = make_model(strategy)
+    fit = {"batch_size": 1, "verbose": 0}
+    for epochs in (1, 2):
+        saved = Resume(tmp_path, every=100)
+        model.fit(*DATA, epochs=epochs, callbacks=[saved], **fit)
+    (tmp_path / "ckpt-8.index").unlink()
+    if not others:
+        (tmp_path / "ckpt-4.index").unlink()
+        with pytest.raises(OSError, match="ckpt-8: its index file is missing"):
+            model.fit(*DATA, epochs=2, callbacks=[saved], **fit)
+        return
+    model.fit(*DATA, epochs=2, callbacks=[saved], **fit)
+    assert f"'{tmp_path}/ckpt-8' is left out: its index file is" in caplog.text
+
+
+def test_a_folder_that_is_removed_is_named(strategy, tmp_path, monkeypatch):
+    write = writing.Parts.write
+
+    def remove(parts):
+        write(parts)
+        tf.io.gfile.rmtree(parts.folder)
+
+    monkeypatch.setattr(writing.Parts, "write", remove)
+    with pytest.raises(OSError, match="were removed while") as error:
+        make_model(strategy).fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
+    assert "share" not in str(error.value)
+
+
+HOLDER = """
+import runpy, sys
+lock = runpy.run_path(sys.argv[1])["FolderLock"](sys.argv[2])
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_job_in_a_folder_is_refused(strategy, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "SECONDS", 0.2)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder_lock.__file__, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "holds\n"
+        said = f"in use by process {other.pid} on host .* since 20..-"
+        with pytest.raises(OSError, match=said):
+            make_model(strategy).fit(
+                *DATA, verbose=0, callbacks=[Resume(tmp_path)]
+            )
+        other.stdin.close()
+        assert other.wait(10) == 0
+    # One after another, also in one process.
+    for epochs in (1, 2):
+        make_model(strategy).fit(
+            *DATA, epochs=epochs, verbose=0, callbacks=[Resume(tmp_path)]
+        )
+
+
+def test_a_folder_that_cannot_be_locked_is_a_warning(
+    strategy, tmp_path, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", refuse)
+    make_model(strategy).fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
+    assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
+
+
+def test_the_wait_at_the_end_is_counted(strategy, tmp_path, monkeypatch):
+    write = writing.Parts.write
+
+    def slow(parts):
+        time.sleep(0.4)
+        write(parts)
+
+    monkeypatch.setattr(writing.Parts, "write", slow)
+    saved = Resume(tmp_path)
+    make_model(strategy).fit(*DATA, verbose=0, callbacks=[saved])
+    assert 0.4 <= saved.seconds < 4

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 
 EXIT_CODE = 128 + signal.SIGTERM
+# Told to end, but the last state is not on the disk: EX_IOERR of sysexits.h.
+NOT_SAVED = 74
 
 
 class Notice:

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import os
 import signal
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     On a notice, as SIGTERM is, all ranks save before the same step and raise
     `SystemExit(143)` out of `fit`; a second one ends the process at once.
+    If that save fails, as on a full disk, it is `SystemExit(74)`.
 
     Args:
         directory: of the checkpoints; one that all ranks share, of this run
@@ -61,13 +63,16 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         signals: that are a notice.
 
     Attributes:
-        seconds: that training has waited for copies, in the last `fit`.
+        seconds: that training has waited for copies, and at its end for what
+            was being written, in the last `fit`.
 
     Raises:
         ValueError: for `every` or `keep` below 1, or `deltas` below 0; in
             `fit` for a model that is not built or not of a
             `HybridParallelStrategy`.
-        OSError: in `fit`, if there are checkpoints but none can be read.
+        OSError: in `fit`, if there are checkpoints but none can be read, if
+            another job uses the folder, or if the state at the end of
+            training could not be saved.
     """
 
     def __init__(
@@ -113,12 +118,14 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
         strategy.experimental_distribute_dataset = noting
         self._train: Any = None
+        self._run: Any = None
         try:
             with self._notice.heeding(self._signals):
                 yield
         finally:
-            if self._train is not None:
+            if self._run is not None:
                 self._run.wait(_LAST_WRITE_SECONDS)
+                self._run.close()
             walk.leave()
             del strategy.experimental_distribute_dataset
             if self._train is not None:
@@ -171,15 +178,17 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         assert self._walk is not None
         place = self._walk.place
         noticed = self._beat()
-        if place.step != self._saved_step:
+        self._finish()
+        if place.step != self._run.step:
             stopped = self.model.stop_training
             last = 0 if stopped else self.params.get("epochs", 0)
             self._walk.end(max(place.epoch + 1, last), self._one_iterator)
-            self._finish()
             self._save(whole=True)
         self._finish()
         if noticed:
             self._leave()
+        if place.step != self._run.step:
+            raise OSError(f"Resume: {self._run.lost(place.step)}.")
 
     def _step(self, iterator: Any) -> Any:
         """Trains a step in the place of the model's train function."""
@@ -190,7 +199,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         if self._beats.is_due() or wanted:
             if self._beat():
                 self._finish()
-                if walk.place.step != self._saved_step:
+                if walk.place.step != self._run.step:
                     self._save()
                     self._finish()
                 self._leave()
@@ -225,18 +234,26 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def _finish(self) -> None:
         """Waits until what is under way is written, by short exchanges."""
+        start = time.monotonic()
         while self._run.phase != saved_run.NOTHING:
             self._run.wait(1.0)
             self._beat()
+        self._run.seconds += time.monotonic() - start
+        self.seconds = self._run.seconds
 
     def _leave(self) -> None:
+        assert self._walk is not None
+        run, step = self._run, self._walk.place.step
         name = self._notice.signal
-        if name:
+        saved = step == run.step
+        code = notice_lib.EXIT_CODE if saved else notice_lib.NOT_SAVED
+        done = f"saved '{run.path}'" if saved else run.lost(step)
+        if name or not (saved or run.rank):
+            got = name or "a signal on another rank"
             saved_run.say(
-                f"Resume: got {name}; saved '{self._run.path}'; ends with "
-                f"exit code {notice_lib.EXIT_CODE}"
+                f"Resume: got {got}; {done}; ends with exit code {code}"
             )
-        raise SystemExit(notice_lib.EXIT_CODE)
+        raise SystemExit(code)
 
 
 def install() -> None:

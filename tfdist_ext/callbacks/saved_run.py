@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import sys
 import uuid
 import warnings
@@ -17,6 +18,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import random_states
+from tfdist_ext.callbacks.folder_lock import FolderLock
 from tfdist_ext.callbacks.place_in_data import Place
 from tfdist_ext.checkpoints import kept
 from tfdist_ext.checkpoints import saver
@@ -28,6 +30,7 @@ from tfdist_ext.checkpoints.reading import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
 
+_LOG = logging.getLogger("tfdist_ext")
 # What every checkpoint of objects has, and what those of a run do.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PROGRESS = "progress/.ATTRIBUTES/py_state"
@@ -77,6 +80,8 @@ class SavedRun:
 
     Attributes:
         path: of the checkpoint that was restored or written last, "" before.
+        step: that it was made at, 0 before.
+        failure: why the last one could not be written, "" if it was.
         seconds: that training has waited for copies.
     """
 
@@ -100,9 +105,12 @@ class SavedRun:
         self._writing: LaterWrite | None = None
         self._pending = self._base
         self._has_said_much = False
-        self.path = ""
+        self.path = self.failure = ""
+        self.step = self._begun_step = 0
         self.seconds = 0.0
         _build(model)
+        self._lock: FolderLock | None = None
+        self._take_lock()
         self._progress = _Text()
         self._checkpoint = tf.train.Checkpoint(
             model=model,
@@ -110,6 +118,23 @@ class SavedRun:
             progress=self._progress,
             more=keras_internals.untracked_variables(model),
         )
+
+    def _take_lock(self) -> None:
+        """Locks the folder on rank 0; all ranks fail if that cannot."""
+        refusal = ""
+        if self._rank == 0:
+            try:
+                self._lock = FolderLock(self._directory)
+            except OSError as error:
+                refusal = str(error)
+        refusal = text_of_first_rank(refusal, self._collectives, "resume/lock")
+        if refusal:
+            raise OSError(refusal)
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        if self._lock is not None:
+            self._lock.close()
 
     def restore(self) -> tuple[Place, dict[str, float]] | None:
         """Restores the last checkpoint that is whole; all ranks must call.
@@ -124,11 +149,17 @@ class SavedRun:
         if self._rank == 0:
             kept.remove_unfinished(self._directory)
         listed = json.dumps(
-            [(each.step, each.since) for each in kept.found_in(self._directory)]
+            [
+                [
+                    (each.step, each.since)
+                    for each in kept.found_in(self._directory)
+                ],
+                self._failures_of_index() if self._rank == 0 else [],
+            ]
         )
         told = text_of_first_rank(listed, self._collectives, "resume/steps")
-        failures = []
-        for found in itertools.starmap(kept.Kept, json.loads(told)):
+        steps, failures = json.loads(told)
+        for found in itertools.starmap(kept.Kept, steps):
             path = found.path(self._directory)
             try:
                 full = self._open(found)
@@ -145,7 +176,9 @@ class SavedRun:
                 )
                 continue
             self.path = path
-            return self._take_progress()
+            place, logs = self._take_progress()
+            self.step = place.step
+            return place, logs
         if failures:
             raise OSError(
                 f"None of the checkpoints in '{self._directory}' can be read:\n"
@@ -153,6 +186,22 @@ class SavedRun:
                 + "\nGive Resume another directory to start anew."
             )
         return None
+
+    def _failures_of_index(self) -> list[str]:
+        """Says which checkpoints have lost their index; those once complete."""
+        failures = []
+        for found, complete in kept.without_index(self._directory):
+            path = found.path(self._directory)
+            _LOG.warning(
+                "'%s' is left out: its index file is missing. %s",
+                path,
+                "It was removed or lost after the checkpoint was complete."
+                if complete
+                else "It was not written to the end, or the file was removed.",
+            )
+            if complete:
+                failures.append(f"{path}: its index file is missing")
+        return failures
 
     def _open(self, found: kept.Kept) -> str | None:
         """Reads indexes on every rank, before any begins to read more.
@@ -210,6 +259,7 @@ class SavedRun:
         changed = ChangedRows(base.marks) if self._deltas else None
         since = None if base.marks is None else base.step
         made = kept.Kept(place.step, since)
+        self._begun_step = place.step
         own = uuid.uuid4().hex  # rank 0's is written
         self._progress.text = json.dumps(
             {
@@ -247,16 +297,31 @@ class SavedRun:
         failure = self._writing.advance(phases)
         if failure is None:
             return
-        if failure:
-            warnings.warn(
-                f"'{self._writing.path}' could not be written, training goes "
-                f"on without it: {failure}",
-                stacklevel=2,
+        if failure and not self.failure and self._rank == 0:  # once
+            _LOG.warning(
+                "'%s' could not be written, training goes on without it: %s",
+                *(self._writing.path, failure),
             )
-        else:
+        self.failure = failure
+        if not failure:
             self.path = self._writing.path
+            self.step = self._begun_step
             self._base = self._pending
         self._writing = None
+
+    def lost(self, step: int) -> str:
+        """Says that the state of a step is not on the disk, and what is.
+
+        Args:
+            step: that training has come to.
+        """
+        last = f"there is no checkpoint in '{self._directory}'"
+        if self.path:
+            last = f"the last checkpoint is '{self.path}'"
+        return (
+            f"step {step} could not be saved: {self.failure}; {last}: "
+            f"{step - self.step} steps are lost"
+        )
 
     def _say_much(self, share: float) -> None:
         """Says once that most of a model changes from full to full."""

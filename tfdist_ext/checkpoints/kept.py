@@ -8,9 +8,12 @@ import re
 
 import tensorflow as tf
 
+from tfdist_ext.checkpoints import syncing
+
 gfile = tf.io.gfile
 
 _INDEX = re.compile(r"ckpt-(\d+)(?:-since-(\d+))?\.index")
+_DATA = re.compile(r"ckpt-(\d+)(?:-since-(\d+))?\.data-\d+-of-\d+")
 _UNFINISHED = re.compile(r"ckpt-\d+(-since-\d+)?_ranks/?")
 
 
@@ -45,11 +48,36 @@ class Kept:
 
 def found_in(folder: str) -> list[Kept]:
     """The checkpoints, the last one first; of a step, the full one first."""
+    return sorted(_matching(folder, _INDEX), key=_by_time, reverse=True)
+
+
+def without_index(folder: str) -> list[tuple[Kept, bool]]:
+    """Checkpoints that have lost their index, later than those that have one.
+
+    Returns:
+        Each with whether it was complete once: the folder's list of
+        checkpoints names it. Others may be what an interrupted save has left.
+    """
+    whole = {*_matching(folder, _INDEX)}
+    last = max((each.step for each in whole), default=-1)
+    state = tf.train.get_checkpoint_state(folder)
+    names = list(state.all_model_checkpoint_paths) if state is not None else []
+    files = [f"{name.rpartition('/')[2]}.index" for name in names]
+    matches = filter(None, map(_INDEX.fullmatch, files))
+    listed = {Kept(int(match[1])) for match in matches}
+    found = {*listed, *_matching(folder, _DATA)} - whole
+    return [
+        (each, each in listed)
+        for each in sorted(found, key=_by_time, reverse=True)
+        if each.step > last
+    ]
+
+
+def _matching(folder: str, pattern: re.Pattern[str]) -> list[Kept]:
     if not gfile.isdir(folder):
         return []
-    matches = filter(None, map(_INDEX.fullmatch, gfile.listdir(folder)))
-    found = [Kept(int(m[1]), int(m[2]) if m[2] else None) for m in matches]
-    return sorted(found, key=_by_time, reverse=True)
+    matches = filter(None, map(pattern.fullmatch, gfile.listdir(folder)))
+    return [Kept(int(m[1]), int(m[2]) if m[2] else None) for m in matches]
 
 
 def keep(folder: str, most: int, last: int) -> None:
@@ -100,6 +128,8 @@ def _say_last(folder: str, names: list[str]) -> None:
     lines += [f'all_model_checkpoint_paths: "{name}"' for name in names]
     with gfile.GFile(f"{folder}/checkpoint.part", "w") as file:
         file.write("\n".join([*lines, ""]))
+    syncing.sync(f"{folder}/checkpoint.part")
     gfile.rename(
         f"{folder}/checkpoint.part", f"{folder}/checkpoint", overwrite=True
     )
+    syncing.sync(folder)

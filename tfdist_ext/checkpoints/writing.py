@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext.checkpoints import syncing
 from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.changed_rows import Entry
 from tfdist_ext.checkpoints.gathering import files_of
@@ -57,6 +58,8 @@ class Parts:
         for number, entries in enumerate(self.files):
             path = f"{self.folder}/{self.rank}-{number}"
             _write(path, entries, self.options)
+            syncing.sync(*_files_at(path))
+        syncing.sync(self.folder)
 
     def put_into_place(self) -> None:
         """Makes one checkpoint of what all ranks have written; on rank 0."""
@@ -65,12 +68,13 @@ class Parts:
             for rank, count in enumerate(self.counts)
             for number in range(count)
         ]
-        _check_all_there(parts)
+        _check_all_there(parts, self.folder)
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=parts,
             destination_prefix=f"{self.folder}/merged",
             delete_old_dirs=False,
         )
+        syncing.sync(f"{self.folder}/merged.index")
         place(f"{self.folder}/merged", self.prefix)
 
     def clean(self) -> None:
@@ -217,8 +221,13 @@ def _assembled(value: tf.Tensor) -> tf.Tensor:
     return value if assemble is None else assemble(value)
 
 
-def _check_all_there(parts: Iterable[str]) -> None:
+def _check_all_there(parts: Iterable[str], folder: str) -> None:
     missing = [part for part in parts if not gfile.exists(f"{part}.index")]
+    if any(part.startswith(f"{folder}/0-") for part in missing):
+        raise OSError(
+            f"'{folder}', or files of rank 0 in it, were removed while the "
+            "checkpoint was written."
+        )
     if missing:
         raise OSError(
             f"Rank 0 does not see what other ranks have written: {missing}. "
@@ -232,7 +241,10 @@ def place(merged: str, prefix: str) -> None:
         if not path.endswith(".index"):
             target = prefix + path.removeprefix(merged)
             gfile.rename(path, target, overwrite=True)
+    folder = os.path.dirname(prefix) or "."
+    syncing.sync(folder)  # the index names files that are there
     gfile.rename(f"{merged}.index", f"{prefix}.index", overwrite=True)
+    syncing.sync(folder)
     count = data_files_in_use(prefix)
     for path in _files_at(prefix):
         if not path.endswith((".index", f"-of-{count:05d}")):
