@@ -67,9 +67,92 @@ def test_a_rank_that_ignores_sigterm_is_killed(program) -> None:
     """)
     with started("-n", "2", "--grace", "0.5", script) as process:
         pids = read_pids(process, 2)
-        process.communicate(timeout=LIMIT)
+        _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 3
+    assert f"rank 1 (pid {pids[0]}" in errors or f"(pid {pids[1]}" in errors
+    assert "did not end within 0.5 s after SIGTERM: killed" in errors
     check_all_dead(pids)
+
+
+def test_a_hung_rank_is_named_at_once(program) -> None:
+    """By what the rank said that has failed, before the other is killed."""
+    script = program("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        meet()
+        if RANK == 0:
+            print("Error: rank 0: all_reduce 'x' (tag 1, rank 1) failed: rank 1 "
+                  "(127.0.0.1:9) is silent within 10 s", file=sys.stderr)
+            sys.exit(1)
+        print("pid", os.getpid(), flush=True)
+        while True:
+            time.sleep(0.1)
+            print("still here", flush=True)
+    """)
+    with started("-n", "2", "--grace", "60", script) as process:
+        (pid,) = read_pids(process, 1)
+        lines = [process.stderr.readline() for _ in range(4)]
+        told = "".join(line for line in lines if "tfdist-run: " in line)
+        assert "rank 0 (pid " in told and "failed: exit code 1" in told
+        assert (
+            "tfdist-run: rank 0 names rank 1 (127.0.0.1:9) is silent within 10 s"
+            in told
+        )
+        assert "stops rank 1, which is killed after 60 s" in told
+        # What it prints meanwhile is shown as it comes.
+        for _ in range(3):
+            assert process.stdout.readline() == "[1] still here\n"
+        process.send_signal(signal.SIGINT)  # no more patience
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert f"rank 1 (pid {pid}, " in errors
+    assert "got SIGINT again and had not ended yet: killed" in errors
+    check_all_dead([pid])
+
+
+def test_a_rank_that_could_not_save_decides_the_exit_code(program) -> None:
+    script = program("""
+        def end(*_):
+            os._exit(74 if RANK == 1 else 143)
+
+        signal.signal(signal.SIGTERM, end)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+    """)
+    with started("-n", "2", script) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 74
+    assert "rank 1 (pid " in errors
+    assert "could not save its last state: exit code 74" in errors
+
+
+FORKED = """
+import subprocess, threading
+from tfdist_ext.launcher import local_ranks
+
+popen, counts = subprocess.Popen, []
+
+def noting(*args, **kwargs):
+    counts.append(threading.active_count())
+    return popen(*args, **kwargs)
+
+subprocess.Popen = noting
+ranks = [local_ranks.Rank(r, "here", ["echo", "hi"], {}) for r in range(3)]
+print(local_ranks.run(ranks, grace=5).code, counts)
+"""
+
+
+def test_ranks_are_forked_before_threads_run() -> None:
+    """A fork beside a thread may find a lock held for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    assert done.stdout.rstrip().endswith("0 [1, 1, 1]")
 
 
 ASKED_TO_STOP = """

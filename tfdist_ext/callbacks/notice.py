@@ -17,9 +17,9 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
 
+from tfdist_ext.launcher.local_ranks import NOT_SAVED as NOT_SAVED
+
 EXIT_CODE = 128 + signal.SIGTERM
-# Told to end, but the last state is not on the disk: EX_IOERR of sysexits.h.
-NOT_SAVED = 74
 
 
 class Notice:

@@ -203,7 +203,7 @@ def line(
     ]
     step = min(each.steps for each in after.values())
     size = max(len(each.waited) for each in after.values())
-    some = f"{_named(sorted(after))} of {size}, "
+    some = f"{named(sorted(after))} of {size}, "
     return f"{some if len(after) < size else ''}step {step}: " + ", ".join(
         part for part in parts if part
     )
@@ -235,7 +235,8 @@ def _slowest(new: Mapping[int, Figures], rate: float) -> str:
     return f"slowest rank {slowest} (others wait {of})"
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """Numbers of ranks, in order, as in "ranks 1 to 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the ranks of one host as processes until all have ended.
 
+Ranks are forked before any thread of this file runs: a child that is forked
+beside a thread may find a lock held for ever.
+
 Every rank leads a process group of its own, so that stopping it stops what it
 has started too, and dies with the launcher, however that ends. Signals for the
 launcher are blocked and fetched in the one loop that also notices the end of a
@@ -15,6 +18,7 @@ import dataclasses
 import fcntl
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +41,10 @@ _SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
+# Of a rank that was told to end and could not save: EX_IOERR of sysexits.h.
+NOT_SAVED = 74
+# How a rank's error names the one that it has lost.
+_NAMED = re.compile(rb"failed: (rank (\d+) \(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +91,18 @@ class _Process:
     """A started rank with the threads that copy its output."""
 
     def __init__(
-        self,
-        rank: Rank,
-        log: BinaryIO | None,
-        lock: threading.Lock,
-        terminal: bool,
+        self, rank: Rank, log: BinaryIO | None, terminal: bool
     ) -> None:
         self.rank = rank
-        # Rank 0 keeps the terminal; a log needs its output to pass through.
+        # Rank 0 keeps the terminal; a log needs its output to pass through,
+        # and its errors say which rank it has lost.
         piped = rank.rank != 0 or log is not None or not terminal
+        reads_errors = piped or not sys.stderr.isatty()
         terminal = piped and rank.rank == 0 and sys.stdout.isatty()
         source, out = (
             (os.openpty() if terminal else os.pipe()) if piped else (-1, None)
         )
-        error_source, error = os.pipe() if piped else (-1, None)
+        error_source, error = os.pipe() if reads_errors else (-1, None)
         if terminal:
             _imitate_terminal(source)
         self._process = subprocess.Popen(
@@ -109,18 +115,29 @@ class _Process:
             preexec_fn=make_child_setup(),
         )
         self.pid = self._process.pid
+        self._log = log
+        self._sources = (source, error_source)
         self._pumps: list[rank_output.Pump] = []
-        if out is not None and error is not None:
-            os.close(out)
-            os.close(error)
-            prefix = None if rank.rank == 0 else b"[%d] " % rank.rank
-            self._pumps = [
-                rank_output.Pump(fd, sink.buffer, lock, prefix=prefix, log=log)
-                for fd, sink in (
-                    (source, sys.stdout),
-                    (error_source, sys.stderr),
+        for descriptor in (out, error):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def copy_output(self, lock: threading.Lock) -> None:
+        """Starts the threads that copy its output."""
+        number = self.rank.rank
+        prefix = None if number == 0 else b"[%d] " % number
+        sinks = (sys.stdout, sys.stderr)
+        for source, sink in zip(self._sources, sinks, strict=True):
+            if source >= 0:
+                self._pumps.append(
+                    rank_output.Pump(
+                        source, sink.buffer, lock, prefix=prefix, log=self._log
+                    )
                 )
-            ]
+
+    def __str__(self) -> str:
+        rank = self.rank
+        return f"rank {rank.rank} (pid {self.pid}, {rank.address})"
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -130,11 +147,11 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def drain(self) -> list[bytes]:
+    def drain(self, seconds: float = _DRAIN_SECONDS) -> list[bytes]:
         """Waits for the end of the output; returns the last error lines."""
         for pump in self._pumps:
-            pump.join(_DRAIN_SECONDS)
-        return list(self._pumps[1].tail) if self._pumps else []
+            pump.join(seconds)
+        return list(self._pumps[-1].tail) if self._pumps else []
 
 
 def run(
@@ -187,11 +204,14 @@ def run(
             if live is not None:
                 own = {**rank.environment, **live.environment(rank.rank)}
                 rank = dataclasses.replace(rank, environment=own)
-            processes.append(_Process(rank, log, lock, terminal))
+            processes.append(_Process(rank, log, terminal))
+        for process in processes:
+            process.copy_output(lock)
         end = _wait(processes, nodes, live)
         if nodes is not None:
             nodes.report(end.message)
-        _stop(processes, end.stop_signal, grace)
+        _announce(processes, end, grace, lock)
+        _stop(processes, end.stop_signal, grace, lock)
         return Ended(_finish(processes, end), end.told)
 
 
@@ -252,27 +272,62 @@ def _failure(process: _Process, code: int) -> _End:
         how = f"exit code {code}"
     else:
         how = f"signal {-code} ({_signal_name(-code)})"
-    message = (
-        f"rank {process.rank.rank} (pid {process.pid}, "
-        f"{process.rank.address}) failed: {how}"
-    )
     exit_code = code if code > 0 else 128 - code
+    message = f"{process} failed: {how}"
     return _End(exit_code, message, signal.SIGTERM, process)
 
 
-def _stop(processes: Sequence[_Process], number: int, grace: float) -> None:
+def _announce(
+    processes: Sequence[_Process],
+    end: _End,
+    grace: float,
+    lock: threading.Lock,
+) -> None:
+    """Says at once why the ranks are stopped, and whom a failed one names."""
+    if end.message is None:
+        return
+    _show(end.message, lock)
+    culprit = end.culprit
+    if culprit is not None:
+        # What it has started may still hold its output.
+        found = [_NAMED.search(line) for line in culprit.drain(0.5)]
+        named = [each for each in found if each is not None]
+        if named and int(named[-1][2]) != culprit.rank.rank:
+            text = named[-1][1].decode(errors="replace")
+            _show(f"rank {culprit.rank.rank} names {text}", lock)
+    running = [p.rank.rank for p in processes if p.poll() is None]
+    if running:
+        ranks = live_stats.named(running)
+        verb = "is" if len(running) == 1 else "are"
+        _show(f"stops {ranks}, which {verb} killed after {grace:g} s", lock)
+
+
+def _stop(
+    processes: Sequence[_Process],
+    number: int,
+    grace: float,
+    lock: threading.Lock,
+) -> None:
     """Asks the ranks that still run to end, then kills them."""
     if all(process.poll() is not None for process in processes):
         return
     for process in processes:
         process.send(number)
     deadline = time.monotonic() + grace
+    name = signal.Signals(number).name
+    why = f"did not end within {grace:g} s after {name}"
     while time.monotonic() < deadline:
         info = signal.sigtimedwait(_SIGNALS, 0.05)
         if all(process.poll() is not None for process in processes):
             return
         if info is not None and info.si_signo in STOP_SIGNALS:
-            return  # Asked again: no more patience, _kill_all comes next.
+            again = signal.Signals(info.si_signo).name
+            why = f"got {again} again and had not ended yet"
+            break
+    for process in processes:
+        if process.poll() is None:
+            process.send(signal.SIGKILL)
+            _show(f"{process} {why}: killed", lock)
 
 
 def _finish(processes: Sequence[_Process], end: _End) -> int:
@@ -281,15 +336,29 @@ def _finish(processes: Sequence[_Process], end: _End) -> int:
     tails = {process.pid: process.drain() for process in processes}
     if end.message is None:
         return 0
-    print(f"tfdist-run: {end.message}", file=sys.stderr)
+    code = end.code
+    if end.told:
+        for process in processes:
+            if process.poll() == NOT_SAVED:
+                code = NOT_SAVED
+                print(
+                    f"tfdist-run: {process} could not save its last state: "
+                    f"exit code {NOT_SAVED}",
+                    file=sys.stderr,
+                )
     if len(processes) > 1:
         print("tfdist-run: all ranks of this host stopped", file=sys.stderr)
-    if end.culprit is not None and (tail := tails[end.culprit.pid]):
-        print("tfdist-run: its last lines on stderr:", file=sys.stderr)
+    culprit = end.culprit
+    if culprit is not None and (tail := tails[culprit.pid]):
+        number = culprit.rank.rank
+        print(
+            f"tfdist-run: last lines of rank {number} on stderr:",
+            file=sys.stderr,
+        )
         for line in tail:
             print(f"  {line.decode(errors='replace')}", file=sys.stderr)
     sys.stderr.flush()
-    return end.code
+    return code
 
 
 def _kill_all(processes: Sequence[_Process]) -> None:
