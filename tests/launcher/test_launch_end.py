@@ -80,7 +80,7 @@ def test_a_hung_rank_is_named_at_once(program) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         meet()
         if RANK == 0:
-            print("Error: rank 0: all_reduce 'x' (tag 1, rank 1) failed: rank 1 "
+            print("Error: rank 0: all_reduce 'x' (tag 1) failed: rank 1 "
                   "(127.0.0.1:9) is silent within 10 s", file=sys.stderr)
             sys.exit(1)
         print("pid", os.getpid(), flush=True)

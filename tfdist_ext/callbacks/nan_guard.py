@@ -32,7 +32,8 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
     A step whose loss or gradients are not finite on any rank updates nothing
     on any. The message, the same on every rank, names what was not finite:
     ranks, tables, rows and the batch. Every rank writes its part of the batch
-    into a file. Training goes on with the next batch, at a lower rate.
+    into a file. Training goes on with the next batch, at a lower rate. Metrics
+    of the epoch go on without that step.
 
     With `rollback` model and optimizer, vocabularies that grow included,
     become what they were `every` to `2 * every` steps before: what comes to
@@ -127,8 +128,8 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Copies the state, if it is time."""
         self._begun = batch
+        self._beside = Beside(self.model)
         if not self._rollback:
-            self._beside = Beside(self.model)
             return
         late = not self._copies or (
             self._step // self._every > self._copies[-1][0] // self._every
@@ -182,10 +183,9 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
     def _put_right(self) -> str:
         """Puts state and rates right; says what was done."""
         done = "No update was made."
+        # Before the weights: those include means, of earlier steps.
         if self._beside is not None:
             self._beside.put_back()
-        else:
-            self.model.reset_metrics()
         if self._copies:
             step, copied = self._copies[0]
             copied.put_back()

@@ -43,18 +43,30 @@ class Beside:
     """
 
     def __init__(self, model: Any) -> None:
-        variables = list(model.non_trainable_variables)
-        variables += [v for each in model.metrics for v in each.variables]
-        self._values = [
-            (each, np.array(each.numpy()))
-            for each in map(here, variables)
+        self._model = model
+        variables = [
+            each
+            for each in map(here, model.non_trainable_variables)
             if each.dtype.is_floating
+        ]
+        variables += map(here, _of_metrics(model))
+        self._values = [
+            (each, np.array(each.numpy())) for each in filter(_is_number, variables)
         ]
 
     def put_back(self) -> None:
-        """Gives them what they had."""
+        """Gives them what they had; metrics made since then begin anew."""
+        known = {id(variable) for variable, _ in self._values}
+        for metric in self._model.metrics:
+            own = [here(each) for each in metric.variables]
+            if any(_is_number(v) and id(v) not in known for v in own):
+                metric.reset_state()
         for variable, value in self._values:
             variable.assign(value)
+
+
+def _of_metrics(model: Any) -> list[Any]:
+    return [each for metric in model.metrics for each in metric.variables]
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
