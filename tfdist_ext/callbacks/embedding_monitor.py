@@ -41,8 +41,10 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     They are in the logs of an epoch as "users/max_norm" and so on, for
     History and the callbacks behind this one. Rows with NaN, and norms that
-    have grown ten times since the first report or the last warning, are a
-    warning in the log `tfdist_ext` of rank 0.
+    have grown ten times since the start or the last warning, are a warning in
+    the log `tfdist_ext` of rank 0: after the first step, and in every report.
+    The start of rows is what the initializer or a checkpoint gave, that of
+    gradients is the first step's.
 
     A report reads every row of the tables once; ranks exchange a few numbers
     for it, and one per row of a table whose columns are on several ranks.
@@ -99,8 +101,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._wants = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Notes what rows are; all ranks do."""
-        self._find()
+        """Opens what TensorBoard reads."""
         self._writer = None
         first = self._collectives is None or not self._collectives.group.rank
         self._is_first = first
@@ -128,9 +129,12 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         return self._tables
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Asks for gradients where a report follows."""
+        """Asks for gradients where a report follows, and in the first step."""
+        if not self._step:
+            self._find()  # as they are when all callbacks have begun
         self._begun = batch
         due = self._step + 1 - self._reported >= self._every
+        due = due or not self._step
         last = self.params.get("steps") in (None, batch + 1)
         if (due or last) != self._wants:
             self._wants = due or last
@@ -138,7 +142,10 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Reports, if it is time."""
+        first = not self._step
         self._step += batch - self._begun + 1
+        if first:
+            self._look_first()
         if self._step - self._reported >= self._every:
             self.report()
 
@@ -153,6 +160,35 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         """Closes what TensorBoard reads."""
         if self._writer is not None:
             self._writer.close()
+
+    def _look_first(self) -> None:
+        """Notes norms at the start, and what the first step has made of them.
+
+        All ranks call.
+        """
+        squares = self._gradients.squares()
+        mine = np.array(
+            [
+                [
+                    table.longest_at_start(),
+                    table.longest(),
+                    squares[i] if table.adds else 0.0,
+                ]
+                for i, table in enumerate(self._tables)
+            ],
+            np.float64,
+        ).reshape(1, len(self._tables), 3)
+        if self._collectives is not None:
+            mine = self._collectives.all_gather(
+                tf.constant(mine), "embedding monitor/first"
+            ).numpy()
+        for i, table in enumerate(self._tables):
+            start, now = (float(mine[:, i, j].max()) for j in (0, 1))
+            norm = math.sqrt(mine[:, i, 2].sum())
+            self._known[f"{table.name}/max_norm"] = (0, start)
+            self._known[f"{table.name}/gradient_norm"] = (self._step, norm)
+            if self._is_first:
+                self._warn(f"{table.name}/max_norm", now)
 
     def report(self) -> dict[str, float]:
         """Looks at all tables now; all ranks call, in a callback of `fit`.
@@ -251,18 +287,25 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         if not self._is_first:
             return
         for name, value in found.items():
-            step, known = self._known.setdefault(name, (self._step, value))
-            if name.endswith("/nan") and value > 0:
-                _LOG.warning("Step %d: %s is %.3g", self._step, name, value)
-            elif name.endswith(_NORMS) and value > _GROWTH * known > 0:
-                _LOG.warning(
-                    "Step %d: %s is %.3g, in step %d it was %.3g",
-                    *(self._step, name, value, step, known),
-                )
-                self._known[name] = (self._step, value)
+            self._warn(name, value)
         _LOG.info("Step %d: %s", self._step, found)
         if self._writer is not None:
             with self._writer.as_default():
                 for name, value in found.items():
                     tf.summary.scalar(name, value, self._step)
             self._writer.flush()
+
+    def _warn(self, name: str, value: float) -> None:
+        """Warns of NaN, and of a norm that has grown."""
+        if name.endswith("/nan") and value > 0:
+            _LOG.warning("Step %d: %s is %.3g", self._step, name, value)
+        if not name.endswith(_NORMS):
+            return
+        step, known = self._known.get(name, (self._step, 0.0))
+        if value > _GROWTH * known > 0:
+            _LOG.warning(
+                "Step %d: %s is %.3g, in step %d it was %.3g",
+                *(self._step, name, value, step, known),
+            )
+        if value > _GROWTH * known:
+            self._known[name] = (self._step, value)

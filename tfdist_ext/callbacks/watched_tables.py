@@ -48,7 +48,8 @@ class RowCounts:
 class WatchedTable:
     """A table of a model, whose rows are compared with what they were.
 
-    Takes 9 bytes for every row of this rank.
+    Takes 9 bytes for every row of this rank, and 8 more until
+    `longest_at_start` is called.
 
     Args:
         spec: which part of the table this rank has.
@@ -66,6 +67,7 @@ class WatchedTable:
         self._collectives = collectives
         self._marks = self._fingerprints()
         self._ever = np.zeros(len(self._marks), bool)
+        self._start: np.ndarray | None = self._own_squares()
 
     @property
     def counts(self) -> bool:
@@ -81,10 +83,30 @@ class WatchedTable:
 
     def norms(self) -> np.ndarray:
         """Norms of this rank's rows, float64 `[n]`; all ranks call."""
-        squares = np.concatenate(
+        return self._norms_of(self._own_squares())
+
+    def longest(self) -> float:
+        """The largest finite norm that this rank counts; all ranks call."""
+        return self._longest_of(self.norms())
+
+    def longest_at_start(self) -> float:
+        """That when the table was made; all ranks call it, once."""
+        assert self._start is not None
+        norms, self._start = self._norms_of(self._start), None
+        return self._longest_of(norms)
+
+    def _longest_of(self, norms: np.ndarray) -> float:
+        finite = norms[np.isfinite(norms)]
+        return float(finite.max(initial=0.0)) if self.counts else 0.0
+
+    def _own_squares(self) -> np.ndarray:
+        """Squares of this rank's parts of rows, summed; float64 `[n]`."""
+        return np.concatenate(
             [np.zeros([0])]
             + [_squares(_as_floats(block)) for block in self._blocks()]
         )
+
+    def _norms_of(self, squares: np.ndarray) -> np.ndarray:
         if self._spec.column_parts > 1:
             assert self._collectives is not None
             squares = self._collectives.sum_over_peers(
@@ -92,7 +114,8 @@ class WatchedTable:
                 self._spec.row_peers,
                 f"{self.name}/norms",
             ).numpy()
-        return np.sqrt(squares[: self._rows()])
+        norms: np.ndarray = np.sqrt(squares[: self._rows()])
+        return norms
 
     def look(self) -> RowCounts:
         """Counts rows, and notes what they are; all ranks call."""
