@@ -43,7 +43,8 @@ def test_the_line_says_whom_the_others_wait_for() -> None:
 
 
 def test_the_line_is_as_long_as_what_is_known() -> None:
-    assert live_stats.line({}, {}, 0) == "no rank has a strategy"
+    assert live_stats.line({}, {}, 0) == "no rank has a strategy yet"
+    assert live_stats.line({}, {}, 0, ended=True) == "strategies are closed"
     new = figures(time=100.0, steps=0, bytes_sent=0)
     alone = figures(waited=(0.0,), bytes_sent=0)
     line = "step 0: 0.00 steps/s, 0 MB/s sent, memory 1.80 GB (0.90 on rank "
@@ -58,6 +59,71 @@ def test_the_line_is_as_long_as_what_is_known() -> None:
     assert ", step 10: 5.0 steps/s" in live_stats.line(
         {1: figures()}, {1: later}, 110
     )
+
+
+def test_waits_of_exchanges_that_overlap_are_no_more_than_a_step() -> None:
+    """Four at a time wait for rank 1, all of the time."""
+    after = {0: figures(waited=(0.0, 40.0)), 1: figures(waited=(0.0, 0.0))}
+    line = live_stats.line({}, after, 110.0)
+    assert "slowest rank 1 (others wait 50.0 of 50.0 ms per step)" in line
+
+
+def test_figures_are_json_as_well(tmp_path: pathlib.Path, monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(live_stats.time, "monotonic", lambda: now[0])
+    path, shown = tmp_path / "stats.json", []
+    live = live_stats.LiveStats(
+        str(tmp_path), [0, 1], 5.0, shown.append, str(path)
+    )
+    files = [
+        live_stats.RankFile(live.environment(rank)[live_stats.VARIABLE])
+        for rank in (0, 1)
+    ]
+
+    def look():
+        now[0] += 5.0
+        live.look([0, 1])
+        return json.loads(path.read_text().splitlines()[-1])
+
+    assert look() | {"time": 0} == {"time": 0, "state": "starting"}
+    for rank, file in enumerate(files):
+        file.write(
+            figures(
+                began=105.0, time=110.0, waited=(0.0, 2.5 * (1 - rank))
+            )
+        )
+    found = look()
+    assert found.pop("time") > 1.7e9
+    assert found == {
+        "state": "running",
+        "ranks": [0, 1],
+        "world_size": 2,
+        "step": 200,
+        "steps_per_second": 40.0,
+        "bytes_sent_per_second": 12e6,
+        "slowest_rank": 1,
+        "wait_ms_per_step": 12.5,
+        "step_ms": 25.0,
+        "memory_bytes": {"0": 900_000_000, "1": 900_000_000},
+        "silent_seconds": {},
+    }
+    for file in files:
+        file.close()
+    assert look()["state"] == "ended"
+    assert shown[0] == "no rank has a strategy yet"
+    assert shown[1].startswith("step 200: 40.0 steps/s, 12 MB/s sent, slowest")
+    assert shown[2:] == ["strategies are closed"]
+    look()  # said once
+    assert shown[2:] == ["strategies are closed"]
+
+
+def test_the_launcher_writes_them(program, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "stats.json"
+    script = program("print(os.environ['TFDIST_STATS_FILE'], flush=True)")
+    done = launch("--stats-json", str(path), script)
+    assert done.returncode == 0, done.stderr
+    assert "rank-0" in done.stdout
+    assert path.read_text() == ""  # 10 seconds have not passed
 
 
 def test_one_process_of_a_rank_reports(tmp_path: pathlib.Path) -> None:

@@ -72,6 +72,7 @@ def _run_ranks(
         log_dir=options.log_dir,
         nodes=nodes,
         stats=options.stats,
+        stats_json=options.stats_json,
     )
 
 

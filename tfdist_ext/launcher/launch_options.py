@@ -42,6 +42,7 @@ tfdist-run for every rank, one rank is started, which is told so itself."""
 
 # Of ranks per host, and of hosts: more addresses than a message can hold.
 _MOST = 4096
+_STATS_SECONDS = 10.0
 _CHECKS = ("auto", "always", "error", "off")
 
 
@@ -70,6 +71,15 @@ def _check(
     several = options.nnodes > 1 or options.hostfile is not None
     options.launched = None
     options.hosts = []
+    if options.stats_json is not None:
+        if options.hostfile is not None:
+            parser.error(
+                "--stats-json is for the ranks of one host: with --hostfile "
+                "each host has a launcher of its own. Leave it out, or start "
+                "the hosts with --nnodes"
+            )
+        if options.stats is None:
+            options.stats = _STATS_SECONDS
     if "TF_CONFIG" in environment:
         variable = "TF_CONFIG"
         placed = "TF_CONFIG is set, so a cluster manager has placed this rank"
@@ -211,7 +221,7 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--stats",
         action="store_const",
-        const=10.0,
+        const=_STATS_SECONDS,
         help="print a line every 10 seconds: steps and MB sent per second, "
         "the slowest rank, memory; of each host where there are several",
     )
@@ -222,7 +232,12 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the same at another interval, of at least 1",
     )
-
+    add(
+        "--stats-json",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="add each of these lines to FILE as JSON too; implies --stats",
+    )
     add(
         "--check",
         dest="env",

@@ -7,6 +7,7 @@ nobody waits for anybody, and a rank that hangs is one whose figures grow old.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from typing import Any
 
 # Names the file of a rank.
 VARIABLE = "TFDIST_STATS_FILE"
@@ -129,6 +131,11 @@ class LiveStats:
         ranks: of this host.
         seconds: between two lines.
         show: writes a line.
+        json_path: of a file to which each line is added as JSON; None for
+            none.
+
+    Raises:
+        OSError: that file cannot be written.
     """
 
     def __init__(
@@ -137,7 +144,12 @@ class LiveStats:
         ranks: Iterable[int],
         seconds: float,
         show: Callable[[str], None],
+        json_path: str | None = None,
     ) -> None:
+        self._json_path = json_path
+        self._ended = False
+        if json_path is not None:
+            open(json_path, "a", encoding="utf-8").close()
         self._files = {
             rank: pathlib.Path(folder, f"rank-{rank}") for rank in ranks
         }
@@ -165,55 +177,117 @@ class LiveStats:
             figures = read(self._files[rank], self._before.get(rank))
             if figures is not None:
                 found[rank] = figures
-        self._show(line(self._before, found, now))
+        ended = self._ended
+        self._ended = not found and (ended or bool(self._before))
+        if not (ended and self._ended):  # said once
+            self._show(line(self._before, found, now, self._ended))
+        if self._json_path is not None:
+            own = summary(self._before, found, now, self._ended)
+            text = json.dumps({"time": time.time(), **own})
+            # Of a disk that is full: the ranks go on.
+            with contextlib.suppress(OSError):
+                with open(self._json_path, "a", encoding="utf-8") as file:
+                    file.write(f"{text}\n")
         self._before = found
 
 
-def line(
-    before: Mapping[int, Figures], after: Mapping[int, Figures], now: float
-) -> str:
+def summary(
+    before: Mapping[int, Figures],
+    after: Mapping[int, Figures],
+    now: float,
+    ended: bool = False,
+) -> dict[str, Any]:
     """What ranks have done between two looks.
 
     Args:
         before: by rank, at the look before.
         after: by rank.
         now: of `time.monotonic`.
+        ended: whether there were figures once.
 
     Returns:
-        A line.
+        `state`, "starting", "running" or "ended"; while ranks run, also
+        figures that JSON can hold.
     """
     if not after:
-        return "no rank has a strategy"
+        return {"state": "ended" if ended else "starting"}
     new = {rank: each.since(before.get(rank)) for rank, each in after.items()}
     spent = {rank: max(each.time, 1e-9) for rank, each in new.items()}
     rate = min(each.steps / spent[rank] for rank, each in new.items())
-    sent = sum(each.bytes_sent / spent[rank] for rank, each in new.items())
-    most = max(new, key=lambda rank: new[rank].memory)
+    slowest, wait = _slowest(new, rate)
+    return {
+        "state": "running",
+        "ranks": sorted(after),
+        "world_size": max(len(each.waited) for each in after.values()),
+        "step": min(each.steps for each in after.values()),
+        "steps_per_second": rate,
+        "bytes_sent_per_second": sum(
+            each.bytes_sent / spent[rank] for rank, each in new.items()
+        ),
+        "slowest_rank": slowest,
+        "wait_ms_per_step": wait,
+        "step_ms": 1e3 / rate if rate else None,
+        "memory_bytes": {rank: each.memory for rank, each in new.items()},
+        "silent_seconds": {
+            rank: now - each.time
+            for rank, each in after.items()
+            if now - each.time > _SILENT_SECONDS
+        },
+    }
+
+
+def line(
+    before: Mapping[int, Figures],
+    after: Mapping[int, Figures],
+    now: float,
+    ended: bool = False,
+) -> str:
+    """That of `summary`, with its arguments, as text."""
+    found = summary(before, after, now, ended)
+    if found["state"] == "starting":
+        return "no rank has a strategy yet"
+    if found["state"] == "ended":
+        return "strategies are closed"
+    rate, memory = found["steps_per_second"], found["memory_bytes"]
+    most = max(memory, key=lambda rank: memory[rank])
     parts = [
         f"{rate:.{1 if rate >= 1 else 2}f} steps/s",
-        f"{sent / 1e6:.3g} MB/s sent",
-        _slowest(new, rate),
-        f"memory {sum(each.memory for each in new.values()) / 1e9:.2f} GB"
-        f" ({new[most].memory / 1e9:.2f} on rank {most})",
+        f"{found['bytes_sent_per_second'] / 1e6:.3g} MB/s sent",
     ]
-    parts += [
-        f"rank {rank} silent for {now - each.time:.0f} s"
-        for rank, each in after.items()
-        if now - each.time > _SILENT_SECONDS
-    ]
-    step = min(each.steps for each in after.values())
-    size = max(len(each.waited) for each in after.values())
-    some = f"{named(sorted(after))} of {size}, "
-    return f"{some if len(after) < size else ''}step {step}: " + ", ".join(
-        part for part in parts if part
+    if found["wait_ms_per_step"] is not None:
+        slowest = found["slowest_rank"]
+        of = f"{found['wait_ms_per_step']:.1f} of {found['step_ms']:.1f} ms"
+        parts.append(
+            f"no rank late (waits {of} per step)"
+            if slowest is None
+            else f"slowest rank {slowest} (others wait {of} per step)"
+        )
+    parts.append(
+        f"memory {sum(memory.values()) / 1e9:.2f} GB"
+        f" ({memory[most] / 1e9:.2f} on rank {most})"
     )
+    parts += [
+        f"rank {rank} silent for {seconds:.0f} s"
+        for rank, seconds in found["silent_seconds"].items()
+    ]
+    size, some = found["world_size"], ""
+    if len(after) < size:
+        some = f"{named(found['ranks'])} of {size}, "
+    return f"{some}step {found['step']}: {', '.join(parts)}"
 
 
-def _slowest(new: Mapping[int, Figures], rate: float) -> str:
-    """Which rank the others wait for, as far as ranks of this host know."""
+def _slowest(
+    new: Mapping[int, Figures], rate: float
+) -> tuple[int | None, float | None]:
+    """Which rank the others wait for, as far as ranks of this host know.
+
+    Returns:
+        The rank, None if no rank is late; and milliseconds per step that the
+        others wait, None if nothing is known.
+    """
     size = max(len(each.waited) for each in new.values())
     if size < 2 or not rate:
-        return ""
+        return None, None
     # Late ranks make others late, for which yet others wait. These wait as
     # long as they are waited for, the rank that is slow does not wait.
     blamed = [
@@ -228,11 +302,10 @@ def _slowest(new: Mapping[int, Figures], rate: float) -> str:
         for rank, each in new.items()
         if rank != slowest
     ]
-    wait = 1e3 * statistics.mean(others) if others else 0.0
-    of = f"{wait:.1f} of {1e3 / rate:.1f} ms per step"
-    if wait * rate < 1e3 * _LATE:
-        return f"no rank late (waits {of})"
-    return f"slowest rank {slowest} (others wait {of})"
+    wait = statistics.mean(others) if others else 0.0
+    # Exchanges that wait at the same time are each counted.
+    wait = min(wait, 1 / rate)
+    return slowest if wait * rate >= _LATE else None, 1e3 * wait
 
 
 def named(ranks: list[int]) -> str:

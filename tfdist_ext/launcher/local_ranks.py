@@ -162,6 +162,7 @@ def run(
     nodes: Nodes | None = None,
     terminal: bool = True,
     stats: float | None = None,
+    stats_json: pathlib.Path | None = None,
 ) -> Ended:
     """Starts ranks, waits for all, stops the others when one fails.
 
@@ -173,6 +174,7 @@ def run(
         terminal: whether rank 0 writes to standard output itself; otherwise
             it goes on where nobody reads that any more.
         stats: seconds between two lines of what the ranks do; None for none.
+        stats_json: file for these lines as JSON.
 
     Returns:
         How it ended. Its code is 0 if every rank succeeded; the exit code of
@@ -194,6 +196,7 @@ def run(
                 [rank.rank for rank in ranks],
                 stats,
                 lambda line: _show(line, lock),
+                os.fspath(stats_json) if stats_json is not None else None,
             )
         for rank in ranks:
             if signal.sigpending() & STOP_SIGNALS:
