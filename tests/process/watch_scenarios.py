@@ -272,4 +272,4 @@ def slow_rank_is_seen(strategy, folder):
         assert (waited > 4 * 100e3) == (rank != 1), (rank, waited)
     text = bounds.report(events)
     assert "Bound by rank 1, for which the others wait" in text, text
-    assert text.endswith("most more than they in: input."), text
+    assert text.endswith("most more than they in: callbacks."), text

@@ -43,13 +43,14 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path, capsys):
     trace.write(tmp_path / "trace.json", events(late=5000.0), [0.0, 3.0])
     assert command.main(["trace", str(tmp_path / "trace.json")]) == 0
     *_, first, second, verdict = capsys.readouterr().out.splitlines()
-    # step, input, lookup, update, other work, link, waiting, late
+    # step, input, lookup, update, other work, callbacks, link, waiting, late
     assert first.split() == [
         "0",
         "9.60",
         "0.10",
         "1.00",
         "0.40",
+        "0.00",
         "0.00",
         "3.00",
         "5.00",
@@ -62,12 +63,31 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path, capsys):
         "1.00",
         "0.40",
         "0.00",
+        "0.00",
         "3.00",
         "0.00",
         "5.00",
     ]
     assert verdict.startswith("Bound by rank 1, for which the others wait 5.00")
     assert verdict.endswith("most more than they in: input.")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_time_in_callbacks_is_no_input(at_end):
+    """Of 5 ms of callbacks on rank 1, at the begin or the end of its steps."""
+    found = events(late=0.0 if at_end else 5000.0)
+    for step in range(2):
+        begin = 20000.0 * step
+        start, end = begin, begin + 5000.0
+        if at_end:
+            start, end = begin + 4500.0, begin + 9500.0
+        found.append(Event(1, trace.CALLBACK, "callbacks", start, end))
+    *_, first, second, verdict = bounds.report(found).splitlines()
+    columns = first.split(), second.split()
+    assert [column[6] for column in columns] == ["0.00", "5.00"]
+    assert [column[2] for column in columns] == ["0.10", "0.10"]
+    if not at_end:
+        assert verdict.endswith("most more than they in: callbacks."), verdict
 
 
 def test_without_a_late_rank_the_kind_of_work_is_named():

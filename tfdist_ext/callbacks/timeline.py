@@ -21,6 +21,7 @@ from tfdist_ext.tracing import bounds
 from tfdist_ext.tracing import clocks
 from tfdist_ext.tracing import trace
 from tfdist_ext.tracing.trace import Event
+from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -33,7 +34,8 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     The file is for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
     Every rank has its steps; its exchanges with their bytes, by peer, and how
-    long they waited for the rank that came last; and the ops that it ran.
+    long they waited for the rank that came last; the ops that it ran; and the
+    time in callbacks.
     `tfdist-report trace FILE` says what bounds the steps.
 
     Clocks of ranks are compared by 20 exchanges before the first step; how far
@@ -70,6 +72,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._path = os.fspath(path)
         self._first, self._end = first, end
         self._kernels = kernels
+        install()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Counts steps from here."""
@@ -86,21 +89,42 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._begun = batch
         if self._step == self._first and not self._on:
             self._start()
-        self._began = time.monotonic_ns()
+            self._since = time.monotonic_ns()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Ends with the last of the steps."""
-        if self._on:
-            self._note(
-                trace.STEP,
-                f"step {self._step}",
-                self._began,
-                time.monotonic_ns(),
-                {},
-            )
+        self._number = self._step
         self._step += batch - self._begun + 1
         if self._on and self._step >= self._end:
+            self._note_end()
             self._stop()
+
+    def callbacks_begin(self) -> None:
+        """Called before the callbacks of a step's begin, or of its end."""
+        self._since = time.monotonic_ns()
+
+    def callbacks_end(self, ends_step: bool) -> None:
+        """Called after them.
+
+        Args:
+            ends_step: whether they were those of the step's end.
+        """
+        if not self._on:
+            return
+        if ends_step:
+            self._note_end()
+        else:
+            self._began = self._since
+            self._note_callbacks(f"begin of step {self._step}")
+
+    def _note_callbacks(self, name: str) -> None:
+        now = time.monotonic_ns()
+        self._note(trace.CALLBACK, name, self._since, now, {})
+
+    def _note_end(self) -> None:
+        name = f"step {self._number}"
+        self._note_callbacks(f"end of {name}")
+        self._note(trace.STEP, name, self._began, time.monotonic_ns(), {})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what there is, if training ends between the steps."""
@@ -199,3 +223,30 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
 def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
     """Bytes by peer, of those that have some."""
     return {f"rank {rank}": size for rank, size in enumerate(sizes) if size}
+
+
+def install() -> None:
+    """Wraps the calls of all callbacks around a step, once per process."""
+    callbacks = keras.callbacks.CallbackList
+    wrap(callbacks, "on_train_batch_begin", _at_begin)
+    wrap(callbacks, "on_train_batch_end", _at_end)
+
+
+def _at_begin(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+    return _timed(original, called, False, *args, **kwargs)
+
+
+def _at_end(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+    return _timed(original, called, True, *args, **kwargs)
+
+
+def _timed(
+    original: Any, called: Any, ends_step: bool, *args: Any, **kwargs: Any
+) -> Any:
+    timelines = [e for e in called.callbacks if isinstance(e, Timeline)]
+    for each in timelines:
+        each.callbacks_begin()
+    result = original(called, *args, **kwargs)
+    for each in timelines:
+        each.callbacks_end(ends_step)
+    return result

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable
 from collections.abc import Sequence
 
+from tfdist_ext.tracing.trace import CALLBACK
 from tfdist_ext.tracing.trace import EXCHANGE
 from tfdist_ext.tracing.trace import KERNEL
 from tfdist_ext.tracing.trace import STEP
@@ -32,6 +33,8 @@ _WORK = {
     "update": ("Tfdist>Apply", "Tfdist>Sum", "Tfdist>Scale", "ResourceApply"),
 }
 INPUT, LINK, WAITING, OTHER = "input", "link", "waiting", "other work"
+CALLBACKS = "callbacks"
+_COLUMNS = (INPUT, "lookup", "update", OTHER, CALLBACKS, LINK, WAITING)
 # Ops that wait for the input.
 _READS = ("IteratorGetNext", "MultiDeviceIterator", "OneShotIterator")
 _EXCHANGES = ("Tfdist>All", "Tfdist>Broadcast", "Tfdist>Barrier")
@@ -60,12 +63,11 @@ def report(events: Sequence[Event]) -> str:
     }
     spent = {rank: _spent(events, rank, count) for rank in ranks}
     late = _lateness(events, count)
-    names = [INPUT, "lookup", "update", OTHER, LINK, WAITING]
     lines = [f"{count} steps, milliseconds per step:"]
-    head = "".join(f"{name:>12}" for name in ["step", *names, "late"])
+    head = "".join(f"{name:>12}" for name in ["step", *_COLUMNS, "late"])
     lines.append(f"{'rank':>6}{head}")
     for rank in ranks:
-        numbers = [lengths[rank], *(spent[rank][n] for n in names), late[rank]]
+        numbers = [lengths[rank], *(spent[rank][n] for n in _COLUMNS), late[rank]]
         cells = "".join(f"{number / 1e3:>12.2f}" for number in numbers)
         lines.append(f"{rank:>6}{cells}")
     lines.append(_verdict(spent, late, max(lengths.values())))
@@ -79,7 +81,8 @@ def _verdict(
     slowest = max(late, key=lambda rank: late[rank])
     work = {
         name: statistics.mean(each[name] for each in spent.values())
-        for name in (INPUT, "lookup", "update", OTHER, LINK)
+        for name in _COLUMNS
+        if name != WAITING
     }
     most = max(work, key=lambda name: work[name])
     if late[slowest] > 0.1 * step and len(late) > 1:
@@ -109,28 +112,44 @@ def _spent(events: Sequence[Event], rank: int, steps: int) -> dict[str, float]:
             if not event.name.startswith((*_EXCHANGES, *_READS)):
                 spans[_work_of(event.name)].append((event.start, event.end))
             continue
+        if event.kind == CALLBACK:
+            spans[CALLBACKS].append((event.start, event.end))
+            continue
         waited = event.more.get("waited_us", 0.0)
         spans[LINK].append((event.start + waited, event.end))
         spans[WAITING].append((event.start, event.start + waited))
     spans[INPUT] = _before_work([e for e in events if e.rank == rank])
     return {
         name: _covered(spans.get(name, ())) / steps
-        for name in (INPUT, "lookup", "update", OTHER, LINK, WAITING)
+        for name in _COLUMNS
     }
 
 
 def _before_work(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Spans from the starts of a rank's steps to their first op or exchange."""
+    """Spans from the starts of a rank's steps to their first op or exchange.
+
+    Without the callbacks that a step begins and ends with.
+    """
+    steps = [event for event in events if event.kind == STEP]
+    begins = {step.start for step in steps}
+    after = {
+        event.start: event.end
+        for event in events
+        if event.kind == CALLBACK and event.start in begins
+    }
     starts = sorted(
         event.start
         for event in events
-        if event.kind != STEP and not event.name.startswith(_READS)
+        if event.kind != STEP
+        and not (event.kind == CALLBACK and event.start in begins)
+        and not event.name.startswith(_READS)
     )
     found = []
-    for step in (event for event in events if event.kind == STEP):
-        place = bisect.bisect_left(starts, step.start)
+    for step in steps:
+        begin = after.get(step.start, step.start)
+        place = bisect.bisect_left(starts, begin)
         first = starts[place] if place < len(starts) else step.end
-        found.append((step.start, min(first, step.end)))
+        found.append((begin, max(begin, min(first, step.end))))
     return found
 
 

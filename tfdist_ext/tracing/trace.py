@@ -11,7 +11,8 @@ from typing import Any
 
 # Kinds of events, each in a row of its own of every rank.
 STEP, EXCHANGE, KERNEL = "step", "exchange", "kernel"
-_LANES = {STEP: 0, EXCHANGE: 1, KERNEL: 100}
+CALLBACK = "callback"
+_LANES = {STEP: 0, EXCHANGE: 1, KERNEL: 100, CALLBACK: 200}
 # At most so many exchanges of a rank overlap in a picture.
 _MOST_LANES = 90
 
@@ -22,7 +23,7 @@ class Event:
 
     Attributes:
         rank: which one.
-        kind: STEP, EXCHANGE or KERNEL.
+        kind: STEP, EXCHANGE, KERNEL or CALLBACK.
         name: of the step, the exchange or the op.
         start: in microseconds of the clock of all ranks.
         end: likewise.
