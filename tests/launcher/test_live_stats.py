@@ -88,9 +88,7 @@ def test_figures_are_json_as_well(tmp_path: pathlib.Path, monkeypatch) -> None:
     assert look() | {"time": 0} == {"time": 0, "state": "starting"}
     for rank, file in enumerate(files):
         file.write(
-            figures(
-                began=105.0, time=110.0, waited=(0.0, 2.5 * (1 - rank))
-            )
+            figures(began=105.0, time=110.0, waited=(0.0, 2.5 * (1 - rank)))
         )
     found = look()
     assert found.pop("time") > 1.7e9

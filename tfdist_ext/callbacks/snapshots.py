@@ -51,7 +51,8 @@ class Beside:
         ]
         variables += map(here, _of_metrics(model))
         self._values = [
-            (each, np.array(each.numpy())) for each in filter(_is_number, variables)
+            (each, np.array(each.numpy()))
+            for each in filter(_is_number, variables)
         ]
 
     def put_back(self) -> None:

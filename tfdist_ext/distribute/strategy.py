@@ -36,6 +36,7 @@ from tfdist_ext.distribute import python_values
 from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import state
+from tfdist_ext.distribute import tracebacks
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
@@ -184,6 +185,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.collectives is not None:
             array_order.install()  # within `settings`, which compares data
         settings.install()
+        several = self.collectives is not None
+        tracebacks.install(f"rank {self.rank}: " if several else "")
         if self.collectives is not None:
             bootstrap.serve_keys(self.collectives.group)
             if error_feedback:

@@ -67,7 +67,11 @@ def report(events: Sequence[Event]) -> str:
     head = "".join(f"{name:>12}" for name in ["step", *_COLUMNS, "late"])
     lines.append(f"{'rank':>6}{head}")
     for rank in ranks:
-        numbers = [lengths[rank], *(spent[rank][n] for n in _COLUMNS), late[rank]]
+        numbers = [
+            lengths[rank],
+            *(spent[rank][n] for n in _COLUMNS),
+            late[rank],
+        ]
         cells = "".join(f"{number / 1e3:>12.2f}" for number in numbers)
         lines.append(f"{rank:>6}{cells}")
     lines.append(_verdict(spent, late, max(lengths.values())))
@@ -119,10 +123,7 @@ def _spent(events: Sequence[Event], rank: int, steps: int) -> dict[str, float]:
         spans[LINK].append((event.start + waited, event.end))
         spans[WAITING].append((event.start, event.start + waited))
     spans[INPUT] = _before_work([e for e in events if e.rank == rank])
-    return {
-        name: _covered(spans.get(name, ())) / steps
-        for name in _COLUMNS
-    }
+    return {name: _covered(spans.get(name, ())) / steps for name in _COLUMNS}
 
 
 def _before_work(events: Sequence[Event]) -> list[tuple[float, float]]:
