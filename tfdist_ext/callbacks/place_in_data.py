@@ -304,6 +304,21 @@ class Walk:
         self.place.step += batches
 
 
+def is_own_data(dataset: Any) -> bool:
+    """Whether ranks read other samples each, not parts of the same batches.
+
+    Args:
+        dataset: before it is distributed, or after.
+    """
+    if marks.is_distributed(dataset):
+        return True
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    policies = tf.data.experimental.AutoShardPolicy
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy in (policies.FILE, policies.OFF)
+
+
 def _counted(original: Any, dataset: Any) -> Any:
     iterator = original(dataset)
     watch = marks.watch(dataset)

@@ -19,10 +19,10 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.callbacks import notice as notice_lib
+from tfdist_ext.callbacks import place_in_data
 from tfdist_ext.callbacks import saved_run
 from tfdist_ext.callbacks.beats import Beats
 from tfdist_ext.callbacks.place_in_data import Walk
-from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
@@ -112,7 +112,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         distribute = strategy.experimental_distribute_dataset
 
         def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            own_data = input_lib.is_own_data(dataset)
+            own_data = place_in_data.is_own_data(dataset)
             found = distribute(dataset, *args, **kwargs)
             return walk.watch(found, own_data)  # the first is for training
 

@@ -43,7 +43,7 @@ class Beside:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._trained = model
         variables = [
             each
             for each in map(here, model.non_trainable_variables)
@@ -58,7 +58,7 @@ class Beside:
     def put_back(self) -> None:
         """Gives them what they had; metrics made since then begin anew."""
         known = {id(variable) for variable, _ in self._values}
-        for metric in self._model.metrics:
+        for metric in self._trained.metrics:
             own = [here(each) for each in metric.variables]
             if any(_is_number(v) and id(v) not in known for v in own):
                 metric.reset_state()

@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import data_digest
 from tfdist_ext.batches import empty_batches
@@ -75,20 +74,6 @@ def distribute(
         lengths.check(dataset.element_spec, "The dataset")
         return _slices(dataset, collectives, name)
     return equal_steps(local, collectives, name)
-
-
-def is_own_data(dataset: Any) -> bool:
-    """Whether ranks read other samples each, not parts of the same batches.
-
-    Args:
-        dataset: before it is distributed, or after.
-    """
-    if marks.is_distributed(dataset):
-        return True
-    if not isinstance(dataset, tf.data.Dataset):
-        return False
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    return policy in (_Policy.FILE, _Policy.OFF)
 
 
 def _slices(

@@ -185,9 +185,11 @@ class LiveStats:
             own = summary(self._before, found, now, self._ended)
             text = json.dumps({"time": time.time(), **own})
             # Of a disk that is full: the ranks go on.
-            with contextlib.suppress(OSError):
-                with open(self._json_path, "a", encoding="utf-8") as file:
-                    file.write(f"{text}\n")
+            with (
+                contextlib.suppress(OSError),
+                open(self._json_path, "a", encoding="utf-8") as file,
+            ):
+                file.write(f"{text}\n")
         self._before = found
 
 

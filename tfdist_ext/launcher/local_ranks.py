@@ -191,13 +191,8 @@ def run(
         if stats is not None:
             ranks = list(ranks)
             folder = tempfile.TemporaryDirectory(prefix="tfdist")
-            live = live_stats.LiveStats(
-                stack.enter_context(folder),
-                [rank.rank for rank in ranks],
-                stats,
-                lambda line: _show(line, lock),
-                os.fspath(stats_json) if stats_json is not None else None,
-            )
+            path = stack.enter_context(folder)
+            live = _live_stats(path, ranks, stats, stats_json, lock)
         for rank in ranks:
             if signal.sigpending() & STOP_SIGNALS:
                 break  # Asked to stop before all have been started.
@@ -216,6 +211,22 @@ def run(
         _announce(processes, end, grace, lock)
         _stop(processes, end.stop_signal, grace, lock)
         return Ended(_finish(processes, end), end.told)
+
+
+def _live_stats(
+    folder: str,
+    ranks: Sequence[Rank],
+    seconds: float,
+    json_path: pathlib.Path | None,
+    lock: threading.Lock,
+) -> live_stats.LiveStats:
+    return live_stats.LiveStats(
+        folder,
+        [rank.rank for rank in ranks],
+        seconds,
+        lambda line: _show(line, lock),
+        os.fspath(json_path) if json_path is not None else None,
+    )
 
 
 def signals_to_fetch() -> set[signal.Signals]:
