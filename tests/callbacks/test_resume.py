@@ -284,6 +284,26 @@ def test_another_batch_size_repeats_and_drops_nothing(
     assert max(map(len, seen[10:])) == batch
 
 
+def test_a_position_in_a_batch_of_own_data_is_refused(
+    strategy, tmp_path, beating
+):
+    def own(batch):
+        options = tf.data.Options()
+        policy = tf.data.experimental.AutoShardPolicy.OFF
+        options.experimental_distribute.auto_shard_policy = policy
+        return shuffled(batch).with_options(options)
+
+    def train(batch, *callbacks):
+        keras.utils.set_random_seed(3)
+        run(strategy, tmp_path, own(batch), *callbacks)
+
+    with pytest.raises(SystemExit):
+        train(8, StopAt(3))
+    with pytest.raises(ValueError, match=r"4 batches with 32 .*of 8 samples"):
+        train(5)
+    train(16)
+
+
 def test_another_batch_size_of_arrays(strategy, tmp_path, beating):
     values = np.arange(SAMPLES, dtype=np.float32)[:, None]
 

@@ -216,6 +216,18 @@ def test_a_signal_comes_to_all_hosts(hosts, program) -> None:
     check_all_dead(pids)
 
 
+def test_a_rank_of_any_host_that_could_not_save_is_told(hosts, program) -> None:
+    failing = SAVES.replace("SECONDS", "0").replace(
+        "143", "74 if RANK == 2 else 143"
+    )
+    with started(*hosts(), program(failing)) as process:
+        read_pids(process, 3)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 74, errors
+    assert "could not save its last state: exit code 74" in errors
+
+
 def test_no_host_keeps_ranks_without_the_launcher(hosts, program) -> None:
     with started(*hosts(), program(SAVES.replace("SECONDS", "0"))) as process:
         pids = read_pids(process, 3)

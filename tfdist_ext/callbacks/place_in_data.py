@@ -175,17 +175,22 @@ class Walk:
         counts = goal.samples is not None and self._samples is not None
         batch: Any = None
         before = ends
-        while True:
-            if counts and ends.sum() >= goal.samples:
-                break
-            if not counts and self.place.taken >= goal.taken:
-                break
+        alone = 0  # batches to read before ranks tell each other their counts
+        while (
+            alone
+            or (counts and ends.sum() < goal.samples)
+            or (not counts and self.place.taken < goal.taken)
+        ):
             batch = next(self._read, None)
             if batch is None:
                 break
             self.place.taken += 1
-            if counts:
+            alone = max(0, alone - 1)
+            if counts and not alone:
                 before, ends = ends, self._of_ranks()
+            same = ends.sum() * goal.taken == goal.samples
+            if self.place.taken == 1 and same:
+                alone = max(0, goal.taken - 2)  # one exchange for all of them
         if counts and ends.sum() > goal.samples:
             return self._cut(goal, batch, ends - before, int(ends.sum()))
         cardinality = -1
@@ -206,17 +211,21 @@ class Walk:
             read: samples up to the end of the batch.
         """
         assert goal.samples is not None
+        rank = self._collectives.group.rank if self._collectives else 0
         flat = tf.nest.flatten(batch)
-        if self._own_data or any(isinstance(v, PrefetchedIds) for v in flat):
+        if (
+            self._own_data
+            or any(isinstance(value, PrefetchedIds) for value in flat)
+            or int(count_samples(batch)) != sizes[rank]  # of many batches
+        ):
             raise ValueError(
                 f"Resume: the checkpoint was made after {goal.taken} batches "
                 f"with {goal.samples} samples together, now there are batches "
                 f"of {sizes.sum()} samples. Where each rank reads its own data,"
-                " or layers prefetch ids, training can go on only at the end "
-                "of a batch. Give batches of "
+                " layers prefetch ids or batches vary in size, training can go "
+                "on only at the end of a batch. Give batches of "
                 f"{goal.samples // goal.taken} samples, as before."
             )
-        rank = self._collectives.group.rank if self._collectives else 0
         trained = int(sizes.sum()) - (read - goal.samples)
         start = min(max(trained - int(sizes[:rank].sum()), 0), int(sizes[rank]))
         flat = [_from(value, start, int(sizes[rank])) for value in flat]

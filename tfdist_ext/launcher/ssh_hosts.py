@@ -302,6 +302,9 @@ def _wait(connections: Sequence[_Connection], grace: float) -> _End:
             deadline = time.monotonic() + grace + _LAST_WORDS_SECONDS
         if not running:
             break
+    codes = [each.poll() for each in connections]
+    if end.told and local_ranks.NOT_SAVED in codes:
+        return dataclasses.replace(end, code=local_ranks.NOT_SAVED)
     return end
 
 
