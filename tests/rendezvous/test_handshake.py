@@ -2,6 +2,7 @@
 """Who knows the secret gets in, and nobody else, whatever is sent."""
 
 import random
+import struct
 
 import pytest
 
@@ -96,8 +97,43 @@ def test_a_proof_does_not_serve_twice_nor_for_the_other_side():
         listener = handshake.listen(JOB, welcome)
         next(listener)
         challenge, _ = listener.send(next(connector)[0])
-        proofs |= {challenge[-32:], connector.send(challenge)[0]}
+        proof = connector.send(challenge)[0]
+        proofs |= {proof, listener.send(proof)[0][-32:]}
     assert len(proofs) == 4
+
+
+def test_the_listener_proves_nothing_to_who_does_not_know_the_secret():
+    """Nobody gets a text of which only the secret has to be guessed."""
+    listener = handshake.listen(JOB, welcome)
+    next(listener)
+    stranger = handshake.connect(Job(JOB.name, b"guess"), 1)
+    challenge, _ = listener.send(next(stranger)[0])
+    verdict, _ = listener.send(stranger.send(challenge)[0])
+    assert verdict == struct.pack("<H", Verdict.WRONG_SECRET) + bytes(32)
+    # It holds a nonce, and nothing else that is not known.
+    again = handshake.listen(JOB, welcome)
+    next(again)
+    hello = next(handshake.connect(Job(JOB.name, b"guess"), 1))[0]
+    assert challenge[:-32] == again.send(hello)[0][:-32]
+
+
+@pytest.mark.parametrize(
+    ("secret", "is_strong"),
+    [
+        (b"sunshine1", False),
+        (b"a long sentence is not a number of 128 bits", False),
+        (b"0123456789abcdef", False),
+        (b"0123456789abcdef" * 2, True),
+        (b"0123456789ABCDEF" * 4, True),
+    ],
+)
+def test_a_secret_that_may_be_guessed_is_stretched(secret, is_strong):
+    key = Job("ranks", secret, "a:1 b:1").key
+    assert (key == secret) == is_strong
+    assert key == Job("connections", secret, "a:1 b:1").key
+    if not is_strong:  # what was computed for one start serves no other
+        assert key != Job("ranks", secret, "c:1 d:1").key
+    assert Job("ranks").key == b""
 
 
 def fuzz(random_bytes, good):
@@ -121,7 +157,7 @@ def test_no_damaged_message_gets_in(seed):
         next(listener)
         hello = next(connector)[0]
         try:
-            if i % 3 == 0:
+            if i % 4 == 0:
                 damaged = fuzz(generator, hello)
                 if damaged == hello:
                     continue
@@ -130,10 +166,23 @@ def test_no_damaged_message_gets_in(seed):
                 proof, _ = connector.send(challenge)
                 listener.send(proof)
                 next(listener)
-            elif i % 3 == 1:
+            elif i % 4 == 1:
                 challenge, _ = listener.send(hello)
                 damaged = fuzz(generator, challenge)
-                connector.send(damaged if damaged != challenge else bytes(76))
+                good = bytes(len(challenge))
+                proof, _ = connector.send(
+                    damaged if damaged != challenge else good
+                )
+                # A nonce may be any: the proof is then of another.
+                listener.send(proof)
+                next(listener)
+            elif i % 4 == 2:
+                challenge, _ = listener.send(hello)
+                verdict, _ = listener.send(connector.send(challenge)[0])
+                damaged = fuzz(generator, verdict)
+                connector.send(
+                    damaged if damaged != verdict else bytes(len(verdict))
+                )
                 raise AssertionError("the connector has not noticed")
             else:
                 challenge, _ = listener.send(hello)

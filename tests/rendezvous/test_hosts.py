@@ -2,7 +2,7 @@
 """Tests of tfdist-run on several hosts, which all are this one.
 
 The launchers run as processes with a limit; what a stranger on the network may
-send is tested on `meet` itself, and on its door in test_door.py.
+send is tested on `meet` itself, and on its listener in test_listener.py.
 """
 
 import contextlib
@@ -18,13 +18,17 @@ import time
 
 import pytest
 
+from tfdist_ext.launcher import launch
+from tfdist_ext.launcher import launch_options
+from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import hosts
-from tfdist_ext.rendezvous.door import knock
 from tfdist_ext.rendezvous.handshake import Job
 from tfdist_ext.rendezvous.link import Link
+from tfdist_ext.rendezvous.listener import Listener
 
 LIMIT = 30.0
 HOST = "127.0.0.1"
+SECRET = b"0123456789abcdef" * 2
 
 
 def free_port() -> int:
@@ -174,7 +178,7 @@ def meet_as_master(
 
 
 def start_master(
-    timeout: float = 20.0, secret: bytes = b""
+    timeout: float = 20.0, secret: bytes = SECRET
 ) -> tuple[int, list[object], threading.Thread]:
     port, outcome = free_port(), []
     thread = threading.Thread(
@@ -189,7 +193,10 @@ def start_master(
 def connect(port: int, node: int = 1) -> Link:
     """A launcher of our own that has come to the master."""
     until = time.monotonic() + LIMIT
-    return Link(knock((HOST, port), Job("hosts"), node, until), "host 0")
+    return Link(
+        connector.connect((HOST, port), Job("hosts", SECRET), node, until),
+        "host 0",
+    )
 
 
 def test_strangers_delay_nobody() -> None:
@@ -214,13 +221,13 @@ def test_strangers_delay_nobody() -> None:
     thread.join(LIMIT)
     for link in strangers:
         link.close()
-    assert answer is not None and len(answer.pop("secret")) == 64
-    assert answer == {"workers": [f"{HOST}:1", "b:7"], "first_rank": 1}
+    workers = [f"{HOST}:1", "b:7"]
+    assert answer == {"workers": workers, "first_rank": 1, "secret": ""}
     assert outcome == [[f"{HOST}:1", "b:7"]]
 
 
-def come(port: int, node: int) -> None:
-    """Comes to the master as a launcher without a secret."""
+def come(port: int, node: int, secret: bytes = SECRET) -> None:
+    """Comes to the master as a launcher."""
     hosts.meet(
         master=(HOST, port),
         node_rank=node,
@@ -228,6 +235,7 @@ def come(port: int, node: int) -> None:
         host=None,
         ports=[1],
         timeout=LIMIT,
+        secret=secret,
     )
 
 
@@ -277,7 +285,7 @@ def test_a_host_with_a_number_of_no_host_is_refused(node: int) -> None:
 def test_a_host_that_sends_nonsense_is_named(line: bytes) -> None:
     port, outcome, thread = start_master()
     until = time.monotonic() + LIMIT
-    connection = knock((HOST, port), Job("hosts"), 1, until)
+    connection = connector.connect((HOST, port), Job("hosts", SECRET), 1, until)
     connection.sendall(line + b"\n")
     answer = Link(connection, "host 0").receive(LIMIT)
     thread.join(LIMIT)
@@ -293,10 +301,9 @@ def test_a_secret_keeps_others_out(tmp_path: pathlib.Path) -> None:
     ends = run_nodes(tmp_path, [1, 1], body, environment)
     assert [end.returncode for end in ends] == [0, 0], ends
     assert all("of this job" in end.stdout for end in ends)
-    assert "there is no secret" not in ends[0].stderr
     port, outcome, thread = start_master(timeout=1.0, secret=b"of this job")
     with pytest.raises(hosts.RendezvousError, match="another secret"):
-        come(port, 1)
+        come(port, 1, b"another")
     thread.join(LIMIT)
     assert "did not come" in str(outcome)
 
@@ -310,7 +317,97 @@ def test_without_a_secret_the_ranks_get_one_of_their_own(
     printed = "".join(end.stdout for end in ends).split()
     found = {word for word in printed if len(word) == 64}
     assert len(found) == 1, ends
-    assert "there is no secret" in ends[0].stderr
+
+
+def test_without_a_secret_other_hosts_are_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TFDIST_SECRET", raising=False)
+    options = launch_options.parse(
+        ["--nnodes", "2", "--node-rank", "1", "--master", "10.9.8.7:7000", "x"]
+    )
+    with pytest.raises(
+        hosts.RendezvousError, match=r"no secret.*--allow-unauthenticated"
+    ):
+        launch._run_on_several_hosts(options)
+
+
+def test_launchers_of_another_user_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On loopback without a secret the kernel tells whose they are."""
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    port, outcome, thread = start_master(timeout=1.0, secret=b"")
+    with pytest.raises(hosts.RendezvousError, match="of user 0 listens there"):
+        hosts.meet(
+            master=(HOST, port),
+            node_rank=1,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=0.3,
+        )
+    thread.join(LIMIT)
+    assert "(another user)" in str(outcome)
+
+
+def test_launchers_start_again_while_others_wait() -> None:
+    """Any of them, host 0 too; nobody gets an address of before."""
+    port = free_port()
+    ends: dict[object, object] = {}
+
+    def run(node: int, name: object, ports: list[int]) -> threading.Thread:
+        def meet() -> None:
+            with hosts.meet(
+                master=(HOST, port),
+                node_rank=node,
+                nnodes=4,
+                host=None,
+                ports=ports,
+                timeout=LIMIT,
+                secret=SECRET,
+            ) as meeting:
+                ends[name] = meeting.workers
+
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [run(2, 2, [3])]
+    with Listener((HOST, port), [1, 2, 3]) as first:  # a launcher that is killed
+        until = time.monotonic() + LIMIT
+        for _, came in first.accept(Job("hosts", SECRET), until):
+            came.close()
+            break
+    threads.append(run(0, 0, [1]))
+    killed = connect(port)
+    killed.send({"nnodes": 4, "workers": [f"{HOST}:9"]}, LIMIT)
+    killed.close()
+    threads += [run(1, 1, [2]), run(3, 3, [4])]
+    for thread in threads:
+        thread.join(LIMIT)
+    expected = [f"{HOST}:{number}" for number in (1, 2, 3, 4)]
+    assert ends == dict.fromkeys(range(4), expected)
+
+
+@pytest.mark.parametrize("numeric", ["127.0.1.1", "::1"])
+def test_a_master_that_is_loopback_to_itself_is_refused(
+    numeric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Debian's /etc/hosts."""
+    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+    found = [(family, socket.SOCK_STREAM, 6, "", (numeric, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(hosts.RendezvousError, match=rf"'n0' to {numeric}"):
+        hosts.meet(
+            master=("n0", free_port()),
+            node_rank=0,
+            nnodes=2,
+            host=None,
+            ports=[1],
+            timeout=LIMIT,
+            secret=SECRET,
+        )
 
 
 def test_a_missing_host_is_named_in_time() -> None:

@@ -15,6 +15,7 @@ from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous.listening import Listening
 
 LIMIT = 60.0
+SECRET = b"0123456789abcdef" * 2
 
 
 def connect_all(
@@ -28,7 +29,7 @@ def connect_all(
             outcomes[rank] = mesh.connect(
                 rank,
                 addresses,
-                secret=secrets[rank] if secrets else b"s",
+                secret=secrets[rank] if secrets else SECRET,
                 timeout=timeout,
                 listening=listening[rank] if listening else None,
                 share_memory=share is None or share[rank],
@@ -131,9 +132,9 @@ def test_without_memory_ranks_talk_by_tcp(free_port, monkeypatch, caplog):
         assert_shared(meshes, [False] * 3)
     assert sorted(r.getMessage() for r in caplog.records) == [
         "tfdist_ext: rank 1 shares no memory with ranks [0] of this host "
-        "(other namespaces, or none is left): they talk by TCP.",
+        "(no space left): they talk by TCP.",
         "tfdist_ext: rank 2 shares no memory with ranks [0, 1] of this host "
-        "(other namespaces, or none is left): they talk by TCP.",
+        "(no space left): they talk by TCP.",
     ]
     assert len(os.listdir("/proc/self/fd")) == files
 

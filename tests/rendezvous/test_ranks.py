@@ -8,12 +8,13 @@ import time
 
 import pytest
 
+from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import ranks
-from tfdist_ext.rendezvous.door import knock
 from tfdist_ext.rendezvous.handshake import Job
 from tfdist_ext.rendezvous.link import Link
 
 LIMIT = 60.0
+SECRET = b"0123456789abcdef" * 2
 
 
 def meet_all(calls):
@@ -53,7 +54,9 @@ def addresses_of(count, port):
 @pytest.mark.parametrize("count", [2, 3, 11, 120])
 def test_blobs_come_in_rank_order(count, free_port):
     addresses = addresses_of(count, free_port())
-    calls = [(rank, addresses, LIMIT, b"s") for rank in reversed(range(count))]
+    calls = [
+        (rank, addresses, LIMIT, SECRET) for rank in reversed(range(count))
+    ]
     expected = [b"blob %d" % rank for rank in range(count)]
     assert meet_all(calls) == [expected] * count
 
@@ -64,7 +67,8 @@ def test_all_learn_who_is_missing(free_port):
     first, second = meet_all(calls)
     missing = "rank 1 (127.0.0.1:1), rank 3 (127.0.0.1:3) of 4 ranks"
     assert missing in first and "startup_timeout=1 s" in first
-    assert f"rank 2: rank 0 ({addresses[0]}) says: {first}" == second
+    own = f"rank 2 ({addresses[2]})"
+    assert f"{own}: rank 0 ({addresses[0]}) says: {first}" == second
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_rank_0_is_out_of_reach(free_port, host, why):
 def test_a_taken_port_names_the_address(free_port):
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        (error,) = meet_all([(0, addresses_of(2, port), 1.0, b"")])
+        (error,) = meet_all([(0, addresses_of(2, port), 1.0, b"s")])
     assert f"cannot listen at its address '127.0.0.1:{port}'" in error
 
 
@@ -101,8 +105,11 @@ def test_a_taken_port_names_the_address(free_port):
         ),
     ],
 )
-def test_who_is_refused_learns_what_to_do(change, remedy, free_port):
+def test_who_is_refused_learns_what_to_do(
+    change, remedy, free_port, monkeypatch
+):
     """And rank 0, in the end, whom it has refused."""
+    monkeypatch.setattr(connector, "TAKEN_SECONDS", 0.2)
     addresses = addresses_of(3, free_port())
     other = addresses + change.get("addresses", [])
     good = [(0, addresses, 2.0, b"s"), (2, addresses, 2.0, b"s")]
@@ -136,9 +143,12 @@ def test_a_rank_that_sends_nonsense_is_named(line, free_port):
 
     thread = threading.Thread(target=rank_0, daemon=True)
     thread.start()
-    job = Job(f"ranks {' '.join(addresses)}", b"s")
+    salt = " ".join(addresses)
+    job = Job(f"ranks {salt}", b"s", salt)
     port = int(addresses[0].rpartition(":")[2])
-    connection = knock(("127.0.0.1", port), job, 1, time.monotonic() + LIMIT)
+    connection = connector.connect(
+        ("127.0.0.1", port), job, 1, time.monotonic() + LIMIT
+    )
     connection.sendall(line + b"\n")
     link = Link(connection, "rank 0")
     answer = link.receive(LIMIT)

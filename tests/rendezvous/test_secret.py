@@ -9,6 +9,7 @@ from tfdist_ext.rendezvous import secret
 def test_where_it_comes_from(tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(b"  from a file\n")
+    file.chmod(0o600)
     assert secret.find({}) == b""
     assert secret.find({"TFDIST_SECRET": "given"}) == b"given"
     assert secret.find({"TFDIST_SECRET_FILE": f"{file}"}) == b"from a file"
@@ -21,5 +22,15 @@ def test_a_file_that_holds_none_is_refused(tmp_path, contents):
     file = tmp_path / "secret"
     if contents is not None:
         file.write_bytes(contents)
+        file.chmod(0o600)
     with pytest.raises(ValueError, match="TFDIST_SECRET_FILE"):
+        secret.find({"TFDIST_SECRET_FILE": f"{file}"})
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620])
+def test_a_file_that_others_can_read_is_refused(tmp_path, mode):
+    file = tmp_path / "secret"
+    file.write_bytes(b"0123456789abcdef" * 4)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=f"mode {mode:04o}. Run: chmod 600"):
         secret.find({"TFDIST_SECRET_FILE": f"{file}"})

@@ -8,7 +8,6 @@ run any op that anybody sends.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 
 from tfdist_ext import tensorflow_internals as internals
@@ -38,6 +37,7 @@ def connect(
     timeout: float,
     startup_timeout: float,
     transport: choices.Transport,
+    allow_unauthenticated: bool = False,
 ) -> ProcessGroup | None:
     """Connects the ranks to each other.
 
@@ -46,15 +46,17 @@ def connect(
         timeout: seconds, of the process group.
         startup_timeout: seconds that ranks wait for each other to start.
         transport: whether ranks of one host talk through memory.
+        allow_unauthenticated: whether ranks may do without a secret where
+            other users or hosts reach them.
 
     Returns:
         The connected process group; None for a process that trains alone.
 
     Raises:
         RuntimeError: the ranks did not meet.
-        ValueError: the secret of the job cannot be read, or the environment
-            names no interface or ports of this host, no form of sums, or no
-            time to poll.
+        ValueError: the job has no secret and needs one, or it cannot be read;
+            or the environment names no interface or ports of this host, no
+            form of sums, or no time to poll.
     """
     addresses, rank = cluster.addresses, cluster.rank
     if len(addresses) < 2:
@@ -62,9 +64,7 @@ def connect(
     if share_a_host(addresses):
         internals.stop_spinning()
     secret = secret_lib.find(os.environ)
-    warned = cluster.launched is not None
-    if rank == 0 and not (secret or warned):
-        warn_of_strangers(addresses[0])
+    check_secret(addresses[0], secret, allow_unauthenticated)
 
     def join() -> Sequence[Connection | None]:
         connections = mesh.connect(
@@ -75,6 +75,7 @@ def connect(
             reuse_port=ports.HELD_VARIABLE in os.environ,
             listening=Listening.of(os.environ),
             share_memory=transport == "auto",
+            allow_unauthenticated=allow_unauthenticated,
         )
         connection.poll_busily(connections, os.environ)
         return connections
@@ -101,23 +102,31 @@ def connect_gpus(collectives: Collectives | None) -> None:
         )
 
 
-def warn_of_strangers(address: str) -> None:
-    """Warns where ranks have no secret and others reach them.
+def check_secret(
+    address: str, secret: bytes, allow_unauthenticated: bool
+) -> None:
+    """Refuses ranks without a secret where other hosts reach them.
 
     Args:
         address: "host:port" of rank 0.
+        secret: of the job, may be empty.
+        allow_unauthenticated: whether the user wants that.
 
     Raises:
-        ValueError: its host has no address.
+        ValueError: says how to give a secret.
     """
-    if not addresses_lib.is_loopback(addresses_lib.bind_address(address)):
-        warnings.warn(
-            f"Whoever reaches {address} while the ranks start may join this "
-            f"job: there is no secret. Set {secret_lib.VARIABLE}, or "
-            f"{secret_lib.FILE_VARIABLE} to the path of a file, to the same "
-            "secret for all ranks.",
-            stacklevel=4,
-        )
+    where = addresses_lib.of_this_user(*addresses_lib.split(address))
+    if secret or allow_unauthenticated or isinstance(where, str):
+        return
+    raise ValueError(
+        f"The ranks of this job start at {address}, which other hosts may "
+        "reach, and have no secret: anybody who connects would join the job. "
+        f"Set {secret_lib.VARIABLE} to the same text for all ranks, or "
+        f"{secret_lib.FILE_VARIABLE} to the path of a file that only you can "
+        "read, with the output of `openssl rand -hex 32`. In a network that "
+        "you trust, HybridParallelStrategy(allow_unauthenticated=True) does "
+        "without."
+    )
 
 
 def serve_keys(group: ProcessGroup) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.launcher import launched as launched_lib
-from tfdist_ext.rendezvous.addresses import bind_address
+from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous.listening import Listening
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -172,9 +173,10 @@ def _check_addresses(cluster: Cluster) -> None:
 
 
 def _check_own_host(cluster: Cluster) -> None:
-    """Refuses an address of another host, as by another rank's index."""
+    """Refuses an address of another host, or one that others do not reach."""
     address = cluster.own_address
-    numeric = bind_address(address)
+    numeric = addresses_lib.bind_address(address)
+    _check_loopback(cluster, numeric)
     family, kind, _, _, where = socket.getaddrinfo(
         numeric, 0, type=socket.SOCK_STREAM
     )[0]
@@ -189,3 +191,28 @@ def _check_own_host(cluster: Cluster) -> None:
             "Give every process its own, and every task the address by which "
             "others reach it."
         ) from error
+
+
+def _check_loopback(cluster: Cluster, numeric: str) -> None:
+    """Refuses to listen on loopback for ranks of other hosts.
+
+    Raises:
+        ValueError: the name of this host stands for loopback to itself.
+    """
+    # Only rank 0 listens there if an interface is named for the others.
+    if cluster.rank and Listening.of(os.environ).interface:
+        return
+    if not addresses_lib.is_loopback(numeric):
+        return
+    own = addresses_lib.split(cluster.own_address)[0]
+    hosts = {addresses_lib.split(each)[0] for each in cluster.addresses}
+    for host in sorted(hosts - {own}):
+        if not addresses_lib.is_of_this_host(host):
+            raise ValueError(
+                f"TF_CONFIG names this host {own!r}, which to itself is "
+                f"{numeric}: only its own processes reach that, and "
+                f"{host!r} is another host. Name this host in TF_CONFIG, for "
+                "all ranks, by the address by which others reach it; or "
+                f"correct the line of {own!r} in its /etc/hosts, which should "
+                "have that address."
+            )

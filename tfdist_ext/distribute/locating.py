@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 from typing import Any
 
 import tensorflow as tf
@@ -24,11 +25,14 @@ from tfdist_ext.distribute.cluster import Cluster
 from tfdist_ext.launcher import key_value_store
 from tfdist_ext.launcher.launched import Launched
 from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import ranks
 from tfdist_ext.rendezvous import secret as secret_lib
 
 
-def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
+def locate(
+    resolver: Any, timeout: float, allow_unauthenticated: bool = False
+) -> tuple[Any, Cluster]:
     """Finds the ranks, by TF_CONFIG or what else a launcher has said.
 
     In the latter case this rank also takes its share of its host.
@@ -36,6 +40,7 @@ def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     Args:
         resolver: the user's; None for that of TF_CONFIG.
         timeout: seconds that ranks wait for each other.
+        allow_unauthenticated: see `bootstrap.check_secret`.
 
     Returns:
         A resolver that knows all ranks, and what it says.
@@ -53,16 +58,16 @@ def locate(resolver: Any, timeout: float) -> tuple[Any, Cluster]:
     host_share.take(launched)
     if launched.store:
         launched = _ask_store(launched, timeout)
-    own_host = _own_host(launched)
+    own_host = _own_host(launched, timeout)
     secret = secret_lib.find(os.environ)
-    if launched.rank == 0 and not secret:
-        bootstrap.warn_of_strangers(launched.master)
+    bootstrap.check_secret(launched.master, secret, allow_unauthenticated)
     hosts = ranks.meet(
         launched.rank,
         launched.names,
         own_host.encode(),
         secret=secret,
         timeout=timeout,
+        allow_unauthenticated=allow_unauthenticated,
     )
     port = addresses_lib.split(launched.master)[1]
     addresses = [
@@ -80,7 +85,7 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
     """Learns the host of rank 0, which tells it the store of horovodrun."""
     store = addresses_lib.split(launched.store)
     if launched.rank == 0:
-        host = _way_to(launched.store)
+        host = _way_to(launched.store, timeout)
         key_value_store.put(store, host)
     else:
         host = key_value_store.get(store, timeout)
@@ -88,18 +93,35 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
     return dataclasses.replace(launched, master=addresses_lib.join(host, port))
 
 
-def _own_host(launched: Launched) -> str:
+def _own_host(launched: Launched, timeout: float) -> str:
     """Numeric address of this host on the way to rank 0's."""
     if launched.rank != 0:
-        return _way_to(launched.master)
+        return _way_to(launched.master, timeout)
     numeric = addresses_lib.bind_address(launched.master)
     _check_first(launched, numeric)
     return numeric
 
 
-def _way_to(address: str) -> str:
-    """Numeric address of this host by which an address is reached."""
-    numeric = addresses_lib.bind_address(address)
+def _way_to(address: str, timeout: float) -> str:
+    """Numeric address of this host by which an address is reached.
+
+    Args:
+        address: "host:port".
+        timeout: seconds to wait until its name can be resolved.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            numeric = addresses_lib.bind_address(address)
+            break
+        except ValueError:
+            left = began + timeout - time.monotonic()
+            if left <= 0:
+                raise
+            time.sleep(min(left, connector.pause(timeout - left)))
     port = addresses_lib.split(address)[1]
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -110,11 +110,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             memory allows; "always" for every model; "error" likewise, and
             raises where they differ; "off" never, nor compares replicas. "auto"
             leaves it to `tfdist-run --check`.
+        allow_unauthenticated: whether ranks start without a secret
+            (`TFDIST_SECRET`) where other users or hosts reach them. Otherwise
+            they then raise, and on loopback accept their own user only.
 
     Raises:
         ValueError: for a TF_CONFIG that is malformed or has other tasks than
             chief and workers, another `gradient_dtype`, `transport`,
-            `engine` or `check`, or `error_feedback` where nothing is rounded.
+            `engine` or `check`, or `error_feedback` where nothing is rounded;
+            or if other hosts reach the ranks and there is no secret.
         RuntimeError: another launcher has started several processes and not
             said how they meet, rank 0's port is taken, not all ranks came
             within `startup_timeout`, or Horovod knows other ranks.
@@ -134,6 +138,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         transport: choices.Transport = "auto",
         engine: choices.Engine = "tfdist",
         check: choices.Check = "auto",
+        allow_unauthenticated: bool = False,
     ) -> None:
         where = type(self).__name__
         dtypes = choices.WIRE_DTYPES
@@ -148,8 +153,16 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 " Received: error_feedback=True with gradient_dtype="
                 "'float32'. Set gradient_dtype='bfloat16', or leave it out."
             )
-        resolver, cluster = locating.locate(cluster_resolver, startup_timeout)
-        group = bootstrap.connect(cluster, timeout, startup_timeout, transport)
+        resolver, cluster = locating.locate(
+            cluster_resolver, startup_timeout, allow_unauthenticated
+        )
+        group = bootstrap.connect(
+            cluster,
+            timeout,
+            startup_timeout,
+            transport,
+            allow_unauthenticated,
+        )
         self.collectives: Collectives | None = None
         self._reporter = reporter.start(group, os.environ)
         if group is not None:

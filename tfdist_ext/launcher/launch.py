@@ -25,6 +25,7 @@ from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import ports
 from tfdist_ext.launcher import restarts
 from tfdist_ext.launcher import ssh_hosts
+from tfdist_ext.rendezvous import addresses as addresses_lib
 from tfdist_ext.rendezvous import hosts
 from tfdist_ext.rendezvous import secret as secret_lib
 from tfdist_ext.rendezvous.listening import Listening
@@ -110,13 +111,15 @@ def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
 
 def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
     secret = _secret()
-    if not secret and options.node_rank == 0 and not options.restarts:
-        host, port = options.master
-        print(
-            f"tfdist-run: whoever reaches {host}:{port} may join this job: "
-            f"there is no secret. Set the same {secret_lib.VARIABLE} or "
-            f"{secret_lib.FILE_VARIABLE} on all hosts.",
-            file=sys.stderr,
+    where = addresses_lib.of_this_user(*options.master)
+    if not (secret or options.allow_unauthenticated or isinstance(where, str)):
+        raise hosts.RendezvousError(
+            "anybody who reaches --master "
+            f"{addresses_lib.join(*options.master)} would join this job: there "
+            f"is no secret. Set the same {secret_lib.VARIABLE} on all hosts, "
+            f"or {secret_lib.FILE_VARIABLE} to the path of a file that only "
+            "you can read, with the output of `openssl rand -hex 32`. In a "
+            "network that you trust, --allow-unauthenticated does without"
         )
     # Not loopback: the address others use may belong to any interface.
     with ports.reserve(options.n, "", own_ports(options)) as reserved:
@@ -129,6 +132,7 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
             timeout=options.start_timeout,
             secret=secret,
             min_ranks=options.min_ranks if options.restarts else None,
+            allow_unauthenticated=options.allow_unauthenticated,
         )
         with meeting:
             ranks = ranks_of_host(

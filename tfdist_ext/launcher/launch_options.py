@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import pathlib
 import shlex
@@ -329,6 +330,12 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the other hosts (default 300)",
     )
+    add(
+        "--allow-unauthenticated",
+        action="store_true",
+        help="with --nnodes: start without TFDIST_SECRET or "
+        "TFDIST_SECRET_FILE, in a network that you trust",
+    )
 
 
 def _positive(text: str) -> int:
@@ -391,14 +398,23 @@ def _check_mode(text: str) -> tuple[str, str]:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text}")
+    bare = ":" in host and not (host[0] == "[" and host[-1] == "]")
+    host = host.strip("[]")
+    if not host or bare or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(
+            f"must be HOST:PORT, and [HOST]:PORT for IPv6, not {text}"
+        )
     return host, int(port)
 
 
 def _host(text: str) -> str:
-    if not text or ":" in text:
+    host = text.strip("[]")
+    try:
+        return str(ipaddress.ip_address(host.partition("%")[0])) and host
+    except ValueError:
+        pass
+    if not host or ":" in host:
         raise argparse.ArgumentTypeError(
-            f"must be a name or an IPv4 address without a port, not {text}"
+            f"must be a name or an address without a port, not {text}"
         )
-    return text
+    return host

@@ -26,7 +26,7 @@ def reserve(count: int, host: str, first: range = ANY) -> Iterator[list[int]]:
 
     Args:
         count: how many ports.
-        host: address to bind, "" for all.
+        host: address to bind, "" for all of IPv4 and IPv6.
         first: of which the first port is.
 
     Yields:
@@ -44,9 +44,13 @@ def reserve(count: int, host: str, first: range = ANY) -> Iterator[list[int]]:
 
 
 def _hold(host: str, candidates: range) -> socket.socket:
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     for port in candidates:
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if both:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             held.bind((host, port))
         except OSError as error:
             held.close()

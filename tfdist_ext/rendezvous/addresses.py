@@ -6,6 +6,9 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+# Host and port, or the name of an abstract Unix socket.
+Address = tuple[str, int] | str
+
 
 def split(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of "host:port" or "[host]:port"."""
@@ -19,7 +22,10 @@ def join(host: str, port: int) -> str:
 
 
 def bind_address(address: str) -> str:
-    """Numeric form of the host in "host:port", IPv4 if it has one.
+    """Numeric form of the host in "host:port".
+
+    Addresses that other hosts reach come before loopback, and IPv4 before
+    IPv6.
 
     A rank listens on this address only, never on all interfaces.
 
@@ -34,7 +40,12 @@ def bind_address(address: str) -> str:
             f"The host of this rank's address {address!r} cannot be resolved: "
             f"{error}"
         ) from error
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    found.sort(
+        key=lambda entry: (
+            is_loopback(str(entry[4][0])),
+            entry[0] != socket.AF_INET,
+        )
+    )
     numeric = str(found[0][4][0])
     if ipaddress.ip_address(numeric.split("%")[0]).is_unspecified:
         raise ValueError(
@@ -49,6 +60,34 @@ def is_loopback(numeric: str) -> bool:
     return ipaddress.ip_address(numeric.split("%")[0]).is_loopback
 
 
+def of_this_user(host: str, port: int) -> Address:
+    """Where processes without a secret meet.
+
+    Args:
+        host: name or numeric address.
+        port: of it.
+
+    Returns:
+        On loopback the name of an abstract Unix socket, whose two ends learn
+        each other's user from the kernel; else host and port.
+    """
+    try:
+        numeric = bind_address(join(host, port))
+    except ValueError:
+        return host, port
+    return f"tfdist {numeric} {port}" if is_loopback(numeric) else (host, port)
+
+
 def is_local_name(host: str) -> bool:
     """Whether a host is named as only itself does, in every network."""
-    return host == "localhost" or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def is_of_this_host(host: str) -> bool:
+    """Whether a name stands for loopback here."""
+    if is_local_name(host):
+        return True
+    try:
+        return is_loopback(bind_address(join(host, 0)))
+    except ValueError:
+        return False

@@ -3,8 +3,9 @@
 
 Every launcher has chosen free ports for its ranks. Those of hosts 1 to N-1
 connect to the master's address, where the launcher of host 0 listens, and send
-their addresses; it answers everyone with the list of all. The connections stay
-open, so that a failure on one host stops the ranks on the others:
+their addresses; it answers everyone with the list of all. A launcher that ends
+before that is replaced by its next start. The connections stay open, so that a
+failure on one host stops the ranks on the others:
 
     host 1 -> host 0   {"nnodes": 2, "workers": ["b:41", ...]}
     host 0 -> host 1   {"workers": ["a:52", ..., "b:41", ...], "first_rank": 4,
@@ -12,21 +13,24 @@ open, so that a failure on one host stops the ranks on the others:
     anyone -> others   {"ended": null} or {"ended": "rank 5 (...) failed: ..."}
 
 Messages are JSON, one per line, of limited length; who sends them is known by
-the handshake at the door.
+the handshake.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import handshake
-from tfdist_ext.rendezvous.door import Door
-from tfdist_ext.rendezvous.door import knock
 from tfdist_ext.rendezvous.link import Link
+from tfdist_ext.rendezvous.listener import Listener
 
 _MESSAGE_SECONDS = 10.0
 _MOST_RANKS = 1 << 16
@@ -36,8 +40,11 @@ _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: "it has another version of tfdist_ext",
     handshake.Verdict.OTHER_JOB: "it has another version of tfdist_ext",
     handshake.Verdict.TAKEN: (
-        "it expects other hosts, --nnodes differs, or another host has come "
-        "with this --node-rank"
+        "another launcher has come there with this --node-rank. Give every "
+        "host its own"
+    ),
+    handshake.Verdict.UNEXPECTED: (
+        "it expects other hosts, --nnodes differs. Give all hosts the same"
     ),
     handshake.Verdict.WRONG_SECRET: (
         "it has another secret; set the same TFDIST_SECRET or "
@@ -71,6 +78,8 @@ class Meeting:
         self.first_rank = first_rank
         self.secret = secret
         self._links = list(links)
+        for link in self._links:
+            link.watch(False)  # ranks say what an interruption may last
 
     def __enter__(self) -> Meeting:
         return self
@@ -118,6 +127,7 @@ def meet(
     timeout: float,
     secret: bytes = b"",
     min_ranks: int | None = None,
+    allow_unauthenticated: bool = False,
 ) -> Meeting:
     """Exchanges the addresses of all ranks.
 
@@ -129,39 +139,82 @@ def meet(
             reaches the master with; the master's own for host 0.
         ports: one per rank of this host.
         timeout: seconds to wait for the other hosts.
-        secret: of the job; without one, whoever speaks the protocol may come.
+        secret: of the job. Without one, launchers that meet on loopback accept
+            processes of their own user only.
         min_ranks: with which the job goes on without hosts that did not come
             in time; None if all must.
+        allow_unauthenticated: whether to accept other users there too.
 
     Raises:
         RendezvousError: not all hosts came in time, or they disagree.
     """
     deadline = time.monotonic() + timeout
     job = handshake.Job(_JOB, secret)
+    where: addresses_lib.Address = master
+    if not (secret or allow_unauthenticated):
+        where = addresses_lib.of_this_user(*master)
     if node_rank == 0:
-        workers = [f"{host or master[0]}:{port}" for port in ports]
-        return _receive_hosts(master, job, nnodes, workers, deadline, min_ranks)
-    link = _reach(master, job, node_rank, deadline)
-    address = host or link.own_host()
-    hello = {
-        "nnodes": nnodes,
-        "workers": [f"{address}:{port}" for port in ports],
-    }
-    try:
-        link.send(hello, _MESSAGE_SECONDS)
-        answer = link.receive(max(0.0, deadline - time.monotonic()))
-        if answer is None:
-            raise TimeoutError(
-                f"it has waited for other hosts longer than --start-timeout "
-                f"{timeout:g}"
+        _check_master(master)
+        workers = [addresses_lib.join(host or master[0], p) for p in ports]
+        return _receive_hosts(
+            master, where, job, nnodes, workers, deadline, min_ranks
+        )
+    while True:
+        link = _reach(master, where, job, node_rank, deadline)
+        address = host or link.own_host() or master[0]
+        hello = {
+            "nnodes": nnodes,
+            "workers": [addresses_lib.join(address, port) for port in ports],
+        }
+        try:
+            link.send(hello, _MESSAGE_SECONDS)
+            answer = link.receive(max(0.0, deadline - time.monotonic()))
+            if answer is None:
+                raise TimeoutError(
+                    "it has waited for other hosts longer than "
+                    f"--start-timeout {timeout:g}"
+                )
+            return _meeting(link, answer, len(ports))
+        except ConnectionError as error:
+            link.close()
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"no answer from {link.name}: {error}"
+                ) from error
+            _say(
+                f"{link.name} has ended before all hosts had come ({error}); "
+                "waiting for its next start"
             )
-        return _meeting(link, answer, len(ports))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        link.close()
-        raise RendezvousError(f"no answer from {link.name}: {error}") from error
-    except RendezvousError:
-        link.close()
-        raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            link.close()
+            raise RendezvousError(
+                f"no answer from {link.name}: {error}"
+            ) from error
+        except RendezvousError:
+            link.close()
+            raise
+
+
+def _say(text: str) -> None:
+    print(f"tfdist-run: {text}", file=sys.stderr, flush=True)
+
+
+def _check_master(master: tuple[str, int]) -> None:
+    """Refuses a name that stands for loopback on host 0 only."""
+    host, port = master
+    try:
+        numeric = addresses_lib.bind_address(addresses_lib.join(host, port))
+    except ValueError as error:
+        raise RendezvousError(f"--master: {error}") from error
+    if addresses_lib.is_loopback(numeric) and not addresses_lib.is_local_name(
+        host
+    ):
+        raise RendezvousError(
+            f"cannot listen on --master {addresses_lib.join(host, port)}: this "
+            f"host resolves its name {host!r} to {numeric}, where other hosts "
+            "do not reach it. Give the address by which they do, to all hosts; "
+            f"or correct the line of {host!r} in /etc/hosts"
+        )
 
 
 def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
@@ -181,6 +234,7 @@ def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
 
 def _receive_hosts(
     master: tuple[str, int],
+    where: addresses_lib.Address,
     job: handshake.Job,
     nnodes: int,
     own: list[str],
@@ -191,11 +245,10 @@ def _receive_hosts(
     workers = {0: own}
     links: dict[int, Link] = {}
     try:
-        with _open(master, job, nnodes) as door:
-            for node, connection in door.let_in(deadline):
-                name = "{}:{}".format(*connection.getpeername()[:2])
-                links[node] = Link(connection, f"host {node} ({name})")
-            missing, refusals = door.missing, door.refusals
+        with _listen(master, where, nnodes) as listener:
+            for node, connection in listener.accept(job, deadline):
+                links[node] = Link(connection, _name(node, connection))
+            missing, refusals = listener.missing, listener.refusals
         for node, link in sorted(links.items()):
             workers[node] = _hear(link, nnodes)
         if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
@@ -262,26 +315,48 @@ def _addresses(message: dict[str, Any]) -> list[str]:
     return found
 
 
-def _open(master: tuple[str, int], job: handshake.Job, nnodes: int) -> Door:
+def _name(node: int, connection: socket.socket) -> str:
+    if connection.family == socket.AF_UNIX:
+        return f"host {node} (this one)"
+    host, port = connection.getpeername()[:2]
+    return f"host {node} ({addresses_lib.join(host, port)})"
+
+
+def _listen(
+    master: tuple[str, int], where: addresses_lib.Address, nnodes: int
+) -> Listener:
+    if not isinstance(where, str):
+        where = addresses_lib.bind_address(addresses_lib.join(*where)), where[1]
     try:
-        return Door(master, job, range(1, nnodes))
+        return Listener(where, range(1, nnodes))
     except OSError as error:
         raise RendezvousError(
-            f"cannot listen on --master {master[0]}:{master[1]}: {error}. It "
-            "must be an address of host 0 and a free port"
+            f"cannot listen on --master {addresses_lib.join(*master)}: "
+            f"{error}. It must be an address of host 0 and a free port"
         ) from error
 
 
 def _reach(
     master: tuple[str, int],
+    where: addresses_lib.Address,
     job: handshake.Job,
     node_rank: int,
     deadline: float,
 ) -> Link:
     """Tries until host 0 listens: the hosts start in any order."""
-    name = f"host 0 ({master[0]}:{master[1]})"
+    name = f"host 0 ({addresses_lib.join(*master)})"
+
+    def report(reason: str) -> None:
+        _say(
+            f"host {node_rank} has not reached {name} for "
+            f"{connector.REPORT_SECONDS:g} s: {reason}; it goes on trying "
+            "until --start-timeout"
+        )
+
     try:
-        return Link(knock(master, job, node_rank, deadline), name)
+        connection = connector.connect(
+            where, job, node_rank, deadline, report=report
+        )
     except handshake.RefusedError as error:
         raise RendezvousError(
             f"{name} refuses this host: {_REMEDIES[error.verdict]}"
@@ -290,3 +365,4 @@ def _reach(
         raise RendezvousError(
             f"{name} did not answer within --start-timeout: {error}"
         ) from error
+    return Link(connection, name)

@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 _LONGEST_MESSAGE = 1 << 24
+# When TCP takes a silent host for lost.
+_IDLE_SECONDS, _PROBE_SECONDS, _LOST_SECONDS = 3, 2, 9
 
 
 class Link:
@@ -23,12 +25,38 @@ class Link:
         self.name = name
         self._connection = connection
         self._received = bytearray()
+        self.watch(True)
+
+    def watch(self, on: bool) -> None:
+        """Lets the system end the connection once the other host is silent.
+
+        Args:
+            on: whether to watch; a host that is lost is then noticed within
+                9 s, and an interruption of that length ends the connection.
+        """
+        tcp = {
+            socket.TCP_KEEPIDLE: _IDLE_SECONDS,
+            socket.TCP_KEEPINTVL: _PROBE_SECONDS,
+            socket.TCP_USER_TIMEOUT: 1000 * _LOST_SECONDS if on else 0,
+        }
+        if self._connection.family == socket.AF_UNIX:
+            return
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, on)
+        for option, value in tcp.items():
+            self._connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message has been read, but not been taken."""
+        return b"\n" in self._received
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def own_host(self) -> str:
-        """The address of this host as the other end sees it."""
+        """The address of this host on this connection; "" for Unix sockets."""
+        if self._connection.family == socket.AF_UNIX:
+            return ""
         return str(self._connection.getsockname()[0])
 
     def close(self) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 
 from tfdist_ext.rendezvous import addresses as addresses_lib
-from tfdist_ext.rendezvous import handshake
-from tfdist_ext.rendezvous.door import Door
+from tfdist_ext.rendezvous.listener import Listener
 
 INTERFACE_VARIABLE = "TFDIST_INTERFACE"
 PORTS_VARIABLE = "TFDIST_PORT_RANGE"
@@ -71,15 +70,12 @@ class Listening:
         except ValueError:
             return _address_of(self.interface)
 
-    def open(
-        self, address: str, job: handshake.Job, numbers: Collection[int]
-    ) -> Door:
-        """Opens a door at the first port that is free.
+    def open(self, address: str, numbers: Collection[int]) -> Listener:
+        """Listens at the first port that is free.
 
         Args:
             address: see `host`.
-            job: see `Door`.
-            numbers: see `Door`.
+            numbers: see `Listener`.
 
         Raises:
             OSError: no port is free, or the address is not of this host.
@@ -88,7 +84,7 @@ class Listening:
         host = self.host(address)
         for port in self.ports:
             try:
-                return Door((host, port), job, numbers)
+                return Listener((host, port), numbers)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

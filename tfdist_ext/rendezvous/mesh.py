@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects every rank to every other, twice.
 
-The ranks tell each other at rank 0 where they listen (`ranks.meet`). Then each
-knocks at the doors of those before it and lets in those after it. Both ends of
-a connection know the secret of the job, and when all are connected nobody
-listens any more. Ranks of one host then agree on memory that they share.
+The ranks tell each other at rank 0 where they listen (`ranks.meeting`). Then
+each connects to those before it and accepts those after it. Both ends of a
+connection know the secret of the job, and when all are connected nobody listens
+any more. Ranks of one host then agree on memory that they share. A rank that
+ends meanwhile is named by all others within seconds.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import dataclasses
 import logging
 import socket
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 
 from tfdist_ext.rendezvous import addresses as addresses_lib
+from tfdist_ext.rendezvous import connector
+from tfdist_ext.rendezvous import descriptors
 from tfdist_ext.rendezvous import handshake
 from tfdist_ext.rendezvous import ranks
 from tfdist_ext.rendezvous.connection import Connection
-from tfdist_ext.rendezvous.door import Door
-from tfdist_ext.rendezvous.door import knock
+from tfdist_ext.rendezvous.listener import Listener
 from tfdist_ext.rendezvous.listening import Listening
 from tfdist_ext.rendezvous.same_host import Neighbours
 from tfdist_ext.rendezvous.same_host import SharedMemory
@@ -33,6 +36,10 @@ _LOG = logging.getLogger(__name__)
 # What each of two connections is for: messages, and control.
 _KINDS = 2
 _CONTROL = 1
+_MEMORY_DESCRIPTORS = 3  # of a rank that shares memory
+_SPARE_DESCRIPTORS = 64
+# How long rank 0 may take to say which rank has failed.
+_REASON_SECONDS = 3.0
 
 
 def connect(
@@ -44,6 +51,7 @@ def connect(
     reuse_port: bool = False,
     listening: Listening | None = None,
     share_memory: bool = True,
+    allow_unauthenticated: bool = False,
 ) -> list[Connection | None]:
     """Connects this rank to all others; all must do so at the same time.
 
@@ -52,13 +60,15 @@ def connect(
         addresses: "host:port" of each rank, the same on all. Rank 0 listens at
             the first, until all have come; every rank then listens where
             `listening` says, until all are connected.
-        secret: of the job; strangers are kept out by it.
+        secret: of the job. Without one, ranks that meet on loopback accept
+            processes of their own user only.
         timeout: seconds that ranks wait for each other.
-        reuse_port: whether somebody holds rank 0's port for it.
+        reuse_port: whether another process holds rank 0's port for it.
         listening: by default on the host of this rank's address, on a port
             that the system chooses.
         share_memory: whether ranks of one host talk through memory. It takes
             both to want it.
+        allow_unauthenticated: whether to accept other users there too.
 
     Returns:
         By rank what joins this one to it; None for this rank itself.
@@ -67,28 +77,36 @@ def connect(
         RuntimeError: not all ranks came, or this rank cannot listen.
         ValueError: this rank's address, or `listening`, is not of this host.
     """
-    job = handshake.Job(f"connections {' '.join(addresses)}", secret)
-    start = _Start(rank, addresses, job, timeout, time.monotonic() + timeout)
+    start = _Start(rank, addresses, timeout, time.monotonic() + timeout)
+    share_memory = _allow_descriptors(start, share_memory)
     listening = listening or Listening()
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(_open(start, listening))
+        listener = stack.enter_context(_listen(start, listening))
         neighbours = stack.enter_context(Neighbours(share_memory))
         # Where a rank says no host, it is the one that all know.
-        host = door.address[0] if listening.interface else ""
-        places = ranks.meet(
-            rank,
-            addresses,
-            f"{host} {door.address[1]} {neighbours.name}".encode(),
-            secret=secret,
-            timeout=timeout,
-            reuse_port=reuse_port,
+        host = listener.address[0] if listening.interface else ""
+        met = stack.enter_context(
+            ranks.meeting(
+                rank,
+                addresses,
+                f"{host} {listener.address[1]} {neighbours.name}".encode(),
+                secret=secret,
+                timeout=timeout,
+                reuse_port=reuse_port,
+                allow_unauthenticated=allow_unauthenticated,
+            )
         )
         found: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as unfinished:
-            for number, connection in _connections(start, door, places):
+            for number, connection in _connections(
+                start, listener, met, secret or met.secret
+            ):
                 unfinished.callback(connection.close)
                 found[number] = connection
-            shared = _share(start, neighbours, places, found)
+            shared = _share(start, neighbours, met, found)
+            for memory in shared.values():
+                unfinished.callback(memory.close)
+            met.finish(start.deadline)
             unfinished.pop_all()
     connections: list[Connection | None] = [None] * len(addresses)
     for peer in start.others:
@@ -103,9 +121,14 @@ class _Start:
 
     rank: int
     addresses: Sequence[str]
-    job: handshake.Job
     timeout: float
     deadline: float
+
+    def job(self, listener: int, secret: bytes) -> handshake.Job:
+        """The job of connections to a rank."""
+        salt = " ".join(self.addresses)
+        name = f"connections to rank {listener} of {salt}"
+        return handshake.Job(name, secret, salt)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.addresses[rank]})"
@@ -128,18 +151,51 @@ class _Start:
         return addresses_lib.split(ours)[0] == addresses_lib.split(theirs)[0]
 
 
+def _allow_descriptors(start: _Start, share_memory: bool) -> bool:
+    """Raises the limit of descriptors; returns whether memory can be shared.
+
+    Raises:
+        RuntimeError: they are too few to connect.
+    """
+    ends = 1 if start.rank else len(start.others)  # of the meeting
+    needed = _KINDS * len(start.others) + ends + _SPARE_DESCRIPTORS
+    near = [rank for rank in start.others if start.shares_host_with(rank)]
+    more = _MEMORY_DESCRIPTORS * len(near) if share_memory else 0
+    allowed = descriptors.allow(needed + more)
+    if allowed < needed:
+        raise RuntimeError(
+            f"{start.name(start.rank)} cannot connect to "
+            f"{len(start.others)} ranks: {descriptors.shortage(needed)}."
+        )
+    if allowed < needed + more:
+        _LOG.warning(
+            "tfdist_ext: %s shares no memory with ranks of this host, which "
+            "talk by TCP: %s.",
+            start.name(start.rank),
+            descriptors.shortage(needed + more),
+        )
+        return False
+    return share_memory
+
+
 def _connections(
-    start: _Start, door: Door, places: Sequence[bytes]
+    start: _Start, listener: Listener, met: ranks.Meeting, secret: bytes
 ) -> Iterator[tuple[int, socket.socket]]:
     """All connections of this rank, by `_KINDS` times rank plus kind."""
     for peer in start.earlier:
-        host, port, _ = places[peer].decode().split(" ")
+        host, port, _ = met.blobs[peer].decode().split(" ")
         host = host or addresses_lib.split(start.addresses[peer])[0]
+        job = start.job(peer, secret)
         for kind in range(_KINDS):
-            yield _KINDS * peer + kind, _reach(start, peer, kind, host, port)
-    yield from door.let_in(start.deadline)
-    if door.missing:
-        missing = sorted({number // _KINDS for number in door.missing})
+            number = _KINDS * start.rank + kind
+            connection = _reach(
+                start, peer, (host, int(port)), job, number, met.check
+            )
+            yield _KINDS * peer + kind, connection
+    own = start.job(start.rank, secret)
+    yield from listener.accept(own, start.deadline, met.check)
+    if listener.missing:
+        missing = sorted({number // _KINDS for number in listener.missing})
         raise RuntimeError(
             f"{start.name(start.rank)}: ranks {missing} have met it, but do "
             f"not connect within startup_timeout={start.timeout:g} s. Are the "
@@ -150,19 +206,20 @@ def _connections(
 def _share(
     start: _Start,
     neighbours: Neighbours,
-    places: Sequence[bytes],
+    met: ranks.Meeting,
     found: Mapping[int, socket.socket],
 ) -> dict[int, SharedMemory]:
     """Memory by rank, of those on this host."""
     control = {peer: found[_KINDS * peer + _CONTROL] for peer in start.others}
     earlier = {
-        peer: (control[peer], places[peer].decode().split(" ")[2])
+        peer: (control[peer], met.blobs[peer].decode().split(" ")[2])
         for peer in start.earlier
     }
     later = {peer: control[peer] for peer in start.later}
     try:
-        shared = neighbours.share(earlier, later, start.deadline)
+        shared = neighbours.share(earlier, later, start.deadline, met.check)
     except OSError as error:
+        met.check(_REASON_SECONDS)
         raise RuntimeError(
             f"{start.name(start.rank)}: a rank that had connected has failed "
             f"then: {error}"
@@ -175,20 +232,21 @@ def _share(
     if without and neighbours.name:
         _LOG.warning(
             "tfdist_ext: rank %d shares no memory with ranks %s of this host "
-            "(other namespaces, or none is left): they talk by TCP.",
+            "(%s): they talk by TCP.",
             start.rank,
             without,
+            neighbours.failure or "they have not received it",
         )
     return shared
 
 
-def _open(start: _Start, listening: Listening) -> Door:
+def _listen(start: _Start, listening: Listening) -> Listener:
     address = start.addresses[start.rank]
     numbers = [
         _KINDS * peer + kind for peer in start.later for kind in range(_KINDS)
     ]
     try:
-        return listening.open(address, start.job, numbers)
+        return listening.open(address, numbers)
     except OSError as error:
         raise RuntimeError(
             f"{start.name(start.rank)} cannot listen on "
@@ -197,14 +255,31 @@ def _open(start: _Start, listening: Listening) -> Door:
 
 
 def _reach(
-    start: _Start, peer: int, kind: int, host: str, port: str
+    start: _Start,
+    peer: int,
+    where: tuple[str, int],
+    job: handshake.Job,
+    number: int,
+    check: Callable[[], None],
 ) -> socket.socket:
+    host, port = where
+
+    def report(reason: str) -> None:
+        _LOG.warning(
+            "tfdist_ext: rank %d has not connected to %s at %s, port %d, for "
+            "%g s: %s. It goes on trying for startup_timeout=%g s.",
+            start.rank,
+            start.name(peer),
+            host,
+            port,
+            connector.REPORT_SECONDS,
+            reason,
+            start.timeout,
+        )
+
     try:
-        return knock(
-            (host, int(port)),
-            start.job,
-            _KINDS * start.rank + kind,
-            start.deadline,
+        return connector.connect(
+            where, job, number, start.deadline, check=check, report=report
         )
     except OSError as error:
         raise RuntimeError(

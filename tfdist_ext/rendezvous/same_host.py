@@ -22,6 +22,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from collections.abc import Mapping
 
 # Bytes of one ring, a power of two: it should stay in a core's cache.
@@ -30,6 +31,7 @@ _PAGE = 4096
 _TOKEN_BYTES = 32
 _FILES = 3
 _PATIENCE = 2.0  # seconds, with one who is on this host
+_CHECK_SECONDS = 0.2
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -86,6 +88,7 @@ class Neighbours:
 
     Attributes:
         name: by which others reach this rank; empty if it shares no memory.
+        failure: why memory could not be shared with a rank; empty if it could.
     """
 
     def __init__(self, wanted: bool = True) -> None:
@@ -95,6 +98,7 @@ class Neighbours:
             wanted: whether this rank shares memory at all.
         """
         self.name = ""
+        self.failure = ""
         self._listener: socket.socket | None = None
         if not wanted or not hasattr(os, "eventfd"):
             return
@@ -122,6 +126,7 @@ class Neighbours:
         earlier: Mapping[int, tuple[socket.socket, str]],
         later: Mapping[int, socket.socket],
         deadline: float,
+        check: Callable[[], None] | None = None,
     ) -> dict[int, SharedMemory]:
         """Shares memory with the ranks of this host.
 
@@ -129,6 +134,7 @@ class Neighbours:
             earlier: by rank the connection to it, and its name.
             later: by rank the connection to it.
             deadline: of `time.monotonic()`.
+            check: called while this waits; may raise.
 
         Returns:
             What is shared, by rank.
@@ -142,9 +148,9 @@ class Neighbours:
                 made = self._offer(connection, name)
                 if made is not None:
                     shared[rank] = made
-            self._accept(later, shared, deadline)
+            self._accept(later, shared, deadline, check)
             for rank in shared.keys() & earlier.keys():
-                if _read(earlier[rank][0], 1, deadline) != b"Y":
+                if _read(earlier[rank][0], 1, deadline, check) != b"Y":
                     shared.pop(rank).close()
         except BaseException:
             for made in shared.values():
@@ -170,7 +176,8 @@ class Neighbours:
                     except OSError:
                         ours.close()
                         raise
-        except OSError:
+        except OSError as error:
+            self.failure = str(error)
             connection.sendall(b"T" + token)
             return None
         connection.sendall(b"S" + token)
@@ -181,11 +188,12 @@ class Neighbours:
         later: Mapping[int, socket.socket],
         shared: dict[int, SharedMemory],
         deadline: float,
+        check: Callable[[], None] | None,
     ) -> None:
         """Adds to `shared` what the later ranks of this host offer."""
         offers = {}
         for rank, connection in later.items():
-            offer = _read(connection, 1 + _TOKEN_BYTES, deadline)
+            offer = _read(connection, 1 + _TOKEN_BYTES, deadline, check)
             if offer[:1] == b"S":
                 offers[offer[1:]] = rank
         missing = dict(offers)
@@ -216,12 +224,25 @@ def _receive(guest: socket.socket) -> tuple[bytes, list[int]]:
         return token, list(files)
 
 
-def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _read(
+    connection: socket.socket,
+    size: int,
+    deadline: float,
+    check: Callable[[], None] | None,
+) -> bytes:
     data = b""
     try:
         while len(data) < size:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            part = connection.recv(size - len(data))
+            if check is not None:
+                check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it does not answer")
+            connection.settimeout(min(left, _CHECK_SECONDS))
+            try:
+                part = connection.recv(size - len(data))
+            except TimeoutError:
+                continue
             if not part:
                 raise ConnectionError("it has ended")
             data += part

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listens for the processes of a job and rejects unauthenticated connections.
+
+A listener has several handshakes at once, so a peer that is silent, slow or
+sends garbage delays nobody. It has at most `MAX_HANDSHAKES` unfinished ones,
+each limited to `HANDSHAKE_SECONDS` and to messages of fixed length.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Generator
+from collections.abc import Iterator
+
+from tfdist_ext.rendezvous import descriptors
+from tfdist_ext.rendezvous import handshake
+from tfdist_ext.rendezvous.addresses import Address
+
+MAX_HANDSHAKES = 256
+HANDSHAKE_SECONDS = 10.0
+CHECK_SECONDS = 0.2
+_REFUSALS = 4  # that are named in an error
+_BACKLOG = 4096
+_SPARE_DESCRIPTORS = 64
+
+
+@dataclasses.dataclass(eq=False)
+class _Handshake:
+    """A connection, and how far its handshake has come."""
+
+    connection: socket.socket
+    name: str
+    deadline: float
+    talk: Generator[handshake.Turn, bytes, int]
+    wanted: int = 0
+    received: bytes = b""
+
+
+class Listener:
+    """Accepts connections of those who know the secret of a job.
+
+    Args:
+        address: numeric host and port; or the name of an abstract Unix socket,
+            where only processes of the same user are accepted.
+        numbers: of the expected processes.
+        reuse_port: whether another process holds the port for this one.
+        handshake_seconds: limit of a handshake.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        numbers: Collection[int],
+        reuse_port: bool = False,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        self._handshake_seconds = handshake_seconds
+        self._numbers = frozenset(numbers)
+        self._connected: dict[int, _Handshake] = {}
+        self._handshakes: list[_Handshake] = []
+        self._refusals: collections.deque[str] = collections.deque(
+            maxlen=_REFUSALS
+        )
+        descriptors.allow(len(numbers) + _SPARE_DESCRIPTORS)
+        self._listener = _listen(address, reuse_port)
+        self._listener.setblocking(False)
+        # Readable once a connected peer has closed its end, which data that
+        # nobody has read yet would hide from `recv`.
+        self._ended = select.epoll()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._ended, selectors.EVENT_READ)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops listening; accepted connections stay open."""
+        for each in list(self._handshakes):
+            self._reject(each)
+        self._selector.close()
+        self._ended.close()
+        self._listener.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Numeric host and port at which it listens."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers that are not connected."""
+        return sorted(self._numbers - set(self._connected))
+
+    @property
+    def refusals(self) -> str:
+        """Who was refused last, and why; for an error."""
+        return "; ".join(self._refusals)
+
+    def accept(
+        self,
+        job: handshake.Job,
+        deadline: float,
+        check: Callable[[], None] | None = None,
+    ) -> Iterator[tuple[int, socket.socket]]:
+        """Waits until all are connected at the same time.
+
+        A number whose connection has ended is missing again: the next process
+        with this number replaces it. While it lives, others are refused.
+
+        Args:
+            job: whose processes are accepted.
+            deadline: of `time.monotonic()`; ends the iteration early.
+            check: called every `CHECK_SECONDS`; may raise.
+
+        Yields:
+            Number and blocking socket of each that has connected.
+
+        Raises:
+            OSError: this process has no descriptors left.
+        """
+        _ = job.key  # it may take a while, and not within a handshake
+        while True:
+            self._drop_ended()
+            if check is not None:
+                check()
+            now = time.monotonic()
+            if not self.missing or now >= deadline:
+                return
+            until = deadline if check is None else now + CHECK_SECONDS
+            for each in list(self._handshakes):
+                until = min(until, each.deadline)
+                if each.deadline <= now:
+                    self._reject(each, "it is silent or slow")
+            for key, _ in self._selector.select(max(until - now, 0)):
+                if key.fileobj is self._listener:
+                    self._accept(job)
+                elif key.data in self._handshakes:
+                    accepted = self._advance(key.data)
+                    if accepted is not None:
+                        yield accepted
+
+    def _drop_ended(self) -> None:
+        for descriptor, _ in self._ended.poll(0):
+            for number, each in list(self._connected.items()):
+                if each.connection.fileno() == descriptor:
+                    self._ended.unregister(descriptor)
+                    each.connection.close()
+                    del self._connected[number]
+                    self._refusals.append(f"{each.name} (it came and ended)")
+
+    def _accept(self, job: handshake.Job) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except OSError as error:
+            if not descriptors.are_exhausted(error):
+                return  # the peer has closed the connection already
+            if not self._handshakes:
+                needed = len(self.missing) + _SPARE_DESCRIPTORS
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: {len(self.missing)} connections are "
+                    f"missing, and {descriptors.shortage(needed)}",
+                ) from error
+            self._reject(self._handshakes[0], "no descriptor was left")
+            return
+        connection.setblocking(False)
+        if connection.family == socket.AF_UNIX:
+            process, user = peer_process(connection)
+            name = f"process {process} of user {user}"
+            if user != os.geteuid():
+                self._refusals.append(f"{name} (another user)")
+                connection.close()
+                return
+        else:
+            name = f"{peer[0]}:{peer[1]}"
+        each = _Handshake(
+            connection,
+            name,
+            time.monotonic() + self._handshake_seconds,
+            handshake.listen(job, self._check),
+        )
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            self._reject(self._handshakes[0], "too many others came")
+        self._handshakes.append(each)
+        self._selector.register(connection, selectors.EVENT_READ, each)
+        _, each.wanted = next(each.talk)
+
+    def _check(self, number: int) -> handshake.Verdict:
+        if number not in self._numbers:
+            return handshake.Verdict.UNEXPECTED
+        self._drop_ended()
+        if number in self._connected:
+            return handshake.Verdict.TAKEN
+        return handshake.Verdict.WELCOME
+
+    def _advance(self, each: _Handshake) -> tuple[int, socket.socket] | None:
+        """Continues a handshake; returns its connection once accepted."""
+        try:
+            data = each.connection.recv(each.wanted - len(each.received))
+            each.received += data
+            if not data:
+                raise handshake.StrangerError("it closed the connection")
+            if len(each.received) < each.wanted:
+                return None
+            message, each.received = each.received, b""
+            self._answer(each, each.talk.send(message))
+            if each.wanted > 0:
+                return None
+            self._answer(each, next(each.talk))
+        except StopIteration as end:
+            return self._admit(each, end.value)
+        except handshake.RefusedError as error:
+            self._reject(each, str(error))
+        except BlockingIOError:
+            return None
+        except OSError:
+            self._reject(each)
+        return None
+
+    def _answer(self, each: _Handshake, turn: handshake.Turn) -> None:
+        answer, each.wanted = turn
+        # Some hundred bytes always fit into the buffer of a new connection.
+        if answer and each.connection.send(answer) < len(answer):
+            raise handshake.StrangerError("it does not read")
+
+    def _admit(
+        self, each: _Handshake, number: int
+    ) -> tuple[int, socket.socket]:
+        self._handshakes.remove(each)
+        self._selector.unregister(each.connection)
+        each.connection.setblocking(True)
+        self._connected[number] = each
+        self._ended.register(each.connection, select.EPOLLRDHUP)
+        return number, each.connection
+
+    def _reject(self, each: _Handshake, reason: str = "") -> None:
+        if reason:
+            self._refusals.append(f"{each.name} ({reason})")
+        self._handshakes.remove(each)
+        self._selector.unregister(each.connection)
+        each.connection.close()
+
+
+def peer_process(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket, by the kernel."""
+    layout = struct.Struct("3i")
+    process, user, _ = layout.unpack(
+        connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size
+        )
+    )
+    return process, user
+
+
+def _listen(address: Address, reuse_port: bool) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_server(
+            address,
+            family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET,
+            backlog=_BACKLOG,
+            reuse_port=reuse_port,
+        )
+    with contextlib.ExitStack() as unfinished:
+        listener = socket.socket(socket.AF_UNIX)
+        unfinished.callback(listener.close)
+        listener.bind(f"\0{address}")
+        listener.listen(_BACKLOG)
+        unfinished.pop_all()
+    return listener
