@@ -374,7 +374,9 @@ def test_launchers_start_again_while_others_wait() -> None:
         return thread
 
     threads = [run(2, 2, [3])]
-    with Listener((HOST, port), [1, 2, 3]) as first:  # a launcher that is killed
+    with Listener(
+        (HOST, port), [1, 2, 3]
+    ) as first:  # a launcher that is killed
         until = time.monotonic() + LIMIT
         for _, came in first.accept(Job("hosts", SECRET), until):
             came.close()

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import resource
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from tfdist_ext.rendezvous import mesh
+from tfdist_ext.rendezvous import ranks
 from tfdist_ext.rendezvous.listening import Listening
 
 LIMIT = 60.0
@@ -182,6 +184,87 @@ def test_strangers_get_no_memory(free_port):
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("stage", ["met", "connected", "shared"])
+def test_a_rank_that_ends_after_it_has_met_is_named(
+    dead, stage, free_port, monkeypatch
+):
+    """By all others, within seconds, and not when the time is over."""
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+
+    class Died(BaseException):
+        """As if killed: nobody is told."""
+
+    ends = {"met": "_connections", "connected": "_share", "shared": "finish"}
+    where = ranks.Meeting if stage == "shared" else mesh
+    before = getattr(where, ends[stage])
+
+    def end(first, *arguments):
+        own = first._name if stage == "shared" else first.name(first.rank)
+        if own == f"rank {dead} ({addresses[dead]})":
+            raise Died
+        return before(first, *arguments)
+
+    monkeypatch.setattr(where, ends[stage], end)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    began = time.monotonic()
+    outcomes = connect_all(addresses)
+    assert time.monotonic() - began < 10
+    name = f"rank {dead} ({addresses[dead]}) has ended while the ranks connect"
+    for rank in {0, 1, 2} - {dead}:
+        assert name in str(outcomes[rank])
+    assert outcomes[dead] is None
+
+
+def test_why_a_rank_fails_while_ranks_connect_is_told(free_port, monkeypatch):
+    before = mesh._share
+
+    def fail(start, *arguments):
+        if start.rank == 1:
+            raise RuntimeError("no memory on this host")
+        return before(start, *arguments)
+
+    monkeypatch.setattr(mesh, "_share", fail)
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+    outcomes = connect_all(addresses)
+    assert str(outcomes[1]) == "no memory on this host"
+    for rank in (0, 2):
+        assert str(outcomes[rank]) == (
+            f"rank {rank} ({addresses[rank]}): rank 1 ({addresses[1]}) failed: "
+            "no memory on this host"
+        )
+
+
+def test_the_limit_of_descriptors_is_raised(free_port):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+    try:
+        addresses = addresses_of("127.0.0.1", 3, free_port())
+        with closing(connect_all(addresses)) as meshes:
+            assert_shared(meshes, [True] * 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("allowed", [64 + 3, 64 + 6, 64 + 12])
+def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
+    """With the number that is needed: to connect, or to share memory."""
+    limit = len(os.listdir("/proc/self/fd")) - 1 + allowed
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    start = mesh._Start(0, addresses_of("127.0.0.1", 3, 7), 1.0, 1.0)
+    if allowed == 64 + 3:
+        with pytest.raises(RuntimeError, match="needs 70 more") as raised:
+            mesh._allow_descriptors(start, True)
+        assert f"may have {limit}. Raise the hard limit" in str(raised.value)
+        return
+    assert mesh._allow_descriptors(start, True) == (allowed == 64 + 12)
+    text = "shares no memory with ranks of this host, which talk by TCP"
+    assert (text in caplog.text) == (allowed == 64 + 6)
+    assert ("needs 76 more" in caplog.text) == (allowed == 64 + 6)
 
 
 def test_ranks_listen_by_their_interface_in_their_range(free_port):

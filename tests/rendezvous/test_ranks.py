@@ -2,6 +2,7 @@
 """Ranks meet, however many, or say who is missing and what to do."""
 
 import json
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import ranks
 from tfdist_ext.rendezvous.handshake import Job
 from tfdist_ext.rendezvous.link import Link
+from tfdist_ext.rendezvous.listener import Listener
 
 LIMIT = 60.0
 SECRET = b"0123456789abcdef" * 2
@@ -156,3 +158,171 @@ def test_a_rank_that_sends_nonsense_is_named(line, free_port):
     thread.join(LIMIT)
     assert "rank 1 (127.0.0.1:1) has come and failed" in outcome[0]
     assert answer == {"error": outcome[0]}, json.dumps(answer)
+
+
+def start(rank, addresses, outcomes, blob=None, timeout=LIMIT, secret=SECRET):
+    """Lets a rank meet the others in a thread."""
+
+    def run():
+        try:
+            outcomes[rank] = ranks.meet(
+                rank,
+                addresses,
+                blob or b"blob %d" % rank,
+                secret=secret,
+                timeout=timeout,
+                patience=0.5,
+            )
+        except RuntimeError as error:
+            outcomes[rank] = str(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def come_and_end(addresses, rank, blob):
+    """A process of a rank that dies after it has sent its bytes."""
+    salt = " ".join(addresses)
+    job = Job(f"ranks {salt}", SECRET, salt)
+    where = ("127.0.0.1", int(addresses[0].rpartition(":")[2]))
+    until = time.monotonic() + LIMIT
+    link = Link(connector.connect(where, job, rank, until), "rank 0")
+    link.send({"blob": blob.hex()}, LIMIT)
+    link.close()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_rank_that_starts_again_replaces_its_dead_process(
+    is_last, free_port, monkeypatch
+):
+    """The others go on with the address of the new one."""
+    addresses, outcomes = addresses_of(3, free_port()), {}
+    before = ranks._blob_of
+
+    def blob_of(link):
+        blob = before(link)
+        if blob == b"dead":  # rank 0 sees its end after its bytes
+            time.sleep(0.2)
+        return blob
+
+    monkeypatch.setattr(ranks, "_blob_of", blob_of)
+    threads = [start(0, addresses, outcomes)]
+    if is_last:
+        threads.append(start(2, addresses, outcomes))
+        time.sleep(0.3)
+    come_and_end(addresses, 1, b"dead")
+    threads.append(start(1, addresses, outcomes))
+    if not is_last:
+        time.sleep(0.2)
+        threads.append(start(2, addresses, outcomes))
+    for thread in threads:
+        thread.join(LIMIT)
+    expected = [b"blob 0", b"blob 1", b"blob 2"]
+    assert outcomes == dict.fromkeys(range(3), expected)
+
+
+def test_rank_0_starts_again_while_the_others_wait(free_port, caplog):
+    addresses, outcomes = addresses_of(3, free_port()), {}
+    threads = [start(rank, addresses, outcomes) for rank in (1, 2)]
+    salt = " ".join(addresses)
+    where = ("127.0.0.1", int(addresses[0].rpartition(":")[2]))
+    with Listener(where, [1, 2, 3]) as dead:  # ends before rank 3 comes
+        until = time.monotonic() + LIMIT
+        came = dead.accept(Job(f"ranks {salt}", SECRET, salt), until)
+        for connection in [next(came)[1], next(came)[1]]:
+            connection.close()
+    threads.append(start(0, addresses, outcomes))
+    for thread in threads:
+        thread.join(LIMIT)
+    expected = [b"blob 0", b"blob 1", b"blob 2"]
+    assert outcomes == dict.fromkeys(range(3), expected)
+    assert f"rank 0 ({addresses[0]}) has ended before all" in caplog.text
+
+
+def test_a_rank_that_ends_for_good_is_named(free_port):
+    addresses, outcomes = addresses_of(3, free_port()), {}
+    thread = start(0, addresses, outcomes, timeout=0.5)
+    come_and_end(addresses, 1, b"dead")
+    thread.join(LIMIT)
+    assert "rank 1 (127.0.0.1:1), rank 2 (127.0.0.1:2) of 3" in outcomes[0]
+    assert "(it came and ended)" in outcomes[0]
+
+
+def test_a_name_that_cannot_be_resolved_is_told_soon(
+    free_port, caplog, monkeypatch
+):
+    """By rank 0, which waits, and by the others, which try; both go on."""
+    monkeypatch.setattr(connector, "REPORT_SECONDS", 0.2)
+    addresses = addresses_of(2, free_port())
+    addresses[1] = "no-such-host.invalid:7"
+    outcomes = {}
+    start(0, addresses, outcomes, timeout=1.0).join(LIMIT)
+    assert (
+        f"rank 0 has waited 0.2 s at {addresses[0]} for rank 1 "
+        "(no-such-host.invalid:7) of 2 ranks. It goes on for "
+        "startup_timeout=1 s. no-such-host.invalid cannot be resolved here: "
+    ) in caplog.text
+    assert "did not come" in outcomes[0]
+    caplog.clear()
+    others = list(reversed(addresses))
+    start(1, others, outcomes, timeout=1.0).join(LIMIT)
+    assert len(caplog.records) == 1
+    assert (
+        f"rank 1 ({others[1]}) has not reached rank 0 "
+        "(no-such-host.invalid:7) for 0.2 s: [Errno -"
+    ) in caplog.text
+    assert "cannot reach rank 0" in outcomes[1]
+
+
+def test_a_job_without_a_secret_refuses_other_users(free_port, monkeypatch):
+    """Neither do ranks join another user's job, nor these theirs."""
+    addresses, outcomes = addresses_of(2, free_port()), {}
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    threads = [
+        start(0, addresses, outcomes, timeout=1.0, secret=b""),
+        start(1, addresses, outcomes, timeout=0.1, secret=b""),
+    ]
+    for thread in threads:
+        thread.join(LIMIT)
+    assert f"of user {user} (another user)" in outcomes[0]
+    assert f"of user {user} listens there" in outcomes[1]
+
+
+def test_a_job_without_a_secret_cannot_be_joined_by_tcp(free_port):
+    addresses, outcomes = addresses_of(2, free_port()), {}
+    thread = start(0, addresses, outcomes, secret=b"")
+    where = ("127.0.0.1", int(addresses[0].rpartition(":")[2]))
+    time.sleep(0.2)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(where).close()
+    start(1, addresses, outcomes, secret=b"").join(LIMIT)
+    thread.join(LIMIT)
+    assert outcomes == dict.fromkeys(range(2), [b"blob 0", b"blob 1"])
+
+
+def test_other_users_are_accepted_where_the_user_says_so(
+    free_port, monkeypatch
+):
+    addresses, outcomes = addresses_of(2, free_port()), []
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    def run(rank):
+        outcomes.append(
+            ranks.meet(
+                rank,
+                addresses,
+                b"b",
+                secret=b"",
+                timeout=LIMIT,
+                allow_unauthenticated=True,
+            )
+        )
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert outcomes == [[b"b", b"b"]] * 2

@@ -50,4 +50,7 @@ def are_exhausted(error: OSError) -> bool:
 
 
 def _used() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # without that of the list
+    except OSError:  # none is left for the list
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -246,11 +246,21 @@ def _receive_hosts(
     links: dict[int, Link] = {}
     try:
         with _listen(master, where, nnodes) as listener:
-            for node, connection in listener.accept(job, deadline):
-                links[node] = Link(connection, _name(node, connection))
-            missing, refusals = listener.missing, listener.refusals
-        for node, link in sorted(links.items()):
-            workers[node] = _hear(link, nnodes)
+            while True:
+                for node, connection in listener.accept(job, deadline):
+                    links[node] = Link(connection, _name(node, connection))
+                    workers.pop(node, None)
+                missing, refusals = listener.missing, listener.refusals
+                for node in missing:
+                    if node in links:
+                        links.pop(node).close()
+                        workers.pop(node, None)
+                # One that ends is missing again.
+                with contextlib.suppress(ConnectionError):
+                    for node in links.keys() - workers.keys():
+                        workers[node] = _hear(links[node], nnodes)
+                    if missing or listener.all_connected():
+                        break
         if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
             refused = refusals and f". Refused: {refusals}"
             raise RendezvousError(
@@ -290,6 +300,8 @@ def _hear(link: Link, nnodes: int) -> list[str]:
         if hello is None:
             raise TimeoutError(f"nothing for {_MESSAGE_SECONDS:g} s")
         theirs, addresses = hello["nnodes"], _addresses(hello)
+    except ConnectionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RendezvousError(f"{link.name} has come, but: {error}") from error
     if theirs != nnodes:

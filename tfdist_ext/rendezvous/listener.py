@@ -109,6 +109,11 @@ class Listener:
         """Numbers that are not connected."""
         return sorted(self._numbers - set(self._connected))
 
+    def all_connected(self) -> bool:
+        """Whether all are connected now; drops those that have ended."""
+        self._drop_ended()
+        return not self.missing
+
     @property
     def refusals(self) -> str:
         """Who was refused last, and why; for an error."""

@@ -362,30 +362,26 @@ def _receive_all(
     )
     timer.daemon = True
     with contextlib.ExitStack() as unfinished:
+        unfinished.callback(timer.cancel)
+        unfinished.callback(_close, links)
         try:
             with listener:
-                unfinished.callback(timer.cancel)
                 timer.start()
-                for number, connection in listener.accept(job, deadline):
-                    name = _name(number, addresses)
-                    links[number] = Link(connection, name)
-                    unfinished.callback(links[number].close)
-                if listener.missing:
-                    raise RuntimeError(_missing(listener, addresses, timeout))
+                blobs = _blobs(
+                    listener, addresses, job, deadline, timeout, links
+                )
             timer.cancel()
-            blobs = [blob]
-            for number in range(1, len(addresses)):
-                blobs.append(_blob_of(links[number]))
         except (OSError, RuntimeError) as error:
             _tell(links, {"error": str(error)})
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(f"{_name(0, addresses)}: {error}") from error
         secret = "" if job.secret else secrets.token_hex(32)
-        texts = [each.hex() for each in blobs]
+        everyone = [blob, *(blobs[rank] for rank in sorted(blobs))]
+        texts = [each.hex() for each in everyone]
         _tell(links, {"blobs": texts, "secret": secret})
         unfinished.pop_all()
-    return Meeting(_name(0, addresses), links, blobs, secret.encode())
+    return Meeting(_name(0, addresses), links, everyone, secret.encode())
 
 
 def _listen(
@@ -450,16 +446,59 @@ def _report_missing(
     )
 
 
+def _blobs(
+    listener: Listener,
+    addresses: Sequence[str],
+    job: handshake.Job,
+    deadline: float,
+    timeout: float,
+    links: dict[int, Link],
+) -> dict[int, bytes]:
+    """The bytes of all other ranks, which are connected at the same time.
+
+    Args:
+        listener: of rank 0.
+        addresses: of all ranks.
+        job: of the ranks.
+        deadline: of `time.monotonic()`.
+        timeout: seconds, for errors.
+        links: gets the connections, by rank.
+
+    Raises:
+        RuntimeError: ranks are missing, or send something else.
+    """
+    blobs: dict[int, bytes] = {}
+    while True:
+        for number, connection in listener.accept(job, deadline):
+            links[number] = Link(connection, _name(number, addresses))
+            blobs.pop(number, None)
+        if listener.missing:
+            raise RuntimeError(_missing(listener, addresses, timeout))
+        # One that ends is missing again: the listener has closed its socket.
+        with contextlib.suppress(ConnectionError):
+            for number in links.keys() - blobs.keys():
+                blobs[number] = _blob_of(links[number])
+            if listener.all_connected():
+                return blobs
+
+
 def _blob_of(link: Link) -> bytes:
     try:
         message = link.receive(_MESSAGE_SECONDS)
         if message is None:
             raise TimeoutError(f"nothing for {_MESSAGE_SECONDS:g} s")
         return bytes.fromhex(message["blob"])
+    except ConnectionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{link.name} has come and failed: {error}") from (
             error
         )
+
+
+def _close(links: Mapping[int, Link]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def _tell(links: Mapping[int, Link], message: dict[str, Any]) -> None:
