@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with TF_CONFIG, or its absence, is said before the start."""
 
+import ipaddress
 import json
 import os
+import socket
 
 import pytest
 import tensorflow as tf
@@ -109,11 +111,70 @@ def test_what_is_wrong_is_named(read, text, message):
 def test_an_address_of_another_host_is_not_ours(read):
     # TEST-NET-1, nobody's address.
     both = ["127.0.0.1:4001", "192.0.2.1:4001"]
-    assert read(config(both)).own_address == both[0]
+    with pytest.raises(ValueError, match="others reach it.$"):
+        read(config(both))
     with pytest.raises(ValueError, match=r"task 1.*'192.0.2.1:4001'.*index"):
         read(config(both, {"type": "worker", "index": 1}))
     with pytest.raises(ValueError, match="stands for all interfaces"):
         read(config(["0.0.0.0:4001", "127.0.0.1:4002"]))
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Gives names the addresses of a test; others cannot be resolved."""
+    known = {}
+
+    def resolve(host, port, **_):
+        try:
+            found = known.get(host) or [str(ipaddress.ip_address(host))]
+        except ValueError:
+            raise socket.gaierror(-2, "Name or service not known") from None
+        return [
+            (
+                socket.AF_INET6 if ":" in each else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (each, port or 0),
+            )
+            for each in found
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return known
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("other", ["n1", "10.0.0.2", "not-known-yet"])
+def test_a_host_that_is_loopback_to_itself_is_refused(
+    read, names, index, other
+):
+    """As in Debian's /etc/hosts: other hosts would wait in vain."""
+    names.update(n0=["127.0.1.1"], n1=["10.0.0.2"])
+    workers = ["n0:1", f"{other}:2", f"{other}:3"]
+    if index:
+        workers = [workers[1], workers[0], workers[2]]
+    text = config(workers, {"type": "worker", "index": index})
+    with pytest.raises(ValueError, match=r"'n0', which to itself is 127\.0\.1"):
+        read(text)
+
+
+def test_ranks_of_one_host_may_call_it_by_any_of_its_names(read, names):
+    names.update(n0=["127.0.1.1"], localhost=["127.0.0.1", "::1"])
+    for other in ("n0:2", "localhost:2", "127.0.0.1:2", "[::1]:2"):
+        assert read(config(["n0:1", other])).own_address == "n0:1"
+    # An address that others reach counts more, in whatever order.
+    names.update(n0=["127.0.1.1", "10.0.0.1"])
+    assert cluster_lib.addresses_lib.bind_address("n0:1") == "10.0.0.1"
+
+
+def test_an_interface_serves_others_where_the_name_does_not(read, names):
+    """Rank 0 listens at its name in any case."""
+    names.update(n0=["127.0.1.1"], n1=["127.0.1.1"], far=["10.0.0.2"])
+    second = config(["far:1", "n1:2"], {"type": "worker", "index": 1})
+    assert read(second, TFDIST_INTERFACE="lo").rank == 1
+    with pytest.raises(ValueError, match="which to itself is"):
+        read(config(["n0:1", "far:2"]), TFDIST_INTERFACE="lo")
 
 
 @pytest.mark.parametrize(("launcher", "variables"), OTHERS)

@@ -18,6 +18,7 @@ from tests.launcher.launcher import LAUNCHER
 from tests.launcher.launcher import LIMIT
 from tests.launcher.launcher import environment
 from tests.launcher.launcher import launch
+from tfdist_ext.launcher import launch_options
 from tfdist_ext.launcher import ports
 
 
@@ -216,13 +217,15 @@ def test_tf_config_of_a_cluster_manager_is_taken_as_it_is(program) -> None:
         (["--env", "X"], "must be NAME=VALUE"),
         (["--env", "TF_CONFIG={}"], "cannot set TF_CONFIG"),
         (["--host", "a:1"], "without a port, not a:1"),
-        (["--master", "a:99999"], "must be HOST:PORT, not a:99999"),
+        (["--master", "a:99999"], "for IPv6, not a:99999"),
         (["--nnodes", "2"], "needs --node-rank and --master"),
         (["--hostfile", "/none"], "cannot be read: [Errno 2]"),
         (["--hostfile", "/none", "--nnodes", "2"], "leave --nnodes"),
         (["--ssh-options", "'"], "No closing quotation"),
         (["--node-rank", "1"], "need --nnodes of at least 2"),
         (["--nnodes", "2", "--master", "a"], "must be HOST:PORT"),
+        (["--nnodes", "2", "--master", "fd00::1:7000"], "[HOST]:PORT for IPv6"),
+        (["--host", "fd00::zz"], "must be a name or an address"),
         (
             ["--nnodes", "2", "--node-rank", "2", "--master", "a:1"],
             "must be in [0, 2)",
@@ -233,6 +236,13 @@ def test_wrong_options_are_explained(arguments, message: str) -> None:
     done = launch(*arguments, "train.py")
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_addresses_of_ipv6_are_understood() -> None:
+    arguments = ["--nnodes", "2", "--node-rank", "0", "--master", "[fd00::1]:7"]
+    options = launch_options.parse([*arguments, "--host", "fd00::2", "x.py"])
+    assert options.master == ("fd00::1", 7)
+    assert options.host == "fd00::2"
 
 
 def test_what_cannot_be_started_is_said_without_a_traceback(program) -> None:

@@ -351,6 +351,32 @@ def test_launchers_of_another_user_are_refused(
     assert "(another user)" in str(outcome)
 
 
+def test_hosts_of_ipv6_meet() -> None:
+    """Their ranks get addresses that can be used."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+    found: list[list[str]] = []
+
+    def run(node: int) -> None:
+        with hosts.meet(
+            master=("::1", port),
+            node_rank=node,
+            nnodes=2,
+            host=None,
+            ports=[node + 1],
+            timeout=LIMIT,
+            secret=SECRET,
+        ) as meeting:
+            found.append(meeting.workers)
+
+    threads = [threading.Thread(target=run, args=[node]) for node in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert found == [["[::1]:1", "[::1]:2"]] * 2
+
+
 def test_launchers_start_again_while_others_wait() -> None:
     """Any of them, host 0 too; nobody gets an address of before."""
     port = free_port()

@@ -208,11 +208,14 @@ def _check_loopback(cluster: Cluster, numeric: str) -> None:
     hosts = {addresses_lib.split(each)[0] for each in cluster.addresses}
     for host in sorted(hosts - {own}):
         if not addresses_lib.is_of_this_host(host):
+            remedy = (
+                ""
+                if addresses_lib.is_local_name(own)
+                else f"; or correct the line of {own!r} in its /etc/hosts"
+            )
             raise ValueError(
                 f"TF_CONFIG names this host {own!r}, which to itself is "
                 f"{numeric}: only its own processes reach that, and "
                 f"{host!r} is another host. Name this host in TF_CONFIG, for "
-                "all ranks, by the address by which others reach it; or "
-                f"correct the line of {own!r} in its /etc/hosts, which should "
-                "have that address."
+                f"all ranks, by the address by which others reach it{remedy}."
             )
