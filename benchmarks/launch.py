@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -122,6 +123,7 @@ def _start(
     python: str,
 ) -> list[subprocess.Popen[bytes]]:
     configs = cluster.tf_configs(net)
+    environment = {"TFDIST_SECRET": secrets.token_hex(32), **environment}
     scratch = folder / "scratch"
     scratch.mkdir()
     processes = []

@@ -167,16 +167,8 @@ def meet(
             "workers": [addresses_lib.join(address, port) for port in ports],
         }
         try:
-            link.send(hello, _MESSAGE_SECONDS)
-            answer = link.receive(max(0.0, deadline - time.monotonic()))
-            if answer is None:
-                raise TimeoutError(
-                    "it has waited for other hosts longer than "
-                    f"--start-timeout {timeout:g}"
-                )
-            return _meeting(link, answer, len(ports))
+            return _exchange(link, hello, deadline, timeout)
         except ConnectionError as error:
-            link.close()
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"no answer from {link.name}: {error}"
@@ -185,14 +177,36 @@ def meet(
                 f"{link.name} has ended before all hosts had come ({error}); "
                 "waiting for its next start"
             )
+
+
+def _exchange(
+    link: Link, hello: dict[str, Any], deadline: float, timeout: float
+) -> Meeting:
+    """Tells host 0 the addresses of this one and receives all.
+
+    Raises:
+        ConnectionError: host 0 has ended.
+        RendezvousError: it has failed, or sent something else.
+    """
+    with contextlib.ExitStack() as unfinished:
+        unfinished.callback(link.close)
+        try:
+            link.send(hello, _MESSAGE_SECONDS)
+            answer = link.receive(max(0.0, deadline - time.monotonic()))
+            if answer is None:
+                raise TimeoutError(
+                    "it has waited for other hosts longer than "
+                    f"--start-timeout {timeout:g}"
+                )
+            meeting = _meeting(link, answer, len(hello["workers"]))
+        except ConnectionError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            link.close()
             raise RendezvousError(
                 f"no answer from {link.name}: {error}"
             ) from error
-        except RendezvousError:
-            link.close()
-            raise
+        unfinished.pop_all()
+    return meeting
 
 
 def _say(text: str) -> None:

@@ -96,19 +96,30 @@ def connect(
                 allow_unauthenticated=allow_unauthenticated,
             )
         )
-        found: dict[int, socket.socket] = {}
-        with contextlib.ExitStack() as unfinished:
-            for number, connection in _connections(
-                start, listener, met, secret or met.secret
-            ):
-                unfinished.callback(connection.close)
-                found[number] = connection
-            shared = _share(start, neighbours, met, found)
-            for memory in shared.values():
-                unfinished.callback(memory.close)
-            met.finish(start.deadline)
-            unfinished.pop_all()
-    connections: list[Connection | None] = [None] * len(addresses)
+        return _join(start, listener, neighbours, met, secret or met.secret)
+
+
+def _join(
+    start: _Start,
+    listener: Listener,
+    neighbours: Neighbours,
+    met: ranks.Meeting,
+    secret: bytes,
+) -> list[Connection | None]:
+    """Connects this rank to those it has met; see `connect`."""
+    found: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as unfinished:
+        for number, connection in _connections(start, listener, met, secret):
+            unfinished.callback(connection.close)
+            found[number] = connection
+        shared = _share(start, neighbours, met, found)
+        for memory in shared.values():
+            unfinished.callback(memory.close)
+        # Rank 0 gives up first, and says who is missing.
+        patience = _REASON_SECONDS if start.rank else 0.0
+        met.finish(start.deadline + patience)
+        unfinished.pop_all()
+    connections: list[Connection | None] = [None] * len(start.addresses)
     for peer in start.others:
         messages, control = (found[_KINDS * peer + k] for k in range(_KINDS))
         connections[peer] = Connection(messages, control, shared.get(peer))
