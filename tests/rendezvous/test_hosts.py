@@ -19,7 +19,6 @@ import time
 import pytest
 
 from tfdist_ext.launcher import launch
-from tfdist_ext.launcher import launch_options
 from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import hosts
 from tfdist_ext.rendezvous.handshake import Job
@@ -320,16 +319,15 @@ def test_without_a_secret_the_ranks_get_one_of_their_own(
 
 
 def test_without_a_secret_other_hosts_are_refused(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TFDIST_SECRET", raising=False)
-    options = launch_options.parse(
-        ["--nnodes", "2", "--node-rank", "1", "--master", "10.9.8.7:7000", "x"]
-    )
-    with pytest.raises(
-        hosts.RendezvousError, match=r"no secret.*--allow-unauthenticated"
-    ):
-        launch._run_on_several_hosts(options)
+    for name in ("TFDIST_SECRET", "TFDIST_SECRET_FILE", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["--nnodes", "2", "--node-rank", "1"]
+    assert launch.main([*arguments, "--master", "10.9.8.7:7000", "x.py"]) == 1
+    error = capsys.readouterr().err
+    assert "10.9.8.7:7000 would join this job: there is no secret" in error
+    assert "--allow-unauthenticated" in error
 
 
 def test_launchers_of_another_user_are_refused(

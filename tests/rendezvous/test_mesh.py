@@ -15,6 +15,7 @@ import pytest
 from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous import ranks
 from tfdist_ext.rendezvous.listening import Listening
+from tfdist_ext.rendezvous.same_host import Neighbours
 
 LIMIT = 60.0
 SECRET = b"0123456789abcdef" * 2
@@ -186,6 +187,43 @@ def test_strangers_get_no_memory(free_port):
         thread.join()
 
 
+class Died(BaseException):
+    """As if the process were killed: nobody is told."""
+
+
+def end_at(stage, rank, error, monkeypatch):
+    """Lets a rank fail at a stage: "met", "connected" or "shared"."""
+    ends = set()  # its thread
+
+    def end(at):
+        if at == stage and threading.get_ident() in ends:
+            raise error
+
+    meeting, share = ranks.meeting, Neighbours.share
+    finish = ranks.Meeting.finish
+
+    @contextlib.contextmanager
+    def meet(own, *arguments, **options):
+        if own == rank:
+            ends.add(threading.get_ident())
+        with meeting(own, *arguments, **options) as met:
+            end("met")
+            yield met
+
+    def share_memory(*arguments):
+        end("connected")
+        return share(*arguments)
+
+    def finish_all(*arguments):
+        end("shared")
+        return finish(*arguments)
+
+    monkeypatch.setattr(ranks, "meeting", meet)
+    monkeypatch.setattr(Neighbours, "share", share_memory)
+    monkeypatch.setattr(ranks.Meeting, "finish", finish_all)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+
 @pytest.mark.parametrize("dead", [0, 1, 2])
 @pytest.mark.parametrize("stage", ["met", "connected", "shared"])
 def test_a_rank_that_ends_after_it_has_met_is_named(
@@ -193,22 +231,7 @@ def test_a_rank_that_ends_after_it_has_met_is_named(
 ):
     """By all others, within seconds, and not when the time is over."""
     addresses = addresses_of("127.0.0.1", 3, free_port())
-
-    class Died(BaseException):
-        """As if killed: nobody is told."""
-
-    ends = {"met": "_connections", "connected": "_share", "shared": "finish"}
-    where = ranks.Meeting if stage == "shared" else mesh
-    before = getattr(where, ends[stage])
-
-    def end(first, *arguments):
-        own = first._name if stage == "shared" else first.name(first.rank)
-        if own == f"rank {dead} ({addresses[dead]})":
-            raise Died
-        return before(first, *arguments)
-
-    monkeypatch.setattr(where, ends[stage], end)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    end_at(stage, dead, Died(), monkeypatch)
     began = time.monotonic()
     outcomes = connect_all(addresses)
     assert time.monotonic() - began < 10
@@ -219,14 +242,8 @@ def test_a_rank_that_ends_after_it_has_met_is_named(
 
 
 def test_why_a_rank_fails_while_ranks_connect_is_told(free_port, monkeypatch):
-    before = mesh._share
-
-    def fail(start, *arguments):
-        if start.rank == 1:
-            raise RuntimeError("no memory on this host")
-        return before(start, *arguments)
-
-    monkeypatch.setattr(mesh, "_share", fail)
+    error = RuntimeError("no memory on this host")
+    end_at("connected", 1, error, monkeypatch)
     addresses = addresses_of("127.0.0.1", 3, free_port())
     outcomes = connect_all(addresses)
     assert str(outcomes[1]) == "no memory on this host"
@@ -255,13 +272,13 @@ def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
     limit = len(os.listdir("/proc/self/fd")) - 1 + allowed
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    start = mesh._Start(0, addresses_of("127.0.0.1", 3, 7), 1.0, 1.0)
-    if allowed == 64 + 3:
-        with pytest.raises(RuntimeError, match="needs 70 more") as raised:
-            mesh._allow_descriptors(start, True)
+    addresses = addresses_of("127.0.0.1", 3, free_port())
+    with pytest.raises(RuntimeError) as raised:
+        mesh.connect(0, addresses, secret=SECRET, timeout=0.1)
+    few = "needs 70 more" in str(raised.value)
+    assert few == (allowed == 64 + 3)
+    if few:
         assert f"may have {limit}. Raise the hard limit" in str(raised.value)
-        return
-    assert mesh._allow_descriptors(start, True) == (allowed == 64 + 12)
     text = "shares no memory with ranks of this host, which talk by TCP"
     assert (text in caplog.text) == (allowed == 64 + 6)
     assert ("needs 76 more" in caplog.text) == (allowed == 64 + 6)

@@ -198,15 +198,15 @@ def test_a_rank_that_starts_again_replaces_its_dead_process(
 ):
     """The others go on with the address of the new one."""
     addresses, outcomes = addresses_of(3, free_port()), {}
-    before = ranks._blob_of
+    receive = Link.receive
 
-    def blob_of(link):
-        blob = before(link)
-        if blob == b"dead":  # rank 0 sees its end after its bytes
-            time.sleep(0.2)
-        return blob
+    def receive_slowly(link, timeout):
+        message = receive(link, timeout)
+        if message == {"blob": b"dead".hex()}:
+            time.sleep(0.2)  # rank 0 sees its end after its bytes
+        return message
 
-    monkeypatch.setattr(ranks, "_blob_of", blob_of)
+    monkeypatch.setattr(Link, "receive", receive_slowly)
     threads = [start(0, addresses, outcomes)]
     if is_last:
         threads.append(start(2, addresses, outcomes))

@@ -29,7 +29,7 @@ from tfdist_ext.rendezvous.listener import peer_process
 REPORT_SECONDS = 10.0
 # A listener learns within 9 s that the host of an earlier process is gone.
 TAKEN_SECONDS = 15.0
-_TCP_SECONDS = 3.0  # until the other host accepts a connection
+TCP_SECONDS = 3.0  # until the other host accepts a connection
 _STAGGER_SECONDS = 0.25
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
@@ -68,7 +68,7 @@ def connect(
     refusal: OSError | None = None
     while True:
         try:
-            return _race(_resolve(address), job, number, deadline, check)
+            return _race(resolve(address), job, number, deadline, check)
         except handshake.RefusedError as error:
             waited = time.monotonic() - began
             taken = error.verdict == handshake.Verdict.TAKEN
@@ -118,8 +118,18 @@ def _sleep(seconds: float, check: Check | None) -> None:
 _Place = tuple[int, Any]
 
 
-def _resolve(address: Address) -> list[_Place]:
-    """All addresses of a listener, IPv4 and IPv6 in turn."""
+def resolve(address: Address) -> list[_Place]:
+    """Finds all addresses of a listener.
+
+    Args:
+        address: see `connect`.
+
+    Returns:
+        Family and address of sockets, IPv4 and IPv6 in turn.
+
+    Raises:
+        OSError: the name cannot be resolved.
+    """
     if isinstance(address, str):
         return [(socket.AF_UNIX, f"\0{address}")]
     try:
@@ -209,7 +219,7 @@ class _Attempt:
         self.connection = socket.socket(family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
         self._deadline = deadline
-        self._limit_to(_TCP_SECONDS)
+        self._limit_to(TCP_SECONDS)
         self._talk = handshake.connect(job, number)
         self._received = b""
         self._wanted = 0
