@@ -111,7 +111,7 @@ def test_what_is_wrong_is_named(read, text, message):
 def test_an_address_of_another_host_is_not_ours(read):
     # TEST-NET-1, nobody's address.
     both = ["127.0.0.1:4001", "192.0.2.1:4001"]
-    with pytest.raises(ValueError, match="others reach it.$"):
+    with pytest.raises(ValueError, match=r"others reach it\.$"):
         read(config(both))
     with pytest.raises(ValueError, match=r"task 1.*'192.0.2.1:4001'.*index"):
         read(config(both, {"type": "worker", "index": 1}))

@@ -375,6 +375,22 @@ def test_hosts_of_ipv6_meet() -> None:
     assert found == [["[::1]:1", "[::1]:2"]] * 2
 
 
+def test_a_host_that_is_lost_is_noticed_while_others_wait() -> None:
+    """Later an interruption may last as long as the ranks allow."""
+    option = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    keepalive = (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    with (
+        socket.create_server((HOST, 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        link = Link(connection, "host 1")
+        assert connection.getsockopt(*option) == 9000
+        assert connection.getsockopt(*keepalive)
+        with hosts.Meeting([link], ["a:1", "b:1"], 0, ""):
+            assert connection.getsockopt(*option) == 0
+            assert not connection.getsockopt(*keepalive)
+
+
 def test_launchers_start_again_while_others_wait() -> None:
     """Any of them, host 0 too; nobody gets an address of before."""
     port = free_port()

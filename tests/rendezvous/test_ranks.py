@@ -299,7 +299,7 @@ def test_a_job_without_a_secret_cannot_be_joined_by_tcp(free_port):
         socket.create_connection(where).close()
     start(1, addresses, outcomes, secret=b"").join(LIMIT)
     thread.join(LIMIT)
-    assert outcomes == dict.fromkeys(range(2), [b"blob 0", b"blob 1"])
+    assert outcomes == {rank: [b"blob 0", b"blob 1"] for rank in range(2)}
 
 
 def test_other_users_are_accepted_where_the_user_says_so(
