@@ -11,8 +11,9 @@ import http
 import http.client
 import time
 
+from tfdist_ext.rendezvous import connector
+
 _REQUEST_SECONDS = 10.0
-_RETRY_SECONDS = 0.1
 _LONGEST = 1024
 _PATH = "/tfdist_ext/host_of_rank_0"
 
@@ -40,7 +41,8 @@ def get(store: tuple[str, int], timeout: float) -> str:
     Raises:
         RuntimeError: the store cannot be reached, or nobody has.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = began + timeout
     while (text := _request(store, "GET")) is None:
         if time.monotonic() >= deadline:
             raise RuntimeError(
@@ -48,7 +50,7 @@ def get(store: tuple[str, int], timeout: float) -> str:
                 f"port {store[1]}, where it runs, within startup_timeout="
                 f"{timeout:g} s. Is it running?"
             )
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(connector.pause(time.monotonic() - began))
     return text
 
 
