@@ -105,7 +105,7 @@ def test_addresses_of_a_name_are_raced(host, monkeypatch):
         began = time.monotonic()
         with connect(("n0", port), JOB, 1, deadline()) as connection:
             assert connection.getpeername()[0] == host
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < connector.TCP_SECONDS
         thread.join(LIMIT)
 
 
@@ -146,7 +146,7 @@ def test_a_listener_that_drips_ends_with_the_deadline(message):
         began = time.monotonic()
         with pytest.raises(OSError):
             connect(("127.0.0.1", port), JOB, 1, deadline(1.0))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8
 
 
 def test_a_handshake_has_a_limit_of_its_own(monkeypatch):

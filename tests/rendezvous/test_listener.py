@@ -2,6 +2,7 @@
 """Unauthenticated connections delay nobody; all expected ones are accepted."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous.connector import connect
 from tfdist_ext.rendezvous.handshake import Job
 from tfdist_ext.rendezvous.handshake import RefusedError
+from tfdist_ext.rendezvous.handshake import Verdict
 from tfdist_ext.rendezvous.listener import HANDSHAKE_SECONDS
 from tfdist_ext.rendezvous.listener import MAX_HANDSHAKES
 from tfdist_ext.rendezvous.listener import Listener
@@ -145,6 +147,25 @@ def test_a_number_that_lives_is_not_replaced(listener, come, monkeypatch):
     come(listener.address, 2)
     accepting.join(LIMIT)
     assert accepting.came == [1, 2]
+
+
+def test_a_number_may_be_taken_for_a_while(come, monkeypatch, free_port):
+    """By a dead process, however long the new one has waited before."""
+    monkeypatch.setattr(connector, "TAKEN_SECONDS", 1.0)
+    port, came = free_port(), []
+    thread = threading.Thread(
+        target=lambda: came.append(come((HOST, port), 1)), daemon=True
+    )
+    thread.start()
+    time.sleep(1.2)
+    with Listener((HOST, port), [1, 2]) as listener:
+        verdicts = itertools.chain([Verdict.TAKEN], itertools.repeat(0))
+        monkeypatch.setattr(
+            listener, "check", lambda _: Verdict(next(verdicts))
+        )
+        Accepting(listener)
+        thread.join(LIMIT)
+        assert len(came) == 1
 
 
 def test_a_number_that_has_ended_is_replaced(listener, come):

@@ -65,15 +65,17 @@ def connect(
     """
     _ = job.key  # it may take a while, and not within a handshake
     began = time.monotonic()
-    refusal: OSError | None = None
+    refusal: handshake.RefusedError | None = None
+    refused_at = 0.0
     while True:
         try:
             return _race(resolve(address), job, number, deadline, check)
         except handshake.RefusedError as error:
-            waited = time.monotonic() - began
-            taken = error.verdict == handshake.Verdict.TAKEN
+            if error.verdict != handshake.Verdict.TAKEN:
+                raise
             # Perhaps by an earlier process that is gone.
-            if not taken or waited >= min(TAKEN_SECONDS, deadline - began):
+            refused_at = refused_at or time.monotonic()
+            if time.monotonic() - refused_at >= TAKEN_SECONDS:
                 raise
             failure: OSError = error
             refusal = error

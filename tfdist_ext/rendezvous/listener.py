@@ -200,7 +200,7 @@ class Listener:
             connection,
             name,
             time.monotonic() + self._handshake_seconds,
-            handshake.listen(job, self._check),
+            handshake.listen(job, self.check),
         )
         if len(self._handshakes) >= MAX_HANDSHAKES:
             self._reject(self._handshakes[0], "too many others came")
@@ -208,7 +208,8 @@ class Listener:
         self._selector.register(connection, selectors.EVENT_READ, each)
         _, each.wanted = next(each.talk)
 
-    def _check(self, number: int) -> handshake.Verdict:
+    def check(self, number: int) -> handshake.Verdict:
+        """Says whether a process with this number is accepted now."""
         if number not in self._numbers:
             return handshake.Verdict.UNEXPECTED
         self._drop_ended()
