@@ -65,7 +65,7 @@ def connect(
     """
     _ = job.key  # it may take a while, and not within a handshake
     began = time.monotonic()
-    refusal: handshake.RefusedError | None = None
+    refusal: OSError | None = None  # tells more than a port that is closed
     refused_at = 0.0
     while True:
         try:
@@ -81,6 +81,8 @@ def connect(
             refusal = error
         except OSError as error:
             failure = error
+            if isinstance(error, handshake.StrangerError):
+                refusal = error
             if descriptors.are_exhausted(error):
                 raise OSError(
                     error.errno,

@@ -169,7 +169,7 @@ class Listener:
                     self._ended.unregister(descriptor)
                     each.connection.close()
                     del self._connected[number]
-                    self._refusals.append(f"{each.name} (it came and ended)")
+                    self._note(f"{each.name} (it came and ended)")
 
     def _accept(self, job: handshake.Job) -> None:
         try:
@@ -191,7 +191,7 @@ class Listener:
             process, user = peer_process(connection)
             name = f"process {process} of user {user}"
             if user != os.geteuid():
-                self._refusals.append(f"{name} (another user)")
+                self._note(f"{name} (another user)")
                 connection.close()
                 return
         else:
@@ -257,9 +257,13 @@ class Listener:
         self._ended.register(each.connection, select.EPOLLRDHUP)
         return number, each.connection
 
+    def _note(self, refusal: str) -> None:
+        if refusal not in self._refusals:
+            self._refusals.append(refusal)
+
     def _reject(self, each: _Handshake, reason: str = "") -> None:
         if reason:
-            self._refusals.append(f"{each.name} ({reason})")
+            self._note(f"{each.name} ({reason})")
         self._handshakes.remove(each)
         self._selector.unregister(each.connection)
         each.connection.close()
