@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import pty
+import socket
 import subprocess
 import sys
 
@@ -236,6 +237,20 @@ def test_wrong_options_are_explained(arguments, message: str) -> None:
     done = launch(*arguments, "train.py")
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_is_held_for_ranks_of_ipv4_and_ipv6(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ports.reserve(1, "") as reserved:
+        address = (host, reserved[0])
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address, family=family)
+        with (
+            socket.create_server(address, family=family, reuse_port=True),
+            socket.create_connection(address, timeout=LIMIT),
+        ):
+            pass
 
 
 def test_addresses_of_ipv6_are_understood() -> None:
