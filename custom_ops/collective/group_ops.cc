@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "custom_ops/collective/collective_op.h"
@@ -39,8 +40,8 @@ Makes a process group of connections to all other ranks.
 addresses: "host:port" of each rank, which error messages name.
 sockets: [ranks, 2], file descriptors of two connections to each rank, for
   messages and for control; not read at this rank's place. The group owns them.
-shared: [ranks, 3], likewise of the memory that this rank and another share, of
-  the eventfd that wakes this rank and of that which wakes the other; -1 where
+shared: [ranks, 2], likewise of the memory that this rank and another share, and
+  of one end of a pair of Unix sockets by which they wake each other; -1 where
   they share none.
 group: the handle for all other ops.
 rank: this rank.
@@ -161,6 +162,9 @@ class GroupOpenOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
+    // All descriptors are owned before anything can fail.
+    std::vector<FileDescriptor> sockets = Own(ctx->input(1));
+    std::vector<FileDescriptor> shared = Own(ctx->input(2));
     GroupOptions options = options_;
     const auto addresses = ctx->input(0).flat<tstring>();
     for (int64_t i = 0; i < addresses.size(); ++i) {
@@ -173,34 +177,38 @@ class GroupOpenOp : public OpKernel {
                     "a group needs two ranks or more and a rank below their "
                     "number, received rank ",
                     options.rank, " of ", options.world_size));
-    const auto sockets = ctx->input(1).flat<int32_t>();
-    OP_REQUIRES(ctx, sockets.size() == 2 * options.world_size,
+    const size_t size = options.addresses.size();
+    OP_REQUIRES(ctx, sockets.size() == 2 * size,
                 tensorflow::errors::InvalidArgument(
                     "sockets must have shape [", options.world_size,
                     ", 2], received ", ctx->input(1).shape().DebugString()));
-    const auto shared = ctx->input(2).flat<int32_t>();
-    OP_REQUIRES(ctx, shared.size() == 3 * options.world_size,
+    OP_REQUIRES(ctx, shared.size() == 2 * size,
                 tensorflow::errors::InvalidArgument(
                     "shared must have shape [", options.world_size,
-                    ", 3], received ", ctx->input(2).shape().DebugString()));
-    options.sockets.resize(options.world_size);
+                    ", 2], received ", ctx->input(2).shape().DebugString()));
+    std::vector<Transport::Pair> pairs(size);
     for (int peer = 0; peer < options.world_size; ++peer) {
       if (peer == options.rank) continue;
       OP_REQUIRES(
-          ctx, sockets(2 * peer) >= 0 && sockets(2 * peer + 1) >= 0,
+          ctx, sockets[2 * peer].get() >= 0 && sockets[2 * peer + 1].get() >= 0,
           tensorflow::errors::InvalidArgument(
               "rank ", options.rank, " has no connections to rank ", peer));
-      options.sockets[peer] = {sockets(2 * peer),
-                               sockets(2 * peer + 1),
-                               {shared(3 * peer), shared(3 * peer + 1),
-                                shared(3 * peer + 2), options.rank < peer}};
+      pairs[peer] = {std::move(sockets[2 * peer]),
+                     std::move(sockets[2 * peer + 1]),
+                     {std::move(shared[2 * peer]),
+                      std::move(shared[2 * peer + 1]), options.rank < peer}};
     }
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
     try {
-      auto group = std::make_shared<ProcessGroup>(options);
+      auto group = std::make_shared<ProcessGroup>(options, std::move(pairs));
       group->Start();
       handle->scalar<int64_t>()() = RegisterGroup(std::move(group));
+    } catch (const BadConnection& error) {
+      ctx->SetStatus(absl::UnavailableError(
+          Message("rank ", options.rank, " cannot use its connections to rank ",
+                  error.peer, " (", options.addresses[error.peer],
+                  "), which may have died: ", error.what())));
     } catch (const std::exception& error) {
       ctx->SetStatus(absl::UnavailableError(
           Message("rank ", options.rank,
@@ -209,6 +217,13 @@ class GroupOpenOp : public OpKernel {
   }
 
  private:
+  static std::vector<FileDescriptor> Own(const Tensor& numbers) {
+    std::vector<FileDescriptor> owned;
+    const auto values = numbers.flat<int32_t>();
+    for (int64_t i = 0; i < values.size(); ++i) owned.emplace_back(values(i));
+    return owned;
+  }
+
   GroupOptions options_;
 };
 

@@ -25,12 +25,13 @@ bool DebugRequested() {
 
 }  // namespace
 
-ProcessGroup::ProcessGroup(GroupOptions options)
+ProcessGroup::ProcessGroup(GroupOptions options,
+                           std::vector<Transport::Pair> sockets)
     : options_(std::move(options)),
       debug_(DebugRequested()),
       all_reduce_choice_(options_.addresses, options_.all_reduce),
       peers_(options_.world_size),
-      transport_(options_.sockets, scratch_) {
+      transport_(std::move(sockets), scratch_) {
   stats_.waited.resize(options_.world_size);
 }
 

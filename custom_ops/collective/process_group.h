@@ -32,8 +32,7 @@ struct GroupOptions {
   int rank = 0;
   int world_size = 1;
   double timeout = 60;  // seconds, of every wait (see OnDeadline)
-  std::vector<std::string> addresses;    // "host:port" of each rank, for errors
-  std::vector<Transport::Pair> sockets;  // to each rank, connected
+  std::vector<std::string> addresses;  // "host:port" of each rank, for errors
   std::optional<AllReduceForm> all_reduce;  // always, in place of a choice
 };
 
@@ -86,8 +85,9 @@ struct TracedOperation {
 class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
                      private TransportListener {
  public:
-  // Owns the sockets. Throws std::exception where they are none.
-  explicit ProcessGroup(GroupOptions options);
+  // `sockets` are connected to each rank. Throws BadConnection and
+  // std::system_error.
+  ProcessGroup(GroupOptions options, std::vector<Transport::Pair> sockets);
   ~ProcessGroup();
 
   void Start();

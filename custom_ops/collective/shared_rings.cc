@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,8 +12,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
-
-#include "custom_ops/collective/socket.h"
+#include <utility>
 
 namespace tfdist {
 
@@ -22,41 +22,32 @@ constexpr size_t kPage = 4096;
 // The other rank may go on after so many bytes, while more are copied.
 constexpr uint64_t kChunk = uint64_t{64} << 10;
 
-void RingBell(int bell) {
-  const uint64_t one = 1;
-  // It cannot be full: that needs 2^64 rings that nobody has heard.
-  if (write(bell, &one, sizeof(one)) < 0) return;
-}
-
 std::system_error Error(const char* what) {
   return std::system_error(errno, std::generic_category(), what);
 }
 
 }  // namespace
 
-SharedRings::SharedRings(const Files& files) : files_(files) {
+SharedRings::SharedRings(Files files) : bell_(std::move(files.bell)) {
+  const int memory = files.memory.get();
   struct stat found = {};
-  const int seals = fcntl(files.memory, F_GET_SEALS);
+  const int seals = fcntl(memory, F_GET_SEALS);
+  int domain = 0;
+  socklen_t length = sizeof(domain);
   const bool ours =
-      fstat(files.memory, &found) == 0 && seals >= 0 &&
-      (seals & (F_SEAL_SHRINK | F_SEAL_SEAL)) == (F_SEAL_SHRINK | F_SEAL_SEAL);
+      fstat(memory, &found) == 0 && seals >= 0 &&
+      (seals & (F_SEAL_SHRINK | F_SEAL_SEAL)) ==
+          (F_SEAL_SHRINK | F_SEAL_SEAL) &&
+      getsockopt(bell(), SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 &&
+      domain == AF_UNIX;
   size_ = static_cast<size_t>(found.st_size);
   capacity_ = size_ / 2 > kPage ? size_ / 2 - kPage : 0;
-  if (ours && capacity_ > 0 && (capacity_ & (capacity_ - 1)) == 0) {
-    memory_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED,
-                   files.memory, 0);
-  } else {
+  if (!ours || capacity_ == 0 || (capacity_ & (capacity_ - 1)) != 0) {
     errno = EINVAL;
-    memory_ = MAP_FAILED;
+    throw Error("not what ranks share");
   }
-  const std::system_error error = Error("cannot map what ranks share");
-  close(files.memory);
-  files_.memory = -1;
-  if (memory_ == MAP_FAILED) {
-    close(files_.bell);
-    close(files_.peer_bell);
-    throw error;
-  }
+  memory_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
+  if (memory_ == MAP_FAILED) throw Error("cannot map what ranks share");
   auto* first = static_cast<uint8_t*>(memory_);
   auto* rings = reinterpret_cast<Ring*>(first);
   auto* second = reinterpret_cast<Ring*>(first + size_ / 2);
@@ -64,18 +55,15 @@ SharedRings::SharedRings(const Files& files) : files_(files) {
   in_ = files.first ? second : rings;
 }
 
-SharedRings::~SharedRings() {
-  munmap(memory_, size_);
-  close(files_.bell);
-  close(files_.peer_bell);
-}
+SharedRings::~SharedRings() { munmap(memory_, size_); }
 
-void SharedRings::CloseInChild() const {
-  close(files_.bell);
-  close(files_.peer_bell);
-}
+void SharedRings::CloseInChild() const { close(bell()); }
 
-void SharedRings::RingOwnBell() const { RingBell(files_.bell); }
+void SharedRings::ClearBell() const {
+  char bytes[256];
+  constexpr ssize_t kAll = sizeof(bytes);
+  while (recv(bell(), bytes, sizeof(bytes), MSG_DONTWAIT) == kAll) continue;
+}
 
 uint8_t* SharedRings::Bytes(Ring* ring) const {
   return reinterpret_cast<uint8_t*>(ring) + kPage;
@@ -83,7 +71,9 @@ uint8_t* SharedRings::Bytes(Ring* ring) const {
 
 void SharedRings::Wake(std::atomic<uint32_t>& waits) const {
   if (waits.load(std::memory_order_seq_cst) != 0 && waits.exchange(0) != 0) {
-    RingBell(files_.peer_bell);
+    const char byte = 0;
+    // Where it is full the peer is about to look; where it is closed, gone.
+    (void)!send(bell(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
 

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "custom_ops/collective/socket.h"
+
 namespace tfdist {
 
 // Bytes to and from a peer on the same host, through memory of both: a ring of
@@ -15,21 +17,22 @@ namespace tfdist {
 //
 // Nobody waits here. Whoever finds nothing to read, or no room to write, leaves
 // a note of it in the ring, looks again and returns; the other one, who looks
-// for notes after it has moved a counter, then rings its bell: an eventfd that
-// the transport's thread watches. Only one thread at a time may read, and one
-// write. What the peer writes into the memory is not trusted.
+// for notes after it has moved a counter, then sends a byte to wake it: each
+// has one end of a pair of Unix sockets, the bell, that its transport's thread
+// watches. (A write to an eventfd blocks once the other process, which shares
+// its flags, has cleared O_NONBLOCK and filled it. A socket can be told at each
+// call not to block.) Only one thread at a time may read, and one write. What
+// the peer writes into the memory is not trusted.
 class SharedRings {
  public:
   struct Files {
-    int memory = -1;  // of a size that never changes (sealed)
-    int bell = -1;    // rung for this rank
-    int peer_bell = -1;
-    bool first = false;  // of the two ranks: writes the first ring
+    FileDescriptor memory;  // of a size that never changes (sealed)
+    FileDescriptor bell;    // this rank's end
+    bool first = false;     // of the two ranks: writes the first ring
   };
 
-  // Owns the bells and closes `memory`. Throws std::system_error, and
-  // std::runtime_error for memory that is none of ours.
-  explicit SharedRings(const Files& files);
+  // Throws std::system_error if the files are not what ranks share.
+  explicit SharedRings(Files files);
   ~SharedRings();
   SharedRings(const SharedRings&) = delete;
   SharedRings& operator=(const SharedRings&) = delete;
@@ -38,9 +41,10 @@ class SharedRings {
   size_t Write(const iovec* parts, int count);
   size_t Read(const iovec* parts, int count);
 
-  int bell() const { return files_.bell; }
-  // Wakes this rank itself: it has stopped with bytes left to read.
-  void RingOwnBell() const;
+  int bell() const { return bell_.get(); }
+  // Takes what the peer has sent to wake this rank; to be called before looking
+  // into the rings, so that the bell cannot be full with nobody coming to look.
+  void ClearBell() const;
   // In a forked process.
   void CloseInChild() const;
 
@@ -60,7 +64,7 @@ class SharedRings {
   void Wake(std::atomic<uint32_t>& waits) const;
   uint8_t* Bytes(Ring* ring) const;
 
-  Files files_;
+  FileDescriptor bell_;
   void* memory_ = nullptr;
   size_t size_ = 0;
   uint64_t capacity_ = 0;  // of a ring, a power of two

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 namespace tfdist {
 
@@ -32,12 +33,17 @@ bool MayTryAgain() {
 
 }  // namespace
 
-Socket::Socket(int fd) {
+void FileDescriptor::Close() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+Socket::Socket(FileDescriptor descriptor) : fd_(std::move(descriptor)) {
+  const int fd = fd_.get();
   sockaddr_storage peer;
   socklen_t size = sizeof(peer);
   Check(getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size),
-        "not a connected socket");
-  fd_ = fd;
+        "the connection has ended");
   const int flags = fcntl(fd, F_GETFL);
   Check(flags, "no flags");
   Check(fcntl(fd, F_SETFL, flags | O_NONBLOCK), "cannot set O_NONBLOCK");
@@ -54,23 +60,17 @@ size_t Socket::Write(const iovec* parts, int count) {
   msghdr message = {};
   message.msg_iov = const_cast<iovec*>(parts);
   message.msg_iovlen = static_cast<size_t>(count);
-  const ssize_t written = sendmsg(fd_, &message, MSG_NOSIGNAL);
+  const ssize_t written = sendmsg(fd(), &message, MSG_NOSIGNAL);
   if (written >= 0) return static_cast<size_t>(written);
   if (MayTryAgain()) return 0;
   throw ConnectionLost(std::strerror(errno));
 }
 
 size_t Socket::Read(const iovec* parts, int count) {
-  const ssize_t size = readv(fd_, parts, count);
+  const ssize_t size = readv(fd(), parts, count);
   if (size > 0) return static_cast<size_t>(size);
   if (size == 0) throw ConnectionLost("it closed the connection");
   if (MayTryAgain()) return 0;
   throw ConnectionLost(std::strerror(errno));
 }
-
-void Socket::Close() {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-}
-
 }  // namespace tfdist

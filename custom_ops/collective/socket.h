@@ -24,28 +24,39 @@ class ProtocolError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A connected stream socket, closed with the object.
-class Socket {
+// A file descriptor, closed with the object; -1 is none.
+class FileDescriptor {
  public:
-  Socket() = default;
-  // Owns `fd` from now on: non-blocking, closed on exec, without delay.
-  // Throws std::system_error if it is no connected socket.
-  explicit Socket(int fd);
-  ~Socket() { Close(); }
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  ~FileDescriptor() { Close(); }
+  FileDescriptor(FileDescriptor&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
     std::swap(fd_, other.fd_);
     return *this;
   }
 
-  int fd() const { return fd_; }
-  // Both return 0 where the system cannot go on now, and throw ConnectionLost.
-  size_t Write(const iovec* parts, int count);
-  size_t Read(const iovec* parts, int count);
+  int get() const { return fd_; }
   void Close();
 
  private:
-  int fd_ = -1;
+  int fd_;
+};
+
+// A connected stream socket.
+class Socket {
+ public:
+  // Makes it non-blocking, closed on exec, without delay. Throws
+  // std::system_error if it is not a connected socket (any more).
+  explicit Socket(FileDescriptor fd);
+
+  int fd() const { return fd_.get(); }
+  // Both return 0 where the system cannot go on now, and throw ConnectionLost.
+  size_t Write(const iovec* parts, int count);
+  size_t Read(const iovec* parts, int count);
+
+ private:
+  FileDescriptor fd_;
 };
 
 }  // namespace tfdist

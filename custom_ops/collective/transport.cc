@@ -30,47 +30,42 @@ uint64_t Transport::TagOf(int peer, Source source) {
   return static_cast<uint64_t>(peer) << 2 | static_cast<uint64_t>(source);
 }
 
-Transport::Transport(const std::vector<Pair>& sockets, ScratchPool& scratch) {
-  // All are owned before anything else can fail.
-  std::vector<Socket> data(sockets.size()), control(sockets.size());
-  std::vector<std::unique_ptr<SharedRings>> rings(sockets.size());
+Transport::Transport(std::vector<Pair> sockets, ScratchPool& scratch)
+    : links_(sockets.size()),
+      poller_(CheckFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
+      wake_(CheckFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
+  Watch(wake_.get(), kWake, EPOLLIN, true);
   for (size_t peer = 0; peer < sockets.size(); ++peer) {
-    if (sockets[peer].data < 0 && sockets[peer].control < 0) continue;
-    data[peer] = Socket(sockets[peer].data);
-    control[peer] = Socket(sockets[peer].control);
-    if (sockets[peer].shared.memory < 0) continue;
-    rings[peer] = std::make_unique<SharedRings>(sockets[peer].shared);
-  }
-  poller_ = CheckFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  wake_ = CheckFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  Watch(wake_, kWake, EPOLLIN, true);
-  links_.resize(sockets.size());
-  for (size_t peer = 0; peer < sockets.size(); ++peer) {
-    if (data[peer].fd() < 0) continue;
-    links_[peer] =
-        std::make_unique<Link>(std::move(data[peer]), std::move(control[peer]),
-                               std::move(rings[peer]), scratch);
+    Pair& pair = sockets[peer];
+    if (pair.data.get() < 0) continue;
+    try {
+      std::unique_ptr<SharedRings> rings;
+      if (pair.shared.memory.get() >= 0) {
+        rings = std::make_unique<SharedRings>(std::move(pair.shared));
+      }
+      links_[peer] = std::make_unique<Link>(Socket(std::move(pair.data)),
+                                            Socket(std::move(pair.control)),
+                                            std::move(rings), scratch);
+    } catch (const std::system_error& error) {
+      throw BadConnection(static_cast<int>(peer), error.what());
+    }
   }
 }
 
-Transport::~Transport() {
-  Stop();
-  close(wake_);
-  close(poller_);
-}
+Transport::~Transport() { Stop(); }
 
 void Transport::Start(TransportListener* listener) {
   listener_ = listener;
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-    const Link* link = links_[peer].get();
+    Link* link = links_[peer].get();
     if (link == nullptr) continue;
     Watch(link->data.fd(), TagOf(peer, Source::kData), EPOLLIN, true);
     Watch(link->control.fd(), TagOf(peer, Source::kControl), EPOLLIN, true);
     const SharedRings* rings = link->data.rings();
     if (rings == nullptr) continue;
-    // Every ring of a bell is an event; nobody need read it.
+    // Every byte that comes is an event.
     Watch(rings->bell(), TagOf(peer, Source::kBell), EPOLLIN | EPOLLET, true);
-    rings->RingOwnBell();  // there may be something already
+    link->more = more_ = true;  // there may be something already
   }
   thread_ = std::thread(&Transport::Loop, this);
 }
@@ -88,8 +83,8 @@ void Transport::CloseInChild() {
     close(link->control.fd());
     if (link->data.rings() != nullptr) link->data.rings()->CloseInChild();
   }
-  close(poller_);
-  close(wake_);
+  close(poller_.get());
+  close(wake_.get());
 }
 
 void Transport::Send(int peer, Outgoing* message) {
@@ -132,13 +127,15 @@ void Transport::Watch(int fd, uint64_t tag, uint32_t events, bool anew) {
   epoll_event event = {};
   event.events = events;
   event.data.u64 = tag;
+  const int operation = anew ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  const int result = epoll_ctl(poller_.get(), operation, fd, &event);
   // Of a connection that is lost meanwhile nothing is watched any more.
-  epoll_ctl(poller_, anew ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event);
+  if (anew) CheckFd(result, "epoll_ctl");
 }
 
 void Transport::Wake() {
   const uint64_t one = 1;
-  if (write(wake_, &one, sizeof(one)) < 0) return;  // it is awake
+  if (write(wake_.get(), &one, sizeof(one)) < 0) return;  // it is awake
 }
 
 void Transport::Loop() {
@@ -146,18 +143,19 @@ void Transport::Loop() {
   epoll_event events[kMostEvents];
   int64_t last_tick = Now();
   while (!stopping_) {
-    const int wait = ticking_ || ending_ ? kTickMilliseconds : -1;
-    const int count = epoll_wait(poller_, events, kMostEvents, wait);
+    const int wait = more_ ? 0 : ticking_ || ending_ ? kTickMilliseconds : -1;
+    const int count = epoll_wait(poller_.get(), events, kMostEvents, wait);
     for (int i = 0; i < count; ++i) {
       const uint64_t tag = events[i].data.u64;
       if (tag == kWake) {
         uint64_t value;
-        while (read(wake_, &value, sizeof(value)) > 0) continue;
+        while (read(wake_.get(), &value, sizeof(value)) > 0) continue;
       } else {
         Serve(static_cast<int>(tag >> 2), static_cast<Source>(tag & 3),
               events[i].events);
       }
     }
+    if (more_) ReadMore();
     if (ending_) LoseWhoIsSilent();
     if (ticking_ && Now() - last_tick >= kTickMilliseconds * 1'000'000) {
       last_tick = Now();
@@ -182,7 +180,7 @@ void Transport::Serve(int peer, Source source, uint32_t events) {
     if (events & EPOLLOUT || source == Source::kBell) WriteMore(peer, source);
   } catch (const ConnectionLost&) {
     if (source == Source::kControl) return Lose(peer, "");
-    epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.fd(), nullptr);
+    epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.data.fd(), nullptr);
     link.data_ended = Now();
     ending_ = true;
   } catch (const std::bad_alloc&) {
@@ -193,11 +191,23 @@ void Transport::Serve(int peer, Source source, uint32_t events) {
 }
 
 void Transport::ReadData(int peer, Source source) {
-  DataLink& link = links_[peer]->data;
-  if (source == Source::kData && link.rings() != nullptr) return link.OnEnd();
-  const bool more = link.OnReadable();
+  Link& link = *links_[peer];
+  const SharedRings* rings = link.data.rings();
+  if (source == Source::kData && rings != nullptr) return link.data.OnEnd();
+  if (source == Source::kBell) rings->ClearBell();
+  const bool more = link.data.OnReadable();
   // Of a connection the system tells again.
-  if (more && source == Source::kBell) link.rings()->RingOwnBell();
+  if (more && source == Source::kBell) link.more = more_ = true;
+}
+
+void Transport::ReadMore() {
+  more_ = false;
+  for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
+    Link* link = links_[peer].get();
+    if (link == nullptr || !link->more) continue;
+    link->more = false;
+    Serve(peer, Source::kBell, EPOLLIN);
+  }
 }
 
 void Transport::WriteMore(int peer, Source source) {
@@ -249,10 +259,10 @@ void Transport::Lose(int peer, const std::string& why) {
     ReadControl(peer);
   } catch (const std::exception&) {
   }
-  epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.fd(), nullptr);
-  epoll_ctl(poller_, EPOLL_CTL_DEL, link.control.fd(), nullptr);
+  epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.data.fd(), nullptr);
+  epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.control.fd(), nullptr);
   if (link.data.rings() != nullptr) {
-    epoll_ctl(poller_, EPOLL_CTL_DEL, link.data.rings()->bell(), nullptr);
+    epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.data.rings()->bell(), nullptr);
   }
   listener_->OnLost(peer, why);
 }

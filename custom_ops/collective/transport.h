@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +28,14 @@ class TransportListener {
   virtual bool OnTick() = 0;
 };
 
+// A peer's connections cannot be used.
+class BadConnection : public std::runtime_error {
+ public:
+  BadConnection(int peer, const std::string& why)
+      : std::runtime_error(why), peer(peer) {}
+  const int peer;
+};
+
 // The connections to all peers, and the one thread that serves them.
 //
 // Nothing is global, and nothing listens: sockets come connected, from whoever
@@ -34,17 +43,16 @@ class TransportListener {
 class Transport {
  public:
   struct Pair {
-    int data = -1;  // file descriptors, -1 at this rank's own place
-    int control = -1;
-    SharedRings::Files shared;  // none where `memory` is -1
+    FileDescriptor data, control;  // none at this rank's own place
+    SharedRings::Files shared;     // none where there is no `memory`
   };
   static constexpr int kTickMilliseconds = 50;
 
-  // Owns all descriptors from now on. Throws std::system_error.
-  Transport(const std::vector<Pair>& sockets, ScratchPool& scratch);
+  // Throws BadConnection and std::system_error.
+  Transport(std::vector<Pair> sockets, ScratchPool& scratch);
   ~Transport();
 
-  // Begins to listen. `listener` must outlive Stop.
+  // Begins to listen. `listener` must outlive Stop. Throws std::system_error.
   void Start(TransportListener* listener);
   // Ends the thread; what was not sent is lost. Not on the thread itself.
   void Stop();
@@ -76,6 +84,8 @@ class Transport {
     // ended. The other may still tell why.
     bool lost = false;
     int64_t data_ended = 0;
+    // Memory may hold more than was read in one turn.
+    bool more = false;
   };
 
   void Loop();
@@ -87,17 +97,19 @@ class Transport {
   void ReadData(int peer, Source source);
   void ReadControl(int peer);
   void WriteMore(int peer, Source source);
+  void ReadMore();
   void LoseWhoIsSilent();
   void Lose(int peer, const std::string& why);
   void Watch(int fd, uint64_t tag, uint32_t events, bool anew);
   void Wake();
 
   std::vector<std::unique_ptr<Link>> links_;
-  int poller_ = -1;
-  int wake_ = -1;
+  FileDescriptor poller_, wake_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ticking_{false};
-  bool ending_ = false;  // of the thread: a connection has ended, see Link
+  // Of the thread: a connection has ended, or holds more; see Link.
+  bool ending_ = false;
+  bool more_ = false;
   TransportListener* listener_ = nullptr;
   std::thread thread_;
 };

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from tests.thread_ranks import run_on_ranks
 from tfdist_ext.collectives.process_group import GroupStats
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.rendezvous import same_host
 from tfdist_ext.rendezvous.connection import Connection
 from tfdist_ext.rendezvous.same_host import SharedMemory
 
@@ -52,9 +54,7 @@ def test_what_is_no_connection_is_refused(what, tmp_path):
         path.touch()
         if what == "memory":  # that is none of ours
             pairs = [socket.socketpair() for _ in range(2)]
-            shared = SharedMemory(
-                os.open(path, 0), os.eventfd(0), os.eventfd(0)
-            )
+            shared = SharedMemory(os.open(path, 0), os.open(path, 0))
             return [None, Connection(*(pair[0] for pair in pairs), shared)]
         numbers = {
             "a number": (12345, 12346),  # of no open file
@@ -65,6 +65,47 @@ def test_what_is_no_connection_is_refused(what, tmp_path):
 
     with pytest.raises(tf.errors.OpError, match=r"rank 0 .* connections"):
         ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, connect)
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_peer_that_has_reset_its_connection_is_named():
+    """No descriptor stays open, so the healthy rank sees this one end."""
+
+    def try_to_open():
+        links = [[tcp_pair() for _ in range(2)] for _ in range(2)]
+        memory = [same_host.make_pair() for _ in range(2)]
+        connections = [None] + [
+            Connection(*(pair[0] for pair in link), shared[0])
+            for link, shared in zip(links, memory, strict=True)
+        ]
+        at_once = struct.pack("ii", 1, 0)
+        for _, theirs in links[1]:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            theirs.close()
+        with pytest.raises(
+            tf.errors.UnavailableError, match=r"rank 2 \(c:1\).* has ended"
+        ):
+            ProcessGroup(0, 3, ["a:1", "b:1", "c:1"], lambda: connections)
+        for _, healthy in links[0]:
+            healthy.settimeout(5)
+            assert healthy.recv(1) == b""  # the end of this rank
+            healthy.close()
+        for _, theirs in memory:
+            theirs.close()
+
+    try_to_open()
+    before = descriptors()
+    try_to_open()
+    assert descriptors() == before
 
 
 class Numbered:

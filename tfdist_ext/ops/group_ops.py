@@ -29,7 +29,7 @@ def group_open(
     rank: int,
     addresses: Sequence[str],
     connections: Sequence[tuple[socket.socket, socket.socket] | None],
-    shared: Sequence[tuple[int, int, int] | None],
+    shared: Sequence[tuple[int, int] | None],
     timeout: float,
     all_reduce: str = "",
 ) -> int:
@@ -40,7 +40,7 @@ def group_open(
         addresses: "host:port" of each rank, for errors.
         connections: two to each rank, for messages and for control.
         shared: file descriptors of the memory that this rank shares with
-            another, and of the bells of the two; the group owns them too.
+            another, and of its end of their bell; the group owns them too.
         timeout: seconds of every wait.
         all_reduce: form of all of them; empty if each is chosen.
 
@@ -56,7 +56,7 @@ def group_open(
             addresses=list(addresses),
             sockets=tf.constant(numbers, tf.int32),
             shared=tf.constant(
-                [each or (-1, -1, -1) for each in shared], tf.int32
+                [each or (-1, -1) for each in shared], tf.int32
             ),
             rank=rank,
             timeout=timeout,

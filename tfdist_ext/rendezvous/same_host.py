@@ -3,10 +3,10 @@
 
 A rank whose abstract Unix socket another one reaches is on the same host, and
 in the same network namespace if containers divide it. The later of the two
-makes the memory and two bells and passes them over:
+makes the memory and a bell, by which they wake each other, and passes them:
 
     later -> earlier    (connection)   "S" and a random token, or "T": TCP
-    later -> earlier    (Unix socket)  the token; memory, its bell, the other's
+    later -> earlier    (Unix socket)  the token; memory, an end of the bell
     earlier -> later    (connection)   "Y" if that has come, else "N"
 
 Without the token, which only the authenticated connection tells, nobody is
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 RING_BYTES = 1 << 20
 _PAGE = 4096
 _TOKEN_BYTES = 32
-_FILES = 3
+_FILES = 2
 _PATIENCE = 2.0  # seconds, with one who is on this host
 _CHECK_SECONDS = 0.2
 
@@ -43,17 +43,16 @@ class SharedMemory:
 
     Attributes:
         memory: of two rings of bytes.
-        bell: eventfd that wakes this rank.
-        peer_bell: eventfd that wakes the other one.
+        bell: this rank's end of a pair of Unix sockets: a byte wakes the rank
+            at the other end.
     """
 
     memory: int
     bell: int
-    peer_bell: int
 
     def close(self) -> None:
         """Closes what was not handed over."""
-        for descriptor in (self.memory, self.bell, self.peer_bell):
+        for descriptor in (self.memory, self.bell):
             os.close(descriptor)
 
 
@@ -76,11 +75,10 @@ def make_pair() -> tuple[SharedMemory, SharedMemory]:
         os.posix_fallocate(memory, 0, size)  # or a write to it might kill
         seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
         fcntl.fcntl(memory, _F_ADD_SEALS, seals)
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        bells = [keep(os.eventfd(0, flags)) for _ in range(2)]
-        second = [keep(os.dup(each)) for each in (memory, *reversed(bells))]
+        copy = keep(os.dup(memory))
+        bells = [keep(each.detach()) for each in socket.socketpair()]
         unfinished.pop_all()
-    return SharedMemory(memory, *bells), SharedMemory(*second)
+    return SharedMemory(memory, bells[0]), SharedMemory(copy, bells[1])
 
 
 class Neighbours:
@@ -100,7 +98,7 @@ class Neighbours:
         self.name = ""
         self.failure = ""
         self._listener: socket.socket | None = None
-        if not wanted or not hasattr(os, "eventfd"):
+        if not wanted or not hasattr(os, "memfd_create"):
             return
         with contextlib.suppress(OSError):
             name = f"tfdist-{secrets.token_hex(16)}"
@@ -170,7 +168,7 @@ class Neighbours:
                 there.connect(f"\0{name}")
                 theirs, ours = make_pair()
                 with contextlib.closing(theirs):
-                    files = [theirs.memory, theirs.bell, theirs.peer_bell]
+                    files = [theirs.memory, theirs.bell]
                     try:
                         socket.send_fds(there, [token], files)
                     except OSError:
