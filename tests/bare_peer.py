@@ -12,6 +12,9 @@ from tfdist_ext.rendezvous.connection import Connection
 
 # Header of custom_ops/collective/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
+# ControlFrame, and its types.
+FRAME = struct.Struct("<IIiiQ1000s")
+PING, PONG, ABORT, GOODBYE, LEAVE, INSERT, INSERTED, VALUE = range(2, 10)
 MAGIC, ALL_REDUCE, FLOAT = 0x74664435, 3, 1
 NUMBERS = 5
 # Dimensions of [5], as `HashShape` mixes them.
@@ -46,6 +49,18 @@ def good_header(tag):
 
 def pack(header):
     return HEADER.pack(*(header[name] for name in FIELDS))
+
+
+def frame(kind, *, code=0, nonce=0, text=b""):
+    return FRAME.pack(MAGIC, kind, 1, code, nonce, text)
+
+
+def read_frames(connection):
+    """Yields (type, code, nonce, text) until the connection ends."""
+    with connection.makefile("rb") as file:
+        while len(data := file.read(FRAME.size)) == FRAME.size:
+            _, kind, _, code, nonce, text = FRAME.unpack(data)
+            yield kind, code, nonce, text.rstrip(b"\0")
 
 
 class Rank:

@@ -21,6 +21,18 @@ inline int64_t Nanoseconds(double seconds) {
   return static_cast<int64_t>(std::min(seconds * 1e9, 4e18));
 }
 
+// How long a number that another thread changes has stayed the same, in time
+// that this process has run: see ProcessGroup::CountTime.
+struct Unchanged {
+  int64_t number = -1;
+  int64_t lasted = 0;  // nanoseconds
+
+  void Count(int64_t now_is, int64_t passed) {
+    lasted = now_is == number ? lasted + passed : 0;
+    number = now_is;
+  }
+};
+
 }  // namespace tfdist
 
 #endif  // TFDIST_CUSTOM_OPS_COLLECTIVE_CLOCK_H_

@@ -20,6 +20,16 @@ constexpr std::chrono::milliseconds kNoticeTime{1500};
 // Timeouts that a rank may spend outside of all collectives, alive, while
 // others wait for it: reading, saving and tracing take what they take.
 constexpr int kPatience = 5;
+// Timeouts that an operation waits for a rank which sends it nothing, while
+// bytes of other operations move.
+constexpr int kMostMoving = 20;
+// After a cut of the network the system may send again only so much later.
+constexpr int64_t kRetransmission = 2'000'000'000;
+// How long a peer that has said goodbye may keep its connections without
+// sending anything.
+constexpr int64_t kGoodbyeTime = 3'000'000'000;
+// Of the time between two ticks more does not count: see CountTime.
+constexpr int64_t kLongestTick = 500'000'000;
 
 // How long an operation goes on that TensorFlow has cancelled: most often all
 // ranks see the same error in the same step, and are in step afterwards if each
@@ -36,6 +46,8 @@ constexpr int32_t kMoving = 2;   // in one, and its bytes move
 void ProcessGroup::SendControl(int peer, const ControlFrame& frame) {
   try {
     transport_.SendControl(peer, frame);
+  } catch (const ProtocolError& error) {
+    Fail(peer, absl::StatusCode::kInternal, NotUnderstood(peer, error.what()));
   } catch (const std::exception&) {
     // The peer is gone; the transport's thread finds out by itself.
   }
@@ -105,6 +117,7 @@ void ProcessGroup::OnControl(int peer, ControlFrame& frame) {
       return;
     }
   }
+  throw ProtocolError("it sent a control message of another build");
 }
 
 void ProcessGroup::OnPing(int peer, ControlFrame& frame) {
@@ -122,7 +135,8 @@ void ProcessGroup::OnPing(int peer, ControlFrame& frame) {
     pong.code = kOutside;
   } else {
     const int64_t recently = Now() - Nanoseconds(options_.timeout / 2);
-    pong.code = moved > recently ? kMoving : kInside;
+    const bool moves = moved > recently || transport_.InFlight();
+    pong.code = moves ? kMoving : kInside;
   }
   const bool reached = running.find(asked) != std::string::npos;
   SetText(pong.text,
@@ -143,6 +157,11 @@ std::string ProcessGroup::GoneReason(int peer) const {
          " one's)";
 }
 
+std::string ProcessGroup::NotUnderstood(int peer,
+                                        const std::string& why) const {
+  return Message(RankName(peer), " is not understood: ", why);
+}
+
 void ProcessGroup::OnLost(int peer, const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
   peers_[peer].lost = true;
@@ -150,8 +169,7 @@ void ProcessGroup::OnLost(int peer, const std::string& error) {
   // After a goodbye only operations that still need the peer fail (OnTick).
   if (closed_ || (peers_[peer].said_goodbye && error.empty())) return;
   const std::string reason =
-      error.empty() ? GoneReason(peer)
-                    : Message(RankName(peer), " is not understood: ", error);
+      error.empty() ? GoneReason(peer) : NotUnderstood(peer, error);
   lock.unlock();
   Fail(peer,
        error.empty() ? absl::StatusCode::kUnavailable
@@ -232,7 +250,10 @@ void ProcessGroup::AbortWhatNobodyAnswers() {
 int ProcessGroup::PeerAwaitedInVain() const {
   for (const auto& operation : running_) {
     for (int peer = 0; peer < world_size(); ++peer) {
-      if (peers_[peer].lost && operation->WaitsFor(peer)) return peer;
+      const Peer& state = peers_[peer];
+      const bool gone = state.lost || (state.said_goodbye &&
+                                       state.heard.lasted > kGoodbyeTime);
+      if (gone && operation->WaitsFor(peer)) return peer;
     }
   }
   return -1;
@@ -240,17 +261,35 @@ int ProcessGroup::PeerAwaitedInVain() const {
 
 std::shared_ptr<Operation> ProcessGroup::NotWantedAnyMore() const {
   for (const auto& operation : running_) {
-    const int64_t cancelled = operation->cancelled_at();
-    const bool over = cancelled > 0 && Now() - cancelled > kGrace;
+    const bool over = operation->unwanted > kGrace;
     if (over && !operation->given_up()) return operation;
   }
   return nullptr;
+}
+
+// Time counts while this process runs. When it was stopped, and the others
+// perhaps too, or what they have sent is still to be read, the time between two
+// ticks says nothing about them.
+void ProcessGroup::CountTime() {
+  const int64_t now = Now();
+  const int64_t passed = std::min(now - last_tick_, kLongestTick);
+  last_tick_ = now;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    peers_[peer].heard.Count(transport_.last_heard(peer), passed);
+  }
+  for (const auto& operation : running_) {
+    operation->moved.Count(LastMoved(*operation), passed);
+    operation->waited += passed;
+    if (operation->cancelled()) operation->unwanted += passed;
+  }
 }
 
 // Asked for by every operation that begins.
 bool ProcessGroup::OnTick() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_ || failed() || running_.empty()) return false;
+  CountTime();
   AbortWhatNobodyAnswers();
   if (const int gone = PeerAwaitedInVain(); gone >= 0) {
     const std::string reason = GoneReason(gone);
@@ -274,22 +313,21 @@ bool ProcessGroup::OnTick() {
   const int64_t now = Now();
   int64_t longest = 0;
   for (const auto& operation : running_) {
-    longest = std::max(longest, now - LastMoved(*operation));
+    longest = std::max(longest, operation->moved.lasted);
   }
-  if (longest > Nanoseconds(options_.timeout / 2) &&
-      now - last_ping_ > Nanoseconds(options_.timeout / 4)) {
+  const std::shared_ptr<Operation> late = Late(Nanoseconds(options_.timeout));
+  const bool asks = longest > Nanoseconds(options_.timeout / 2) &&
+                    now - last_ping_ > Nanoseconds(options_.timeout / 4);
+  ControlFrame ping;
+  if (asks) {
     last_ping_ = now;
-    ControlFrame ping;
     ping.type = Control::kPing;
     ping.rank = rank();
     ping.nonce = ++pings_;
     SetText(ping.text, Late(0)->Name().c_str());
-    lock.unlock();
-    SendControlToAll(ping);
-    return true;
   }
-  const std::shared_ptr<Operation> late = Late(Nanoseconds(options_.timeout));
   lock.unlock();
+  if (asks) SendControlToAll(ping);
   if (late != nullptr) OnDeadline(late);
   return true;
 }
@@ -304,9 +342,8 @@ int64_t ProcessGroup::LastMoved(const Operation& operation) const {
 
 std::shared_ptr<Operation> ProcessGroup::Late(int64_t than) const {
   std::shared_ptr<Operation> late;
-  const int64_t now = Now();
   for (const auto& operation : running_) {
-    if (now - LastMoved(*operation) > than &&
+    if (operation->moved.lasted > than &&
         (late == nullptr || operation->start < late->start)) {
       late = operation;
     }
@@ -316,10 +353,10 @@ std::shared_ptr<Operation> ProcessGroup::Late(int64_t than) const {
 
 std::vector<int> ProcessGroup::SilentPeers() const {
   std::vector<int> ranks;
-  const int64_t since = Now() - Nanoseconds(options_.timeout);
+  const int64_t limit = Nanoseconds(options_.timeout) + kRetransmission;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer != rank() && !peers_[peer].said_goodbye &&
-        transport_.last_heard(peer) < since) {
+        peers_[peer].heard.lasted > limit) {
       ranks.push_back(peer);
     }
   }
@@ -328,13 +365,15 @@ std::vector<int> ProcessGroup::SilentPeers() const {
 
 // Who has not been heard of for so long is the one to blame: the peer that
 // `operation` waits for may itself wait for the silent one. For the same reason
-// any peer outside of the collectives is given time, and one whose bytes move
-// all the time that it takes.
+// any peer outside of the collectives is given time, and more of it while bytes
+// move or are on their way.
 void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failed() || running_.count(operation) == 0) return;
   const std::vector<int> silent = SilentPeers();
-  const double waited = static_cast<double>(Now() - operation->start) / 1e9;
+  const double waited = static_cast<double>(operation->waited) / 1e9;
+  const bool may_move =
+      operation->moved.lasted < Nanoseconds(kMostMoving * options_.timeout);
   const double limit = kPatience * options_.timeout;
   const std::string after =
       Message(" within ", std::round(waited * 10) / 10,
@@ -348,7 +387,8 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
     }
     reason += Message(silent.size() > 1 ? " are" : " is", " silent", after,
                       " and to a ping (stopped, hung or unreachable)");
-  } else if (!AllHaveAnswered() || PeerThatSays(kMoving) >= 0) {
+  } else if (may_move && (!AllHaveAnswered() || PeerThatSays(kMoving) >= 0 ||
+                          transport_.InFlight())) {
     return;
   } else if (const int slow = PeerThatSays(kOutside);
              slow >= 0 && waited < limit) {
@@ -360,6 +400,8 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
                  << "reads, traces, saves or hangs. Waiting for " << limit
                  << " s in all.";
     return;
+  } else if (culprit >= 0 && peers_[culprit].said_goodbye) {
+    reason = GoneReason(culprit);
   } else if (culprit >= 0 && culprit != rank()) {
     reason = Message(RankName(culprit), " did not take part", after,
                      "; it is alive and ", peers_[culprit].pong_text);

@@ -7,8 +7,8 @@ namespace tfdist {
 
 bool ControlLink::Send(const ControlFrame& frame) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (queue_.size() >= kMostWaiting) {
-    throw ConnectionLost("it does not read what it is sent");
+  if (queue_.size() >= kMostWaiting && frame.type != Control::kAbort) {
+    throw ProtocolError("it does not read its control messages");
   }
   queue_.push_back(frame);
   return queue_.size() > 1 || Write();
@@ -33,12 +33,12 @@ bool ControlLink::Write() {
   return false;
 }
 
-void ControlLink::OnReadable(const std::function<void(ControlFrame&)>& take) {
-  while (true) {
+bool ControlLink::OnReadable(const std::function<void(ControlFrame&)>& take) {
+  for (int frames = 0; frames < kTurn;) {
     auto* frame = reinterpret_cast<uint8_t*>(&frame_);
     const iovec part = {frame + received_, sizeof(ControlFrame) - received_};
     const size_t size = socket_.Read(&part, 1);
-    if (size == 0) return;
+    if (size == 0) return false;
     last_heard_.store(Now());
     received_ += size;
     if (received_ < sizeof(ControlFrame)) continue;
@@ -47,7 +47,9 @@ void ControlLink::OnReadable(const std::function<void(ControlFrame&)>& take) {
       throw ProtocolError("it sent a control message of another build");
     }
     take(frame_);
+    ++frames;
   }
+  return true;
 }
 
 }  // namespace tfdist

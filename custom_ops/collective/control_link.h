@@ -20,12 +20,15 @@ class ControlLink {
   explicit ControlLink(Socket socket) : socket_(std::move(socket)) {}
 
   int fd() const { return socket_.fd(); }
-  // Returns whether something is left for OnWritable. Throws ConnectionLost.
+  // Returns whether something is left for OnWritable. Throws ConnectionLost,
+  // and ProtocolError for a peer that does not read. An abort, of which a group
+  // sends one, always finds room.
   bool Send(const ControlFrame& frame);
 
   // For the thread of the connections; both throw ConnectionLost. `take` gets
-  // every frame that has come.
-  void OnReadable(const std::function<void(ControlFrame&)>& take);
+  // the frames that have come; returns whether there may be more than it took
+  // in one turn.
+  bool OnReadable(const std::function<void(ControlFrame&)>& take);
   bool OnWritable();
 
   // Of the clock of Now(), when something came last.
@@ -34,6 +37,7 @@ class ControlLink {
  private:
   // A peer that does not read its control frames any more is worth no memory.
   static constexpr size_t kMostWaiting = 4096;
+  static constexpr int kTurn = 64;  // frames
 
   bool Write();
 

@@ -66,6 +66,7 @@ class DataLink {
   // Something has come over the connection beside the memory: its end.
   void OnEnd();
 
+  bool InFlight() const { return socket_.InFlight(); }
   // Of the clock of Now(), when bytes moved last, in either direction.
   int64_t last_moved() const { return last_moved_.load(); }
   // How often messages left, some of them together.

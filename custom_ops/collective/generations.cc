@@ -7,6 +7,13 @@
 
 namespace tfdist {
 
+namespace {
+
+// Generations whose end is known and that some rank has not left yet.
+constexpr size_t kMostCauses = 1024;
+
+}  // namespace
+
 void ProcessGroup::Leave(const std::string& reason) {
   ControlFrame leave;
   leave.type = Control::kLeave;
@@ -34,6 +41,9 @@ void ProcessGroup::OnLeave(int peer, ControlFrame& frame) {
   causes_.emplace(generation, GetText(frame.text));
   peers_[peer].generation = generation + 1;
   ForgetCauses();
+  if (causes_.size() > kMostCauses) {
+    throw ProtocolError("it leaves without end what the ranks do");
+  }
 }
 
 std::pair<std::string, bool> ProcessGroup::LeftBecause() const {

@@ -5,6 +5,9 @@
 #include <cstring>
 #include <utility>
 
+#include "custom_ops/collective/socket.h"
+#include "custom_ops/common/message.h"
+
 namespace tfdist {
 
 namespace {
@@ -12,6 +15,8 @@ namespace {
 // A payload of so few bytes has come with its header, as good as always: its
 // receiver hears of both at once.
 constexpr uint64_t kWithHeader = uint64_t{64} << 10;
+// A rank is ahead of another by the exchanges of a step, or by broadcasts.
+constexpr size_t kMostMessages = size_t{1} << 17;
 
 }  // namespace
 
@@ -94,7 +99,14 @@ Incoming* Inbox::Begin(const Header& header) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::unique_ptr<Incoming>& message = messages_[KeyOf(header)];
-    if (message == nullptr) message = std::make_unique<Incoming>();
+    if (message == nullptr) {
+      message = std::make_unique<Incoming>();
+      if (messages_.size() > kMostMessages) {
+        throw ProtocolError(
+            Message("it sent ", kMostMessages,
+                    " messages that this rank does not expect"));
+      }
+    }
     if (message->header_here) return nullptr;
     const bool fits = message->memory == nullptr || message->abandoned ||
                       message->wanted == header.bytes;

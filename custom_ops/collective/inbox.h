@@ -67,9 +67,10 @@ class Inbox {
 
   // For the thread of the connections. `Begin` finds or makes the message of a
   // header; null for a second one of the same, or of another size than there is
-  // memory for. Between `Claim`, which says where the next bytes go, and
-  // `Advance` the memory stays as it is. Both must follow a header that has
-  // bytes, if of none: its receiver may hear of it only then.
+  // memory for. Throws ProtocolError where too many wait for receivers. Between
+  // `Claim`, which says where the next bytes go, and `Advance` the memory stays
+  // as it is. Both must follow a header that has bytes, if of none: its
+  // receiver may hear of it only then.
   Incoming* Begin(const Header& header);
   uint8_t* Claim(Incoming* message);
   void Advance(Incoming* message, uint64_t bytes);

@@ -11,6 +11,10 @@ namespace tfdist {
 
 namespace {
 
+// Of a group, a kilobyte each.
+constexpr size_t kMostKeys = 4096;
+constexpr double kSlice = 0.5;  // seconds
+
 ControlFrame KeyFrame(Control type, int rank, uint64_t nonce) {
   ControlFrame frame;
   frame.type = type;
@@ -26,6 +30,10 @@ bool SetPair(ControlFrame& frame, const std::string& key,
   std::memcpy(frame.text, key.c_str(), key.size() + 1);
   std::memcpy(frame.text + key.size() + 1, value.c_str(), value.size() + 1);
   return true;
+}
+
+absl::Status Taken(const std::string& key) {
+  return absl::AlreadyExistsError(Message("key '", key, "' has a value"));
 }
 
 std::pair<std::string, std::string> GetPair(ControlFrame& frame) {
@@ -47,27 +55,31 @@ absl::Status ProcessGroup::InsertKey(const std::string& key,
                 " bytes together, none of them 0; received ", key.size(),
                 " and ", value.size()));
   }
-  const auto taken = [&] {
-    return absl::AlreadyExistsError(Message("key '", key, "' has a value"));
-  };
-  if (rank() == 0) return Insert(key, value) ? absl::OkStatus() : taken();
+  if (rank() == 0) return Insert(key, value);
   std::unique_lock<std::mutex> lock(mutex_);
   const uint64_t number = frame.nonce = ++inserts_;
+  const auto request = inserted_.emplace(number, std::nullopt).first;
   lock.unlock();
   SendControl(0, frame);
   lock.lock();
-  changed_.wait_for(
-      lock, std::chrono::nanoseconds(Nanoseconds(options_.timeout)),
-      [&] { return failed() || closing_ || inserted_.count(number) > 0; });
-  const auto answer = inserted_.find(number);
-  if (answer == inserted_.end()) {
+  WaitFor(lock, options_.timeout,
+          [&] { return failed() || closing_ || request->second.has_value(); });
+  const std::optional<bool> is_new = request->second;
+  inserted_.erase(request);
+  if (!is_new.has_value()) {
     return absl::UnavailableError(Message("rank ", rank(), ": no answer from ",
                                           RankName(0), " about key '", key, "'",
                                           failed() ? ": " + failure_ : ""));
   }
-  const bool is_new = answer->second;
-  inserted_.erase(answer);
-  return is_new ? absl::OkStatus() : taken();
+  return *is_new ? absl::OkStatus() : Taken(key);
+}
+
+void ProcessGroup::WaitFor(std::unique_lock<std::mutex>& lock, double seconds,
+                           const std::function<bool()>& over) {
+  for (double left = seconds; left > 0 && !over(); left -= kSlice) {
+    const double slice = std::min(left, kSlice);
+    changed_.wait_for(lock, std::chrono::nanoseconds(Nanoseconds(slice)), over);
+  }
 }
 
 absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
@@ -77,8 +89,7 @@ absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
     return failed() || closing_ || keys_.count(key) > 0;
   };
   if (seconds > 0) {
-    changed_.wait_for(lock, std::chrono::nanoseconds(Nanoseconds(seconds)),
-                      there);
+    WaitFor(lock, seconds, there);
   } else {
     changed_.wait(lock, there);
   }
@@ -91,32 +102,49 @@ absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
   return absl::DeadlineExceededError(Message(what, " within ", seconds, " s"));
 }
 
-// On rank 0: returns whether the key is new, and then tells all.
-bool ProcessGroup::Insert(const std::string& key, const std::string& value) {
+// On rank 0: keeps the key if it is new, and then tells all.
+absl::Status ProcessGroup::Insert(const std::string& key,
+                                  const std::string& value) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!keys_.emplace(key, value).second) return false;
+    if (keys_.count(key) > 0) return Taken(key);
+    if (keys_.size() == kMostKeys) {
+      return absl::ResourceExhaustedError(
+          Message("the ranks have set ", kMostKeys, " keys, and no more"));
+    }
+    keys_.emplace(key, value);
   }
   changed_.notify_all();
   ControlFrame frame = KeyFrame(Control::kValue, rank(), 0);
   SetPair(frame, key, value);
   for (int peer = 1; peer < world_size(); ++peer) SendControl(peer, frame);
-  return true;
+  return absl::OkStatus();
 }
 
 void ProcessGroup::OnKey(int peer, ControlFrame& frame) {
   const auto [key, value] = GetPair(frame);
   if (frame.type == Control::kInsert) {
     ControlFrame answer = KeyFrame(Control::kInserted, rank(), frame.nonce);
-    answer.code = rank() == 0 && Insert(key, value) ? 0 : 1;
+    if (rank() != 0)
+      throw ProtocolError("it sets a key elsewhere than at rank 0");
+    const absl::Status inserted = Insert(key, value);
+    if (absl::IsResourceExhausted(inserted)) {
+      throw ProtocolError(std::string(inserted.message()));
+    }
+    answer.code = inserted.ok() ? 0 : 1;
     SendControl(peer, answer);
     return;
   }
+  if (peer != 0) throw ProtocolError("it answers for rank 0 about a key");
   std::lock_guard<std::mutex> lock(mutex_);
   if (frame.type == Control::kInserted) {
-    inserted_[frame.nonce] = frame.code == 0;
-  } else {
+    // Its request may be over.
+    const auto request = inserted_.find(frame.nonce);
+    if (request != inserted_.end()) request->second = frame.code == 0;
+  } else if (keys_.size() < kMostKeys) {
     keys_.emplace(key, value);
+  } else {
+    throw ProtocolError(Message("it has set more than ", kMostKeys, " keys"));
   }
   changed_.notify_all();
 }

@@ -262,7 +262,7 @@ void Operation::Abort() {
   changed_.notify_all();
 }
 
-void Operation::Cancel() { cancelled_at_ = Now(); }
+void Operation::Cancel() { cancelled_ = true; }
 
 void Operation::GiveUp() {
   std::lock_guard<std::mutex> lock(mutex_);

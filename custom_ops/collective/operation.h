@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/data_link.h"
 #include "custom_ops/collective/inbox.h"
 #include "custom_ops/collective/wire.h"
@@ -100,7 +101,7 @@ class Operation : public Progress,
   // know; and ends it for that reason.
   void Cancel();
   void GiveUp();
-  int64_t cancelled_at() const { return cancelled_at_; }  // of Now(), or 0
+  bool cancelled() const { return cancelled_; }
   bool given_up() const;
 
   // "all_to_all 'layer emb/ids' (tag 2, stage receive header, rank 1)"
@@ -114,6 +115,11 @@ class Operation : public Progress,
   const int64_t start;      // of the clock of Now()
   uint32_t generation = 0;  // of the group when the operation was asked for
   std::shared_ptr<Channel> channel;
+  // In time that this process has run, guarded by the group's mutex: since the
+  // rank that it waits for moved bytes, since it began, since it was cancelled.
+  Unchanged moved;
+  int64_t waited = 0;
+  int64_t unwanted = 0;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
   // The same by peer, before Release.
@@ -150,7 +156,7 @@ class Operation : public Progress,
   const char* stage_ = "start";
   const std::function<int()>* missing_ = nullptr;  // of the wait
 
-  std::atomic<int64_t> cancelled_at_{0};
+  std::atomic<bool> cancelled_{false};
   std::atomic<int64_t> on_device_since_{0};
   std::deque<Sent> sent_;  // messages do not move
   std::vector<Received> received_;

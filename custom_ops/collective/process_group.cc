@@ -31,7 +31,7 @@ ProcessGroup::ProcessGroup(GroupOptions options,
       debug_(DebugRequested()),
       all_reduce_choice_(options_.addresses, options_.all_reduce),
       peers_(options_.world_size),
-      transport_(std::move(sockets), scratch_) {
+      transport_(std::move(sockets), options_.timeout, scratch_) {
   stats_.waited.resize(options_.world_size);
 }
 
@@ -85,6 +85,7 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
     } else {
       operation->generation = generation_;
       operation->channel = Acquire(*operation);
+      if (running_.empty()) last_tick_ = Now();  // none has come meanwhile
       running_.insert(operation);
       transport_.Tick();
       if (operation->channel->busy) {

@@ -177,6 +177,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
     std::string pong_text;
     int32_t pong_code = 0;
     uint32_t generation = 0;  // the first that it has not left
+    Unchanged heard;          // when anything came from it last
   };
 
   // process_group.cc
@@ -197,7 +198,9 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void SendControlToAll(const ControlFrame& frame);
   void SayGoodbye(const std::string& error);
   void OnPing(int peer, ControlFrame& frame);
+  std::string NotUnderstood(int peer, const std::string& why) const;
   // With mutex_ held.
+  void CountTime();
   void AbortWhatNobodyAnswers();
   int64_t LastMoved(const Operation& operation) const;
   std::shared_ptr<Operation> Late(int64_t than) const;  // nanoseconds
@@ -216,7 +219,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void ForgetCauses();  // with mutex_ held
 
   // keys.cc
-  bool Insert(const std::string& key, const std::string& value);
+  absl::Status Insert(const std::string& key, const std::string& value);
+  // Like `changed_.wait_for`, but in time that this process has run.
+  void WaitFor(std::unique_lock<std::mutex>& lock, double seconds,
+               const std::function<bool()>& over);
   void OnKey(int peer, ControlFrame& frame);
 
   const GroupOptions options_;
@@ -241,12 +247,14 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   std::map<uint32_t, std::string> causes_;  // by generation that was left
   bool told_ = false;  // an operation of this generation has ended with its own
   uint64_t pings_ = 0;
-  int64_t last_ping_ = 0;  // of the clock of Now()
+  int64_t last_tick_ = 0;  // of the clock of Now()
+  int64_t last_ping_ = 0;
   int64_t last_warning_ = 0;
   std::shared_ptr<GpuLinks> gpu_links_;
   std::map<std::string, std::string> keys_;
-  uint64_t inserts_ = 0;               // requests to rank 0
-  std::map<uint64_t, bool> inserted_;  // its answers: whether it is new
+  uint64_t inserts_ = 0;  // requests to rank 0
+  // Those that are not over: whether the key is new, once it has answered.
+  std::map<uint64_t, std::optional<bool>> inserted_;
 
   std::atomic<bool> traces_{false};
   mutable std::mutex stats_mutex_;  // guards the next four

@@ -46,14 +46,18 @@ class FileDescriptor {
 // A connected stream socket.
 class Socket {
  public:
-  // Makes it non-blocking, closed on exec, without delay. Throws
-  // std::system_error if it is not a connected socket (any more).
-  explicit Socket(FileDescriptor fd);
+  // Makes it non-blocking, closed on exec, without delay. A connection over TCP
+  // survives a cut that is shorter than `timeout` seconds, and goes on a second
+  // after it. Throws std::system_error if it is not a connected socket (any
+  // more).
+  Socket(FileDescriptor fd, double timeout);
 
   int fd() const { return fd_.get(); }
   // Both return 0 where the system cannot go on now, and throw ConnectionLost.
   size_t Write(const iovec* parts, int count);
   size_t Read(const iovec* parts, int count);
+  // Whether the peer's system has not got all that was written.
+  bool InFlight() const;
 
  private:
   FileDescriptor fd_;

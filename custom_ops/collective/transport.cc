@@ -18,6 +18,9 @@ namespace {
 
 constexpr uint64_t kWake = ~uint64_t{0};
 constexpr int64_t kPatience = 1'000'000'000;
+// Of a peer that is lost so many turns are read: more than the system keeps of
+// what it has sent, and an end to one that goes on sending.
+constexpr int kLastTurns = 64;
 
 int CheckFd(int fd, const char* what) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
@@ -30,7 +33,8 @@ uint64_t Transport::TagOf(int peer, Source source) {
   return static_cast<uint64_t>(peer) << 2 | static_cast<uint64_t>(source);
 }
 
-Transport::Transport(std::vector<Pair> sockets, ScratchPool& scratch)
+Transport::Transport(std::vector<Pair> sockets, double timeout,
+                     ScratchPool& scratch)
     : links_(sockets.size()),
       poller_(CheckFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wake_(CheckFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
@@ -43,9 +47,9 @@ Transport::Transport(std::vector<Pair> sockets, ScratchPool& scratch)
       if (pair.shared.memory.get() >= 0) {
         rings = std::make_unique<SharedRings>(std::move(pair.shared));
       }
-      links_[peer] = std::make_unique<Link>(Socket(std::move(pair.data)),
-                                            Socket(std::move(pair.control)),
-                                            std::move(rings), scratch);
+      links_[peer] = std::make_unique<Link>(
+          Socket(std::move(pair.data), timeout),
+          Socket(std::move(pair.control), timeout), std::move(rings), scratch);
     } catch (const std::system_error& error) {
       throw BadConnection(static_cast<int>(peer), error.what());
     }
@@ -109,6 +113,12 @@ void Transport::SendControl(int peer, const ControlFrame& frame) {
 int64_t Transport::last_heard(int peer) const {
   return std::max(links_[peer]->control.last_heard(),
                   links_[peer]->data.last_moved());
+}
+
+bool Transport::InFlight() const {
+  return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
+    return link != nullptr && link->data.InFlight();
+  });
 }
 
 int64_t Transport::writes() const {
@@ -241,8 +251,8 @@ void Transport::LoseWhoIsSilent() {
   }
 }
 
-void Transport::ReadControl(int peer) {
-  links_[peer]->control.OnReadable(
+bool Transport::ReadControl(int peer) {
+  return links_[peer]->control.OnReadable(
       [&](ControlFrame& frame) { listener_->OnControl(peer, frame); });
 }
 
@@ -252,11 +262,11 @@ void Transport::Lose(int peer, const std::string& why) {
   // One connection may end while the other still holds what the peer said or
   // sent before it went.
   try {
-    while (link.data.OnReadable()) continue;
+    for (int i = 0; i < kLastTurns && link.data.OnReadable(); ++i) continue;
   } catch (const std::exception&) {  // its end
   }
   try {
-    ReadControl(peer);
+    for (int i = 0; i < kLastTurns && ReadControl(peer); ++i) continue;
   } catch (const std::exception&) {
   }
   epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.data.fd(), nullptr);

@@ -49,7 +49,7 @@ class Transport {
   static constexpr int kTickMilliseconds = 50;
 
   // Throws BadConnection and std::system_error.
-  Transport(std::vector<Pair> sockets, ScratchPool& scratch);
+  Transport(std::vector<Pair> sockets, double timeout, ScratchPool& scratch);
   ~Transport();
 
   // Begins to listen. `listener` must outlive Stop. Throws std::system_error.
@@ -67,6 +67,8 @@ class Transport {
   // When anything came from a peer last, and when bytes of messages moved.
   int64_t last_heard(int peer) const;
   int64_t last_moved(int peer) const { return links_[peer]->data.last_moved(); }
+  // Whether bytes of messages are on their way to any peer's system.
+  bool InFlight() const;
   // How often messages left for any peer, one or many together.
   int64_t writes() const;
   // Has OnTick called from now on.
@@ -95,7 +97,7 @@ class Transport {
 
   void Serve(int peer, Source source, uint32_t events);
   void ReadData(int peer, Source source);
-  void ReadControl(int peer);
+  bool ReadControl(int peer);
   void WriteMore(int peer, Source source);
   void ReadMore();
   void LoseWhoIsSilent();

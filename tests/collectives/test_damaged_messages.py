@@ -6,19 +6,30 @@ rather than hostile: nothing it sends may crash this process, write where it
 should not, or be taken for a result.
 """
 
+import contextlib
 import random
 import socket
+import threading
+import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests import fuzzing
+from tests.bare_peer import ABORT
 from tests.bare_peer import HEADER
+from tests.bare_peer import INSERT
+from tests.bare_peer import INSERTED
+from tests.bare_peer import LEAVE
 from tests.bare_peer import NUMBERS
+from tests.bare_peer import PING
+from tests.bare_peer import VALUE
 from tests.bare_peer import Rank
+from tests.bare_peer import frame
 from tests.bare_peer import good_header
 from tests.bare_peer import pack
+from tests.bare_peer import read_frames
 
 
 @pytest.fixture
@@ -81,6 +92,98 @@ def test_control_frames_of_another_build_are_named(rank):
     rank.peer[1].sendall(b"x" * 1024)
     with pytest.raises(tf.errors.InternalError, match="control message"):
         rank.sum()
+
+
+@contextlib.contextmanager
+def flood(connection, data):
+    """Sends it again and again until the end, of 10 s at most."""
+    end = time.monotonic() + 10
+    over = threading.Event()
+
+    def send():
+        with contextlib.suppress(OSError):
+            for part in data:
+                if over.is_set() or time.monotonic() > end:
+                    return
+                connection.sendall(part)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def unknown_messages():
+    for first in range(0, 1 << 40, 1000):
+        yield b"".join(
+            pack(good_header(4 + 2 * i) | {"bytes": 0})
+            for i in range(first, first + 1000)
+        )
+
+
+def of_control(kind):
+    for number in range(1 << 40):
+        yield frame(kind, nonce=number)
+
+
+def test_messages_that_nobody_expects_have_a_limit(rank):
+    with (
+        flood(rank.peer[0], unknown_messages()),
+        pytest.raises(tf.errors.InternalError, match=r"rank 1 \(b:1\).*131072"),
+    ):
+        rank.sum()
+
+
+def test_a_lost_peer_that_goes_on_sending_is_lost(rank):
+    with flood(rank.peer[0], unknown_messages()):
+        time.sleep(0.02)
+        rank.peer[1].close()
+        start = time.monotonic()
+        with pytest.raises(tf.errors.OpError, match=r"rank 1 \(b:1\)"):
+            rank.sum()
+        assert time.monotonic() - start < 5
+
+
+def test_keys_have_a_limit(rank):
+    answers = read_frames(rank.peer[1])
+    for number in range(4096):
+        rank.peer[1].sendall(frame(INSERT, text=b"%d\0a" % number))
+        assert {next(answers)[0], next(answers)[0]} == {INSERTED, VALUE}
+    rank.peer[1].sendall(frame(INSERT, text=b"one more\0a"))
+    with pytest.raises(tf.errors.InternalError, match=r"\(b:1\).*4096 keys"):
+        rank.sum()
+
+
+def test_generations_have_a_limit(rank):
+    with (
+        flood(rank.peer[1], of_control(LEAVE)),
+        pytest.raises(tf.errors.InternalError, match=r"\(b:1\).*leaves"),
+    ):
+        rank.sum()
+
+
+def test_only_rank_0_sets_keys(rank):
+    rank.peer[1].sendall(frame(VALUE, text=b"key\0value"))
+    with pytest.raises(tf.errors.InternalError, match="answers for rank 0"):
+        rank.sum()
+
+
+def test_a_peer_that_does_not_read_is_named_and_told(rank):
+    """The news of the failure comes after all that it has not read."""
+    rank.peer[1].settimeout(10)
+    with flood(rank.peer[1], of_control(PING)):
+        with pytest.raises(tf.errors.InternalError) as raised:
+            rank.sum()
+        assert "rank 1 (b:1)" in raised.value.message
+        assert "does not read" in raised.value.message
+        frames = read_frames(rank.peer[1])
+        assert any(kind == ABORT for kind, *_ in frames)
 
 
 def damaged(generator):

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.bare_peer import GOODBYE
 from tests.bare_peer import NUMBERS
+from tests.bare_peer import PING
+from tests.bare_peer import PONG
 from tests.bare_peer import Rank
+from tests.bare_peer import frame
 from tests.bare_peer import good_header
 from tests.bare_peer import pack
+from tests.bare_peer import read_frames
 
 MESSAGE = pack(good_header(2)) + np.ones(NUMBERS, np.float32).tobytes()
 EXPECTED = np.arange(NUMBERS) + 1
@@ -62,6 +67,36 @@ def test_longer_silence_is_named(begun):
         with pytest.raises(tf.errors.UnavailableError, match="is silent"):
             rank.sum()
         assert 0.9 < time.monotonic() - start < 5
+
+
+MOVING = 2
+
+
+def test_a_peer_that_says_for_ever_that_it_moves_is_given_up():
+    def answer():
+        for kind, _, nonce, _ in read_frames(rank.peer[1]):
+            if kind == PING:
+                pong = frame(PONG, code=MOVING, nonce=nonce, text=b"is in it")
+                rank.peer[1].sendall(pong)
+            else:
+                return
+
+    with Rank(timeout=0.2) as rank:
+        start = time.monotonic()
+        with pytest.raises(
+            tf.errors.UnavailableError, match="did not take part .* is in it"
+        ):
+            sum_while(rank, answer)
+        assert 3.5 < time.monotonic() - start < 8
+
+
+def test_a_peer_that_says_goodbye_and_stays_is_not_waited_for():
+    with Rank(timeout=30.0) as rank:
+        start = time.monotonic()
+        rank.peer[1].sendall(frame(GOODBYE))
+        with pytest.raises(tf.errors.UnavailableError, match="and left"):
+            rank.sum()
+        assert time.monotonic() - start < 10
 
 
 def test_the_end_of_a_connection_is_known_at_once():

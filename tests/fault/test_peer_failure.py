@@ -135,6 +135,34 @@ def test_stop(running_ranks, scenario, world_size, victim, tmp_path):
         assert result["class"] == "UnavailableError"
 
 
+def assert_goes_on(folder, world_size, limit):
+    """All ranks make a step within `limit` seconds, and no operation fails."""
+    counts = [folder / f"steps.{rank}" for rank in range(world_size)]
+    before = [path.read_text() for path in counts]
+    end = time.time() + limit
+    while any(
+        path.read_text() == count
+        for path, count in zip(counts, before, strict=True)
+    ):
+        failed = [path.read_text() for path in folder.glob("result.*")]
+        assert not failed
+        assert time.time() < end
+        time.sleep(0.02)
+
+
+def test_a_pause_of_all_ranks_is_survived(running_ranks, tmp_path):
+    """As of a host that sleeps, though the ranks wake one after the other."""
+    timeout = 3
+    with running_ranks("counted", 2, timeout):
+        for rank in range(2):
+            send(tmp_path, rank, signal.SIGSTOP)
+        time.sleep(timeout + 1)
+        for rank in range(2):
+            send(tmp_path, rank, signal.SIGCONT)
+            time.sleep(1)
+        assert_goes_on(tmp_path, 2, DETECTION_LIMIT)
+
+
 NO_NAMESPACES = network.reason_unavailable()
 
 
@@ -162,6 +190,20 @@ def test_link_down(running_ranks, scenario, world_size, victim, tmp_path):
         (cut_off,) = results(tmp_path, [victim], limit + 5)
         assert cut_off["class"] == "UnavailableError"
         assert cut_off["time"] - down < limit
+
+
+@pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+def test_a_link_that_comes_back_costs_two_seconds(running_ranks, tmp_path):
+    timeout = 5
+    with (
+        network.namespaces(2, None) as net,
+        running_ranks("counted", 2, timeout, net),
+    ):
+        link = net.prefixes[1][3].replace("n", "v")
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+        time.sleep(timeout - 1)
+        subprocess.run(["ip", "link", "set", link, "up"], check=True)
+        assert_goes_on(tmp_path, 2, 2.0)
 
 
 def test_death_between_gpus(running_ranks, emulated_ops, monkeypatch, tmp_path):
