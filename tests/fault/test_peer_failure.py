@@ -154,8 +154,9 @@ def test_a_pause_of_all_ranks_is_survived(running_ranks, tmp_path):
     """As of a host that sleeps, though the ranks wake one after the other."""
     timeout = 3
     with running_ranks("counted", 2, timeout):
-        for rank in range(2):
-            send(tmp_path, rank, signal.SIGSTOP)
+        send(tmp_path, 1, signal.SIGSTOP)
+        time.sleep(0.3)  # the other waits for it
+        send(tmp_path, 0, signal.SIGSTOP)
         time.sleep(timeout + 1)
         for rank in range(2):
             send(tmp_path, rank, signal.SIGCONT)

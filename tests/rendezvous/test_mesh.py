@@ -14,6 +14,7 @@ import pytest
 
 from tfdist_ext.rendezvous import mesh
 from tfdist_ext.rendezvous import ranks
+from tfdist_ext.rendezvous import same_host
 from tfdist_ext.rendezvous.listening import Listening
 from tfdist_ext.rendezvous.same_host import Neighbours
 
@@ -282,6 +283,59 @@ def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
     text = "shares no memory with ranks of this host, which talk by TCP"
     assert (text in caplog.text) == (allowed == 64 + 6)
     assert ("needs 76 more" in caplog.text) == (allowed == 64 + 6)
+
+
+def test_idle_strangers_do_not_keep_ranks_from_sharing(free_port, monkeypatch):
+    """They fill the queue of every rank's Unix socket, and send nothing."""
+    with contextlib.ExitStack() as strangers:
+        make = same_host.Neighbours.__init__
+
+        def make_with_strangers(neighbours, wanted=True):
+            make(neighbours, wanted)
+            for _ in range(200):
+                stranger = strangers.enter_context(
+                    socket.socket(socket.AF_UNIX)
+                )
+                stranger.setblocking(False)
+                try:
+                    stranger.connect(f"\0{neighbours.name}")
+                except BlockingIOError:  # it is full
+                    return
+            raise AssertionError("the queue has no end")
+
+        monkeypatch.setattr(
+            same_host.Neighbours, "__init__", make_with_strangers
+        )
+        addresses = addresses_of("127.0.0.1", 3, free_port())
+        with closing(connect_all(addresses)) as meshes:
+            assert_joined(meshes)
+            assert_shared(meshes, [True] * 3)
+
+
+def test_other_users_are_not_accepted(monkeypatch):
+    with same_host.Neighbours() as neighbours:
+        guests = []
+        for user in (os.geteuid(), os.geteuid() + 1):
+            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+            with socket.socket(socket.AF_UNIX) as guest:
+                guest.connect(f"\0{neighbours.name}")
+                assert neighbours._take_guest(guests)
+        assert not neighbours._take_guest(guests)
+        (accepted,) = guests
+        accepted.close()
+
+
+def test_the_memory_of_a_host_grows_with_its_ranks(free_port):
+    for ranks in range(2, 300):
+        ring = same_host.ring_bytes(ranks)
+        assert ring & (ring - 1) == 0
+        pairs = ranks * (ranks - 1) // 2
+        assert pairs * 2 * ring <= ranks * (8 << 20)
+        assert ranks > 9 or ring == 1 << 20
+    addresses = addresses_of("127.0.0.1", 11, free_port())
+    with closing(connect_all(addresses)) as meshes:
+        memory = meshes[0][1].shared.memory
+        assert os.fstat(memory).st_size == 2 * (4096 + same_host.ring_bytes(11))
 
 
 def test_ranks_listen_by_their_interface_in_their_range(free_port):

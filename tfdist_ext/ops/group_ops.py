@@ -55,9 +55,7 @@ def group_open(
         handle = library().tfdist_group_open(
             addresses=list(addresses),
             sockets=tf.constant(numbers, tf.int32),
-            shared=tf.constant(
-                [each or (-1, -1) for each in shared], tf.int32
-            ),
+            shared=tf.constant([each or (-1, -1) for each in shared], tf.int32),
             rank=rank,
             timeout=timeout,
             all_reduce=all_reduce,

@@ -25,6 +25,7 @@ from tfdist_ext.rendezvous import connector
 from tfdist_ext.rendezvous import descriptors
 from tfdist_ext.rendezvous import handshake
 from tfdist_ext.rendezvous import ranks
+from tfdist_ext.rendezvous import same_host
 from tfdist_ext.rendezvous.connection import Connection
 from tfdist_ext.rendezvous.listener import Listener
 from tfdist_ext.rendezvous.listening import Listening
@@ -228,7 +229,11 @@ def _share(
     }
     later = {peer: control[peer] for peer in start.later}
     try:
-        shared = neighbours.share(earlier, later, start.deadline, met.check)
+        on_host = sum(map(start.shares_host_with, range(len(places))))
+        ring = same_host.ring_bytes(on_host)
+        shared = neighbours.share(
+            earlier, later, start.deadline, met.check, ring
+        )
     except OSError as error:
         met.check(_REASON_SECONDS)
         raise RuntimeError(

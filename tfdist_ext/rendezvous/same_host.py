@@ -20,18 +20,27 @@ import dataclasses
 import fcntl
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
 
+from tfdist_ext.rendezvous.listener import peer_process
+
 # Bytes of one ring, a power of two: it should stay in a core's cache.
-RING_BYTES = 1 << 20
+_LARGEST_RING, _SMALLEST_RING = 1 << 20, 1 << 14
+# The rings that one rank writes have at most so many bytes together, until they
+# are the smallest: the memory of a host grows with its ranks, not their square.
+_RINGS_OF_RANK = 8 << 20
 _PAGE = 4096
 _TOKEN_BYTES = 32
 _FILES = 2
 _PATIENCE = 2.0  # seconds, with one who is on this host
 _CHECK_SECONDS = 0.2
+# Seconds until a rank of this host accepts: it connects to others itself.
+_QUEUE_PATIENCE = 10.0
+_MOST_GUESTS = 1024
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -56,8 +65,25 @@ class SharedMemory:
             os.close(descriptor)
 
 
-def make_pair() -> tuple[SharedMemory, SharedMemory]:
+def ring_bytes(ranks: int) -> int:
+    """Size of one ring, of which any two ranks share two.
+
+    Args:
+        ranks: number of ranks on the host.
+
+    Returns:
+        A power of two.
+    """
+    most = _RINGS_OF_RANK // max(ranks - 1, 1)
+    size = 1 << most.bit_length() - 1
+    return max(min(size, _LARGEST_RING), _SMALLEST_RING)
+
+
+def make_pair(ring: int = _LARGEST_RING) -> tuple[SharedMemory, SharedMemory]:
     """Memory for two ranks, as each of them sees it.
+
+    Args:
+        ring: bytes of one of its two rings, a power of two.
 
     Raises:
         OSError: there is not so much memory, or too many files are open.
@@ -68,7 +94,7 @@ def make_pair() -> tuple[SharedMemory, SharedMemory]:
             unfinished.callback(os.close, descriptor)
             return descriptor
 
-        size = 2 * (_PAGE + RING_BYTES)
+        size = 2 * (_PAGE + ring)
         memory = keep(
             os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         )
@@ -125,6 +151,7 @@ class Neighbours:
         later: Mapping[int, socket.socket],
         deadline: float,
         check: Callable[[], None] | None = None,
+        ring: int = _LARGEST_RING,
     ) -> dict[int, SharedMemory]:
         """Shares memory with the ranks of this host.
 
@@ -133,6 +160,7 @@ class Neighbours:
             later: by rank the connection to it.
             deadline: of `time.monotonic()`.
             check: called while this waits; may raise.
+            ring: see `make_pair`.
 
         Returns:
             What is shared, by rank.
@@ -143,7 +171,7 @@ class Neighbours:
         shared: dict[int, SharedMemory] = {}
         try:
             for rank, (connection, name) in earlier.items():
-                made = self._offer(connection, name)
+                made = self._offer(connection, name, ring)
                 if made is not None:
                     shared[rank] = made
             self._accept(later, shared, deadline, check)
@@ -157,7 +185,7 @@ class Neighbours:
         return shared
 
     def _offer(
-        self, connection: socket.socket, name: str
+        self, connection: socket.socket, name: str, ring: int
     ) -> SharedMemory | None:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
@@ -165,8 +193,8 @@ class Neighbours:
                 raise OSError("one of the two wants none")
             with socket.socket(socket.AF_UNIX) as there:
                 there.settimeout(_PATIENCE)
-                there.connect(f"\0{name}")
-                theirs, ours = make_pair()
+                _connect(there, f"\0{name}")
+                theirs, ours = make_pair(ring)
                 with contextlib.closing(theirs):
                     files = [theirs.memory, theirs.bell]
                     try:
@@ -190,25 +218,82 @@ class Neighbours:
     ) -> None:
         """Adds to `shared` what the later ranks of this host offer."""
         offers = {}
+        guests: list[socket.socket] = []
         for rank, connection in later.items():
+            self._take_guests(guests, connection, deadline, check)
             offer = _read(connection, 1 + _TOKEN_BYTES, deadline, check)
             if offer[:1] == b"S":
                 offers[offer[1:]] = rank
         missing = dict(offers)
         # They have connected and sent before they said so.
         while missing and self._listener is not None:
-            try:
-                guest, _ = self._listener.accept()
-            except OSError:
-                break
-            token, files = _receive(guest)
+            if not guests:
+                if not self._take_guest(guests):
+                    break
+                continue
+            token, files = _receive(guests.pop(0))
             if token in missing and len(files) == _FILES:
                 shared[missing.pop(token)] = SharedMemory(*files)
             else:  # a stranger
                 for descriptor in files:
                     os.close(descriptor)
+        for guest in guests:
+            guest.close()
         for rank in offers.values():
             later[rank].sendall(b"Y" if rank in shared else b"N")
+
+    def _take_guests(
+        self,
+        guests: list[socket.socket],
+        connection: socket.socket,
+        deadline: float,
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Accepts guests until the connection has something to read.
+
+        Connections of strangers, who send nothing, would fill the queue.
+        """
+        if self._listener is None:
+            return
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            if check is not None:
+                check()
+            ready = dict(poll.poll(1e3 * min(left, _CHECK_SECONDS)))
+            if self._listener.fileno() in ready:
+                self._take_guest(guests)
+            if connection.fileno() in ready:
+                return
+
+    def _take_guest(self, guests: list[socket.socket]) -> bool:
+        """Accepts one, unless none waits; other users' are closed."""
+        assert self._listener is not None
+        try:
+            guest, _ = self._listener.accept()
+        except OSError:
+            return False
+        _, user = peer_process(guest)
+        if user != os.geteuid():
+            guest.close()
+            return True
+        guests.append(guest)
+        if len(guests) > _MOST_GUESTS:
+            guests.pop(0).close()
+        return True
+
+
+def _connect(there: socket.socket, name: str) -> None:
+    """Connects, also if the other end has to accept others first."""
+    deadline = time.monotonic() + _QUEUE_PATIENCE
+    while True:
+        try:
+            return there.connect(name)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _receive(guest: socket.socket) -> tuple[bytes, list[int]]:
