@@ -84,7 +84,7 @@ def test_a_peer_that_says_for_ever_that_it_moves_is_given_up():
     with Rank(timeout=0.2) as rank:
         start = time.monotonic()
         with pytest.raises(
-            tf.errors.UnavailableError, match="did not take part .* is in it"
+            tf.errors.UnavailableError, match=r"did not take part .* is in it"
         ):
             sum_while(rank, answer)
         assert 3.5 < time.monotonic() - start < 8

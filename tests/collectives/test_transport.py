@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 
@@ -17,6 +18,7 @@ from tests.bare_peer import pack
 from tests.thread_ranks import run_on_ranks
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.rendezvous import same_host
 from tfdist_ext.rendezvous.connection import Connection
 
 
@@ -58,6 +60,29 @@ def test_messages_that_wait_leave_together():
             end.close()
         for thread in (large, *small):
             thread.join(20)
+
+
+def test_a_full_bell_does_not_block():
+    """The peer has its other end too, and may change its flags."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    ours, theirs = same_host.make_pair()
+    ours_too = os.dup(ours.bell)
+    os.set_blocking(ours_too, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(ours_too, b"x")
+    os.set_blocking(ours_too, True)
+    reader_waits = struct.pack("I", 1)
+    os.pwrite(theirs.memory, reader_waits, 128)  # in the ring of rank 0
+    connections = [None, Connection(*(pair[0] for pair in pairs), ours)]
+    with ProcessGroup(0, 2, ["a:1", "b:1"], lambda: connections, 0.5) as group:
+        with pytest.raises(tf.errors.UnavailableError, match="is silent"):
+            collective_ops.all_reduce(group, [tf.ones([4])], tag=2)
+        assert os.pread(theirs.memory, 4, 128) == bytes(4)  # it has rung
+    for _, peer in pairs:
+        peer.close()
+    theirs.close()
+    os.close(ours_too)
 
 
 def test_many_operations_share_a_ring():
