@@ -2,7 +2,6 @@
 // How a group notices, explains and spreads a failure, and how it ends.
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "custom_ops/collective/clock.h"
 #include "custom_ops/collective/process_group.h"
@@ -25,8 +24,7 @@ constexpr int kPatience = 5;
 constexpr int kMostMoving = 20;
 // After a cut of the network the system may send again only so much later.
 constexpr int64_t kRetransmission = 2'000'000'000;
-// How long a peer that has said goodbye may keep its connections without
-// sending anything.
+// How long a peer that has said goodbye may keep silent and stay connected.
 constexpr int64_t kGoodbyeTime = 3'000'000'000;
 // Of the time between two ticks more does not count: see CountTime.
 constexpr int64_t kLongestTick = 500'000'000;

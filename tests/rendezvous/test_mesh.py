@@ -312,17 +312,13 @@ def test_idle_strangers_do_not_keep_ranks_from_sharing(free_port, monkeypatch):
             assert_shared(meshes, [True] * 3)
 
 
-def test_other_users_are_not_accepted(monkeypatch):
-    with same_host.Neighbours() as neighbours:
-        guests = []
-        for user in (os.geteuid(), os.geteuid() + 1):
-            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-            with socket.socket(socket.AF_UNIX) as guest:
-                guest.connect(f"\0{neighbours.name}")
-                assert neighbours._take_guest(guests)
-        assert not neighbours._take_guest(guests)
-        (accepted,) = guests
-        accepted.close()
+def test_other_users_get_no_memory(free_port, monkeypatch):
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    addresses = addresses_of("127.0.0.1", 2, free_port())
+    with closing(connect_all(addresses)) as meshes:
+        assert_joined(meshes)
+        assert_shared(meshes, [False] * 2)
 
 
 def test_the_memory_of_a_host_grows_with_its_ranks(free_port):
