@@ -322,12 +322,12 @@ def test_other_users_get_no_memory(free_port, monkeypatch):
 
 
 def test_the_memory_of_a_host_grows_with_its_ranks(free_port):
-    for ranks in range(2, 300):
-        ring = same_host.ring_bytes(ranks)
+    for count in range(2, 300):
+        ring = same_host.ring_bytes(count)
         assert ring & (ring - 1) == 0
-        pairs = ranks * (ranks - 1) // 2
-        assert pairs * 2 * ring <= ranks * (8 << 20)
-        assert ranks > 9 or ring == 1 << 20
+        pairs = count * (count - 1) // 2
+        assert pairs * 2 * ring <= count * (8 << 20)
+        assert count > 9 or ring == 1 << 20
     addresses = addresses_of("127.0.0.1", 11, free_port())
     with closing(connect_all(addresses)) as meshes:
         memory = meshes[0][1].shared.memory

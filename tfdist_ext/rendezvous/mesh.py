@@ -229,7 +229,7 @@ def _share(
     }
     later = {peer: control[peer] for peer in start.later}
     try:
-        on_host = sum(map(start.shares_host_with, range(len(places))))
+        on_host = sum(map(start.shares_host_with, range(len(start.addresses))))
         ring = same_host.ring_bytes(on_host)
         shared = neighbours.share(
             earlier, later, start.deadline, met.check, ring
