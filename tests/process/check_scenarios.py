@@ -105,8 +105,8 @@ def short_of_memory(strategy, folder, mode):
     """The last rank has little memory; returns what `fitted` does."""
     rank = strategy.collectives.group.rank
     last = rank == strategy.collectives.group.world_size - 1
-    available = (lambda: 64) if last else choosing._available
-    with mock.patch.object(choosing, "_available", available):
+    available = (lambda: 64) if last else choosing.available_bytes
+    with mock.patch.object(choosing, "available_bytes", available):
         return fitted(strategy, folder, "Right", mode)
 
 

@@ -101,7 +101,10 @@ def start(environment, body):
 
 
 def check_taken_port():
-    """An error names the address of a rank whose port somebody has."""
+    """An error names the address of a rank whose port somebody has.
+
+    Ranks of one host have no port where they have no secret.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -116,7 +119,7 @@ def check_taken_port():
         task = {"type": "worker", "index": 0}
         cluster = {"worker": [address, "127.0.0.1:1"]}
         config = json.dumps({"cluster": cluster, "task": task})
-        environment = {"TF_CONFIG": config}
+        environment = {"TF_CONFIG": config, "TFDIST_SECRET": 32 * "0"}
         assert os.waitpid(start(environment, body), 0)[1] == 0
 
 

@@ -90,7 +90,7 @@ def require_memory(
         CannotCheck: on all ranks, if one of them has too little memory.
     """
     bytes_ = sum(each.bytes for each in held)
-    fits = bytes_ * _MEMORY_PART <= _available()
+    fits = bytes_ * _MEMORY_PART <= available_bytes()
     (missing,) = collectives.all_reduce(
         [tf.constant([0 if fits else 1], tf.int32)], "check/memory"
     )
@@ -101,7 +101,7 @@ def require_memory(
         )
 
 
-def _available() -> int:
+def available_bytes() -> int:
     """Bytes of memory that can be used."""
     try:
         text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
