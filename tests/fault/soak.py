@@ -4,9 +4,11 @@
     python -m tests.fault.soak --minutes 60 --ranks 4 --seed 1
 
 A job under `tfdist-run --max-restarts` is disturbed again and again: a rank is
-killed, stopped, cut off, or told to end; the last checkpoint is torn; a disk is
-full, or slow. Each time the cause must be named and training must go on; in the
-end the weights must be those of a job that nobody has disturbed, bit by bit.
+killed, also while the ranks start, stopped, cut off, or told to end; all ranks
+stand still and wake up one after the other; the last checkpoint is torn; a disk
+is full, or slow. Each time the cause must be named and training must go on,
+without a restart where ranks survive; in the end the weights must be those of a
+job that nobody has disturbed, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ PROGRAM = pathlib.Path(__file__).with_name("soak_rank.py")
 # A step's seconds while it is disturbed; that something must happen within.
 STEP, LIMIT = 0.1, 300.0
 EVERY = 5  # steps from checkpoint to checkpoint
+AGAIN = "tfdist-run: starts again"
 
 
 class Job:
@@ -100,6 +103,12 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
+    def children(self) -> list[int]:
+        """The processes that the launcher has started, by rank."""
+        pid = self._process.pid
+        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return sorted(map(int, text.split()))
+
     def ended(self) -> bool:
         return self._process.poll() is not None
 
@@ -119,6 +128,29 @@ class Job:
 def kill(job: Job, rank: int) -> str:
     job.signal(rank, signal.SIGKILL)
     return "failed: signal 9 (SIGKILL)"
+
+
+def kill_at_start(job: Job, rank: int) -> str:
+    """Kills a rank, and another one while all start again."""
+    since = len(job.text())
+    job.signal(rank, signal.SIGKILL)
+    job.says(AGAIN, since)
+    before = len(job.text())
+    job.wait(lambda: len(job.children()) == job.ranks)
+    os.kill(job.children()[rank], signal.SIGKILL)
+    job.says(AGAIN, before)
+    return "failed: signal 9 (SIGKILL)"
+
+
+def suspend(job: Job, rank: int) -> str:
+    """Stops all for longer than they wait; they wake up one by one."""
+    for number in range(job.ranks):
+        job.signal(number, signal.SIGSTOP)
+    time.sleep(5)
+    for number in range(job.ranks):
+        job.signal(number, signal.SIGCONT)
+        time.sleep(0.5)
+    return ""
 
 
 def stop(job: Job, rank: int) -> str:
@@ -160,7 +192,8 @@ def slow(job: Job, rank: int) -> str:
     return ""
 
 
-FAULTS = (kill, stop, cut, tell, tear, full, slow)
+SURVIVED = (suspend, full, slow)
+FAULTS = (kill, kill_at_start, stop, cut, tell, tear, *SURVIVED)
 
 
 def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
@@ -174,6 +207,8 @@ def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
         for file in job.folder.glob(f"{kind}-*"):
             file.unlink(missing_ok=True)
     job.goes_on()
+    if fault in SURVIVED:
+        assert AGAIN not in job.text()[since:], job.text()[since:]
 
 
 def soak(
@@ -228,7 +263,7 @@ def main() -> None:
 
         def make(name: str, steps: int, every: int) -> Job:
             path = pathlib.Path(folder, name)
-            command = launcher(options.ranks, len(faults))
+            command = launcher(options.ranks, 2 * len(faults))
             environment = dict(os.environ)
             return Job(command, environment, path, options.ranks, steps, every)
 

@@ -9,7 +9,7 @@ from tests.fault import soak
 from tests.ranks.servers import ENTER
 
 pytestmark = pytest.mark.fault
-RANKS, SEED, STEPS = 2, 3, 400
+RANKS, SEED, STEPS = 2, 3, 500
 
 
 def test_nothing_is_lost(servers, tmp_path):
@@ -17,7 +17,7 @@ def test_nothing_is_lost(servers, tmp_path):
     dice = random.Random(SEED)
     dice.shuffle(faults)
     launcher = [
-        *soak.launcher(RANKS, len(faults)),
+        *soak.launcher(RANKS, 2 * len(faults)),
         str(ENTER),
     ]
     environment = servers.environment(3, RANKS)
