@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext
+from tests.recording import Recorder
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import beats
@@ -166,22 +167,6 @@ def test_a_second_signal_ends_at_once():
 
 
 SAMPLES = 48
-
-
-class Recorder(keras.layers.Layer):
-    """Notes the samples of every step."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.append = seen.append  # Keras copies lists
-
-    def call(self, values):
-        def note(batch):
-            self.append(batch[:, 0].astype(int).tolist())
-            return batch
-
-        noted = tf.numpy_function(note, [values], values.dtype)
-        return tf.ensure_shape(noted, values.shape)
 
 
 class StopAt(keras.callbacks.Callback):

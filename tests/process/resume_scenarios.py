@@ -17,6 +17,7 @@ from fit_models import make_model
 from fit_models import same_on_all_ranks
 from fit_models import weights
 
+from tests.recording import Recorder
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import beats
 from tfdist_ext.checkpoints import kept
@@ -221,22 +222,6 @@ def end(strategy, folder, expected):
     for found, value in zip(weights(strategy, model), expected, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
         assert same_on_all_ranks(strategy, found)
-
-
-class Recorder(keras.layers.Layer):
-    """Notes the samples of every step."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.append = seen.append  # Keras copies lists
-
-    def call(self, values):
-        def note(batch):
-            self.append(batch[:, 0].astype(int).tolist())
-            return batch
-
-        noted = tf.numpy_function(note, [values], values.dtype)
-        return tf.ensure_shape(noted, values.shape)
 
 
 def flat(batches):

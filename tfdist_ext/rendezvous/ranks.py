@@ -168,15 +168,7 @@ class Meeting:
 
 
 def meet(
-    rank: int,
-    addresses: Sequence[str],
-    blob: bytes,
-    *,
-    secret: bytes,
-    timeout: float,
-    reuse_port: bool = False,
-    patience: float = 5.0,
-    allow_unauthenticated: bool = False,
+    rank: int, addresses: Sequence[str], blob: bytes, **options: Any
 ) -> list[bytes]:
     """Gives every rank the bytes of all; see `meeting` for the arguments.
 
@@ -186,16 +178,7 @@ def meet(
     Raises:
         RuntimeError: see `meeting`.
     """
-    with meeting(
-        rank,
-        addresses,
-        blob,
-        secret=secret,
-        timeout=timeout,
-        reuse_port=reuse_port,
-        patience=patience,
-        allow_unauthenticated=allow_unauthenticated,
-    ) as met:
+    with meeting(rank, addresses, blob, **options) as met:
         return met.blobs
 
 

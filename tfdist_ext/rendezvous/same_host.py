@@ -9,8 +9,8 @@ makes the memory and a bell, by which they wake each other, and passes them:
     later -> earlier    (Unix socket)  the token; memory, an end of the bell
     earlier -> later    (connection)   "Y" if that has come, else "N"
 
-Without the token, which only the authenticated connection tells, nobody is
-listened to.
+The token comes over the authenticated connection only. What arrives at the Unix
+socket without it is closed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _RINGS_OF_RANK = 8 << 20
 _PAGE = 4096
 _TOKEN_BYTES = 32
 _FILES = 2
-_PATIENCE = 2.0  # seconds, with one who is on this host
+_SEND_SECONDS = 2.0  # of a rank of this host, for files
 _CHECK_SECONDS = 0.2
 # Seconds until a rank of this host accepts: it connects to others itself.
-_QUEUE_PATIENCE = 10.0
-_MOST_GUESTS = 1024
+_QUEUE_SECONDS = 10.0
+_MOST_WAITING = 1024
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -192,7 +192,7 @@ class Neighbours:
             if not self.name or not name:
                 raise OSError("one of the two wants none")
             with socket.socket(socket.AF_UNIX) as there:
-                there.settimeout(_PATIENCE)
+                there.settimeout(_SEND_SECONDS)
                 _connect(there, f"\0{name}")
                 theirs, ours = make_pair(ring)
                 with contextlib.closing(theirs):
@@ -218,40 +218,40 @@ class Neighbours:
     ) -> None:
         """Adds to `shared` what the later ranks of this host offer."""
         offers = {}
-        guests: list[socket.socket] = []
+        accepted: list[socket.socket] = []
         for rank, connection in later.items():
-            self._take_guests(guests, connection, deadline, check)
+            self._accept_until_readable(accepted, connection, deadline, check)
             offer = _read(connection, 1 + _TOKEN_BYTES, deadline, check)
             if offer[:1] == b"S":
                 offers[offer[1:]] = rank
         missing = dict(offers)
-        # They have connected and sent before they said so.
+        # A rank connects and sends its files before it tells its token.
         while missing and self._listener is not None:
-            if not guests:
-                if not self._take_guest(guests):
+            if not accepted:
+                if not self._accept_one(accepted):
                     break
                 continue
-            token, files = _receive(guests.pop(0))
+            token, files = _receive(accepted.pop(0))
             if token in missing and len(files) == _FILES:
                 shared[missing.pop(token)] = SharedMemory(*files)
-            else:  # a stranger
+            else:  # not a rank that has told its token
                 for descriptor in files:
                     os.close(descriptor)
-        for guest in guests:
-            guest.close()
+        for peer in accepted:
+            peer.close()
         for rank in offers.values():
             later[rank].sendall(b"Y" if rank in shared else b"N")
 
-    def _take_guests(
+    def _accept_until_readable(
         self,
-        guests: list[socket.socket],
+        accepted: list[socket.socket],
         connection: socket.socket,
         deadline: float,
         check: Callable[[], None] | None,
     ) -> None:
-        """Accepts guests until the connection has something to read.
+        """Accepts peers until the connection has something to read.
 
-        Connections of strangers, who send nothing, would fill the queue.
+        Other processes that connect and send nothing would fill the queue.
         """
         if self._listener is None:
             return
@@ -263,30 +263,30 @@ class Neighbours:
                 check()
             ready = dict(poll.poll(1e3 * min(left, _CHECK_SECONDS)))
             if self._listener.fileno() in ready:
-                self._take_guest(guests)
+                self._accept_one(accepted)
             if connection.fileno() in ready:
                 return
 
-    def _take_guest(self, guests: list[socket.socket]) -> bool:
+    def _accept_one(self, accepted: list[socket.socket]) -> bool:
         """Accepts one, unless none waits; other users' are closed."""
         assert self._listener is not None
         try:
-            guest, _ = self._listener.accept()
+            peer, _ = self._listener.accept()
         except OSError:
             return False
-        _, user = peer_process(guest)
+        _, user = peer_process(peer)
         if user != os.geteuid():
-            guest.close()
+            peer.close()
             return True
-        guests.append(guest)
-        if len(guests) > _MOST_GUESTS:
-            guests.pop(0).close()
+        accepted.append(peer)
+        if len(accepted) > _MOST_WAITING:
+            accepted.pop(0).close()
         return True
 
 
 def _connect(there: socket.socket, name: str) -> None:
     """Connects, also if the other end has to accept others first."""
-    deadline = time.monotonic() + _QUEUE_PATIENCE
+    deadline = time.monotonic() + _QUEUE_SECONDS
     while True:
         try:
             return there.connect(name)
@@ -296,12 +296,12 @@ def _connect(there: socket.socket, name: str) -> None:
         time.sleep(0.01)
 
 
-def _receive(guest: socket.socket) -> tuple[bytes, list[int]]:
-    """A token and files; nothing of who has not sent them yet."""
-    with guest:
-        guest.setblocking(False)
+def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """Receives a token and files; nothing if they are not there yet."""
+    with peer:
+        peer.setblocking(False)
         try:
-            token, files, _, _ = socket.recv_fds(guest, _TOKEN_BYTES, _FILES)
+            token, files, _, _ = socket.recv_fds(peer, _TOKEN_BYTES, _FILES)
         except OSError:
             return b"", []
         return token, list(files)
