@@ -4,24 +4,29 @@
     python -m tests.fault.soak --minutes 60 --ranks 4 --seed 1
 
 A job under `tfdist-run --max-restarts` is disturbed again and again: a rank is
-killed, also while the ranks start, stopped, cut off, or told to end; all ranks
+killed, also while the ranks start, stopped, cut off, or told to end; strangers
+connect to rank 0 while the ranks start and send a byte at a time; all ranks
 stand still and wake up one after the other; the last checkpoint is torn; a disk
-is full, or slow. Each time the cause must be named and training must go on,
-without a restart where ranks survive; in the end the weights must be those of a
-job that nobody has disturbed, bit by bit.
+is full, or slow; a rank may open no more files. Each time the cause must be
+named and training must go on, without a restart where ranks survive; in the end
+the weights must be those of a job that nobody has disturbed, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import pathlib
 import random
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
@@ -98,10 +103,25 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
     def signal(self, rank: int, number: int) -> None:
-        pid = int((self.folder / f"pid-{rank}").read_text())
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(self.pid(rank), number)
+
+    def connect_to_rank_0(self) -> socket.socket:
+        """Connects to the listener of rank 0 as soon as there is one."""
+        file, connections = self.folder / "listener", []
+
+        def connected() -> bool:
+            with contextlib.suppress(OSError, ValueError):
+                host, port = json.loads(file.read_text()).rsplit(":", 1)
+                connections.append(socket.create_connection((host, int(port))))
+            return bool(connections)
+
+        self.wait(connected)
+        return connections[0]
 
     def children(self) -> list[int]:
         """The processes that the launcher has started, by rank."""
@@ -139,6 +159,29 @@ def kill_at_start(job: Job, rank: int) -> str:
     job.wait(lambda: len(job.children()) == job.ranks)
     os.kill(job.children()[rank], signal.SIGKILL)
     job.says(AGAIN, before)
+    return "failed: signal 9 (SIGKILL)"
+
+
+def drip(job: Job, rank: int) -> str:
+    """Kills a rank; a stranger's bytes come one by one while all start."""
+    hold = job.folder / "hold"
+    hold.touch()
+    (job.folder / "listener").unlink()
+    job.signal(rank, signal.SIGKILL)
+    strangers = [job.connect_to_rank_0() for _ in range(20)]
+    hold.unlink()
+
+    def send() -> None:
+        while strangers:
+            for stranger in list(strangers):
+                try:
+                    stranger.send(b"t")
+                except OSError:  # rank 0 has closed it
+                    strangers.remove(stranger)
+                    stranger.close()
+            time.sleep(0.2)
+
+    threading.Thread(target=send, daemon=True).start()
     return "failed: signal 9 (SIGKILL)"
 
 
@@ -187,13 +230,21 @@ def full(job: Job, rank: int) -> str:
     return f"could not be written, training goes on without it: rank {rank}: "
 
 
+def files(job: Job, rank: int) -> str:
+    """Lets a rank open no more files."""
+    pid = job.pid(rank)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, hard))
+    return f"could not be written, training goes on without it: rank {rank}: "
+
+
 def slow(job: Job, rank: int) -> str:
     (job.folder / f"slow-{rank}").touch()
     return ""
 
 
-SURVIVED = (suspend, full, slow)
-FAULTS = (kill, kill_at_start, stop, cut, tell, tear, *SURVIVED)
+SURVIVED = (suspend, full, files, slow)
+FAULTS = (kill, kill_at_start, drip, stop, cut, tell, tear, *SURVIVED)
 
 
 def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
@@ -206,6 +257,9 @@ def disturb(job: Job, fault: Callable[[Job, int], str], rank: int) -> None:
     for kind in ("full", "slow", "cut"):
         for file in job.folder.glob(f"{kind}-*"):
             file.unlink(missing_ok=True)
+    if fault is files:
+        _, hard = resource.prlimit(job.pid(rank), resource.RLIMIT_NOFILE)
+        resource.prlimit(job.pid(rank), resource.RLIMIT_NOFILE, (hard, hard))
     job.goes_on()
     if fault in SURVIVED:
         assert AGAIN not in job.text()[since:], job.text()[since:]

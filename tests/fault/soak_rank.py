@@ -5,11 +5,13 @@ Usage: soak_rank.py FOLDER STEPS SECONDS EVERY
 
 Trains STEPS steps of at least SECONDS each, until a file `hurry` is there, and
 saves after EVERY. Heeds files `full-R` (rank R cannot write more than a few
-bytes to a file), `slow-R` (what rank R writes takes two seconds) and `cut-R`
-(rank R loses its connections, once). Rank 0 leaves the weights.
+bytes to a file), `slow-R` (what rank R writes takes two seconds), `cut-R`
+(rank R loses its connections, once) and `hold` (the ranks after 0 start later).
+Rank 0 leaves the address of its listener, and at the end the weights.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import resource
@@ -76,6 +78,13 @@ def be_cut(folder, rank):
 def main():
     folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     keras.utils.set_random_seed(1)
+    config = json.loads(os.environ["TF_CONFIG"])
+    if config["task"]["index"] == 0:
+        listener = json.dumps(config["cluster"]["worker"][0])
+        (folder / "listener").write_text(listener)
+    else:
+        while (folder / "hold").exists():
+            time.sleep(0.05)
     strategy = tfdist_ext.HybridParallelStrategy(timeout=3)
     rank = strategy.rank
     (folder / f"pid-{rank}").write_text(str(os.getpid()))

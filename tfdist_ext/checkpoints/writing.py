@@ -207,6 +207,10 @@ def data_files_in_use(prefix: str) -> int:
 
 def _write(path: str, entries: list[Entry], options: Any) -> None:
     names, slices, values = zip(*entries, strict=True)
+    # Without a free file descriptor, SaveV2 ends the process with SIGSEGV where
+    # it is the first op of a thread. This raises OSError instead.
+    with open(os.devnull, "rb"):
+        pass
     with tf.device(options.experimental_io_device or "CPU:0"):
         tf.raw_ops.SaveV2(
             prefix=path,
