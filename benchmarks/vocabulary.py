@@ -25,6 +25,7 @@ from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 
 _RANKS = 4
+_HASH_KEY = tf.constant([1, 2], tf.int64)
 _BATCH = 100_000
 
 
@@ -50,7 +51,7 @@ def time_of_keys(capacity: int, steps: int) -> dict[str, float]:
         steps: batches that are timed of each kind but new ones.
     """
     config = DynamicVocabulary(capacity, evict="lru")
-    handle = vocabulary_ops.vocabulary("t", config, 0, 1)
+    handle = vocabulary_ops.vocabulary("t", config, _HASH_KEY, 0, 1)
     full = int(capacity * 0.9) // _BATCH
     found: dict[str, float] = {}
 
@@ -77,7 +78,8 @@ def time_of_keys(capacity: int, steps: int) -> dict[str, float]:
 
 def fill_of_first(capacity: int) -> float:
     """The share of a capacity at which a new key finds no row."""
-    handle = vocabulary_ops.vocabulary("t", DynamicVocabulary(capacity), 0, 1)
+    config = DynamicVocabulary(capacity)
+    handle = vocabulary_ops.vocabulary("t", config, _HASH_KEY, 0, 1)
     step = max(capacity // 500, 1)
     for first in range(0, capacity + step, step):
         try:

@@ -98,11 +98,13 @@ class BucketKeys : public Vocabulary {
     }
   }
 
-  absl::Status Import(int64_t buckets, int64_t step, const KeyArrays& rows,
-                      int64_t row_slots, const KeyArrays& candidates,
+  absl::Status Import(int64_t buckets, const HashKey& hash_key, int64_t step,
+                      const KeyArrays& rows, int64_t row_slots,
+                      const KeyArrays& candidates,
                       int64_t candidate_slots) override {
     tensorflow::mutex_lock lock(mutex_);
     bits_ = BitsOf(buckets);
+    for (int i = 0; i < 2; ++i) hash_key_[i] = hash_key.words[i];
     Clear();
     now_ = static_cast<uint32_t>(step);
     for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
@@ -194,13 +196,14 @@ class BucketKeys : public Vocabulary {
     };
     Coming coming[kAhead];
     const int bits = bits_;
+    const HashKey hash_key = this->hash_key();
     const int64_t first_bucket = first_;
     const uint64_t owned = buckets_.size();
     // The key i takes the place of the one that is visited.
     const auto call = [&](uint64_t i) {
       Coming& next = coming[i % kAhead];
       next.key = K::At(request.keys, i);
-      next.hash = next.key.Hash();
+      next.hash = next.key.Hash(hash_key);
       next.bucket = BucketOf(next.hash, bits) - first_bucket;
       if (static_cast<uint64_t>(next.bucket) >= owned) return false;
       keys_.Prefetch(next.bucket, next.hash);
@@ -377,7 +380,7 @@ class BucketKeys : public Vocabulary {
     count = std::min<int64_t>(count, old.size());
     std::nth_element(old.begin(), old.begin() + count, old.end());
     for (int64_t i = 0; i < count; ++i) {
-      Remove(bucket, keys_.Find(bucket, old[i].key.Hash(), old[i].key));
+      Remove(bucket, Known(bucket, old[i].key));
     }
     return count;
   }
@@ -389,8 +392,12 @@ class BucketKeys : public Vocabulary {
     });
     totals_.expired += expired.size();
     for (const K& key : expired) {
-      Remove(bucket, keys_.Find(bucket, key.Hash(), key));
+      Remove(bucket, Known(bucket, key));
     }
+  }
+
+  Entry* Known(int64_t bucket, const K& key) {
+    return keys_.Find(bucket, key.Hash(hash_key()), key);
   }
 
   void Remove(int64_t bucket, Entry* entry) {
@@ -413,7 +420,7 @@ class BucketKeys : public Vocabulary {
   absl::Status Read(const KeyArrays& arrays, int64_t at, int64_t bucket,
                     int32_t place) {
     const K key = K::At(arrays.keys, at);
-    const uint64_t hash = key.Hash();
+    const uint64_t hash = key.Hash(hash_key());
     if (BucketOf(hash, bits_) != first_ + bucket ||
         keys_.Find(bucket, hash, key)) {
       return Damaged();

@@ -10,6 +10,7 @@
 #include <new>
 
 #include "custom_ops/common/huge_pages.h"
+#include "custom_ops/vocabulary/hash_key.h"
 
 namespace tfdist {
 
@@ -42,8 +43,9 @@ struct Key {
     return false;
   }
 
-  // The finalizer of MurmurHash3 in 64 bits: ids in sequence spread evenly.
-  uint64_t Hash() const {
+  uint64_t Hash(const HashKey& key) const {
+    if (__builtin_expect(!key.IsZero(), 1)) return SipHash(words, key);
+    // The finalizer of MurmurHash3 in 64 bits, which can be inverted.
     uint64_t x = words[0];
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD;
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53;

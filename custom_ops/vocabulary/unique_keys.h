@@ -34,11 +34,13 @@ class UniqueKeys {
     if (static_cast<int64_t>(keys_.size()) <= size_) {
       keys_.resize(size_ + 1);
       counts_.resize(size_ + 1);
+      hashes_.resize(size_ + 1);
     }
+    const HashKey hash_key = vocabulary.hash_key();
     // What is searched stays in the cache the better the smaller it is.
     unique_ = size_ < std::numeric_limits<uint16_t>::max()
-                  ? Number(lists, &few_places_, positions)
-                  : Number(lists, &places_, positions);
+                  ? Number(lists, hash_key, &few_places_, positions)
+                  : Number(lists, hash_key, &places_, positions);
     FindGroups(vocabulary);
   }
 
@@ -96,8 +98,8 @@ class UniqueKeys {
   // as random, so no branch depends on it: the next new one is always written,
   // and a free place has a number above all.
   template <typename Place>
-  int64_t Number(const std::vector<KeyList>& lists, std::vector<Place>* memory,
-                 int32_t* position) {
+  int64_t Number(const std::vector<KeyList>& lists, const HashKey& hash_key,
+                 std::vector<Place>* memory, int32_t* position) {
     int bits = 4;
     // At most half full: fewer searches go on to a second place, which no
     // processor foresees.
@@ -106,14 +108,17 @@ class UniqueKeys {
     const uint64_t mask = memory->size() - 1;
     Place* const places = memory->data();
     Key<kWords>* const keys = keys_.data();
+    uint64_t* const hashes = hashes_.data();
     uint32_t* const counts = counts_.data();
     uint32_t unique = 0;
     for (const KeyList& list : lists) {
       for (int64_t i = 0; i < list.size; ++i) {
         const auto key = Key<kWords>::At(list.keys, i);
-        uint64_t at = key.Hash() & mask;
+        const uint64_t hash = key.Hash(hash_key);
+        uint64_t at = hash & mask;
         uint32_t place = std::min<uint32_t>(places[at], unique);
         keys[unique] = key;
+        hashes[unique] = hash;
         counts[unique] = 0;
         while (__builtin_expect(!(keys[place] == key), 0)) {
           at = (at + 1) & mask;
@@ -140,7 +145,7 @@ class UniqueKeys {
     }
     repeats_ = 0;
     for (int64_t i = 0; i < unique_; ++i) {
-      const int64_t rank = vocabulary.OwnerOf(BucketOf(keys_[i].Hash(), bits));
+      const int64_t rank = vocabulary.OwnerOf(BucketOf(hashes_[i], bits));
       const bool often = counts_[i] > 1;
       groups_[i] = static_cast<int32_t>(2 * rank + often);
       ++sizes_[groups_[i]];
@@ -154,6 +159,7 @@ class UniqueKeys {
   }
 
   std::vector<Key<kWords>> keys_;
+  std::vector<uint64_t> hashes_;
   std::vector<uint32_t> counts_;
   std::vector<uint16_t> few_places_;  // by hash
   std::vector<uint32_t> places_;

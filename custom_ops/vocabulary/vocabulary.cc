@@ -14,7 +14,9 @@ namespace tfdist {
 constexpr int64_t kMostLeft = 1000;
 
 Vocabulary::Vocabulary(const VocabularyOptions& options)
-    : options_(options), bits_(BitWidth(options.buckets) - 1) {}
+    : options_(options),
+      bits_(BitWidth(options.buckets) - 1),
+      hash_key_{options.hash_key.words[0], options.hash_key.words[1]} {}
 
 absl::Status Vocabulary::LearnStep(const std::vector<KeyRequest>& requests,
                                    bool advance, std::vector<int32_t>* resets) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "custom_ops/vocabulary/hash_key.h"
 #include "custom_ops/vocabulary/kept_texts.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/platform/mutex.h"
@@ -30,6 +31,7 @@ struct VocabularyOptions {
   std::string name;
   int64_t capacity = 0;
   int64_t buckets = 1;
+  HashKey hash_key;
   uint32_t min_count = 1;
   Evict evict = Evict::kNone;
   int64_t steps_to_live = 0;  // 0: for ever
@@ -75,6 +77,7 @@ class Vocabulary : public tensorflow::ResourceBase {
   const VocabularyOptions& options() const { return options_; }
   virtual int words() const = 0;
   int bits() const { return bits_; }
+  HashKey hash_key() const { return {{hash_key_[0], hash_key_[1]}}; }
   int64_t buckets() const { return int64_t{1} << bits_; }
   int64_t FirstBucket(int64_t rank) const {
     return rank * buckets() / options_.world_size;
@@ -102,10 +105,11 @@ class Vocabulary : public tensorflow::ResourceBase {
   virtual VocabularyCounts Counts() = 0;
   virtual void Export(const KeyArrays& rows, const KeyArrays& candidates) = 0;
   // Forgets all keys, and takes those of other arrays of `buckets` buckets in
-  // all: those of this rank. `slots` and `candidate_slots` are the arrays'.
-  virtual absl::Status Import(int64_t buckets, int64_t step,
-                              const KeyArrays& rows, int64_t slots,
-                              const KeyArrays& candidates,
+  // all, into which `hash_key` has put them: those of this rank. `slots` and
+  // `candidate_slots` are the arrays'.
+  virtual absl::Status Import(int64_t buckets, const HashKey& hash_key,
+                              int64_t step, const KeyArrays& rows,
+                              int64_t slots, const KeyArrays& candidates,
                               int64_t candidate_slots) = 0;
 
   // Learn(), with the resets of steps that have failed before.
@@ -138,6 +142,7 @@ class Vocabulary : public tensorflow::ResourceBase {
 
   const VocabularyOptions options_;
   std::atomic<int> bits_;
+  std::atomic<uint64_t> hash_key_[2];
 
  private:
   tensorflow::mutex resets_mutex_;

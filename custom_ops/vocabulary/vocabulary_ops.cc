@@ -13,6 +13,7 @@
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/platform/errors.h"
+#include "tensorflow/core/platform/logging.h"
 
 namespace tfdist {
 namespace {
@@ -29,7 +30,19 @@ using tensorflow::shape_inference::InferenceContext;
 constexpr int64_t kMostCapacity = std::numeric_limits<int32_t>::max() - 1;
 constexpr int64_t kMostBuckets = 1 << 20;
 
+HashKey HashKeyOf(const Tensor& words) {
+  const auto values = words.vec<int64_t>();
+  return {{static_cast<uint64_t>(values(0)), static_cast<uint64_t>(values(1))}};
+}
+
+absl::Status CheckHashKey(const Tensor& words) {
+  if (words.dims() == 1 && words.dim_size(0) == 2) return absl::OkStatus();
+  return InvalidArgument("hash_key must be [2]. Received shape: ",
+                         words.shape().DebugString());
+}
+
 REGISTER_OP("Tfdist>Vocabulary")
+    .Input("hash_key: int64")
     .Output("vocabulary: resource")
     .Attr("table: string")
     .Attr("capacity: int >= 1")
@@ -47,6 +60,7 @@ REGISTER_OP("Tfdist>Vocabulary")
     .Doc(R"doc(
 Makes an empty vocabulary: which keys have which rows of a table.
 
+hash_key: [2], the secret of its hash, the same on all ranks; see hash_key.h.
 vocabulary: it lives as long as something refers to it.
 table: its name, for errors.
 capacity: keys that may have rows.
@@ -100,10 +114,13 @@ class VocabularyOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
+    OP_REQUIRES_OK(ctx, CheckHashKey(ctx->input(0)));
+    VocabularyOptions options = options_;
+    options.hash_key = HashKeyOf(ctx->input(0));
     Tensor handle(tensorflow::DT_RESOURCE, {});
     handle.scalar<tensorflow::ResourceHandle>()() =
         tensorflow::ResourceHandle::MakeRefCountingHandle<Vocabulary>(
-            NewVocabulary(options_, words_), ctx->device()->name());
+            NewVocabulary(options, words_), ctx->device()->name());
     ctx->set_output(0, handle);
   }
 
@@ -174,6 +191,7 @@ class ExportKeysOp : public OpKernel {
 REGISTER_OP("Tfdist>ImportKeys")
     .Input("vocabulary: resource")
     .Input("buckets: int64")
+    .Input("hash_key: int64")
     .Input("step: int64")
     .Input("keys: int64")
     .Input("counts: int64")
@@ -187,6 +205,7 @@ REGISTER_OP("Tfdist>ImportKeys")
 Replaces the keys of a vocabulary by those that ExportKeys wrote down.
 
 buckets: scalar, of all ranks; the vocabulary has as many from now on.
+hash_key: [2], which has put the keys into buckets, and will from now on.
 step: scalar, how many steps it has learned from.
 keys, counts, steps: of the buckets that this rank owns; of a capacity that is
   not larger.
@@ -219,12 +238,21 @@ class ImportKeysOp : public OpKernel {
     const int64_t first = options.rank * buckets / options.world_size;
     const int64_t own =
         (options.rank + 1) * buckets / options.world_size - first;
-    for (int i : {3, 6}) OP_REQUIRES_OK(ctx, Check(ctx, i, own, *vocabulary));
+    OP_REQUIRES_OK(ctx, CheckHashKey(ctx->input(2)));
+    for (int i : {4, 7}) OP_REQUIRES_OK(ctx, Check(ctx, i, own, *vocabulary));
+    const HashKey hash_key = HashKeyOf(ctx->input(2));
+    if (hash_key.IsZero()) {
+      LOG(WARNING) << "Table '" << options.name << "': its keys are of an "
+                   << "earlier version, whose hash has no secret. Ids that "
+                   << "are chosen for it can fill one bucket. A vocabulary "
+                   << "that begins anew has a secret.";
+    }
     vocabulary->Forget();
     OP_REQUIRES_OK(
-        ctx, vocabulary->Import(buckets, ctx->input(2).scalar<int64_t>()(),
-                                Arrays(ctx, 3), ctx->input(4).dim_size(1),
-                                Arrays(ctx, 6), ctx->input(7).dim_size(1)));
+        ctx,
+        vocabulary->Import(buckets, hash_key, ctx->input(3).scalar<int64_t>()(),
+                           Arrays(ctx, 4), ctx->input(5).dim_size(1),
+                           Arrays(ctx, 7), ctx->input(8).dim_size(1)));
   }
 
  private:
@@ -259,14 +287,14 @@ REGISTER_OP("Tfdist>VocabularyCounts")
     .Output("counts: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(7));
+      c->set_output(0, c->Vector(9));
       return absl::OkStatus();
     })
     .Doc(R"doc(
 Says how many keys there are on this rank.
 
 counts: rows in use, candidates, keys admitted, evicted and expired since the
-  start, steps, buckets of all ranks.
+  start, steps, buckets of all ranks; the two words of the hash key.
 )doc");
 
 class VocabularyCountsOp : public OpKernel {
@@ -279,7 +307,7 @@ class VocabularyCountsOp : public OpKernel {
                    tensorflow::LookupResource(
                        ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
     Tensor* output = nullptr;
-    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {7}, &output));
+    OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {9}, &output));
     const VocabularyCounts counts = vocabulary->Counts();
     auto values = output->vec<int64_t>();
     values(0) = counts.rows;
@@ -289,6 +317,8 @@ class VocabularyCountsOp : public OpKernel {
     values(4) = counts.expired;
     values(5) = counts.step;
     values(6) = vocabulary->buckets();
+    const HashKey hash_key = vocabulary->hash_key();
+    for (int i : {0, 1}) values(7 + i) = hash_key.words[i];
   }
 };
 

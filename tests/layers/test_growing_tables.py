@@ -257,11 +257,53 @@ def test_what_cannot_be_is_refused_by_name():
         ShardedTopK(k=2).index(layer)(tf.ones([1, DIM]))
 
 
+def forget_secret(layer):
+    """Makes the vocabulary as empty as earlier versions made it."""
+    layer.build()
+    handle = layer.keys_t.handle
+    arrays = [
+        tf.zeros_like(each) for each in vocabulary_ops.export_keys(handle)
+    ]
+    buckets = len(arrays[1])
+    zeros = tf.zeros([2], tf.int64)
+    vocabulary_ops.import_keys(handle, buckets, zeros, 0, arrays)
+
+
+def test_keys_of_earlier_versions_keep_their_rows():
+    def make():
+        vocabulary = DynamicVocabulary(3 * 4096, 2)
+        return layer_of(vocabulary, initializer="uniform")
+
+    keys = np.arange(300)[:, np.newaxis]
+    old = make()
+    forget_secret(old)
+    for part in (keys[:200], keys[:100]):
+        learn(old, part)
+    files = {}
+    old.save_own_variables(files)
+    step = files["keys of t: step"]
+    assert step[0].tolist() == [2, 0, 0]
+    files["keys of t: step"] = step[:, 0]  # as they saved it
+    new = make()
+    learn(new, keys)
+    new.load_own_variables(files)
+    for layer in (old, new):
+        learn(layer, keys[100:])
+    assert new.vocabulary_counts()["t"]["step"] == 3
+    found, expected = (layer.get_vocabularies()["t"] for layer in (new, old))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert len(found["keys"]) == 200
+
+
+@pytest.mark.parametrize("secret", [True, False])
 def test_a_served_key_without_a_row_shares_one_where_its_bucket_is_full(
-    tmp_path,
+    tmp_path, secret
 ):
     vocabulary = DynamicVocabulary(2 * 4096, full="shared_row")
     layer = layer_of(vocabulary, initializer="uniform")
+    if not secret:
+        forget_secret(layer)
     keys = np.arange(2 * 4096 + 100)[:, np.newaxis]
     layer({"a": keys[:-100]}, training=True)
     model = keras.Sequential([layer])

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.reference.vocabulary import HASH_KEY
 from tests.reference.vocabulary import Full
 from tests.reference.vocabulary import Vocabulary
+from tests.reference.vocabulary import hash_of
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 
@@ -45,9 +47,12 @@ def config_of(rule):
 class World:
     """The ranks of a world, each with its part of a vocabulary."""
 
-    def __init__(self, config, world_size):
+    def __init__(self, config, world_size, hash_key=HASH_KEY):
+        self.hash_key = tf.constant(hash_key, tf.int64)
         self.handles = [
-            vocabulary_ops.vocabulary("t", config, rank, world_size)
+            vocabulary_ops.vocabulary(
+                "t", config, self.hash_key, rank, world_size
+            )
             for rank in range(world_size)
         ]
         self.resets = []
@@ -105,12 +110,15 @@ class World:
             for h in self.handles
         )
 
-    def import_(self, arrays, step):
+    def import_(self, arrays, step, hash_key=HASH_KEY):
         buckets, size = len(arrays[0]), len(self.handles)
         for rank, handle in enumerate(self.handles):
             own = slice(rank * buckets // size, (rank + 1) * buckets // size)
             part = [tf.constant(array[own]) for array in arrays]
-            vocabulary_ops.import_keys(handle, buckets, step, part)
+            key = tf.constant(hash_key, tf.int64)
+            vocabulary_ops.import_keys(handle, buckets, key, step, part)
+            counts = vocabulary_ops.vocabulary_counts(handle)
+            np.testing.assert_array_equal(counts[7:], key)
 
 
 def batches(seed, distinct, steps, size=200, words=1):
@@ -172,7 +180,7 @@ def test_one_rank_needs_no_messages():
 def test_keys_are_restored_at_another_world_size_and_go_on_alike(rule):
     words = 2 if rule == "strings" else 1
     config = config_of(rule)
-    old, new = World(config, 3), World(config, 2)
+    old, new = World(config, 3), World(config, 2, hash_key=(1, 2))
     first, *rest = np.array_split(list(batches(4, 300, 30, words=words)), [15])
     for keys in first:
         old.rows(keys)
@@ -215,6 +223,43 @@ def test_a_full_vocabulary_ends_the_step_on_every_rank():
         match=r"Table 't': no row is left.*capacity of 10.*shared_row",
     ):
         World(config, 2).rows(keys)
+
+
+def test_the_hash_is_sip_hash():
+    # What CPython 3.11 has for these bytes and a hash seed of that key.
+    assert hash_of((0x0706050403020100,), HASH_KEY) == 0x369095118D299A8E
+    both = 0x0706050403020100, 0x0F0E0D0C0B0A0908
+    assert hash_of(both, HASH_KEY) == 0xCC4FDD1A7D908B66
+
+
+def chosen_keys(count):
+    """Keys that the hash without a secret puts into the first bucket."""
+    keys = np.arange(count, dtype=np.uint64)
+    shift = np.uint64(33)
+    for factor in (0xC4CEB9FE1A85EC53, 0xFF51AFD7ED558CCD):
+        keys ^= keys >> shift
+        keys *= np.uint64(pow(factor, -1, 2**64))
+    return (keys ^ keys >> shift).view(np.int64)
+
+
+def test_nobody_can_choose_keys_of_one_bucket_or_rank():
+    config = DynamicVocabulary(1_000_000)
+    keys = chosen_keys(20_000)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Bucket 0"):
+        World(config, 1, hash_key=(0, 0)).rows(keys)
+    # Nor fingerprints, of which one word is FarmHash, which anybody computes.
+    texts = np.column_stack([np.ones_like(keys), keys])
+    strings = DynamicVocabulary(1_000_000, key_dtype="string")
+    for rules, asked in ((config, keys), (strings, texts)):
+        world = World(rules, 4)
+        rows = world.rows(asked)
+        assert len(set(rows)) == len(keys) and rows.min() > 0
+        of_bucket = np.bincount((rows - 1) % rules.buckets)
+        assert of_bucket.max() < 2 * len(keys) / rules.buckets
+        splits = vocabulary_ops.ask_keys(
+            world.handles[:1], [tf.constant(asked)], [0]
+        )[4]
+        assert splits.numpy().min() > 0.9 * len(keys) / 4
 
 
 def test_damaged_keys_are_refused():

@@ -28,20 +28,58 @@ class Full(Exception):
     """A key finds no row, and that is an error."""
 
 
-def hash_of(key: tuple[int, ...]) -> int:
-    """The 64-bit finalizer of MurmurHash3, of a key's first word."""
-    mask = 2**64 - 1
-    x = key[0] & mask
-    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & mask
-    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & mask
+# Of the tests; see hash_key.h.
+HASH_KEY = (0x0706050403020100, 0x0F0E0D0C0B0A0908)
+_MASK = 2**64 - 1
+
+
+def hash_of(key: tuple[int, ...], hash_key: tuple[int, int]) -> int:
+    """SipHash-1-3 of a key's words, or what earlier versions had."""
+    if hash_key == (0, 0):
+        return _without_secret(key[0] & _MASK)
+    k0, k1 = (word & _MASK for word in hash_key)
+    a, b = k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D
+    c, d = k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573
+    for word in (*key, 8 * len(key) << 56):
+        a, b, c, d = _round(a, b, c, d ^ word & _MASK)
+        a ^= word & _MASK
+    c ^= 0xFF
+    for _ in range(3):
+        a, b, c, d = _round(a, b, c, d)
+    return a ^ b ^ c ^ d
+
+
+def _round(a: int, b: int, c: int, d: int) -> tuple[int, int, int, int]:
+    def rotated(x: int, bits: int) -> int:
+        return (x << bits | x >> 64 - bits) & _MASK
+
+    a = a + b & _MASK
+    b = rotated(b, 13) ^ a
+    a = rotated(a, 32)
+    c = c + d & _MASK
+    d = rotated(d, 16) ^ c
+    a = a + d & _MASK
+    d = rotated(d, 21) ^ a
+    c = c + b & _MASK
+    b = rotated(b, 17) ^ c
+    return a, b, rotated(c, 32), d
+
+
+def _without_secret(x: int) -> int:
+    """The 64-bit finalizer of MurmurHash3."""
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
     return x ^ x >> 33
 
 
 class Vocabulary:
     """See `DynamicVocabulary` and docs/vocabularies.md."""
 
-    def __init__(self, config: DynamicVocabulary) -> None:
+    def __init__(
+        self, config: DynamicVocabulary, hash_key: tuple[int, int] = HASH_KEY
+    ) -> None:
         self.config = config
+        self.hash_key = hash_key
         self.now = 0
         self.count = config.buckets
         self.buckets: list[dict] = [{} for _ in range(self.count)]
@@ -106,7 +144,7 @@ class Vocabulary:
         return 0 if self.config.unadmitted == "shared_row" else -1
 
     def _bucket(self, key: tuple[int, ...]) -> int:
-        return hash_of(key) * self.count >> 64
+        return hash_of(key, self.hash_key) * self.count >> 64
 
     def _limit(self, bucket: int) -> int:
         return -(-(self.config.capacity - bucket) // self.count)

@@ -57,7 +57,8 @@ def test_changes_are_those_of_keys_and_of_their_rows():
         for key, place in pairs.items():
             keys[place], live[place] = key, True
         rest = np.array(waiting, np.int64).reshape(-1, 1)
-        return KnownKeys(keys, live, rest, np.zeros([2], bool), 0, buckets)
+        full, hash_key = np.zeros([2], bool), np.zeros([2], np.int64)
+        return KnownKeys(keys, live, rest, full, 0, buckets, hash_key)
 
     before = known({5: (0, 0), 6: (0, 1), 7: (1, 0), 8: (1, 1)}, [9, 10])
     # One moves, one goes, another takes a place, one that waited has a row.

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.shard_spec import ShardSpec
@@ -69,6 +70,24 @@ def test_tables_of_one_name_start_differently():
     for again in range(3):
         np.testing.assert_array_equal(made[again], made[3 + again])
         assert not (made[again] == made[again - 1]).any()
+
+
+def test_the_secret_of_a_hash_follows_from_a_seed_or_is_new(monkeypatch):
+    def secret(seed=None, table="t"):
+        initializer = initializers.RandomNormal(seed=seed)
+        return initial_rows.hash_key_of(initializer, table)
+
+    assert secret(1) == secret(1)
+    others = [secret(1), secret(2), secret(1, "u")]
+    tf.random.set_seed(3)
+    others.append(secret())
+    tf.random.set_seed(3)
+    assert secret() == others[-1]
+    monkeypatch.setattr(internals, "global_seed", lambda: None)
+    others += [secret(), secret()]
+    numbers = {word for each in others for word in each}
+    seed = initial_rows.seed_of(initializers.RandomNormal(seed=1), "t")
+    assert len(numbers) == 12 and seed not in numbers
 
 
 def test_what_cannot_make_single_rows():

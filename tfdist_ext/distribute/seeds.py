@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
-
-_SEED_LIMIT = 2**31 - 1
 
 
 def share(collectives: Collectives) -> None:
@@ -33,7 +32,8 @@ def share(collectives: Collectives) -> None:
     mine: dict[str, Any] = {"seed": internals.global_seed()}
     if first:
         if mine["seed"] is None:
-            mine["seed"] = int(np.random.default_rng().integers(_SEED_LIMIT))
+            # Nobody can guess it, nor what is derived from it.
+            mine["seed"] = secrets.randbits(128)
         mine["python"] = random.getstate()
         mine["numpy"] = _numpy_state()
     text = json.dumps(mine) + "\n"

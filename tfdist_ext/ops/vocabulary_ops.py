@@ -21,13 +21,18 @@ _SIP_KEY = (0x7466646973745F65, 0x78745F766F636162)
 
 
 def vocabulary(
-    name: str, config: DynamicVocabulary, rank: int, world_size: int
+    name: str,
+    config: DynamicVocabulary,
+    hash_key: tf.Tensor,
+    rank: int,
+    world_size: int,
 ) -> tf.Tensor:
     """A new vocabulary, which lives as long as its handle does.
 
     Args:
         name: of the table, for errors.
         config: its rules.
+        hash_key: int64 `[2]`, the secret of its hash, the same on all ranks.
         rank: of this process.
         world_size: number of ranks.
 
@@ -35,6 +40,7 @@ def vocabulary(
         A resource scalar.
     """
     return library().tfdist_vocabulary(
+        hash_key,
         table=name,
         capacity=config.capacity,
         buckets=config.buckets,
@@ -178,13 +184,18 @@ def export_keys(handle: tf.Tensor) -> list[tf.Tensor]:
 
 
 def import_keys(
-    handle: tf.Tensor, buckets: int, step: Any, arrays: Sequence[tf.Tensor]
+    handle: tf.Tensor,
+    buckets: int,
+    hash_key: tf.Tensor,
+    step: Any,
+    arrays: Sequence[tf.Tensor],
 ) -> Any:
     """Replaces the keys of a vocabulary.
 
     Args:
         handle: of the vocabulary.
         buckets: of all ranks.
+        hash_key: int64 `[2]`, that of the vocabulary the keys come from.
         step: int64, how many it has learned from.
         arrays: six, of `export_keys`; their slots may be fewer.
 
@@ -195,6 +206,7 @@ def import_keys(
     return library().tfdist_import_keys(
         handle,
         tf.constant(buckets, tf.int64),
+        hash_key,
         tf.cast(step, tf.int64),
         *arrays,
     )
@@ -207,8 +219,8 @@ def vocabulary_counts(handle: tf.Tensor) -> tf.Tensor:
         handle: of a vocabulary.
 
     Returns:
-        int64 `[7]`: rows in use, candidates; keys admitted, evicted and
-        expired since the start; steps; buckets of all ranks.
+        int64 `[9]`: rows in use, candidates; keys admitted, evicted and
+        expired since the start; steps; buckets of all ranks; the hash key.
     """
     return library().tfdist_vocabulary_counts(handle)
 

@@ -100,6 +100,7 @@ class KnownKeys:
         full: bool `[buckets]`, whether no row is left in a bucket.
         first: of these buckets.
         buckets: of all ranks.
+        hash_key: int64 `[2]`, which says in which bucket a key is.
     """
 
     keys: np.ndarray
@@ -108,6 +109,7 @@ class KnownKeys:
     full: np.ndarray
     first: int
     buckets: int
+    hash_key: np.ndarray
 
     @classmethod
     def of(cls, shard: KeyShard) -> KnownKeys:
@@ -117,7 +119,7 @@ class KnownKeys:
             shard: this rank's.
         """
         config = shard.config
-        buckets, now, exported, *_ = shard.copy()
+        buckets, hash_key, now, exported, *_ = shard.copy()
         arrays = [array.numpy() for array in exported]
 
         def seen(counts: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -138,6 +140,7 @@ class KnownKeys:
             (counts > 0).sum(1) == limits,
             first,
             buckets,
+            hash_key.numpy(),
         )
 
     def changes(self, before: KnownKeys | None = None) -> KeyChanges:

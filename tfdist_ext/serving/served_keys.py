@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import rows_of_keys
+from tfdist_ext.serving import key_hashes
 from tfdist_ext.serving.known_keys import KeyChanges
 from tfdist_ext.serving.known_keys import KnownKeys
 from tfdist_ext.sharding.key_shard import KeyShard
@@ -36,6 +37,8 @@ class ServedKeys(tf.Module):
             has a zero beside it, a string its fingerprint.
         full: variable `[buckets]`, whether a bucket has no row left; None
             where keys that are not known do not depend on that.
+        hash_key: variable int64 `[2]`, which says in which bucket a key is;
+            None where `full` is.
         words: of a key of training.
         texts: variable string `[rows]`, of the keys, by row of the table; None
             where they are not kept.
@@ -49,11 +52,14 @@ class ServedKeys(tf.Module):
         self._default = 0 if config.unadmitted == "shared_row" else -1
         self.table, self._spare = self._new_table(), self._new_table()
         self._removed = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self.full = None
+        self.full = self.hash_key = None
         remembered = config.min_count > 1  # also without a row
         if self._default and config.full == "shared_row" and not remembered:
             self.full = tf.Variable(
                 tf.zeros([0], tf.bool), trainable=False, shape=[None]
+            )
+            self.hash_key = tf.Variable(
+                tf.zeros([2], tf.int64), trainable=False
             )
         self.texts = None
         if config.keep_text:
@@ -83,20 +89,18 @@ class ServedKeys(tf.Module):
         if self.full is None:
             return rows
         # As in training, such a key has the shared row where none is left.
-        full = tf.gather(self.full, self._bucket_of(words[:, 0]))
+        full = tf.gather(self.full, self._bucket_of(words))
         return tf.where((rows < 0) & full, tf.zeros_like(rows), rows)
 
     def _bucket_of(self, words: tf.Tensor) -> tf.Tensor:
         """What `BucketOf` is in custom_ops/vocabulary/key_table.h."""
-
-        def mixed(x: tf.Tensor, factor: int) -> tf.Tensor:
-            shifted = tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
-            return tf.bitwise.bitwise_xor(x, shifted) * tf.constant(
-                factor, tf.uint64
-            )
-
-        hashed = mixed(tf.bitcast(words, tf.uint64), 0xFF51AFD7ED558CCD)
-        hashed = mixed(mixed(hashed, 0xC4CEB9FE1A85EC53), 1)
+        words = tf.bitcast(words, tf.uint64)
+        key = tf.bitcast(self.hash_key, tf.uint64)
+        hashed = tf.cond(
+            tf.reduce_all(tf.equal(key, 0)),
+            lambda: key_hashes.without_secret(words),
+            lambda: key_hashes.sip_hash(words, key),
+        )
         # The upper 32 bits decide: there are no more buckets than that.
         upper = tf.bitwise.right_shift(hashed, tf.constant(32, tf.uint64))
         buckets = tf.size(self.full, tf.int64)
@@ -128,6 +132,7 @@ class ServedKeys(tf.Module):
                 full = any_dtype.all_gather(collectives, full, f"{label}/full")
                 full = full[0]
             self.full.assign(full)
+            self.hash_key.assign(now.hash_key)
         found = now.changes(before)
         texts = self._source().texts
         if texts is not None:

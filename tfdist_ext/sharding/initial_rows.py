@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import math
+import secrets
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -154,15 +155,38 @@ def seed_of(initializer: Any, table: str) -> int:
             each other: tables of one name in two models start differently.
         table: its name.
     """
+    return _numbers_of(initializer, table, 1, b"")[0]
+
+
+def hash_key_of(initializer: Any, table: str) -> list[int]:
+    """The secret of the hash of a table's keys, new if unseeded.
+
+    The initial values that `seed_of` leads to do not give it away.
+
+    Args:
+        initializer: of Keras, as for `seed_of`.
+        table: its name.
+
+    Returns:
+        Two numbers of 64 bits with a sign.
+    """
+    return _numbers_of(initializer, table, 2, b"hash of keys")
+
+
+def _numbers_of(
+    initializer: Any, table: str, count: int, purpose: bytes
+) -> list[int]:
     seed = initializer.get_config().get("seed")
     if not isinstance(seed, int):
         seed = internals.global_seed()
         if seed is None:
-            seed = int(np.random.default_rng().integers(2**31))
+            seed = secrets.randbits(128)
         else:
             table += "/" * _number(initializer, table)
-    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    digest = hashlib.blake2b(
+        f"{seed}/{table}".encode(), digest_size=8 * count, person=purpose
+    ).digest()
+    return np.frombuffer(digest, "<i8").tolist()
 
 
 def _number(initializer: Any, table: str) -> int:

@@ -78,16 +78,21 @@ class KeyShard(tf.Module):
         if config.takes_back:
             self._initial = initial_rows.describe_rows(initializer, spec)
         with tf.init_scope():
-            self.handle = vocabulary_ops.vocabulary(
-                spec.table, config, rank, world_size
-            )
-            self._seed = tf.constant(
-                initial_rows.seed_of(initializer, spec.table), tf.int64
+            numbers = tf.constant(
+                [
+                    initial_rows.seed_of(initializer, spec.table),
+                    *initial_rows.hash_key_of(initializer, spec.table),
+                ],
+                tf.int64,
             )
             if collectives is not None:
-                self._seed = collectives.initial_value(
-                    self._seed, f"{spec.table}/seed of rows"
+                numbers = collectives.initial_value(
+                    numbers, f"{spec.table}/seed of rows"
                 )
+            self._seed, hash_key = numbers[0], numbers[1:]
+            self.handle = vocabulary_ops.vocabulary(
+                spec.table, config, hash_key, rank, world_size
+            )
         checkpoint_slices.save_by(self, self._saved, self._restore)
         self.steps = KeySteps()
         self._slots = _Slots()
@@ -256,12 +261,18 @@ class KeyShard(tf.Module):
         )
 
     def copy(self) -> Any:
-        """The keys of this rank, for `put_back`."""
+        """The keys of this rank, for `put_back`.
+
+        Returns:
+            Buckets of all ranks, the hash key and the step; what
+            `vocabulary_ops.export_keys` returns; texts, and whether the step
+            goes on.
+        """
         counts = vocabulary_ops.vocabulary_counts(self.handle)
         arrays = vocabulary_ops.export_keys(self.handle)
         texts = None if self.texts is None else self.texts.all()
         pending = bool(self.steps.is_pending())
-        return int(counts[6]), counts[5], arrays, texts, pending
+        return int(counts[6]), counts[7:], counts[5], arrays, texts, pending
 
     def put_back(self, copied: Any) -> None:
         """Makes the keys of this rank what they were.
@@ -282,8 +293,10 @@ class KeyShard(tf.Module):
     def _export(self) -> dict[str, tf.Tensor]:
         arrays = vocabulary_ops.export_keys(self.handle)
         found = dict(zip((*ROWS, *CANDIDATES), arrays, strict=True))
-        step = vocabulary_ops.vocabulary_counts(self.handle)[5]
-        found[STEP] = tf.fill([tf.shape(arrays[1])[0]], step)
+        counts = vocabulary_ops.vocabulary_counts(self.handle)
+        step = tf.concat([counts[5:6], counts[7:]], 0)
+        owned = tf.shape(arrays[1])[0]
+        found[STEP] = tf.tile(step[tf.newaxis], [owned, 1])
         return found
 
     def _whole(self) -> dict[str, tf.Tensor]:
@@ -364,11 +377,11 @@ class KeyShard(tf.Module):
         empty = [tf.zeros([end - first, 0], tf.int64)] * 3
         if CANDIDATES[0] in found:
             empty = [found[name][: end - first] for name in CANDIDATES]
+        step, hash_key = found[STEP][0], tf.zeros([2], tf.int64)
+        if found[STEP].shape.rank == 2:
+            step, hash_key = step[0], step[1:]
         vocabulary_ops.import_keys(
-            self.handle,
-            buckets,
-            tf.reduce_max(found[STEP]),
-            [*arrays, *empty],
+            self.handle, buckets, hash_key, step, [*arrays, *empty]
         )
         if self.texts is not None and key_texts.BYTES in found:
             self.texts.take(found, buckets, first, end)

@@ -10,6 +10,8 @@ from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 # In the order of `vocabulary_ops.export_keys`.
 ROWS = ("keys", "counts", "steps")
 CANDIDATES = tuple(f"candidate_{name}" for name in ROWS)
+# The step and the hash key, the same for every bucket. Earlier versions saved
+# the step alone.
 STEP = "step"
 
 
@@ -60,7 +62,7 @@ class KeySlices:
         slots = self.slots(buckets)
         words = 2 if self.config.key_dtype == "string" else 1
         return {
-            name: (buckets,)
+            name: (buckets, 3)
             if name == STEP
             else (buckets, slots, words)
             if name.endswith("keys")
