@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times a restart after the death of a rank, from the kill to the next new step.
+"""Times a restart after the death of a rank, from the kill to a new step.
 
 A job under `tfdist-run --max-restarts` trains a table with Adagrad and saves by
-`callbacks.Resume`. One rank is killed by SIGKILL some steps after a checkpoint;
-the clock stops when all ranks have ended the first step that was never trained
-before. First the job is checked: with a kill and without one it must come to the
-same weights, bit by bit.
+`callbacks.Resume`. One rank is killed by SIGKILL some steps after a checkpoint.
+The clock stops when all ranks have ended the first step that was never trained
+before. First the job is checked: with a kill and without one it must come to
+the same weights, bit by bit.
 
-Columns: wall seconds of a phase, which ends when the last rank has ended it, and
-processor seconds of the rank that took most. `survivors noticed` lies within
-`others ended`. The last lines bound what a restart would take in which the
-survivors keep their processes.
+Columns: wall seconds of a phase, which ends when the last rank has ended it,
+and processor seconds of the rank that took most. Survivors notice the death
+during `others ended`. The last lines bound the seconds of a restart in which
+the survivors keep their processes.
 """
 
 import argparse
@@ -250,7 +250,7 @@ def measure(
         killed = job.kill_rank(arguments.lost)
         failed, again = job.said(" failed: "), job.said("starts again")
         before = [job.events(0, rank) for rank in range(ranks)]
-        trained = min(_steps(events)[-1] for events in before)
+        trained = max(_steps(events)[-1] for events in before)
         job.wait_for_step(trained + 1)
         after = [job.events(1, rank) for rank in range(ranks)]
     return restart_of(killed, failed, again, before, after)
@@ -275,7 +275,7 @@ def restart_of(
     Raises:
         RuntimeError: the second start did not go on from a checkpoint.
     """
-    trained = min(_steps(events)[-1] for events in before)
+    trained = max(_steps(events)[-1] for events in before)
     begun = {_of(events, "restored")["step"] for events in after}
     if begun == {0} or len(begun) != 1:
         raise RuntimeError(f"ranks went on from steps {sorted(begun)}")
