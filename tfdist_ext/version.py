@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version of this package, which setup.py reads too."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

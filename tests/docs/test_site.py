@@ -44,6 +44,12 @@ def test_what_the_reference_page_names_is_rendered(site):
         assert f'id="{name}"' in page, name
 
 
+def test_changelog_of_the_root_is_a_page(site):
+    page = (site / "changelog.html").read_text()
+    assert 'href="cluster.html#who-may-join"' in page
+    assert 'href="changelog.html"' in (site / "index.html").read_text()
+
+
 def test_public_names_are_on_the_reference_page():
     """By one of their names: some are public in two places."""
     entries = {
