@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times all workloads under all variants: one table, one chart.
+"""Times all workloads under all variants: one table, a chart of each.
 
 Sizes fit a machine with 24 GB. Every outcome is written as soon as it is
 there (build/bench/NAME/result.json); a second start with the same settings
@@ -185,7 +185,7 @@ def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Runs all sizes, prints the table, draws the chart."""
+    """Runs all sizes, prints the table, draws the charts."""
     run.exit_on_signals()
     arguments = make_parser().parse_args()
     if os.getloadavg()[0] > 1:
@@ -204,8 +204,8 @@ def main() -> None:
         table += "\n\n" + "\n".join(map(summary.planned, groups))
     print(table)
     (folder / "table.txt").write_text(table + "\n")
-    run.draw(lambda chart: chart.draw(folder / "chart.png", groups))
-    print(f"\nlogs, results, table.txt and chart.png: {folder}")
+    run.draw(lambda chart: chart.draw_workloads(folder, groups))
+    print(f"\nlogs, results, table.txt and charts: {folder}")
     ours = [row for group in groups for row in group.rows if row.ours]
     sys.exit(any(row.status != "ok" for row in ours))
 

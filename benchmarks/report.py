@@ -62,6 +62,16 @@ class Group:
     title: str
     rows: list[Row]
 
+    @property
+    def workload(self) -> str:
+        """Its name, with which the title begins."""
+        return self.title.partition(",")[0]
+
+    @property
+    def ranks(self) -> int:
+        """How many ran, as the title says."""
+        return int(self.title.split(", ")[1].split()[0])
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:

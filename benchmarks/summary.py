@@ -29,6 +29,24 @@ def table(groups: list[report.Group]) -> str:
     return "\n".join(lines)
 
 
+def read(text: str) -> list[report.Group]:
+    """Reads the groups of a `table`: the inverse, but for its rounding.
+
+    Args:
+        text: what `table` returned.
+
+    Returns:
+        Groups whose rows have the figures of the table; all others are 0.
+    """
+    groups: list[report.Group] = []
+    for line in text.splitlines()[1:]:
+        if line.startswith("  "):
+            groups[-1].rows.append(_read_row(line, groups[-1].ranks))
+        elif line:
+            groups.append(report.Group(line, []))
+    return groups
+
+
 def behind(row: report.Row, rows: list[report.Row]) -> dict[str, str]:
     """Says of one of our rows in which figures another is ahead: figure -> who.
 
@@ -81,6 +99,24 @@ def _row(row: report.Row, group: report.Group) -> str:
     note = f"  <- behind: {', '.join(lags)}" if lags else ""
     wrong = row.reason if "differs" in row.reason else ""
     return _line(cells) + note + (f"  {wrong}" if wrong else "")
+
+
+def _read_row(line: str, ranks: int) -> report.Row:
+    variant, *cells = line.partition("<-")[0].split()
+    if cells[0].endswith(":"):
+        return report.Row(variant, cells[0][:-1], " ".join(cells[1:]))
+    milliseconds, per_second = map(float, cells[:2])
+    if per_second > milliseconds:  # It has more digits.
+        milliseconds = 1e3 / per_second
+    return report.Row(
+        variant,
+        "ok",
+        " ".join(cells[5:]),
+        milliseconds=milliseconds,
+        egress=0.0 if cells[2] == "-" else float(cells[2]) * report.MEGABYTE,
+        peak_rss=float(cells[4]) * report.MEGABYTE,
+        ranks=ranks,
+    )
 
 
 def _line(cells: tuple[str, ...]) -> str:

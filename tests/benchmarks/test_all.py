@@ -169,9 +169,44 @@ def test_one_table_of_all_groups():
     assert text.count("<-") == 1
 
 
-def test_one_chart_of_all_groups(tmp_path):
+def test_a_table_is_read_again():
+    groups = [
+        report.Group("ads, 2 ranks, 9 samples per rank", [_STOCK, _OURS]),
+        report.Group("a9a, 1 process", [_ABORTED, _OURS]),
+    ]
+    text = summary.table(groups)
+    found = summary.read(text)
+    assert summary.table(found) == text
+    assert found[1].rows[0] == _ABORTED
+    assert [(g.workload, g.ranks) for g in found] == [("ads", 2), ("a9a", 1)]
+
+
+def test_one_chart_of_every_workload_and_a_headline(tmp_path):
     chart = pytest.importorskip("benchmarks.chart")
-    path = tmp_path / "chart.png"
-    group = report.Group("one", [_STOCK, _ABORTED, _OURS])
-    chart.draw(path, [group] * 5)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    alone = dataclasses.replace(_OURS, egress=0.0)
+    groups = [
+        report.Group("ads, 1 process", [alone]),
+        report.Group("ads, 2 ranks", [_STOCK, _ABORTED, _OURS]),
+        report.Group("a9a, 2 ranks", [_STOCK, _OURS]),
+    ]
+    chart.draw_workloads(tmp_path, groups)
+    paths = sorted(tmp_path.iterdir())
+    assert [path.stem for path in paths] == ["a9a", "ads", "headline"]
+    first = [path.read_bytes() for path in paths]
+    chart.draw_workloads(tmp_path, groups)
+    assert first == [path.read_bytes() for path in paths]
+
+
+def test_panels_without_data_are_left_out(tmp_path, monkeypatch):
+    chart = pytest.importorskip("benchmarks.chart")
+    sheets = []
+    monkeypatch.setattr(
+        chart, "_save", lambda sheet, path: sheets.append(sheet)
+    )
+    alone = dataclasses.replace(_OURS, egress=0.0)
+    chart.draw(tmp_path / "a.png", [report.Group("a, 1 process", [alone])])
+    titles = [place.get_title(loc="left") for place in sheets[0].axes]
+    assert len(titles) == 2
+    assert not any("sent" in title for title in titles)
+    chart.draw(tmp_path / "b.png", [report.Group("b, 1 process", [_ABORTED])])
+    assert len(sheets) == 1

@@ -12,12 +12,14 @@ import sys
 
 import pytest
 
+from benchmarks import summary
 from tests.docs import blocks
 from tests.rooms import PUBLIC
 from tfdist_ext.launcher import launch_options
 
 README = (blocks.ROOT / "README.md").read_text()
 BENCHMARKS = (blocks.ROOT / "docs" / "benchmarks.md").read_text()
+(RECORD,) = (blocks.ROOT / "docs" / "benchmarks").glob("all_*.txt")
 PAINS = (blocks.ROOT / "docs" / "known_pains.md").read_text()
 
 
@@ -105,13 +107,32 @@ def rounded_like(written: str, exact: str) -> bool:
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
     """Of `timelines` on 4 ranks: what "Why" and "Known pains" quote."""
-    _, _, group = BENCHMARKS.partition("timelines, 4 ranks")
+    _, _, group = RECORD.read_text().partition("timelines, 4 ranks")
     measured = re.findall(r"(?<= )\d+\.\d+", group.partition("\n\n")[0])
     _, _, why = README.partition("## Why")
     text = why.partition("\n## ")[0] + PAINS
     quoted = re.findall(r"([\d.]+) (?:ms|MB)\b(?!/)", text)
     quoted = [number for number in quoted if number != "150"]  # the link's
     assert len(quoted) == 7
+    for number in quoted:
+        assert any(rounded_like(number, each) for each in measured), number
+
+
+def test_every_workload_of_the_record_has_its_chart():
+    groups = summary.read(RECORD.read_text())
+    assert len(groups) == 13
+    names = {group.workload for group in groups}
+    charts = set(re.findall(r"\]\(benchmarks/(\w+)\.svg\)", BENCHMARKS))
+    assert charts == names | {"headline"}
+    assert charts == {path.stem for path in RECORD.parent.glob("*.svg")}
+
+
+def test_figures_of_the_headline_are_those_of_the_record():
+    """The text that stands for the chart quotes it."""
+    text = BENCHMARKS.partition("![")[2].partition("](")[0]
+    measured = re.findall(r"(?<= )\d+\.\d+", RECORD.read_text())
+    quoted = re.findall(r"\d+\.\d+|\b\d{3}\b", text)
+    assert len(quoted) == 16
     for number in quoted:
         assert any(rounded_like(number, each) for each in measured), number
 
