@@ -7,8 +7,6 @@ A block is fenced or indented by four columns. Its kind:
   text: anything else, such as outputs and figures.
 An HTML comment in front of a block is a note on how it is run:
   <!-- not run: REASON -->
-  <!-- again: N lines -->  the first N lines of the document's first Python
-    block run again before it.
 """
 
 import ast

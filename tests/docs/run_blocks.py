@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import pathlib
-import re
 import sys
 import types
 from unittest import mock
@@ -53,29 +52,21 @@ def run_document(document: str) -> dict[str, str]:
     module.__file__ = str(blocks.ROOT / document)
     names = vars(module)
     names.update(given.names(document))
-    python = blocks.python_of(document)
     printed = {}
-    for block in filter(blocks.is_run, python):
-        again = re.fullmatch(r"again: (\d+) lines", block.note)
+    for block in filter(blocks.is_run, blocks.python_of(document)):
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            if again:
-                execute(python[0], names, int(again.group(1)))
             execute(block, names)
         printed[block.place] = output.getvalue()
     return printed
 
 
-def execute(
-    block: blocks.Block, names: dict[str, object], count: int | None = None
-) -> None:
-    """Runs a block, or its first lines; tracebacks name the document's line.
+def execute(block: blocks.Block, names: dict[str, object]) -> None:
+    """Runs a block; tracebacks name the document's line.
 
     Args:
         block: of Python.
         names: what it knows, and where its own go.
-        count: how many lines; all by default.
     """
-    lines = block.text.splitlines(keepends=True)[:count]
-    source = "\n" * (block.line - 1) + "".join(lines)
+    source = "\n" * (block.line - 1) + block.text
     path = str(blocks.ROOT / block.document)
     exec(compile(source, path, "exec"), names)
