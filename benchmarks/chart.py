@@ -48,19 +48,24 @@ _SYSTEMS = {
 }
 
 
-def draw(path: pathlib.Path, groups: list[report.Group]) -> None:
-    """Writes a chart: the figures of each group that were measured.
-
-    Args:
-        path: of the chart, PNG or SVG.
-        groups: rows that can be compared; failures are named.
-    """
-    parts = [
+def measured(groups: list[report.Group]) -> list[tuple[report.Group, _Panel]]:
+    """Returns the panels for which there is a figure, group by group."""
+    return [
         (group, panel)
         for group in groups
         for panel in _PANELS
         if any(getattr(row, panel[1]) for row in group.rows)
     ]
+
+
+def draw(path: pathlib.Path, groups: list[report.Group]) -> None:
+    """Writes a chart: the figures of each group that were measured.
+
+    Args:
+        path: of the chart, PNG or SVG; none if nothing was measured.
+        groups: rows that can be compared; failures are named.
+    """
+    parts = measured(groups)
     if not parts:
         return
     heights = [_TITLE + _BAR * len(group.rows) for group, _ in parts]
