@@ -6,7 +6,8 @@ Usage: soak_rank.py FOLDER STEPS SECONDS EVERY
 Trains STEPS steps of at least SECONDS each, until a file `hurry` is there, and
 saves after EVERY. Heeds files `full-R` (rank R cannot write more than a few
 bytes to a file), `slow-R` (what rank R writes takes two seconds), `cut-R`
-(rank R loses its connections, once) and `hold` (the ranks after 0 start later).
+(rank R loses its connections, once), `files-R` (rank R starts with too few
+files to open, once) and `hold` (the ranks after 0 start later).
 Rank 0 leaves the address of its listener, and at the end the weights.
 """
 
@@ -85,6 +86,11 @@ def main():
     else:
         while (folder / "hold").exists():
             time.sleep(0.05)
+    few = folder / f"files-{config['task']['index']}"
+    if few.exists():
+        few.unlink()
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     strategy = tfdist_ext.HybridParallelStrategy(timeout=3)
     rank = strategy.rank
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
