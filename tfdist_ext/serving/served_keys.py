@@ -132,6 +132,7 @@ class ServedKeys(tf.Module):
                 full = any_dtype.all_gather(collectives, full, f"{label}/full")
                 full = full[0]
             self.full.assign(full)
+            assert self.hash_key is not None
             self.hash_key.assign(now.hash_key)
         found = now.changes(before)
         texts = self._source().texts
