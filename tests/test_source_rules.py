@@ -168,12 +168,10 @@ def test_no_line_is_longer_than_80_columns() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    limits = {".py": 600, ".cc": 450, ".h": 450, ".cu": 450}
     wrong = []
     for path, text in texts(sources()).items():
-        limit = limits.get(path.suffix, 450)
-        if text.count("\n") > limit:
-            wrong.append(f"{path} has more than {limit} lines")
+        if text.count("\n") > 600:
+            wrong.append(f"{path} has more than 600 lines")
         if path.suffix == ".py":
             wrong += [
                 f"{path}:{node.lineno} {node.name} has more than 60 lines"
