@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -456,3 +457,10 @@ class SavingModules:
         else:
             self.folders = modules["legacy_sm_saving_lib"]
             self.hdf5 = self.folders.hdf5_format
+
+
+def public_readers() -> list[Any]:
+    """The modules that have Keras's public function `load_model`."""
+    public = keras.models.load_model
+    modules = list(sys.modules.values())
+    return [m for m in modules if vars(m).get("load_model") is public]

@@ -202,16 +202,6 @@ def is_reduced(value: Any) -> bool:
     return hasattr(value, "_tfdist_reduced")
 
 
-def set_extended(base: Any) -> None:
-    """Says that classes that come from a class are wrapped as it is."""
-    base._tfdist_extended = True
-
-
-def is_extended(base: Any) -> bool:
-    """Whether `set_extended` was said of a class itself."""
-    return "_tfdist_extended" in vars(base)
-
-
 def set_named(variable: Any) -> None:
     """Says that the log has named a variable that steps assign."""
     variable._tfdist_named = True
@@ -301,16 +291,6 @@ def keep(graph: Any, other: Any) -> None:
     with it; a copy of its ops still calls them.
     """
     graph._tfdist_kept = [*getattr(graph, "_tfdist_kept", ()), other]
-
-
-def set_wrappers(function: Any, wrappers: tuple[str, ...]) -> None:
-    """Says what this package has put around a function, see `wrapping`."""
-    function._tfdist_wrappers = wrappers
-
-
-def wrappers(function: Any) -> tuple[str, ...]:
-    """What `set_wrappers` said of a function, nothing of others."""
-    return getattr(function, "_tfdist_wrappers", ())
 
 
 def fix(variable: Any) -> None:

@@ -17,6 +17,8 @@ from tfdist_ext.callbacks.gradient_norms import GradientNorms
 from tfdist_ext.callbacks.update_watch import collectives_of
 from tfdist_ext.callbacks.watched_tables import WatchedTable
 from tfdist_ext.callbacks.watched_tables import tables_of
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 keras = tf.keras
 
@@ -83,7 +85,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._every = every
         self._log_dir = log_dir
         self.reports: dict[int, dict[str, float]] = {}
-        update_watch.install()
+        hold(Need.UPDATE_WATCH, self)
 
     def set_model(self, model: Any) -> None:
         """Begins to watch a model that `fit` is about to train."""

@@ -19,6 +19,8 @@ from tfdist_ext.callbacks.snapshots import Snapshot
 from tfdist_ext.callbacks.update_watch import collectives_of
 from tfdist_ext.callbacks.update_watch import inner_optimizer
 from tfdist_ext.keras_internals import is_built
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 keras = tf.keras
 
@@ -89,7 +91,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._factor, self._most = factor, most
         self._directory = None if directory is None else os.fspath(directory)
         self.faults: list[str] = []
-        update_watch.install()
+        hold(Need.UPDATE_WATCH, self)
 
     def set_model(self, model: Any) -> None:
         """Begins to watch a model that `fit` is about to train."""

@@ -24,8 +24,10 @@ from tfdist_ext import marks
 from tfdist_ext.batches import slicing
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.step import count_samples
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import extend
+from tfdist_ext.patching import stage
 from tfdist_ext.prefetch.prefetched_ids import PrefetchedIds
-from tfdist_ext.wrapping import wrap
 
 
 @dataclasses.dataclass
@@ -94,7 +96,7 @@ class Walk:
         if isinstance(dataset, tf.data.Dataset):
             dataset = self._counting(dataset)
         self._dataset, self._own_data = dataset, own_data
-        wrap(type(dataset), "__iter__", _counted)
+        extend(type(dataset), "__iter__", stage(_counted, Need.STRATEGY))
         marks.set_watch(dataset, self)
         return dataset
 

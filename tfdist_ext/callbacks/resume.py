@@ -23,7 +23,6 @@ from tfdist_ext.callbacks import place_in_data
 from tfdist_ext.callbacks import saved_run
 from tfdist_ext.callbacks.beats import Beats
 from tfdist_ext.callbacks.place_in_data import Walk
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -256,13 +255,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         raise SystemExit(code)
 
 
-def install() -> None:
-    """Wraps Keras's `fit` and its loop over batches, once per process."""
-    wrap(keras.Model, "fit", _fit)
-    wrap(*keras_internals.batch_loop(), _batches)
-
-
-def _batches(original: Any, loop: Any) -> Any:
+def without_trained_batches(original: Any, loop: Any) -> Any:
     """Keras's loop over batches, without those that were trained before."""
     walk = marks.watch(keras_internals.dataset_of(loop))
     return keras_internals.without_calls(
@@ -289,7 +282,9 @@ def _strategy_of(model: Any) -> Any:
     return strategy
 
 
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def skip_trained_batches(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Keras's `fit`, with what a callback among its arguments needs."""
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     callbacks = given.get("callbacks") or ()

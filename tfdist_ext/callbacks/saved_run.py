@@ -29,6 +29,8 @@ from tfdist_ext.checkpoints.opened import Opened
 from tfdist_ext.checkpoints.reading import agree
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 _LOG = logging.getLogger("tfdist_ext")
 # What every checkpoint of objects has, and what those of a run do.
@@ -93,7 +95,7 @@ class SavedRun:
         deltas: int,
         collectives: Collectives | None,
     ) -> None:
-        saver.install()
+        hold(Need.CHECKPOINTS, self)
         self._collectives = collectives
         self._rank = collectives.group.rank if collectives else 0
         self._directory = text_of_first_rank(

@@ -17,11 +17,12 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks.update_watch import collectives_of
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 from tfdist_ext.tracing import bounds
 from tfdist_ext.tracing import clocks
 from tfdist_ext.tracing import trace
 from tfdist_ext.tracing.trace import Event
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -72,7 +73,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._path = os.fspath(path)
         self._first, self._end = first, end
         self._kernels = kernels
-        install()
+        hold(Need.TIMELINE, self)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Counts steps from here."""
@@ -225,18 +226,11 @@ def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
     return {f"rank {rank}": size for rank, size in enumerate(sizes) if size}
 
 
-def install() -> None:
-    """Wraps the calls of all callbacks around a step, once per process."""
-    callbacks = keras.callbacks.CallbackList
-    wrap(callbacks, "on_train_batch_begin", _at_begin)
-    wrap(callbacks, "on_train_batch_end", _at_end)
-
-
-def _at_begin(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+def time_begin(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
     return _timed(original, called, False, *args, **kwargs)
 
 
-def _at_end(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+def time_end(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
     return _timed(original, called, True, *args, **kwargs)
 
 

@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_built
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
@@ -129,12 +128,7 @@ class UpdateWatch:
             self._optimizer.build([v for g, v in pairs if g is not None])
 
 
-def install() -> None:
-    """Wraps `fit`, which ends what it has begun to watch; twice is once."""
-    wrap(keras.Model, "fit", _fit)
-
-
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def end_watch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, *args, **kwargs)
     finally:

@@ -9,14 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.checking import drift
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
-
-
-def install() -> None:
-    """Wraps Keras's `fit`; acts on models of our strategy only."""
-    wrap(keras.Model, "fit", _fit)
 
 
 class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
@@ -32,7 +26,9 @@ class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
         )
 
 
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def compare_after_epochs(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     strategy = model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
     if collectives is None or collectives.check == "off":

@@ -11,18 +11,14 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext.checking import check
 from tfdist_ext.checking import choosing
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
 
 
-def install() -> None:
-    """Wraps how Keras makes its train function; acts on models of ours."""
-    wrap(keras.Model, "make_train_function", _make)
-
-
-def _make(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def check_first_step(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     before = model.train_function
     result = original(model, *args, **kwargs)
     function = model.train_function

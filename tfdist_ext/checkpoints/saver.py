@@ -23,7 +23,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.checking import drift
 from tfdist_ext.checkpoints import reading
 from tfdist_ext.checkpoints import writing
@@ -33,7 +32,6 @@ from tfdist_ext.checkpoints.saved_objects import variable_of
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import path_to_read
 from tfdist_ext.collectives.first_rank import text_of_first_rank
-from tfdist_ext.wrapping import wrap
 
 
 class _Acting(threading.local):
@@ -87,22 +85,7 @@ def over(full: str | None) -> Iterator[None]:
         _acting.full = None
 
 
-def install() -> None:
-    """Wraps the classes that save and restore, once per process."""
-    for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
-        for name in ("_write", "save"):
-            wrap(owner, name, _together("save"))
-        for name in ("read", "restore"):
-            if hasattr(owner, name):
-                wrap(owner, name, _together("restore"))
-    wrap(tf.train.CheckpointManager, "save", _save_managed)
-    wrap(tf.compat.v1.train.Saver, "save", _refuse_by_name)
-    wrap(tf.compat.v1.train.Saver, "restore", _refuse_by_name)
-    wrap(internals.MultiDeviceSaver, "save", _save_parts)
-    wrap(internals.MultiDeviceSaver, "restore", _restore_parts)
-
-
-def _together(verb: str) -> Callable[..., Any]:
+def on_all_ranks(verb: str) -> Callable[..., Any]:
     """A call that all ranks make, and that ends for all or for none."""
 
     def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +159,7 @@ def _synchronous(argument: Any) -> Any:
     return options
 
 
-def _save_parts(
+def save_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = _acting.collectives
@@ -190,7 +173,7 @@ def _save_parts(
     return writing.save(saver, file_prefix, options, collectives)
 
 
-def _restore_parts(
+def restore_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = _acting.collectives
@@ -202,9 +185,7 @@ def _restore_parts(
     )
 
 
-def _save_managed(
-    original: Any, manager: Any, *args: Any, **kwargs: Any
-) -> Any:
+def save_managed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     collectives = collectives_of(_objects(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
@@ -257,9 +238,7 @@ def _without_files(manager: Any) -> Iterator[None]:
         del manager._sweep, manager._record_state
 
 
-def _refuse_by_name(
-    original: Any, saver: Any, *args: Any, **kwargs: Any
-) -> Any:
+def refuse_by_name(original: Any, saver: Any, *args: Any, **kwargs: Any) -> Any:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
             "tf.compat.v1.train.Saver knows neither ranks nor parts of a "

@@ -24,7 +24,6 @@ from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import tensor_of_first_rank
 from tfdist_ext.collectives.step import Step
-from tfdist_ext.wrapping import wrap
 
 _LOG = logging.getLogger("tfdist_ext")
 _Aggregation = tf.VariableAggregation
@@ -34,15 +33,7 @@ _NAMED_AT_ONCE = 5
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps assignments of replicas; they act in steps of our strategy only."""
-    wrap(internals.MirroredVariable, internals.WRITE_IN_REPLICA, _write)
-    if keras_internals.KERAS_3:
-        for name in ("assign_add", "assign_sub"):
-            wrap(keras.Variable, name, _change_sum)
-
-
-def _change_sum(original: Any, variable: Any, value: Any) -> Any:
+def change_sum(original: Any, variable: Any, value: Any) -> Any:
     """Adds up what the ranks add to a variable with aggregation "sum".
 
     Keras 3 assigns the total plus the value, of which TensorFlow would assign
@@ -57,7 +48,7 @@ def _change_sum(original: Any, variable: Any, value: Any) -> Any:
     return getattr(native, original.__name__)(tf.cast(value, native.dtype))
 
 
-def _write(
+def write(
     original: Callable[..., Any],
     variable: Any,
     update: Callable[..., Any],

@@ -14,13 +14,9 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.callbacks import resume
 from tfdist_ext.checking import custom_step
-from tfdist_ext.checking import each_epoch
-from tfdist_ext.checking import first_step
 from tfdist_ext.checking import modes
 from tfdist_ext.checking.report import CheckReport
-from tfdist_ext.checkpoints import saver
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives import measuring
 from tfdist_ext.collectives import step
@@ -32,7 +28,6 @@ from tfdist_ext.distribute import engine as engine_lib
 from tfdist_ext.distribute import extended as extended_lib
 from tfdist_ext.distribute import input as input_lib
 from tfdist_ext.distribute import locating
-from tfdist_ext.distribute import python_values
 from tfdist_ext.distribute import reporter
 from tfdist_ext.distribute import seeds
 from tfdist_ext.distribute import state
@@ -40,22 +35,11 @@ from tfdist_ext.distribute import tracebacks
 from tfdist_ext.distribute import unsupported
 from tfdist_ext.distribute.dataset_names import DatasetNames
 from tfdist_ext.distribute.error_feedback import ErrorFeedback
-from tfdist_ext.keras_training import array_order
-from tfdist_ext.keras_training import building
-from tfdist_ext.keras_training import jit_compile
-from tfdist_ext.keras_training import loop_start
-from tfdist_ext.keras_training import loops
 from tfdist_ext.keras_training import metric_results
-from tfdist_ext.keras_training import normalizing
-from tfdist_ext.keras_training import on_batch
 from tfdist_ext.keras_training import predictions
-from tfdist_ext.keras_training import rehearsed_call
-from tfdist_ext.keras_training import settings
-from tfdist_ext.keras_training import steps
-from tfdist_ext.layers import model_plan
-from tfdist_ext.optimizers import applying
-from tfdist_ext.saving import keras_files
-from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
+from tfdist_ext.patching import release
 from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables import checks
 from tfdist_ext.tables import choices
@@ -189,15 +173,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         internals.Strategy.__init__(self, extended)
         self._names = DatasetNames()
-        applying.install()
-        python_values.install()
-        steps.install()
-        building.install()
-        jit_compile.install()
-        loop_start.install(model_plan.layers_of, model_plan.place)
-        if self.collectives is not None:
-            array_order.install()  # within `settings`, which compares data
-        settings.install()
+        hold(Need.STRATEGY, self)
+        hold(Need.VARIABLES, extended)
         several = self.collectives is not None
         tracebacks.install(f"rank {self.rank}: " if several else "")
         if self.collectives is not None:
@@ -205,20 +182,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if error_feedback:
                 extended.error_feedback = ErrorFeedback(self.collectives)
             seeds.share(self.collectives)
-            state.install()
-            saver.install()
-            keras_files.install()
-            on_batch.install()
-            loops.install()
-            normalizing.install()
-            rehearsed_call.install()
-            predictions.install()
-            kernel_reads.install()
-            first_step.install()
-            each_epoch.install()
+            hold(Need.RANKS, self)
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
-        resume.install()  # around all others
 
     def close(self) -> None:
         """Leaves the other ranks in good order.
@@ -229,6 +195,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Python exits; the other ranks see no failure in it. Every rank should
         close when all are done with what they do together.
         """
+        release(self)
         self._reporter.close()
         if self.collectives is not None:
             self.collectives.group.close()

@@ -13,9 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
-from tfdist_ext.wrapping import wrap
-
 keras = tf.keras
 
 
@@ -26,15 +23,7 @@ class _Now(threading.local):
 _now = _Now()
 
 
-def install() -> None:
-    """Wraps Keras 3's loops; it acts on models of our strategy only."""
-    if keras_internals.KERAS_3:
-        for name in keras_internals.LOOPS:
-            wrap(keras.Model, name, _in_loop)
-        wrap(keras_internals.array_adapter(), "get_tf_dataset", _dataset)
-
-
-def _in_loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def in_loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     outer = _now.several
     _now.several = getattr(strategy, "collectives", None) is not None
@@ -44,7 +33,7 @@ def _in_loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         _now.several = outer
 
 
-def _dataset(original: Any, adapter: Any) -> tf.data.Dataset:
+def keep_lengths(original: Any, adapter: Any) -> tf.data.Dataset:
     dataset = original(adapter)
     batches = adapter.num_batches
     if not _now.several or batches is None:

@@ -18,17 +18,11 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.first_rank import text_of_first_rank
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps `fit`; acts on models of our strategy only."""
-    wrap(keras.Model, "fit", _fit)
-
-
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def shuffle_alike(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     collectives = getattr(model.distribute_strategy, "collectives", None)
     if collectives is None:
         return original(model, *args, **kwargs)

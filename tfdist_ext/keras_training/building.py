@@ -13,23 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext.keras_training import array_lengths
-from tfdist_ext.keras_training import predicting
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
 
 
-def install() -> None:
-    """Wraps Keras 3's build and its data; acts on models of ours only."""
-    if keras_internals.KERAS_3:
-        wrap(keras.Model, keras_internals.BUILD_BY_SHAPES, _build)
-    predicting.install()
-    array_lengths.install()
-
-
-def _build(
+def build(
     original: Any, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
     strategy = model.distribute_strategy

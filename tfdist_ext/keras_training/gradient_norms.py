@@ -16,27 +16,15 @@ from tfdist_ext import marks
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.optimizers.clipping import square_norms
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.wrapping import wrap
 
 
-def install() -> None:
-    """Wraps TensorFlow's functions; acts on gradients of shards only."""
-    for owner, name, wrapper in (
-        (tf.linalg, "global_norm", _global_norm),
-        (tf, "clip_by_global_norm", _clip_by_global_norm),
-        (tf, "clip_by_norm", _clip_by_norm),
-    ):
-        # Called as they are, see `steps`.
-        wrap(owner, name, wrapper).autograph_info__ = {}
-
-
-def _global_norm(original: Any, t_list: Sequence[Any], name: Any = None) -> Any:
+def global_norm(original: Any, t_list: Sequence[Any], name: Any = None) -> Any:
     if not _has_shards(t_list):
         return original(t_list, name)
     return tf.sqrt(tf.add_n(_squares(t_list)))
 
 
-def _clip_by_global_norm(
+def clip_by_global_norm(
     original: Any,
     t_list: Sequence[Any],
     clip_norm: Any,
@@ -48,7 +36,7 @@ def _clip_by_global_norm(
     return original(t_list, clip_norm, use_norm, name)
 
 
-def _clip_by_norm(
+def clip_by_norm(
     original: Any, t: Any, clip_norm: Any, axes: Any = None, name: Any = None
 ) -> Any:
     if axes is not None or not _has_shards([t]):

@@ -13,20 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps `compile`; acts on models of our strategy only."""
-    # Where it is defined: loading a model takes another method of `Model`
-    # for a user's own, and does not compile.
-    (owner, *_) = (c for c in keras.Model.__mro__ if "compile" in vars(c))
-    wrap(owner, "compile", _compile)
-
-
-def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def compile_without_xla(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     result = original(model, *args, **kwargs)
     if model.jit_compile and _is_beyond_xla(model):
         warnings.warn(

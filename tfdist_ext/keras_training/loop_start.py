@@ -23,7 +23,6 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.loop import Loop
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
@@ -35,8 +34,8 @@ Find = Callable[[Any], Sequence[Any]]
 Place = Callable[[Any, Collectives], None]
 
 
-def install(find: Find, place: Place) -> None:
-    """Wraps Keras's loops; acts on models of our strategy only.
+def place_first(find: Find, place: Place) -> Callable[..., Any]:
+    """A stage of Keras's loops that places the tables of a model.
 
     Args:
         find: the layers of a model that have tables, built or not.
@@ -44,7 +43,7 @@ def install(find: Find, place: Place) -> None:
             call it.
     """
 
-    def place_first(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stage(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = getattr(self.distribute_strategy, "collectives", None)
         if collectives is None or collectives.loop is not None:
             return original(self, *args, **kwargs)
@@ -64,8 +63,13 @@ def install(find: Find, place: Place) -> None:
         finally:
             collectives.loop = None
 
-    # Before an optimizer makes slots, all layers of the model are built.
-    def place_built(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return stage
+
+
+def place_built(place: Place) -> Callable[..., Any]:
+    """A stage of `Optimizer.build`: all layers are built before slots are."""
+
+    def stage(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = collectives_lib.active()
         loop = collectives.loop if collectives else None
         if collectives is not None and loop is not None and not self.built:
@@ -73,10 +77,7 @@ def install(find: Find, place: Place) -> None:
                 place(loop.model, collectives)
         return original(self, *args, **kwargs)
 
-    for name in keras_internals.LOOPS:
-        wrap(keras.Model, name, place_first)
-    if keras_internals.KERAS_3:
-        wrap(keras.optimizers.Optimizer, "build", place_built)
+    return stage
 
 
 def samples_of(x: Any, batch_size: int | None, world_size: int) -> int:

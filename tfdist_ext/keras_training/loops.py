@@ -19,26 +19,13 @@ from tfdist_ext import keras_internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.collectives.sums import sum_over_ranks
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-def install() -> None:
-    """Wraps Keras's loops; they act on models of our strategy only."""
-    for name in (*keras_internals.LOOPS, *_BATCHES):
-        wrap(keras.Model, name, _together)
-    optimizer = keras.optimizers.Optimizer
-    wrap(optimizer, "build", _when_all_build)
-    if keras_internals.KERAS_3:
-        scaled = keras.optimizers.LossScaleOptimizer
-        wrap(scaled, "check_finite", _finite_everywhere)
-        wrap(optimizer, keras_internals.UPDATE_AVERAGES, _average_of_rows)
-
-
-def _together(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def on_all_ranks(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     collectives = collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -65,7 +52,7 @@ def _warn_of_eager_steps(model: Any) -> None:
         )
 
 
-def _when_all_build(
+def build_on_all_ranks(
     original: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Lets an optimizer be built once all ranks have come to it.
@@ -80,7 +67,7 @@ def _when_all_build(
     return original(optimizer, *args, **kwargs)
 
 
-def _finite_everywhere(original: Any, optimizer: Any, grads: Any) -> Any:
+def finite_on_all_ranks(original: Any, optimizer: Any, grads: Any) -> Any:
     """Lets ranks agree whether Keras 3's loss scale skips a step.
 
     Keras asks before the gradients are summed, so that one rank's may be
@@ -92,7 +79,7 @@ def _finite_everywhere(original: Any, optimizer: Any, grads: Any) -> Any:
     ) == tf.constant(0.0)
 
 
-def _average_of_rows(
+def average_of_rows(
     original: Any, optimizer: Any, variables: Sequence[Any]
 ) -> None:
     """Lets Keras 3 average the tables of which this rank has no rows.

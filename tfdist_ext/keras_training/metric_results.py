@@ -19,7 +19,9 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches import whole_batch
-from tfdist_ext.wrapping import wrap
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import extend
+from tfdist_ext.patching import stage
 
 keras = tf.keras
 
@@ -36,7 +38,7 @@ def watch(model: Any) -> None:
     if not keras_internals.KERAS_3 or not isinstance(model, keras.Model):
         return
     for metric in _metrics_of(model):
-        wrap(type(metric), "result", _result)
+        extend(type(metric), "result", stage(_result, Need.STRATEGY))
 
 
 def _metrics_of(owner: Any) -> list[Any]:

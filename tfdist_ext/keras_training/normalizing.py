@@ -16,24 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.wrapping import wrap
 
 Moments = tuple[tf.Tensor, tf.Tensor]
 
 
-def install() -> None:
-    """Wraps the moments of `BatchNormalization`; twice is once."""
-    layer = tf.keras.layers.BatchNormalization
-    if keras_internals.KERAS_3:
-        wrap(layer, keras_internals.MOMENTS, _keras_3)
-    else:
-        wrap(layer, keras_internals.MOMENTS, _tf_keras)
-        wrap(layer, keras_internals.SKIPS_EMPTY, _skips_empty)
-
-
-def _keras_3(
+def keras_3_moments(
     original: Callable[..., Moments], layer: Any, inputs: Any, mask: Any
 ) -> Moments:
     if not _of_all_ranks(layer):
@@ -44,7 +32,7 @@ def _keras_3(
     return whole_moments(inputs, axes, False, mask)
 
 
-def _tf_keras(
+def tf_keras_moments(
     original: Callable[..., Moments],
     layer: Any,
     inputs: Any,
@@ -57,7 +45,7 @@ def _tf_keras(
     return whole_moments(inputs, reduction_axes, keep_dims, mask)
 
 
-def _skips_empty(original: Callable[..., bool], layer: Any) -> bool:
+def skips_empty(original: Callable[..., bool], layer: Any) -> bool:
     """Whether a rank without samples leaves its moving averages as they are.
 
     It has the moments of all ranks, and the averages must stay equal on all.

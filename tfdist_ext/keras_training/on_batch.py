@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import lengths
 from tfdist_ext.batches import slicing
@@ -23,22 +22,13 @@ from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import predicting
 from tfdist_ext.keras_training import recurrent
 from tfdist_ext.keras_training import settings
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
 _FUNCTIONS = {"train_on_batch": "train", "test_on_batch": "test"}
 
 
-def install() -> None:
-    """Wraps these methods of Keras 3; it acts on models of ours only."""
-    if keras_internals.KERAS_3:
-        for name in _FUNCTIONS:
-            wrap(keras.Model, name, _step_on_batch)
-        wrap(keras.Model, "predict_on_batch", _predict_on_batch)
-
-
-def _step_on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def step_on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -71,7 +61,7 @@ def _run_on_slice(
     return function(iter(_dataset_of(part)))
 
 
-def _predict_on_batch(
+def predict_on_batch(
     original: Any, model: Any, x: Nest, *args: Any, **kwargs: Any
 ) -> Any:
     collectives = _collectives_of(model)

@@ -11,18 +11,12 @@ from tfdist_ext import keras_objects
 from tfdist_ext.batches import whole_batch
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import whole_values
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
 
 
-def install() -> None:
-    """Wraps `compute_loss`; acts in steps of our strategy only."""
-    wrap(keras.Model, "compute_loss", _gather_first).autograph_info__ = {}
-
-
-def _gather_first(
+def gather_first(
     original: Any,
     model: Any,
     x: Nest = None,

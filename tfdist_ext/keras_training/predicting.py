@@ -13,9 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext.keras_training import predictions
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -25,13 +23,6 @@ class _Now(threading.local):
 
 
 _now = _Now()
-
-
-def install() -> None:
-    """Wraps Keras 3's `predict`; it acts on models of our strategy only."""
-    if keras_internals.KERAS_3:
-        wrap(keras.Model, "predict", _predict)
-        wrap(keras.Model, "make_predict_function", _make_function)
 
 
 def trace_for(model: Any, spec: Any) -> None:
@@ -49,7 +40,7 @@ def trace_for(model: Any, spec: Any) -> None:
         _now.model = outer
 
 
-def _predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     if getattr(strategy, "collectives", None) is None:
         return original(model, *args, **kwargs)
@@ -61,7 +52,9 @@ def _predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         _now.model = outer
 
 
-def _make_function(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def make_predict_function(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     before = model.predict_function
     made = original(model, *args, **kwargs)
     function = model.predict_function

@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.batches import leaves
 from tfdist_ext.batches import whole_batch
@@ -24,7 +23,6 @@ from tfdist_ext.collectives import any_dtype
 from tfdist_ext.collectives import calls
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import logs
-from tfdist_ext.wrapping import wrap
 
 Nest = Any
 _LABEL = "gather"
@@ -37,13 +35,7 @@ class NoRowsError(ValueError):
     __init__ = Exception.__init__
 
 
-def install() -> None:
-    """Wraps Keras's way to concatenate; leaves alone what is whole already."""
-    module, name = keras_internals.concatenation()
-    wrap(module, name, _concatenate)
-
-
-def _concatenate(original: Any, value: Any, strategy: Any) -> Any:
+def concatenate(original: Any, value: Any, strategy: Any) -> Any:
     if marks.is_reduced(value):
         return value
     return original(value, strategy)

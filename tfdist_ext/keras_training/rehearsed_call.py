@@ -18,18 +18,13 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.embedding import rehearsal
 from tfdist_ext.embedding.pooled_lookup import look_up_together
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps the call of models; it acts in steps of our strategy only."""
-    wrapped = wrap(keras.Model, "__call__", _shared)
-    wrapped.autograph_info__ = {}  # see `steps`
-
-
-def _shared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def share_exchanges(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     call = functools.partial(original, model, *args, **kwargs)
     collectives = collectives_lib.active()
     if (

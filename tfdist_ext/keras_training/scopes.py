@@ -20,7 +20,6 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.keras_training import decomposing
 from tfdist_ext.keras_training import whole_values
 from tfdist_ext.keras_training.loop_start import samples_of
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -28,13 +27,7 @@ _BATCHES = ("train_on_batch", "test_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 
 
-def install() -> None:
-    """Wraps Keras's loops; acts on models of our strategy only."""
-    for name in (*keras_internals.LOOPS, *_BATCHES):
-        wrap(keras.Model, name, _in_scope)
-
-
-def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     if hasattr(strategy, "collectives"):
         if original.__name__ in _TRAINING:

@@ -23,7 +23,6 @@ from tfdist_ext import marks
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.keras_training import horovod
 from tfdist_ext.keras_training import recurrent
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -42,13 +41,9 @@ _OWN = (
 _Policy = tf.data.experimental.AutoShardPolicy
 
 
-def install() -> None:
-    """Wraps Keras's loops; acts on models of our strategy only."""
-    for name in keras_internals.LOOPS:
-        wrap(keras.Model, name, _compared)
-
-
-def _compared(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def compare_settings(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     name, strategy = original.__name__, model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
     if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):

@@ -28,86 +28,57 @@ from tfdist_ext.batches.kinds import UNKNOWN
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
-from tfdist_ext.keras_training import gradient_norms
 from tfdist_ext.keras_training import no_samples
-from tfdist_ext.keras_training import outputs
-from tfdist_ext.keras_training import scopes
 from tfdist_ext.keras_training import whole_values
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
 
 
-def install() -> None:
-    """Wraps losses, trackers, tapes and sums over ranks; twice is once."""
-    _allow_means()
-    _tell_forward_sums()
-    _wrap(keras.layers.Layer, "__call__", _layer)
-    _wrap(keras.losses.Loss, "__call__", _loss)
-    _wrap(keras.metrics.Mean, "update_state", _track_mean)
-    _wrap(keras.metrics.Sum, "update_state", _track_sum)
-    _wrap(tf.GradientTape, "gradient", _gradient)
-    gradient_norms.install()
-    whole_values.install()
-    outputs.install()
-    scopes.install()
+def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage that acts in steps of Keras's loops only."""
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def around(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         step = whole_batch.keras_step()
         if step is None:
             return original(self, *args, **kwargs)
-        return wrapper(
+        return function(
             step, functools.partial(original, self), self, *args, **kwargs
         )
 
-    _keep_autograph(wrap(owner, name, call))
+    return around
 
 
-def _allow_means() -> None:
+def allow_means(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets losses of tf_keras be means where the ranks are averaged.
 
     Stock allows that to the losses in `compile` only, whatever the ranks.
     """
-    if keras_internals.KERAS_3:
-        return
-
-    def call(original: Any, loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
-        strategy = tf.distribute.get_strategy()
-        single = getattr(strategy, "collectives", strategy) is None
-        averaged = single or whole_batch.keras_loop_step() is not None
-        with keras_internals.means_allowed(loss, averaged):
-            return original(loss, *args, **kwargs)
-
-    _keep_autograph(wrap(keras.losses.Loss, "__call__", call))
+    strategy = tf.distribute.get_strategy()
+    single = getattr(strategy, "collectives", strategy) is None
+    averaged = single or whole_batch.keras_loop_step() is not None
+    with keras_internals.means_allowed(loss, averaged):
+        return original(loss, *args, **kwargs)
 
 
-def _tell_forward_sums() -> None:
+def tell_forward_sums(
+    original: Any, context: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Lets sums over the ranks in a model be told from those of gradients."""
-
-    def call(original: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
-        collectives = collectives_lib.active()
-        step = collectives.step if collectives else None
-        if step is None:
-            return original(context, *args, **kwargs)
-        outer, step.forward = step.forward, internals.is_recording()
-        try:
-            return original(context, *args, **kwargs)
-        finally:
-            step.forward = outer
-
-    _keep_autograph(wrap(tf.distribute.ReplicaContext, "all_reduce", call))
+    collectives = collectives_lib.active()
+    step = collectives.step if collectives else None
+    if step is None:
+        return original(context, *args, **kwargs)
+    outer, step.forward = step.forward, internals.is_recording()
+    try:
+        return original(context, *args, **kwargs)
+    finally:
+        step.forward = outer
 
 
-def _keep_autograph(wrapper: Any) -> None:
-    # Called as it is, and what it calls is converted or not as before.
-    # `do_not_convert` would end the conversion of a user's own loss as well.
-    wrapper.autograph_info__ = {}
-
-
-def _layer(
+@_in_keras_step
+def call_layer(
     step: Step, original: Any, layer: Any, *args: Any, **kwargs: Any
 ) -> Nest:
     """The results of a layer, each row of which belongs to one sample.
@@ -130,7 +101,8 @@ def _layer(
     return outputs
 
 
-def _loss(
+@_in_keras_step
+def call_loss(
     step: Step,
     original: Any,
     loss: Any,
@@ -185,7 +157,8 @@ def _divisor(loss: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
     return tf.reduce_sum(weights)
 
 
-def _track_mean(
+@_in_keras_step
+def track_mean(
     step: Step,
     original: Any,
     metric: Any,
@@ -204,7 +177,8 @@ def _track_mean(
     return original(value, sample_weight)
 
 
-def _track_sum(
+@_in_keras_step
+def track_sum(
     step: Step,
     original: Any,
     metric: Any,
@@ -233,7 +207,8 @@ def _scalar(values: Any) -> tf.Tensor | None:
     return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
-def _gradient(
+@_in_keras_step
+def gradient(
     step: Step,
     original: Any,
     tape: Any,

@@ -33,8 +33,6 @@ from tfdist_ext.batches.kinds import follows_from_constants
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.step import Step
 from tfdist_ext.keras_training import decomposing
-from tfdist_ext.keras_training.all_classes import wrap_classes
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 Nest = Any
@@ -106,7 +104,7 @@ def _own_part(
     return part
 
 
-def _call_overridden(
+def call_loss(
     original: Callable[..., Any],
     loss: Any,
     y_true: Nest,
@@ -402,18 +400,11 @@ def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
         )
 
 
-def install() -> None:
-    """Wraps losses and metrics of all classes, now and later; once."""
-    wrap_classes(keras.losses.Loss, "__call__", _call_overridden)
-    wrap_classes(keras.metrics.Metric, "update_state", update_metric)
-    wrap(keras.metrics.Metric, _ADD_STATE, _add_state)
-
-
 # What metrics make their states with, in Keras 3 `add_weight` as well.
 _ADD_STATE = "add_variable" if keras_internals.KERAS_3 else "add_weight"
 
 
-def _add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+def add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
     """A state that is not summed over ranks, if all of them have it."""
     variable = original(metric, *args, **kwargs)
     local = decomposing.is_metric_class_local(type(metric))

@@ -15,6 +15,8 @@ from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers.index_model import IndexModel
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 from tfdist_ext.retrieval import alike
 from tfdist_ext.retrieval import own_rows
 from tfdist_ext.retrieval import search
@@ -78,6 +80,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        hold(Need.TABLES, self)
         self.supports_jit = False
         self.k = checks.integer("k", k, 1, f"layer '{self.name}'")
         self.return_scores = return_scores

@@ -19,11 +19,11 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.optimizers import repeated_rows
 from tfdist_ext.optimizers import row_norms
 from tfdist_ext.optimizers import table_optimizers
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 from tfdist_ext.prefetch import prefetched_ids
-from tfdist_ext.serving import routes
 from tfdist_ext.sharding import initial_rows
 from tfdist_ext.sharding import sharded_variable
 from tfdist_ext.sharding import whole_tables
@@ -34,10 +34,6 @@ keras = tf.keras
 # For `add_weight`: tf_keras would round a weight to the compute dtype of a
 # mixed policy wherever it is read.
 KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
-
-
-routes.install()
-repeated_rows.install()
 
 
 def _field_of_wire(field: str) -> Any:
@@ -72,6 +68,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         self.prefetch_ids = prefetch_ids
         self._collectives: Collectives | None = None
         self.supports_jit = False
+        hold(Need.TABLES, self)
 
     wire_dtype = _field_of_wire("dtype")
     wire_rounding = _field_of_wire("rounding")

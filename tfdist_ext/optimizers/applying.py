@@ -16,28 +16,11 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.optimizers import unsupported
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps Keras's optimizers; acts under a strategy of ours only."""
-    if keras_internals.KERAS_3:
-        for owner in (
-            keras.optimizers.Optimizer,
-            keras.optimizers.LossScaleOptimizer,
-        ):
-            wrap(owner, "apply", _apply)
-        return
-    for owner in (
-        keras.optimizers.Optimizer,
-        keras.optimizers.legacy.Optimizer,
-    ):
-        wrap(owner, "apply_gradients", _apply_gradients)
-
-
-def _apply(
+def apply(
     original: Any,
     optimizer: Any,
     grads: Sequence[Any],
@@ -53,7 +36,7 @@ def _apply(
     return original(optimizer, grads, trainable_variables)
 
 
-def _apply_gradients(
+def apply_gradients(
     original: Any, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     pairs = list(pairs)

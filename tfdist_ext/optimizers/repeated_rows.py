@@ -9,18 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.optimizers.duplicates import without_duplicates
-from tfdist_ext.wrapping import wrap
 
 
-def install() -> None:
-    """Wraps the optimizers of Keras 3; acts on gradients of our layers only."""
-    if KERAS_3:
-        wrap(tf.keras.optimizers.Optimizer, "apply", _apply)
-
-
-def _apply(
+def sum_repeated_rows(
     original: Any, optimizer: Any, grads: Sequence[Any], *args: Any, **kw: Any
 ) -> Any:
     """Sums what several calls give to a row, as several ranks do.

@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.collectives.sums import sum_over_ranks
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.kernels import has_kernel
-from tfdist_ext.wrapping import wrap
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 keras = tf.keras
 
@@ -28,10 +28,7 @@ def limit(variable: Any, max_norm: float) -> None:
         max_norm: the largest Euclidean norm.
     """
     marks.set_max_norm(variable, max_norm)
-    wrap(keras.optimizers.Optimizer, "build", _build)
-    if not keras_internals.KERAS_3:
-        legacy = keras.optimizers.legacy.Optimizer
-        wrap(legacy, "apply_gradients", _apply_gradients)
+    hold(Need.MAX_NORM, variable)
 
 
 def clip(
@@ -75,14 +72,14 @@ def clip(
     variable.scatter_sub(tf.IndexedSlices(excess, tf.gather(rows, longer)))
 
 
-def _build(
+def refuse_at_build(
     original: Any, optimizer: Any, variables: Sequence[Any], *args: Any
 ) -> Any:
     _refuse(optimizer, variables)
     return original(optimizer, variables, *args)
 
 
-def _apply_gradients(
+def refuse_at_apply(
     original: Any, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     pairs = list(pairs)

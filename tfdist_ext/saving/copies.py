@@ -11,28 +11,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.saving import model_shards
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 
-def install() -> None:
-    """Wraps what Python calls to copy models, layers and optimizers."""
-    wrap(keras.layers.Layer, "__reduce_ex__", _copy)
-    wrap(keras.optimizers.Optimizer, "__reduce_ex__", _copy)
-    if not KERAS_3:
-        wrap(keras.Model, "__deepcopy__", _copy)
-
-
-def _copy(original: Any, copied: Any, argument: Any) -> Any:
-    _refuse_shards(copied)
+def refuse_copy(original: Any, copied: Any, argument: Any) -> Any:
+    _refuse_parts(copied)
     return original(copied, argument)
 
 
-def _refuse_shards(copied: Any) -> None:
+def _refuse_parts(copied: Any) -> None:
     # Models of tf_keras that are not built cannot tell their variables.
     if not getattr(copied, "built", True):
         return

@@ -21,26 +21,17 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import part_of_index
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.saving.write_once import write_once
-from tfdist_ext.wrapping import wrap
 
 
-def install() -> None:
-    """Wraps what every way to write a SavedModel ends in."""
-    module = internals.saved_model_save
-    wrap(module, "save_and_return_nodes", _save)
-    converter = tf.lite.TFLiteConverter
-    convert = converter.from_keras_model
-
-    def from_keras_model(model: Any) -> Any:
-        for variable in model.variables:
-            if shard_spec(variable) is not None:
-                refuse(variable, "for TFLite")
-        return convert(model)
-
-    converter.from_keras_model = staticmethod(from_keras_model)
+def refuse_for_lite(original: Any, model: Any) -> Any:
+    """TFLite takes no tables of which this rank has a part."""
+    for variable in model.variables:
+        if shard_spec(variable) is not None:
+            refuse(variable, "for TFLite")
+    return original(model)
 
 
-def _save(
+def save_once(
     original: Any, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
     found = list(tf.train.TrackableView(obj).descendants())

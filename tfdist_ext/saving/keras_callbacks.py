@@ -23,44 +23,31 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import Backup
 from tfdist_ext.saving import model_shards
 from tfdist_ext.saving.write_once import is_remote
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
 _PROGRESS = "tfdist_training"
 
 
-def install() -> None:
-    """Wraps the callbacks; they act on models of our strategy only."""
-    callbacks = keras.callbacks
-    if KERAS_3:
-        backup = callbacks.BackupAndRestore
-        _wrap(backup, keras_internals.WRITE_BACKUP, _back_up)
-        _wrap(backup, "on_train_begin", _restore)
-        _wrap(backup, "on_train_end", _remove_backup)
-        checkpoint = callbacks.ModelCheckpoint
-        _wrap(checkpoint, keras_internals.SHOULD_WRITE_MODEL, _make_folder)
-        if hasattr(callbacks, "OrbaxCheckpoint"):
-            _wrap(callbacks.OrbaxCheckpoint, "on_train_begin", _refuse_orbax)
-    _wrap(callbacks.CSVLogger, "on_train_begin", _log_once)
+def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage that acts on models of several ranks only."""
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    @functools.wraps(function)
     def around(original: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = model_shards.collectives_of(callback.model)
         call = functools.partial(original, callback, *args, **kwargs)
         if collectives is None:
             return call()
-        return wrapper(collectives, call, callback, *args, **kwargs)
+        return function(collectives, call, callback, *args, **kwargs)
 
-    wrap(owner, name, around)
+    return around
 
 
-def _back_up(collectives: Collectives, call: Any, callback: Any) -> None:
+@_with_ranks
+def back_up(collectives: Collectives, call: Any, callback: Any) -> None:
     """Writes weights and progress in one file, which one rename puts there.
 
     Keras writes two, one after the other: who dies between them goes on
@@ -108,7 +95,8 @@ def _replaced(target: str) -> Iterator[str]:
     os.replace(f"{target}.part", target)
 
 
-def _restore(
+@_with_ranks
+def restore(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
     """Reads the backup; that before it if any rank cannot read the last."""
@@ -140,7 +128,8 @@ def _restore(
             keras_internals.set_initial_epoch(callback.model, epoch)
 
 
-def _remove_backup(
+@_with_ranks
+def remove_backup(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
     collectives.barrier("backup/end")
@@ -150,7 +139,8 @@ def _remove_backup(
     collectives.barrier("backup/removed")
 
 
-def _make_folder(
+@_with_ranks
+def make_folder(
     collectives: Collectives,
     call: Any,
     callback: Any,
@@ -167,7 +157,8 @@ def _make_folder(
     return wanted
 
 
-def _refuse_orbax(
+@_with_ranks
+def refuse_orbax(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
     raise ValueError(
@@ -177,7 +168,8 @@ def _refuse_orbax(
     )
 
 
-def _log_once(
+@_with_ranks
+def log_once(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
     """Leaves the log of all to rank 0: the rows are the same."""

@@ -24,16 +24,10 @@ import tensorflow as tf
 
 from tfdist_ext.checking import drift
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.keras_internals import SavingModules
-from tfdist_ext.saving import copies
 from tfdist_ext.saving import exports
-from tfdist_ext.saving import keras_callbacks
-from tfdist_ext.saving import keras_reading
 from tfdist_ext.saving import model_shards
 from tfdist_ext.saving.write_once import write_once
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
 
@@ -57,39 +51,16 @@ class _Save:
     write: Callable[[Any], Any]
 
 
-def install() -> None:
-    """Wraps Keras's functions; they act on models of our strategy only."""
-    saving = SavingModules()
-    asking = vars(saving.asking)
-    if "input" in asking:
-        return
-    asking["input"] = _ask
-    files, folders = saving.files, saving.folders
-    if KERAS_3:
-        _wrap(files, "save_model", _write_keras_3)
-        _wrap(files, "save_weights_only", _write_keras_3)
-        _wrap(saving.hdf5, "save_model_to_hdf5", _write_hdf5)
-        _wrap(keras.Model, "export", _export)
-    else:
-        _wrap(files, "save_model", _write_tf_keras)
-        _wrap(files, "save_weights_only", _write_tf_keras_weights)
-        _wrap(folders, "save_model", _write_tf_keras)
-        _wrap(folders, "save_weights", _write_tf_keras_weights)
-    keras_reading.install(saving)
-    copies.install()
-    exports.install()
-    keras_callbacks.install()
+def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
+    """A stage around a function that takes a model and a path first."""
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
-    """Wraps a function whose first arguments are a model and a path."""
-    signature = inspect.signature(getattr(owner, name))
-    _, path_argument, *_ = signature.parameters
-
+    @functools.wraps(function)
     def around(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = model_shards.collectives_of(model)
         if collectives is None:
             return original(model, *args, **kwargs)
+        signature = inspect.signature(original)
+        _, path_argument, *_ = signature.parameters
         bound = signature.bind(model, *args, **kwargs)
 
         def write(path: Any) -> Any:
@@ -103,12 +74,12 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[_Save], Any]) -> None:
             collectives,
             f"before '{filepath}' is saved",
         )
-        return wrapper(_Save(collectives, model, filepath, given, write))
+        return function(_Save(collectives, model, filepath, given, write))
 
-    wrap(owner, name, around)
+    return around
 
 
-def _ask(question: str) -> str:
+def ask(original: Callable[[str], str], question: str) -> str:
     """Asks the user as Keras does, except about a model of several ranks."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -119,7 +90,7 @@ def _ask(question: str) -> str:
                 _refuse_to_ask(question)
             break
         frame = frame.f_back
-    return input(question)
+    return original(question)
 
 
 def _refuse_to_ask(question: str) -> None:
@@ -130,7 +101,8 @@ def _refuse_to_ask(question: str) -> None:
     )
 
 
-def _write_keras_3(save: _Save) -> None:
+@_with_ranks
+def write_keras_3(save: _Save) -> None:
     whole = functools.partial(
         whole_tables.gather_to_first, collectives=save.collectives
     )
@@ -140,7 +112,8 @@ def _write_keras_3(save: _Save) -> None:
         write_once(save.collectives, save.filepath, save.write, make_folder)
 
 
-def _write_hdf5(save: _Save) -> None:
+@_with_ranks
+def write_hdf5(save: _Save) -> None:
     if model_shards.shards_of(save.model):
         raise ValueError(
             "A model with partitioned tables cannot be saved in Keras's "
@@ -150,7 +123,8 @@ def _write_hdf5(save: _Save) -> None:
     write_once(save.collectives, save.filepath, save.write, make_folder=True)
 
 
-def _write_tf_keras(save: _Save) -> None:
+@_with_ranks
+def write_tf_keras(save: _Save) -> None:
     if model_shards.shards_of(save.model):
         raise ValueError(
             "tf_keras cannot save a whole model with partitioned tables. "
@@ -169,7 +143,8 @@ def _write_tf_keras(save: _Save) -> None:
     )
 
 
-def _write_tf_keras_weights(save: _Save) -> Any:
+@_with_ranks
+def write_tf_keras_weights(save: _Save) -> Any:
     if not _is_hdf5(save):
         # A checkpoint, which is written like all others.
         return save.write(save.filepath)
@@ -198,7 +173,8 @@ def _check_overwrite(save: _Save) -> None:
         _refuse_to_ask(f"'{save.filepath}' already exists.")
 
 
-def _export(save: _Save) -> None:
+@_with_ranks
+def export(save: _Save) -> None:
     if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
         save.write(save.filepath)  # by tf.saved_model.save
         return

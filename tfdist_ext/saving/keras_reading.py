@@ -8,7 +8,6 @@ rank 0. One that cannot read it ends the reading of all.
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from typing import Any
 
@@ -16,36 +15,10 @@ import tensorflow as tf
 
 from tfdist_ext.collectives import collectives as collectives_lib
 from tfdist_ext.collectives.first_rank import path_to_read
-from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.keras_internals import SavingModules
 from tfdist_ext.saving import model_shards
 from tfdist_ext.sharding import whole_tables
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
-
-
-def install(saving: SavingModules) -> None:
-    """Wraps Keras's readers; they act on models of our strategy only."""
-    hdf5 = saving.hdf5
-    if KERAS_3:
-        wrap(hdf5, "load_model_from_hdf5", _read_together)
-    else:
-        wrap(saving.folders, "load_model", _read_together)
-        wrap(saving.folders, "load_weights", _read_together)
-        wrap(keras.layers.Layer, "load_own_variables", _read_arrays)
-    wrap(saving.files, "load_model", _read_together)
-    wrap(saving.files, "load_weights_only", _read_together)
-    wrap(hdf5, "load_weights_from_hdf5_group", _refuse_tables)
-    wrap(hdf5, "load_weights_from_hdf5_group_by_name", _refuse_tables)
-    # They look whether there is a file, before any of the above.
-    public = keras.models.load_model
-    for module in list(sys.modules.values()):
-        if vars(module).get("load_model") is public:
-            wrap(module, "load_model", _read_together)
-    wrap(keras.Model, "load_weights", _read_together)
-    optimizer = keras.optimizers.Optimizer
-    wrap(optimizer, "load_own_variables", _read_part_of_slots)
 
 
 class _Reading(threading.local):
@@ -55,7 +28,7 @@ class _Reading(threading.local):
 _reading = _Reading()
 
 
-def _read_together(original: Any, *args: Any, **kwargs: Any) -> Any:
+def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Reads by a function that takes a path, or a model and a path.
 
     The path of rank 0 counts.
@@ -80,7 +53,7 @@ def _read_together(original: Any, *args: Any, **kwargs: Any) -> Any:
         _reading.depth -= 1
 
 
-def _refuse_tables(
+def refuse_tables(
     original: Any, group: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Legacy files compare a table's shape with a shard's, or skip it."""
@@ -94,7 +67,7 @@ def _refuse_tables(
     return original(group, model, *args, **kwargs)
 
 
-def _read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
+def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
     """Lets optimizers read their part of the whole slots in a file."""
     shards = model_shards.only_shards(list(optimizer.variables))
     assign = whole_tables.assign_part
@@ -102,7 +75,7 @@ def _read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
         original(optimizer, store)
 
 
-def _read_arrays(original: Any, layer: Any, store: Any) -> None:
+def read_arrays(original: Any, layer: Any, store: Any) -> None:
     """Lets tf_keras divide what it reads: a summed variable's value.
 
     Its layers assign datasets of h5py, which know no division.

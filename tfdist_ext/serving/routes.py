@@ -14,21 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.serving import exporting
 from tfdist_ext.serving.served_model import our_ops
-from tfdist_ext.wrapping import wrap
 
 keras = tf.keras
-
-
-def install() -> None:
-    """Wraps them; they act on indexes and models with our layers only."""
-    wrap(keras.Model, "export", _export)
-    module = internals.saved_model_save
-    for owner in (tf.saved_model, module):
-        wrap(owner, "save", _save)
-    wrap(module, internals.VERIFY_OPS, _verify)
 
 
 class _Saving(threading.local):
@@ -47,7 +36,7 @@ def _has_tables(model: Any) -> bool:
     )
 
 
-def _export(
+def export(
     original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if not _has_tables(model):
@@ -77,7 +66,7 @@ def _one_input(signature: Any) -> Any:
     return signature
 
 
-def _save(
+def save(
     original: Any,
     obj: Any,
     export_dir: Any,
@@ -101,7 +90,7 @@ def _save(
         _saving.is_public = False
 
 
-def _verify(original: Any, graph_def: Any, allowed: Any) -> Any:
+def verify(original: Any, graph_def: Any, allowed: Any) -> Any:
     """Refuses our ops, unless they are allowed by name."""
     if _saving.is_public and "Tfdist" not in (allowed or ()):
         ours = our_ops(graph_def)

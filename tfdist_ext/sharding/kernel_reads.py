@@ -19,10 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.wrapping import wrap
 
 # What conversions, operators and slices, and gathers call.
 _READS = ("value", "sparse_read", "gather_nd")
@@ -45,17 +43,7 @@ def allowed() -> Iterator[None]:
         _allowed.by -= 1
 
 
-def install() -> None:
-    """Lets Keras read kernels in what it does outside of updates."""
-    keras = tf.keras
-    for owner, method in (
-        (keras.callbacks.TensorBoard, keras_internals.LOG_WEIGHTS),
-        (keras.optimizers.Optimizer, keras_internals.UPDATE_AVERAGES),
-    ):
-        wrap(owner, method, _reading)
-
-
-def _reading(original: Any, *args: Any, **kwargs: Any) -> Any:
+def read_parts(original: Any, *args: Any, **kwargs: Any) -> Any:
     with allowed():
         return original(*args, **kwargs)
 

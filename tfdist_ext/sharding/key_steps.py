@@ -15,9 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.wrapping import wrap
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 keras = tf.keras
 
@@ -36,7 +36,7 @@ class KeySteps:
             )
         self._traced: Any = None
         _alive.add(self)
-        _install()
+        hold(Need.VOCABULARY, self)
 
     def may_begin(self) -> bool:
         """Whether a lookup that is traced now is the first of its graph."""
@@ -64,16 +64,7 @@ class KeySteps:
 _alive: weakref.WeakSet[KeySteps] = weakref.WeakSet()
 
 
-def _install() -> None:
-    """Wraps Keras's optimizers; twice is once."""
-    if keras_internals.KERAS_3:
-        wrap(keras.optimizers.Optimizer, "apply", _end_steps)
-        return
-    wrap(keras.optimizers.Optimizer, "apply_gradients", _end_steps)
-    wrap(keras.optimizers.legacy.Optimizer, "apply_gradients", _end_steps)
-
-
-def _end_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
+def end_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     for steps in list(_alive):
         steps.set_pending(False)
