@@ -27,6 +27,8 @@ from tfdist_ext.checkpoints.changed_rows import ChangedRows
 from tfdist_ext.checkpoints.changed_rows import Marks
 from tfdist_ext.checkpoints.later import LaterWrite
 from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hold
 
 keras = tf.keras
 STEPS = (10, 40, 150)
@@ -57,7 +59,7 @@ class Saved:
     """
 
     def __init__(self, strategy: Any, model: Any, folder: str) -> None:
-        saver.install()
+        hold(Need.CHECKPOINTS, self)
         self._strategy, self._folder = strategy, folder
         model.optimizer.build(model.trainable_variables)
         self._checkpoint = tf.train.Checkpoint(

@@ -3,6 +3,7 @@
 
 # The rooms of the package from the ground up, and what each may import. A
 # room imports rooms above its own line only, so no import runs back up.
+# `patching` imports `hooks`, whose table it installs, by name at run time.
 ROOMS = {
     "version": set(),
     "tables": set(),
@@ -14,7 +15,7 @@ ROOMS = {
     "keras_internals": set(),
     "keras_objects": {"keras_internals"},
     "marks": {"keras_internals", "tables"},
-    "wrapping": {"marks"},
+    "patching": {"marks"},
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},
@@ -25,7 +26,7 @@ ROOMS = {
         "marks",
         "ops",
         "tables",
-        "wrapping",
+        "patching",
     },
     "sharding": {
         "collectives",
@@ -35,7 +36,7 @@ ROOMS = {
         "planner",
         "tables",
         "tensorflow_internals",
-        "wrapping",
+        "patching",
     },
     "checking": {
         "collectives",
@@ -44,7 +45,6 @@ ROOMS = {
         "marks",
         "tables",
         "tensorflow_internals",
-        "wrapping",
     },
     "checkpoints": {
         "checking",
@@ -54,7 +54,6 @@ ROOMS = {
         "sharding",
         "tables",
         "tensorflow_internals",
-        "wrapping",
     },
     "prefetch": {"batches", "tensorflow_internals"},
     "embedding": {
@@ -77,7 +76,7 @@ ROOMS = {
         "marks",
         "optimizers",
         "tensorflow_internals",
-        "wrapping",
+        "patching",
     },
     "losses": {"batches", "collectives", "keras_internals", "marks"},
     "retrieval": {
@@ -101,7 +100,7 @@ ROOMS = {
         "tables",
         "tensorflow_internals",
         "tracing",
-        "wrapping",
+        "patching",
     },
     "saving": {
         "checking",
@@ -110,7 +109,6 @@ ROOMS = {
         "marks",
         "sharding",
         "tensorflow_internals",
-        "wrapping",
     },
     "serving": {
         "batches",
@@ -122,7 +120,6 @@ ROOMS = {
         "sharding",
         "tables",
         "tensorflow_internals",
-        "wrapping",
     },
     "layers": {
         "batches",
@@ -131,6 +128,7 @@ ROOMS = {
         "keras_internals",
         "marks",
         "optimizers",
+        "patching",
         "planner",
         "prefetch",
         "retrieval",
@@ -140,24 +138,36 @@ ROOMS = {
     },
     "distribute": {
         "batches",
-        "callbacks",
         "checking",
-        "checkpoints",
         "collectives",
         "keras_internals",
         "keras_training",
         "launcher",
-        "layers",
         "marks",
         "ops",
         "optimizers",
         "prefetch",
         "rendezvous",
-        "saving",
         "sharding",
         "tables",
         "tensorflow_internals",
-        "wrapping",
+        "patching",
+    },
+    "hooks": {
+        "callbacks",
+        "checking",
+        "checkpoints",
+        "distribute",
+        "keras_internals",
+        "keras_objects",
+        "keras_training",
+        "layers",
+        "optimizers",
+        "patching",
+        "saving",
+        "serving",
+        "sharding",
+        "tensorflow_internals",
     },
 }
 WITHOUT_TENSORFLOW = (

@@ -22,11 +22,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist_ext import marks
+
 StageFn = Callable[..., Any]
 
 
 class Need(enum.Enum):
-    """For what attributes are replaced."""
+    """What attributes are replaced for."""
 
     STRATEGY = "an open strategy"
     RANKS = "an open strategy of several ranks"
@@ -64,9 +66,9 @@ class Hook:
     Attributes:
         owner: a class or a module.
         name: of its attribute.
-        stages: calls go through these, the first one first.
         why: what does not work without it.
         upstream: what would make it unnecessary.
+        stages: calls go through these, the first one first.
         plain: whether AutoGraph is to call it as it is. What it calls is then
             converted, or not, as before.
         subclasses: if given, the attribute is replaced in the classes that
@@ -76,11 +78,24 @@ class Hook:
 
     owner: Any
     name: str
-    stages: Sequence[Stage]
     why: str
     upstream: str
+    stages: Sequence[Stage]
     plain: bool = False
     subclasses: Callable[[type[Any]], bool] | None = None
+
+
+def hook(
+    owner: Any,
+    name: str,
+    why: str,
+    upstream: str,
+    *stages: Stage,
+    plain: bool = False,
+    subclasses: Callable[[type[Any]], bool] | None = None,
+) -> Hook:
+    """An attribute, and the stages that it gets: see `Hook`."""
+    return Hook(owner, name, why, upstream, stages, plain, subclasses)
 
 
 def hold(need: Need, holder: Any) -> None:
@@ -176,7 +191,7 @@ class _Patch:
 
         if self._original is not None:
             functools.update_wrapper(patched, self._original)
-        patched._tfdist_patch = self  # type: ignore[attr-defined]
+        marks.set_patch(patched, self)
         if self._plain:
             patched.autograph_info__ = {}  # type: ignore[attr-defined]
         bound = isinstance(self._own, staticmethod | classmethod)
@@ -209,7 +224,7 @@ def _around(call: StageFn, inner: Any) -> Any:
 
 def _patch_of(owner: Any, name: str) -> _Patch | None:
     """The patch of an attribute, also where others stand around it."""
-    found = getattr(vars(owner).get(name), "_tfdist_patch", None)
+    found = marks.patch_of(vars(owner).get(name))
     ours = isinstance(found, _Patch) and found.owner is owner
     return found if ours else None
 
@@ -272,7 +287,7 @@ _extended: weakref.WeakSet[_Patch] = weakref.WeakSet()
 
 @functools.cache
 def _table() -> list[_Patch | _Subclasses]:
-    hooks = importlib.import_module("tfdist_ext.hooks").table()
+    hooks = importlib.import_module("tfdist_ext.hooks.table").table()
     return [
         _Subclasses(hook)
         if hook.subclasses is not None

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all that this package replaces in TensorFlow and Keras.
-
-`patching` installs a row while something needs it and restores the original
-afterwards. Calls go through the stages of a row in the order given, then to the
-original.
-"""
+"""What is replaced to train as one process does."""
 
 from __future__ import annotations
 
@@ -16,11 +11,9 @@ from tfdist_ext import keras_internals as names
 from tfdist_ext import keras_objects
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import resume
-from tfdist_ext.callbacks import timeline
 from tfdist_ext.callbacks import update_watch
 from tfdist_ext.checking import each_epoch
 from tfdist_ext.checking import first_step
-from tfdist_ext.checkpoints import saver
 from tfdist_ext.distribute import python_values
 from tfdist_ext.distribute import state
 from tfdist_ext.keras_internals import KERAS_3
@@ -47,14 +40,8 @@ from tfdist_ext.optimizers import repeated_rows
 from tfdist_ext.optimizers import row_norms
 from tfdist_ext.patching import Hook
 from tfdist_ext.patching import Need
-from tfdist_ext.patching import Stage
+from tfdist_ext.patching import hook
 from tfdist_ext.patching import stage
-from tfdist_ext.saving import copies
-from tfdist_ext.saving import exports
-from tfdist_ext.saving import keras_callbacks
-from tfdist_ext.saving import keras_files
-from tfdist_ext.saving import keras_reading
-from tfdist_ext.serving import routes
 from tfdist_ext.sharding import kernel_reads
 from tfdist_ext.sharding import key_steps
 
@@ -67,40 +54,22 @@ _place_built = loop_start.place_built(model_plan.place)
 # What would make a row unnecessary.
 _LOOP = "a hook of Keras around its loops, for strategies"
 _STEP = "a hook of Keras around losses and metrics, for strategies"
-_SAVING = "a hook of Keras around what writes and reads files, for strategies"
 _OPTIMIZER = "a hook of Keras's optimizers around updates, for strategies"
-_CHECKPOINT = "a hook of TensorFlow's checkpoints, for partitioned variables"
-_EXPORT = "a hook of SavedModels for what cannot be served as it is"
-_CALLBACKS = "callbacks of Keras 3 that know of several workers"
 
 
-def table() -> list[Hook]:
-    """All rows, for the Keras that is in use.
-
-    Owners and originals are those of now: nothing is to be replaced yet.
-    """
+def rows() -> list[Hook]:
+    """The rows for the Keras that is in use."""
     return [
         *_loops(),
+        *_functions(),
+        *_batches(),
         *_steps(),
+        *_of_metrics(),
+        *_norms(),
         *_optimizers(),
         *_variables(),
         *_layers(),
-        *_files(),
-        *_checkpoints(),
-        *_callbacks(),
-        *_exports(),
     ]
-
-
-def _row(
-    owner: Any,
-    name: str,
-    why: str,
-    upstream: str,
-    *stages: Stage,
-    plain: bool = False,
-) -> Hook:
-    return Hook(owner, name, stages, why, upstream, plain)
 
 
 def _loops() -> list[Hook]:
@@ -112,9 +81,8 @@ def _loops() -> list[Hook]:
     in_scope = stage(scopes.in_scope, STRATEGY)
     in_loop = [stage(array_lengths.in_loop, STRATEGY)] if KERAS_3 else []
     predict = [stage(predicting.predict, STRATEGY)] if KERAS_3 else []
-    (compiles, *_) = (c for c in model.__mro__ if "compile" in vars(c))
-    rows = [
-        _row(
+    return [
+        hook(
             model,
             "fit",
             "Ranks begin, place tables and end together; what a rank cannot "
@@ -130,7 +98,7 @@ def _loops() -> list[Hook]:
             *in_loop,
             in_scope,
         ),
-        _row(
+        hook(
             model,
             "evaluate",
             "As `fit`.",
@@ -141,7 +109,7 @@ def _loops() -> list[Hook]:
             *in_loop,
             in_scope,
         ),
-        _row(
+        hook(
             model,
             "predict",
             "As `fit`; every rank returns what one process does.",
@@ -153,37 +121,53 @@ def _loops() -> list[Hook]:
             *predict,
             in_scope,
         ),
-        _row(
+    ]
+
+
+def _functions() -> list[Hook]:
+    """What makes and calls the functions of the loops."""
+    model = keras.Model
+    (compiles, *_) = (c for c in model.__mro__ if "compile" in vars(c))
+    return [
+        hook(
             compiles,
             "compile",
             "XLA compiles no exchange between ranks and no lookup of ours.",
             "a strategy's word in Keras's choice of `jit_compile`",
             stage(jit_compile.compile_without_xla, STRATEGY),
         ),
-        _row(
+        hook(
             model,
             "make_train_function",
             "The first step is compared with one process before it is trained.",
             _LOOP,
             stage(first_step.check_first_step, RANKS),
         ),
-        _row(
+        hook(
             *names.batch_loop(),
             "Batches that were trained before a restart call no callback.",
             "`fit(initial_step=)` beside `initial_epoch`",
             stage(resume.without_trained_batches, STRATEGY),
         ),
-        _row(
+        hook(
             *names.concatenation(),
             "What ranks predict is in order already.",
             "a hook of Keras around what replicas predict",
             stage(predictions.concatenate, RANKS),
         ),
     ]
+
+
+def _batches() -> list[Hook]:
+    """Steps on batches of the caller's, and how models are traced."""
+    model = keras.Model
+    on_all_ranks = stage(loops.on_all_ranks, RANKS)
+    in_scope = stage(scopes.in_scope, STRATEGY)
     on_batch_steps = [stage(on_batch.step_on_batch, RANKS)] if KERAS_3 else []
+    rows = []
     for name in ("train_on_batch", "test_on_batch"):
         rows.append(
-            _row(
+            hook(
                 model,
                 name,
                 "As `fit`, for one batch, of which each rank takes its part.",
@@ -197,7 +181,7 @@ def _loops() -> list[Hook]:
         [stage(on_batch.predict_on_batch, RANKS)] if KERAS_3 else []
     )
     rows.append(
-        _row(
+        hook(
             model,
             "predict_on_batch",
             "As `predict`, for one batch.",
@@ -208,21 +192,21 @@ def _loops() -> list[Hook]:
     )
     if KERAS_3:
         rows += [
-            _row(
+            hook(
                 model,
                 "make_predict_function",
                 "`predict` is traced once for batches of all sizes.",
                 _LOOP,
                 stage(predicting.make_predict_function, STRATEGY),
             ),
-            _row(
+            hook(
                 model,
                 names.BUILD_BY_SHAPES,
                 "A model is built with the shapes of a rank's batch.",
                 _LOOP,
                 stage(building.build, STRATEGY),
             ),
-            _row(
+            hook(
                 names.array_adapter(),
                 "get_tf_dataset",
                 "The number of samples of arrays is known to the ranks.",
@@ -235,14 +219,11 @@ def _loops() -> list[Hook]:
 
 def _steps() -> list[Hook]:
     """What a step calls: layers, losses, metrics, gradients."""
-    metrics = keras.metrics
-    update_metric = stage(whole_values.update_metric, STRATEGY)
     loss = [stage(steps.call_loss, STRATEGY)]
     if not KERAS_3:
         loss.append(stage(steps.allow_means, STRATEGY))
-    add_state = "add_variable" if KERAS_3 else "add_weight"
     rows = [
-        _row(
+        hook(
             keras.layers.Layer,
             "__call__",
             "A layer computes the samples of its own rank, also none.",
@@ -250,7 +231,7 @@ def _steps() -> list[Hook]:
             stage(steps.call_layer, STRATEGY),
             plain=True,
         ),
-        _row(
+        hook(
             keras.Model,
             "__call__",
             "Layers with tables share their exchanges.",
@@ -258,7 +239,7 @@ def _steps() -> list[Hook]:
             stage(rehearsed_call.share_exchanges, RANKS),
             plain=True,
         ),
-        _row(
+        hook(
             keras.Model,
             "compute_loss",
             "Losses that do not decompose over samples get the whole batch.",
@@ -266,7 +247,7 @@ def _steps() -> list[Hook]:
             stage(outputs.gather_first, STRATEGY),
             plain=True,
         ),
-        _row(
+        hook(
             keras.losses.Loss,
             "__call__",
             "Means and sums over the batch are those of all ranks.",
@@ -274,50 +255,7 @@ def _steps() -> list[Hook]:
             *loss,
             plain=True,
         ),
-        _row(
-            metrics.Mean,
-            "update_state",
-            "Numbers of the whole batch are counted once.",
-            _STEP,
-            update_metric,
-            stage(steps.track_mean, STRATEGY),
-            plain=True,
-        ),
-        _row(
-            metrics.Sum,
-            "update_state",
-            "As `Mean`.",
-            _STEP,
-            update_metric,
-            stage(steps.track_sum, STRATEGY),
-            plain=True,
-        ),
-        Hook(
-            keras.losses.Loss,
-            "__call__",
-            [stage(whole_values.call_loss, STRATEGY)],
-            "Losses of users' own classes get the whole batch.",
-            _STEP,
-            plain=True,
-            subclasses=_is_no_container,
-        ),
-        Hook(
-            metrics.Metric,
-            "update_state",
-            [update_metric],
-            "Metrics that do not decompose over samples get the whole batch.",
-            _STEP,
-            plain=True,
-            subclasses=_is_no_container,
-        ),
-        _row(
-            metrics.Metric,
-            add_state,
-            "States of metrics that all ranks have are not summed.",
-            _STEP,
-            stage(whole_values.add_state, STRATEGY),
-        ),
-        _row(
+        hook(
             tf.GradientTape,
             "gradient",
             "Gradients in Keras's steps are those of the whole batch.",
@@ -325,7 +263,7 @@ def _steps() -> list[Hook]:
             stage(steps.gradient, STRATEGY),
             plain=True,
         ),
-        _row(
+        hook(
             tf.distribute.ReplicaContext,
             "all_reduce",
             "Sums over ranks in a model are told from those of gradients.",
@@ -334,18 +272,73 @@ def _steps() -> list[Hook]:
             plain=True,
         ),
     ]
-    norms = "norms of TensorFlow that know of partitioned variables"
+    return rows
+
+
+def _of_metrics() -> list[Hook]:
+    metrics = keras.metrics
+    update_metric = stage(whole_values.update_metric, STRATEGY)
+    add_state = "add_variable" if KERAS_3 else "add_weight"
+    return [
+        hook(
+            metrics.Mean,
+            "update_state",
+            "Numbers of the whole batch are counted once.",
+            _STEP,
+            update_metric,
+            stage(steps.track_mean, STRATEGY),
+            plain=True,
+        ),
+        hook(
+            metrics.Sum,
+            "update_state",
+            "As `Mean`.",
+            _STEP,
+            update_metric,
+            stage(steps.track_sum, STRATEGY),
+            plain=True,
+        ),
+        hook(
+            keras.losses.Loss,
+            "__call__",
+            "Losses of users' own classes get the whole batch.",
+            _STEP,
+            stage(whole_values.call_loss, STRATEGY),
+            plain=True,
+            subclasses=_is_no_container,
+        ),
+        hook(
+            metrics.Metric,
+            "update_state",
+            "Metrics that do not decompose over samples get the whole batch.",
+            _STEP,
+            update_metric,
+            plain=True,
+            subclasses=_is_no_container,
+        ),
+        hook(
+            metrics.Metric,
+            add_state,
+            "States of metrics that all ranks have are not summed.",
+            _STEP,
+            stage(whole_values.add_state, STRATEGY),
+        ),
+    ]
+
+
+def _norms() -> list[Hook]:
+    rows = []
     for owner, name, call in (
         (tf.linalg, "global_norm", gradient_norms.global_norm),
         (tf, "clip_by_global_norm", gradient_norms.clip_by_global_norm),
         (tf, "clip_by_norm", gradient_norms.clip_by_norm),
     ):
         rows.append(
-            _row(
+            hook(
                 owner,
                 name,
                 "The norm of a table's gradient counts all shards once.",
-                norms,
+                "norms of TensorFlow that know of partitioned variables",
                 stage(call, STRATEGY),
                 plain=True,
             )
@@ -361,7 +354,7 @@ def _optimizers() -> list[Hook]:
     optimizer = keras.optimizers.Optimizer
     end_steps = stage(key_steps.end_steps, Need.VOCABULARY)
     rows = [
-        _row(
+        hook(
             optimizer,
             "build",
             "All ranks make slots at once, after their tables are placed.",
@@ -370,7 +363,7 @@ def _optimizers() -> list[Hook]:
             *([stage(_place_built, STRATEGY)] if KERAS_3 else []),
             stage(row_norms.refuse_at_build, Need.MAX_NORM),
         ),
-        _row(
+        hook(
             optimizer,
             names.UPDATE_AVERAGES,
             "Averages of tables are those of the rows of this rank.",
@@ -387,7 +380,7 @@ def _optimizers() -> list[Hook]:
         apply = stage(applying.apply, STRATEGY)
         return [
             *rows,
-            _row(
+            hook(
                 optimizer,
                 "apply",
                 why,
@@ -396,8 +389,8 @@ def _optimizers() -> list[Hook]:
                 apply,
                 stage(repeated_rows.sum_repeated_rows, TABLES),
             ),
-            _row(scaled, "apply", why, _OPTIMIZER, apply),
-            _row(
+            hook(scaled, "apply", why, _OPTIMIZER, apply),
+            hook(
                 scaled,
                 "check_finite",
                 "A step is left out on all ranks or on none.",
@@ -411,14 +404,14 @@ def _optimizers() -> list[Hook]:
     name = "apply_gradients"
     return [
         *rows,
-        _row(optimizer, name, why, _OPTIMIZER, end_steps, apply),
-        _row(legacy, name, why, _OPTIMIZER, refuse, end_steps, apply),
+        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply),
+        hook(legacy, name, why, _OPTIMIZER, refuse, end_steps, apply),
     ]
 
 
 def _variables() -> list[Hook]:
     rows = [
-        _row(
+        hook(
             internals.MirroredVariable,
             internals.WRITE_IN_REPLICA,
             "State that a step assigns is that of the whole batch.",
@@ -428,7 +421,7 @@ def _variables() -> list[Hook]:
     ]
     if KERAS_3:
         rows += [
-            _row(
+            hook(
                 keras.Variable,
                 name,
                 "What ranks add to a summed variable is added once.",
@@ -439,7 +432,7 @@ def _variables() -> list[Hook]:
         ]
     variable = internals.DistributedVariable
     return rows + [
-        _row(
+        hook(
             variable,
             name,
             "Python and numpy convert variables of a strategy.",
@@ -459,7 +452,7 @@ def _layers() -> list[Hook]:
     if not KERAS_3:
         moments = normalizing.tf_keras_moments
         empty = [
-            _row(
+            hook(
                 layer,
                 names.SKIPS_EMPTY,
                 "A rank without samples counts none.",
@@ -468,7 +461,7 @@ def _layers() -> list[Hook]:
             )
         ]
     return [
-        _row(
+        hook(
             layer,
             names.MOMENTS,
             "Synchronized moments are those of the whole batch.",
@@ -476,201 +469,4 @@ def _layers() -> list[Hook]:
             stage(moments, RANKS),
         ),
         *empty,
-    ]
-
-
-def _files() -> list[Hook]:
-    """Keras's files of models and weights."""
-    saving = names.SavingModules()
-    files, hdf5, folders = saving.files, saving.hdf5, saving.folders
-    read = stage(keras_reading.read_on_all_ranks, RANKS)
-    refuse = stage(keras_reading.refuse_tables, RANKS)
-    write = "One rank writes, and tables are written whole."
-    reads = "All ranks read one file, and their parts of tables."
-    if KERAS_3:
-        writers = [
-            (files, "save_model", keras_files.write_keras_3),
-            (files, "save_weights_only", keras_files.write_keras_3),
-            (hdf5, "save_model_to_hdf5", keras_files.write_hdf5),
-        ]
-        readers = [(hdf5, "load_model_from_hdf5", read)]
-    else:
-        weights = keras_files.write_tf_keras_weights
-        writers = [
-            (files, "save_model", keras_files.write_tf_keras),
-            (files, "save_weights_only", weights),
-            (folders, "save_model", keras_files.write_tf_keras),
-            (folders, "save_weights", weights),
-        ]
-        readers = [
-            (folders, "load_model", read),
-            (folders, "load_weights", read),
-            (
-                keras.layers.Layer,
-                "load_own_variables",
-                stage(keras_reading.read_arrays, RANKS),
-            ),
-        ]
-    readers += [
-        (files, "load_model", read),
-        (files, "load_weights_only", read),
-        (hdf5, "load_weights_from_hdf5_group", refuse),
-        (hdf5, "load_weights_from_hdf5_group_by_name", refuse),
-        # They look whether there is a file, before any of the above.
-        *((module, "load_model", read) for module in names.public_readers()),
-        (keras.Model, "load_weights", read),
-        (
-            keras.optimizers.Optimizer,
-            "load_own_variables",
-            stage(keras_reading.read_part_of_slots, RANKS),
-        ),
-    ]
-    copy = stage(copies.refuse_copy, RANKS, TABLES)
-    copied = [
-        (keras.layers.Layer, "__reduce_ex__"),
-        (keras.optimizers.Optimizer, "__reduce_ex__"),
-    ]
-    if not KERAS_3:
-        copied.append((keras.Model, "__deepcopy__"))
-    return [
-        _row(
-            saving.asking,
-            "input",
-            "Ranks have no terminal to ask whether to overwrite a file.",
-            _SAVING,
-            stage(keras_files.ask, RANKS),
-        ),
-        *(
-            _row(owner, name, write, _SAVING, stage(call, RANKS))
-            for owner, name, call in writers
-        ),
-        *(
-            _row(owner, name, reads, _SAVING, call)
-            for owner, name, call in readers
-        ),
-        *(
-            _row(
-                owner,
-                name,
-                "A copy would have one rank's part of the tables.",
-                "copies of Keras that ask layers",
-                copy,
-            )
-            for owner, name in copied
-        ),
-    ]
-
-
-def _checkpoints() -> list[Hook]:
-    """Checkpoints of TensorFlow."""
-    needs = (RANKS, Need.CHECKPOINTS)
-    why = "Each rank writes and reads its shards; all end alike."
-    rows = []
-    for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
-        for name in ("_write", "save", "read", "restore"):
-            if hasattr(owner, name):
-                verb = "restore" if name in ("read", "restore") else "save"
-                call = stage(saver.on_all_ranks(verb), *needs)
-                rows.append(_row(owner, name, why, _CHECKPOINT, call))
-    old = tf.compat.v1.train.Saver
-    for owner, name, function in (
-        (tf.train.CheckpointManager, "save", saver.save_managed),
-        (old, "save", saver.refuse_by_name),
-        (old, "restore", saver.refuse_by_name),
-        (internals.MultiDeviceSaver, "save", saver.save_parts),
-        (internals.MultiDeviceSaver, "restore", saver.restore_parts),
-    ):
-        call = stage(function, *needs)
-        rows.append(_row(owner, name, why, _CHECKPOINT, call))
-    return rows
-
-
-def _callbacks() -> list[Hook]:
-    callbacks = keras.callbacks
-    own = [
-        (callbacks.CSVLogger, "on_train_begin", keras_callbacks.log_once),
-    ]
-    if KERAS_3:
-        backup = callbacks.BackupAndRestore
-        own += [
-            (backup, names.WRITE_BACKUP, keras_callbacks.back_up),
-            (backup, "on_train_begin", keras_callbacks.restore),
-            (backup, "on_train_end", keras_callbacks.remove_backup),
-            (
-                callbacks.ModelCheckpoint,
-                names.SHOULD_WRITE_MODEL,
-                keras_callbacks.make_folder,
-            ),
-        ]
-        if hasattr(callbacks, "OrbaxCheckpoint"):
-            refuse = keras_callbacks.refuse_orbax
-            own.append((callbacks.OrbaxCheckpoint, "on_train_begin", refuse))
-    calls = callbacks.CallbackList
-    return [
-        *(
-            _row(
-                owner,
-                name,
-                "One rank writes what this callback writes.",
-                _CALLBACKS,
-                stage(call, RANKS),
-            )
-            for owner, name, call in own
-        ),
-        _row(
-            callbacks.TensorBoard,
-            names.LOG_WEIGHTS,
-            "Histograms of a table are those of this rank's part.",
-            _CALLBACKS,
-            stage(kernel_reads.read_parts, RANKS),
-        ),
-        *(
-            _row(
-                calls,
-                name,
-                "The time that callbacks take is measured.",
-                "times of callbacks in Keras",
-                stage(call, Need.TIMELINE),
-            )
-            for name, call in (
-                ("on_train_batch_begin", timeline.time_begin),
-                ("on_train_batch_end", timeline.time_end),
-            )
-        ),
-    ]
-
-
-def _exports() -> list[Hook]:
-    """SavedModels and TFLite."""
-    module = internals.saved_model_save
-    served = "Models with tables are exported with ops of TensorFlow only."
-    export = [stage(routes.export, TABLES)]
-    if KERAS_3:
-        export.insert(0, stage(keras_files.export, RANKS))
-    save = stage(routes.save, TABLES)
-    return [
-        _row(keras.Model, "export", served, _EXPORT, *export),
-        _row(tf.saved_model, "save", served, _EXPORT, save),
-        _row(module, "save", served, _EXPORT, save),
-        _row(
-            module,
-            internals.VERIFY_OPS,
-            "Ops of ours in a SavedModel are refused, unless they are allowed.",
-            _EXPORT,
-            stage(routes.verify, TABLES),
-        ),
-        _row(
-            module,
-            "save_and_return_nodes",
-            "One rank writes; parts of tables are refused.",
-            _EXPORT,
-            stage(exports.save_once, RANKS, TABLES),
-        ),
-        _row(
-            tf.lite.TFLiteConverter,
-            "from_keras_model",
-            "TFLite takes no parts of tables.",
-            _EXPORT,
-            stage(exports.refuse_for_lite, RANKS, TABLES),
-        ),
     ]

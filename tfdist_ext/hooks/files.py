@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is replaced around files: models, checkpoints, callbacks, exports."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals as names
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.callbacks import timeline
+from tfdist_ext.checkpoints import saver
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.patching import Hook
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import hook
+from tfdist_ext.patching import stage
+from tfdist_ext.saving import copies
+from tfdist_ext.saving import exports
+from tfdist_ext.saving import keras_callbacks
+from tfdist_ext.saving import keras_files
+from tfdist_ext.saving import keras_reading
+from tfdist_ext.serving import routes
+from tfdist_ext.sharding import kernel_reads
+
+keras = tf.keras
+
+STRATEGY, RANKS, TABLES = Need.STRATEGY, Need.RANKS, Need.TABLES
+
+# What would make a row unnecessary.
+_SAVING = "a hook of Keras around what writes and reads files, for strategies"
+_CHECKPOINT = "a hook of TensorFlow's checkpoints, for partitioned variables"
+_EXPORT = "a hook of SavedModels for what cannot be served as it is"
+_CALLBACKS = "callbacks of Keras 3 that know of several workers"
+
+
+def rows() -> list[Hook]:
+    """The rows for the Keras that is in use."""
+    return [
+        *_writers(),
+        *_readers(),
+        *_copies(),
+        *_checkpoints(),
+        *_callbacks(),
+        *_exports(),
+    ]
+
+
+def _writers() -> list[Hook]:
+    """What writes Keras's files of models and weights."""
+    saving = names.SavingModules()
+    files, folders = saving.files, saving.folders
+    if KERAS_3:
+        written = [
+            (files, "save_model", keras_files.write_keras_3),
+            (files, "save_weights_only", keras_files.write_keras_3),
+            (saving.hdf5, "save_model_to_hdf5", keras_files.write_hdf5),
+        ]
+    else:
+        weights = keras_files.write_tf_keras_weights
+        written = [
+            (files, "save_model", keras_files.write_tf_keras),
+            (files, "save_weights_only", weights),
+            (folders, "save_model", keras_files.write_tf_keras),
+            (folders, "save_weights", weights),
+        ]
+    why = "One rank writes, and tables are written whole."
+    return [
+        hook(
+            saving.asking,
+            "input",
+            "Ranks have no terminal to ask whether to overwrite a file.",
+            _SAVING,
+            stage(keras_files.ask, RANKS),
+        ),
+        *(
+            hook(owner, name, why, _SAVING, stage(call, RANKS))
+            for owner, name, call in written
+        ),
+    ]
+
+
+def _readers() -> list[Hook]:
+    """What reads them."""
+    saving = names.SavingModules()
+    files, hdf5, folders = saving.files, saving.hdf5, saving.folders
+    read, refuse = keras_reading.read_on_all_ranks, keras_reading.refuse_tables
+    if KERAS_3:
+        loaded = [(hdf5, "load_model_from_hdf5", read)]
+    else:
+        arrays = keras_reading.read_arrays
+        loaded = [
+            (folders, "load_model", read),
+            (folders, "load_weights", read),
+            (keras.layers.Layer, "load_own_variables", arrays),
+        ]
+    slots = keras_reading.read_part_of_slots
+    loaded += [
+        (files, "load_model", read),
+        (files, "load_weights_only", read),
+        (hdf5, "load_weights_from_hdf5_group", refuse),
+        (hdf5, "load_weights_from_hdf5_group_by_name", refuse),
+        # They look whether there is a file, before any of the above.
+        *((module, "load_model", read) for module in names.public_readers()),
+        (keras.Model, "load_weights", read),
+        (keras.optimizers.Optimizer, "load_own_variables", slots),
+    ]
+    why = "All ranks read one file, and their parts of tables."
+    return [
+        hook(owner, name, why, _SAVING, stage(call, RANKS))
+        for owner, name, call in loaded
+    ]
+
+
+def _copies() -> list[Hook]:
+    copy = stage(copies.refuse_copy, RANKS, TABLES)
+    copied = [
+        (keras.layers.Layer, "__reduce_ex__"),
+        (keras.optimizers.Optimizer, "__reduce_ex__"),
+    ]
+    if not KERAS_3:
+        copied.append((keras.Model, "__deepcopy__"))
+    return [
+        hook(
+            owner,
+            name,
+            "A copy would have one rank's part of the tables.",
+            "copies of Keras that ask layers",
+            copy,
+        )
+        for owner, name in copied
+    ]
+
+
+def _checkpoints() -> list[Hook]:
+    """Checkpoints of TensorFlow."""
+    needs = (RANKS, Need.CHECKPOINTS)
+    why = "Each rank writes and reads its shards; all end alike."
+    rows = []
+    for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
+        for name in ("_write", "save", "read", "restore"):
+            if hasattr(owner, name):
+                verb = "restore" if name in ("read", "restore") else "save"
+                call = stage(saver.on_all_ranks(verb), *needs)
+                rows.append(hook(owner, name, why, _CHECKPOINT, call))
+    old = tf.compat.v1.train.Saver
+    for owner, name, function in (
+        (tf.train.CheckpointManager, "save", saver.save_managed),
+        (old, "save", saver.refuse_by_name),
+        (old, "restore", saver.refuse_by_name),
+        (internals.MultiDeviceSaver, "save", saver.save_parts),
+        (internals.MultiDeviceSaver, "restore", saver.restore_parts),
+    ):
+        call = stage(function, *needs)
+        rows.append(hook(owner, name, why, _CHECKPOINT, call))
+    return rows
+
+
+def _callbacks() -> list[Hook]:
+    callbacks = keras.callbacks
+    own = [(callbacks.CSVLogger, "on_train_begin", keras_callbacks.log_once)]
+    if KERAS_3:
+        backup = callbacks.BackupAndRestore
+        own += [
+            (backup, names.WRITE_BACKUP, keras_callbacks.back_up),
+            (backup, "on_train_begin", keras_callbacks.restore),
+            (backup, "on_train_end", keras_callbacks.remove_backup),
+            (
+                callbacks.ModelCheckpoint,
+                names.SHOULD_WRITE_MODEL,
+                keras_callbacks.make_folder,
+            ),
+        ]
+        if hasattr(callbacks, "OrbaxCheckpoint"):
+            refuse = keras_callbacks.refuse_orbax
+            own.append((callbacks.OrbaxCheckpoint, "on_train_begin", refuse))
+    calls = callbacks.CallbackList
+    return [
+        *(
+            hook(
+                owner,
+                name,
+                "One rank writes what this callback writes.",
+                _CALLBACKS,
+                stage(call, RANKS),
+            )
+            for owner, name, call in own
+        ),
+        hook(
+            callbacks.TensorBoard,
+            names.LOG_WEIGHTS,
+            "Histograms of a table are those of this rank's part.",
+            _CALLBACKS,
+            stage(kernel_reads.read_parts, RANKS),
+        ),
+        *(
+            hook(
+                calls,
+                name,
+                "The time that callbacks take is measured.",
+                "times of callbacks in Keras",
+                stage(call, Need.TIMELINE),
+            )
+            for name, call in (
+                ("on_train_batch_begin", timeline.time_begin),
+                ("on_train_batch_end", timeline.time_end),
+            )
+        ),
+    ]
+
+
+def _exports() -> list[Hook]:
+    """SavedModels and TFLite."""
+    module = internals.saved_model_save
+    served = "Models with tables are exported with ops of TensorFlow only."
+    export = [stage(routes.export, TABLES)]
+    if KERAS_3:
+        export.insert(0, stage(keras_files.export, RANKS))
+    save = stage(routes.save, TABLES)
+    return [
+        hook(keras.Model, "export", served, _EXPORT, *export),
+        hook(tf.saved_model, "save", served, _EXPORT, save),
+        hook(module, "save", served, _EXPORT, save),
+        hook(
+            module,
+            internals.VERIFY_OPS,
+            "Ops of ours in a SavedModel are refused, unless they are allowed.",
+            _EXPORT,
+            stage(routes.verify, TABLES),
+        ),
+        hook(
+            module,
+            "save_and_return_nodes",
+            "One rank writes; parts of tables are refused.",
+            _EXPORT,
+            stage(exports.save_once, RANKS, TABLES),
+        ),
+        hook(
+            tf.lite.TFLiteConverter,
+            "from_keras_model",
+            "TFLite takes no parts of tables.",
+            _EXPORT,
+            stage(exports.refuse_for_lite, RANKS, TABLES),
+        ),
+    ]
