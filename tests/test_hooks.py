@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests import hooks_page
 from tests.source_files import PACKAGE
 from tests.source_files import ROOT
 from tfdist_ext.patching import Need
@@ -93,6 +94,13 @@ def test_nothing_is_left_in_keras_and_tensorflow(what, legacy):
         env={**environment, "PYTHONPATH": str(ROOT)},
         timeout=300,
         check=True,
+    )
+
+
+@pytest.mark.process
+def test_the_page_lists_what_the_table_has():
+    assert hooks_page.PAGE.read_text() == hooks_page.page(), (
+        "Run `python -m tests.hooks_page`"
     )
 
 
