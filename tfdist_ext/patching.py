@@ -164,9 +164,12 @@ class _Patch:
         if found is None:
             return None
 
-        # What it comes from may have a patch of its own.
+        # What it comes from may have a patch of its own. A stage may call it
+        # with what only resembles an instance.
         @functools.wraps(found)
         def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self, owner):
+                return found(self, *args, **kwargs)
             return getattr(super(owner, self), name)(*args, **kwargs)
 
         return inherited
