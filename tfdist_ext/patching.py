@@ -157,7 +157,11 @@ class _Patch:
 
     def _find_original(self) -> Any:
         owner, name = self.owner, self.name
-        found = getattr(owner, name, getattr(builtins, name, None))
+        found = getattr(owner, name, None)
+        if found is None and hasattr(builtins, name):
+            # A module has its own in place of Python's, which others may
+            # replace too.
+            return lambda *args: getattr(builtins, name)(*args)
         bound = inspect.ismethod(found)
         if self._own is not _ABSENT or not isinstance(owner, type) or bound:
             return found
