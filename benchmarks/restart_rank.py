@@ -18,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from benchmarks import saving
 from tfdist_ext.callbacks import Resume
 
 keras = tf.keras
-DIM, HOTNESS, BATCH = 32, 16, 2048  # samples of all ranks
+BATCH = 2048  # samples of all ranks
 
 
 def started() -> float:
@@ -67,28 +68,6 @@ class Noted(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._events.note("step", step=step)
 
 
-def make_model(strategy: Any, rows: int) -> Any:
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input([HOTNESS], dtype="int64"),
-                tfdist_ext.layers.FullSparse(DIM, rows, sharding="row"),
-                keras.layers.Dense(64, activation="relu"),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
-    return model
-
-
-def make_data(rows: int) -> tf.data.Dataset:
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, rows, [BATCH * 20, HOTNESS])
-    labels = rng.normal(size=[BATCH * 20, 1]).astype(np.float32)
-    data = tf.data.Dataset.from_tensor_slices((ids, labels))
-    return data.batch(BATCH).repeat()
-
-
 def load(seconds: float) -> None:
     """What a program may load before `fit`: parses text, on one core."""
     text = " ".join(map(str, range(10_000)))
@@ -119,7 +98,8 @@ def main() -> None:
     events.note("met")
     load(job["load_seconds"])
     events.note("loaded")
-    model, data = make_model(strategy, job["rows"]), make_data(job["rows"])
+    model = saving.make_model(strategy, job["rows"])
+    data = saving.make_data(job["rows"], BATCH)
     events.note("built")
     try:
         model.fit(

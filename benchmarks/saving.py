@@ -28,6 +28,7 @@ DIM, BATCH, HOTNESS, STEPS, TURNS = 32, 4096, 16, 150, 3
 
 
 def make_model(strategy: Any, rows: int) -> Any:
+    """One table and two dense layers, compiled."""
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -41,12 +42,13 @@ def make_model(strategy: Any, rows: int) -> Any:
     return model
 
 
-def make_data(rows: int) -> tf.data.Dataset:
+def make_data(rows: int, batch: int = BATCH) -> tf.data.Dataset:
+    """Twenty batches of random ids and labels, again and again."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, rows, [BATCH * 20, HOTNESS])
-    labels = rng.normal(size=[BATCH * 20, 1]).astype(np.float32)
+    ids = rng.integers(0, rows, [batch * 20, HOTNESS])
+    labels = rng.normal(size=[batch * 20, 1]).astype(np.float32)
     data = tf.data.Dataset.from_tensor_slices((ids, labels))
-    return data.batch(BATCH).repeat()
+    return data.batch(batch).repeat()
 
 
 def main() -> None:

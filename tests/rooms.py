@@ -15,7 +15,7 @@ ROOMS = {
     "keras_internals": set(),
     "keras_objects": {"keras_internals"},
     "marks": {"keras_internals", "tables"},
-    "patching": {"marks"},
+    "patching": set(),
     "tensorflow_internals": set(),
     "ops": {"keras_internals", "marks", "tables", "tensorflow_internals"},
     "collectives": {"ops", "planner", "rendezvous", "tensorflow_internals"},

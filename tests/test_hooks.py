@@ -80,6 +80,23 @@ def test_what_others_have_put_around_it_stays():
     assert cls().name() == "*(own base)*"
     release(holder)
     assert cls().name() == "*own base*"
+    hold(Need.TIMELINE, holder)
+    extend(cls, "name", stage(brackets, Need.TIMELINE))  # twice is once
+    assert cls().name() == "*(own base)*"
+
+
+def test_what_others_replace_between_two_needs_counts():
+    holder = Holder()
+    hold(Need.TIMELINE, holder)
+    cls = extended(Own)
+    ours = cls.name
+    release(holder)
+    cls.name = lambda self: stars(ours, self)
+    hold(Need.TIMELINE, holder)
+    extend(cls, "name", stage(brackets, Need.TIMELINE))
+    assert cls().name() == "(*own base*)"
+    release(holder)
+    assert cls().name() == "*own base*"
 
 
 @pytest.mark.process

@@ -293,16 +293,6 @@ def keep(graph: Any, other: Any) -> None:
     graph._tfdist_kept = [*getattr(graph, "_tfdist_kept", ()), other]
 
 
-def set_patch(function: Any, patch: Any) -> None:
-    """Says which patch of `patching` has put a function in its place."""
-    function._tfdist_patch = patch
-
-
-def patch_of(function: Any) -> Any:
-    """What `set_patch` said of a function, None of others."""
-    return getattr(function, "_tfdist_patch", None)
-
-
 def fix(variable: Any) -> None:
     """Says that a graph or a slot relies on where a table's parts lie."""
     value_of(variable)._tfdist_fixed = True

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist_ext import marks
-
 StageFn = Callable[..., Any]
 
 
@@ -119,15 +117,16 @@ def hold(need: Need, holder: Any) -> None:
 def release(holder: Any) -> None:
     """Takes back all that was held for an object."""
     with _lock:
-        for holders in _holders.values():
-            finalizer = holders.pop(id(holder), None)
-            if finalizer is not None:
-                finalizer.detach()
-        _update()
+        for need, holders in _holders.items():
+            if id(holder) in holders:
+                holders[id(holder)].detach()
+                _forget(need, id(holder))
 
 
 def extend(owner: type[Any], name: str, added: Stage) -> None:
     """Puts a stage around a method of a class that is known only now.
+
+    It stands there as long as what it needs is held.
 
     Args:
         owner: the class.
@@ -135,11 +134,22 @@ def extend(owner: type[Any], name: str, added: Stage) -> None:
         added: the stage; twice is once.
     """
     with _lock:
-        patch = _patch_of(owner, name)
+        patch = _patches.get((id(owner), name))
         if patch is None:
             patch = _Patch(owner, name, False, [added])
-            _extended.add(patch)
         patch.use(_needed())
+
+
+@dataclasses.dataclass
+class _Target:
+    """What one function that was put in place calls; it keeps its patch.
+
+    Each has its own: who kept a function from before still calls what it stood
+    around then.
+    """
+
+    patch: _Patch
+    call: StageFn
 
 
 class _Patch:
@@ -151,9 +161,8 @@ class _Patch:
         self.owner, self.name, self._plain = owner, name, plain
         self._stages = stages
         self._used: list[Stage] = []
-        self._own = vars(owner).get(name, _ABSENT)
-        self._original = self._call = self._find_original()
         self._installed: Any = None
+        _patches[id(owner), name] = self
 
     def _find_original(self) -> Any:
         owner, name = self.owner, self.name
@@ -183,22 +192,29 @@ class _Patch:
         used = [each for each in self._stages if each.needs & needed]
         if used == self._used:
             return
+        new = self._installed is None
+        if new:  # another library may have replaced it since the last time
+            self._own = vars(self.owner).get(self.name, _ABSENT)
+            self._original = self._find_original()
         call = self._original
         for each in reversed(used):
             call = _around(each.call, call)
-        self._used, self._call = used, call
-        if used and self._installed is None:
-            self._install()
-        elif not used:
+        self._used = used
+        if new:
+            self._install(_Target(self, call))
+            return
+        self._target.call = call
+        if not used:
             self._remove()
 
-    def _install(self) -> None:
+    def _install(self, target: _Target) -> None:
         def patched(*args: Any, **kwargs: Any) -> Any:
-            return self._call(*args, **kwargs)
+            return target.call(*args, **kwargs)
+
+        self._target = target
 
         if self._original is not None:
             functools.update_wrapper(patched, self._original)
-        marks.set_patch(patched, self)
         if self._plain:
             patched.autograph_info__ = {}  # type: ignore[attr-defined]
         bound = isinstance(self._own, staticmethod | classmethod)
@@ -229,20 +245,11 @@ def _around(call: StageFn, inner: Any) -> Any:
     return staged
 
 
-def _patch_of(owner: Any, name: str) -> _Patch | None:
-    """The patch of an attribute, also where others stand around it."""
-    found = marks.patch_of(vars(owner).get(name))
-    ours = isinstance(found, _Patch) and found.owner is owner
-    return found if ours else None
-
-
 class _Subclasses:
     """A method in the classes that come from one, now and later."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
-        # Each is kept by the function that it has put into its class.
-        self._patches: weakref.WeakSet[_Patch] = weakref.WeakSet()
         self._installed = False
 
     def use(self, needed: set[Need]) -> None:
@@ -251,8 +258,6 @@ class _Subclasses:
         if wanted != self._installed:
             self._installed = wanted
             self._watch() if wanted else self._unwatch()
-        for patch in list(self._patches):
-            patch.use(needed)
 
     def _watch(self) -> None:
         base = self._hook.owner
@@ -275,10 +280,9 @@ class _Subclasses:
         assert hook.subclasses is not None
         if hook.name not in vars(cls) or not hook.subclasses(cls):
             return
-        if _patch_of(cls, hook.name) is None:
+        if (id(cls), hook.name) not in _patches:
             patch = _Patch(cls, hook.name, hook.plain, hook.stages)
             patch.use(_needed())
-            self._patches.add(patch)
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
@@ -289,7 +293,11 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
 
 _lock = threading.RLock()
 _holders: dict[Need, dict[int, weakref.finalize[Any, Any]]] = {}
-_extended: weakref.WeakSet[_Patch] = weakref.WeakSet()
+# By the owner's id and the name. The function that a patch has put in its place
+# keeps it, and the table those that are listed there.
+_patches: weakref.WeakValueDictionary[tuple[int, str], _Patch] = (
+    weakref.WeakValueDictionary()
+)
 
 
 @functools.cache
@@ -315,7 +323,7 @@ def _forget(need: Need, holder: int) -> None:
 
 
 class _Update:
-    """What this thread does about the patches at the moment."""
+    """Whether `_update` runs, and is to run once more."""
 
     running = False
     again = False
@@ -332,7 +340,7 @@ def _update() -> None:
         while _Update.again:
             _Update.again = False
             needed = _needed()
-            for patch in (*_table(), *_extended):
-                patch.use(needed)
+            for each in (*_table(), *_patches.values()):
+                each.use(needed)
     finally:
         _Update.running = False
