@@ -73,7 +73,7 @@ def check_groups(kind, step):
 @pytest.mark.parametrize("keras", [3, 2])
 @pytest.mark.parametrize("ranks", [2])
 def test_a_function_is_not_kept_with_zeros(run_scenario, ranks, keras):
-    """Traced in a rehearsal, it would train nothing and not say so."""
+    """Traced in a capture, it would train nothing and not say so."""
     for error in run_scenario(
         "sharing_scenarios.error_of_a_function", ranks=ranks, keras=keras
     ):

@@ -144,14 +144,14 @@ class Collectives:
             self.trial = outer
 
     @contextlib.contextmanager
-    def rehearsing(self, graph: tf.Graph) -> Iterator[None]:
-        """Exchanges made inside are not counted: their graph never runs.
+    def capturing(self, graph: tf.Graph) -> Iterator[None]:
+        """Exchanges traced inside are not counted: their graph never runs.
 
         Args:
-            graph: theirs.
+            graph: that they are traced in.
         """
         assert self.step is not None
-        self._steps.append(self.step.rehearsed(graph))
+        self._steps.append(self.step.copied(graph))
         try:
             yield
         finally:

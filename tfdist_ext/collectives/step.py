@@ -111,11 +111,11 @@ class Step:
         graphs = [self.graph, *internals.graphs_within(self.graph)]
         return [check for check in self.checks if check.graph in graphs]
 
-    def rehearsed(self, graph: tf.Graph) -> Step:
-        """The step as it is now, for what must not change it.
+    def copied(self, graph: tf.Graph) -> Step:
+        """A copy of the step, for a trace that must not change it.
 
         Args:
-            graph: where it is rehearsed.
+            graph: of that trace.
         """
         return dataclasses.replace(
             self,

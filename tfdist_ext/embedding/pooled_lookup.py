@@ -13,8 +13,8 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding import capture
 from tfdist_ext.embedding import combiners
-from tfdist_ext.embedding import rehearsal
 from tfdist_ext.embedding import stock_lookup
 from tfdist_ext.embedding import unique_rows
 from tfdist_ext.embedding import weights_of_data
@@ -76,12 +76,12 @@ def pooled_lookup(
     Raises:
         ValueError: in a function that XLA is to compile.
     """
-    asked = rehearsal.Lookup(ids, features, tables, wire)
+    asked = capture.Lookup(ids, features, tables, wire)
     plain = stock_lookup.answer_of(asked)
     if plain:
         return plain
     _refuse_xla(wire.label)
-    known = None if ahead else rehearsal.answer_of(asked)
+    known = None if ahead else capture.answer_of(asked)
     if known:
         return known
     ids = rows_of_keys(asked, collectives, learn)
@@ -122,7 +122,7 @@ def _together(
 
 
 def look_up_together(
-    lookups: Sequence[rehearsal.Lookup], collectives: Collectives
+    lookups: Sequence[capture.Lookup], collectives: Collectives
 ) -> list[list[tf.Tensor]]:
     """Answers several lookups in one exchange per direction.
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.sharding import key_steps

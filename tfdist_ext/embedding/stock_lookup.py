@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.embedding import combiners
+from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.tables.shard_spec import ShardSpec
 

@@ -29,9 +29,9 @@ from tfdist_ext.keras_training import on_batch
 from tfdist_ext.keras_training import outputs
 from tfdist_ext.keras_training import predicting
 from tfdist_ext.keras_training import predictions
-from tfdist_ext.keras_training import rehearsed_call
 from tfdist_ext.keras_training import scopes
 from tfdist_ext.keras_training import settings
+from tfdist_ext.keras_training import shared_exchanges
 from tfdist_ext.keras_training import steps
 from tfdist_ext.keras_training import whole_values
 from tfdist_ext.layers import model_plan
@@ -236,7 +236,7 @@ def _steps() -> list[Hook]:
             "__call__",
             "Layers with tables share their exchanges.",
             "a hook of Keras around the call of a model",
-            stage(rehearsed_call.share_exchanges, RANKS),
+            stage(shared_exchanges.share_exchanges, RANKS),
             plain=True,
         ),
         hook(

@@ -14,7 +14,7 @@ from tfdist_ext import keras_internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.batches.outline import Outline
 from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.embedding import rehearsal
+from tfdist_ext.embedding import capture
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.embedding.wire import Wire
@@ -54,7 +54,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         **kwargs: of a Keras layer.
     """
 
-    # For `keras_training.rehearsed_call`, which counts such layers of a model.
+    # `keras_training.shared_exchanges` counts such layers of a model.
     looks_up_tables = True
     _features: Sequence[Feature]
 
@@ -104,7 +104,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         place = None if self._collectives is None else self._place_ahead
         given = prefetched_ids.for_call(inputs[0], place)
         if given is None:
-            known = rehearsal.known_answer(self._features)
+            known = capture.known_answer(self._features)
             if known is not None:
                 return known
             given = self._ids(*inputs), None

@@ -17,8 +17,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.batches.ids import Ids
 from tfdist_ext.collectives.collectives import Collectives
 from tfdist_ext.embedding import stock_lookup
+from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.rehearsal import Lookup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.serving import delta_files
 from tfdist_ext.serving import signature

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One exchange for the lookups of all layers of a model.
 
-A layer that is called must answer at once, before the next one is known. So a
-call of a model is traced twice. In the rehearsal, in a graph that never runs,
-lookups answer with zeros and note what they are asked for. Those whose ids
-come from the data alone are then looked up together, and when the call is
-traced for good, every lookup finds its answer.
+A layer returns its result before the next layer is called. So a call of a model
+is traced twice. The first trace captures the lookups: it makes a graph that
+never runs, in which lookups return zeros. The lookups whose ids depend on the
+data alone then share one exchange. In the second trace each lookup takes its
+result from that exchange.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tfdist_ext.embedding.subgraph import Subgraph
 from tfdist_ext.embedding.wire import Wire
 
 T = TypeVar("T")
+_LOG = logging.getLogger("tfdist_ext")
 Answers = list[tf.Tensor]
 
 
@@ -60,11 +62,11 @@ class Lookup:
 
 
 class _CannotShareError(Exception):
-    """Ends a rehearsal of which nothing may remain."""
+    """Ends a capture of which nothing may remain."""
 
 
-class _Rehearsal:
-    """Notes the lookups of a call, made in a graph."""
+class _Capture:
+    """Captures the lookups of a call in a graph."""
 
     def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
@@ -84,8 +86,8 @@ class _Rehearsal:
         return answers
 
 
-class _Performance:
-    """Hands out the answers that are known, in the order of the rehearsal."""
+class _Replay:
+    """Returns the answers that are known, in the order of the capture."""
 
     def __init__(
         self, lookups: Sequence[Lookup], answers: dict[int, Answers]
@@ -105,28 +107,28 @@ class _Performance:
         index = self._next
         if index >= len(self._lookups) or index not in self._answers:
             return None
-        rehearsed = [each.name for each in self._lookups[index].features]
-        if rehearsed != [each.name for each in features]:
+        captured = [each.name for each in self._lookups[index].features]
+        if captured != [each.name for each in features]:
             return None
         self._next += 1
         return self._answers[index]
 
 
-class _Now(threading.local):
-    act: _Rehearsal | _Performance | None = None
+class _Thread(threading.local):
+    trace: _Capture | _Replay | None = None
 
 
-_now = _Now()
+_thread = _Thread()
 
 
-def is_under_way() -> bool:
-    """Whether this thread traces a call that has been, or is, rehearsed."""
-    return _now.act is not None
+def is_active() -> bool:
+    """Whether this thread traces a call for a capture, or after one."""
+    return _thread.trace is not None
 
 
 def answer_of(lookup: Lookup) -> Answers | None:
-    """The answer to a lookup of a rehearsed call, None if it has none yet."""
-    return None if _now.act is None else _now.act.answer(lookup)
+    """The answer to a lookup of a captured call, None if it has none yet."""
+    return None if _thread.trace is None else _thread.trace.answer(lookup)
 
 
 def known_answer(features: Sequence[Feature]) -> Answers | None:
@@ -138,17 +140,17 @@ def known_answer(features: Sequence[Feature]) -> Answers | None:
     Returns:
         None if the lookup is to be made, with its ids.
     """
-    act = _now.act
-    return act.known(features) if isinstance(act, _Performance) else None
+    trace = _thread.trace
+    return trace.known(features) if isinstance(trace, _Replay) else None
 
 
 @contextlib.contextmanager
-def _acting(act: _Rehearsal | _Performance) -> Iterator[None]:
-    _now.act = act
+def _tracing(trace: _Capture | _Replay) -> Iterator[None]:
+    _thread.trace = trace
     try:
         yield
     finally:
-        _now.act = None
+        _thread.trace = None
 
 
 def shared(
@@ -157,54 +159,58 @@ def shared(
     look_up: Callable[[Sequence[Lookup]], list[Answers]],
     forget: Callable[[tf.Graph], None],
 ) -> T:
-    """What `call` returns, its lookups in as few exchanges as they can be.
+    """What `call` returns, its lookups in as few exchanges as possible.
+
+    Where the capture fails, the lookups are exchanged one by one; the reason is
+    logged at debug level.
 
     Args:
         call: of a model, while a step is traced.
         collectives: of the strategy.
         look_up: answers lookups that travel alike, in one exchange.
-        forget: is told the graph of the rehearsal when it is over, to rid
-            the model of tensors that it has kept.
+        forget: is called with the graph of the capture afterwards, to remove
+            tensors of it that layers have kept.
     """
-    graph = internals.FuncGraph("rehearsal")
-    rehearsal = _Rehearsal(graph)
-    failed = False
+    graph = internals.FuncGraph("capture")
+    capture = _Capture(graph)
+    reason = None
     try:
         with (
-            collectives.rehearsing(graph),
+            collectives.capturing(graph),
             graph.as_default(),
-            _acting(rehearsal),
+            _tracing(capture),
         ):
             call()
-    except Exception:  # the call itself is to raise it, or cannot share
-        failed = True
+    except Exception as error:  # where the call is wrong, it raises it below
+        reason = f"{type(error).__name__}: {error}"
     finally:
         forget(graph)
-    if failed:
+    if reason is not None:
+        _LOG.debug("Layers of a model share no exchange: %s", reason)
         return call()
     answers: dict[int, Answers] = {}
-    for indices in _groups(rehearsal, graph):
-        chosen = [rehearsal.lookups[index] for index in indices]
-        found = look_up(_brought(chosen, graph))
+    for indices in _groups(capture, graph):
+        chosen = [capture.lookups[index] for index in indices]
+        found = look_up(_copied(chosen, graph))
         answers.update(zip(indices, found, strict=True))
     if not answers:
         return call()
-    with _acting(_Performance(rehearsal.lookups, answers)):
+    with _tracing(_Replay(capture.lookups, answers)):
         return call()
 
 
-def _groups(rehearsal: _Rehearsal, graph: tf.Graph) -> list[list[int]]:
-    """Lookups, by number, that can be made at once before all others."""
+def _groups(capture: _Capture, graph: tf.Graph) -> list[list[int]]:
+    """Lookups, by number, that can share an exchange before all others."""
     groups: dict[Wire, list[int]] = {}
-    subgraph = Subgraph(graph, forbidden=rehearsal.zeros)
-    for index, lookup in enumerate(rehearsal.lookups):
+    subgraph = Subgraph(graph, forbidden=capture.zeros)
+    for index, lookup in enumerate(capture.lookups):
         if subgraph.can_be_copied(lookup.tensors):
             alike = dataclasses.replace(lookup.wire, label="")
             groups.setdefault(alike, []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _brought(lookups: Sequence[Lookup], graph: tf.Graph) -> list[Lookup]:
+def _copied(lookups: Sequence[Lookup], graph: tf.Graph) -> list[Lookup]:
     """The lookups with their ids in the graph of the step."""
     copied = iter(
         Subgraph(graph).copy([t for each in lookups for t in each.tensors])

@@ -2,7 +2,7 @@
 """Lets the sparse layers of a model share one exchange per direction.
 
 Under Keras's loops, and in any other step of our strategy that is a graph, a
-model's call is traced twice for it, see `embedding.rehearsal`.
+model's call is traced twice for it, see `embedding.capture`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.embedding import rehearsal
+from tfdist_ext.embedding import capture
 from tfdist_ext.embedding.pooled_lookup import look_up_together
 
 keras = tf.keras
@@ -31,11 +31,11 @@ def share_exchanges(
         collectives is None
         or collectives.step is None
         or tf.executing_eagerly()
-        or rehearsal.is_under_way()
+        or capture.is_active()
         or sum(1 for _ in _sparse_layers(model)) < 2
     ):
         return call()
-    return rehearsal.shared(
+    return capture.shared(
         call,
         collectives,
         functools.partial(look_up_together, collectives=collectives),
