@@ -86,7 +86,7 @@ PRIVATE_KERAS = {
     "_value",
     "_weights_path",
 }
-# Private names of others that cannot be fenced, by room.
+# Private names of others that cannot be fenced, by package.
 PRIVATE_ELSEWHERE = {
     "callbacks": {"_exit"},  # of os
     "launcher": {"_exit"},  # of os
@@ -191,7 +191,7 @@ def test_private_tensorflow_is_listed() -> None:
 
 
 def foreign_private_names() -> dict[str, set[str]]:
-    """By room, the private names used that the package does not define."""
+    """By package, the private names used that the package does not define."""
     trees = {
         path.relative_to(PACKAGE): ast.parse(path.read_text())
         for path in PACKAGE.rglob("*.py")
@@ -233,7 +233,7 @@ def used_name(node: ast.AST) -> str:
 def test_private_keras_is_listed_and_in_one_file() -> None:
     found = foreign_private_names()
     del found["tensorflow_internals"]
-    used = {room: names for room, names in found.items() if names}
+    used = {package: names for package, names in found.items() if names}
     known = used.pop("keras_internals") | used.pop("keras_objects")
     assert known == PRIVATE_KERAS
     assert used == PRIVATE_ELSEWHERE, (
@@ -279,8 +279,8 @@ def test_overridden_private_methods_of_keras_are_listed() -> None:
             theirs |= set(dir(kind) if isinstance(kind, type) else ())
     ours = {
         node.name
-        for room in ("optimizers", "layers")
-        for path in (PACKAGE / room).glob("*.py")
+        for package in ("optimizers", "layers")
+        for path in (PACKAGE / package).glob("*.py")
         for kind in ast.walk(ast.parse(path.read_text()))
         if isinstance(kind, ast.ClassDef)
         for node in kind.body

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from tests.rooms import PUBLIC
-from tests.rooms import ROOMS
-from tests.rooms import WITHOUT_TENSORFLOW
+from tests.packages import PACKAGES
+from tests.packages import PUBLIC
+from tests.packages import WITHOUT_TENSORFLOW
 from tests.source_files import COMMENT
 from tests.source_files import PACKAGE
 from tests.source_files import ROOT
@@ -50,26 +50,28 @@ def imports_between_files() -> dict[str, set[str]]:
     return found
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_imports_between_rooms_only_go_down() -> None:
+def test_imports_between_packages_only_go_down() -> None:
     imports = imports_between_files()
     top = {"_build_info", "launch"}  # of the package itself
-    assert {room_of(module) for module in imports} - top == set(ROOMS)
-    order = list(ROOMS)
-    for room, below in ROOMS.items():
-        assert all(order.index(each) < order.index(room) for each in below), (
-            f"{room} may not import a room above it"
-        )
-    used: dict[str, set[str]] = {room: set() for room in ROOMS}
+    assert {package_of(module) for module in imports} - top == set(PACKAGES)
+    order = list(PACKAGES)
+    for package, below in PACKAGES.items():
+        assert all(
+            order.index(each) < order.index(package) for each in below
+        ), f"{package} may not import a package after it"
+    used: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for module, others in imports.items():
-        room = room_of(module)
-        if room in top:
+        package = package_of(module)
+        if package in top:
             continue
-        used[room] |= {room_of(other) for other in others} - {room}
-    assert used == ROOMS, "ROOMS lists what each room imports; keep it short"
+        used[package] |= {package_of(other) for other in others} - {package}
+    assert used == PACKAGES, (
+        "PACKAGES lists what each package imports; keep it short"
+    )
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -80,9 +82,9 @@ def test_no_import_runs_in_a_circle() -> None:
         pytest.fail(f"Cut this circle of imports: {error.args[1]}")
 
 
-@pytest.mark.parametrize("room", WITHOUT_TENSORFLOW)
-def test_rooms_without_tensorflow(room: str) -> None:
-    for path in (PACKAGE / room).rglob("*.py"):
+@pytest.mark.parametrize("package", WITHOUT_TENSORFLOW)
+def test_packages_without_tensorflow(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
         for name in imported_modules(path.read_text()):
             assert name.split(".")[0] not in ("tensorflow", "keras"), path
 

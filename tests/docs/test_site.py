@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import summary
 from tests.docs import blocks
-from tests.rooms import PUBLIC
+from tests.packages import PUBLIC
 from tfdist_ext.launcher import launch_options
 
 README = (blocks.ROOT / "README.md").read_text()
@@ -87,12 +87,12 @@ def test_options_of_the_launcher_are_on_the_reference_page(capsys):
         assert re.search(rf"^\|.*`{option}[ `].*\|", text, re.M), option
 
 
-def test_rooms_are_on_the_page_for_contributors():
+def test_packages_are_on_the_page_for_contributors():
     text = (blocks.ROOT / "docs" / "contributing.md").read_text()
     listed = re.findall(r"^\| `(\w+)/` \|", text, re.M)
     package = blocks.ROOT / "tfdist_ext"
-    rooms = [path.parent.name for path in package.glob("*/__init__.py")]
-    assert sorted(listed) == sorted(rooms)
+    packages = [path.parent.name for path in package.glob("*/__init__.py")]
+    assert sorted(listed) == sorted(packages)
 
 
 def test_readme_is_short():

@@ -77,7 +77,7 @@ class Embedding(OneTable):
             looks up, each as often as it is, and added to the loss; to the
             whole table with `sharding="data_parallel"`, as in Keras.
         embeddings_constraint: only with `sharding="data_parallel"`.
-        mask_zero: whether id 0 is padding, which later layers are told.
+        mask_zero: whether id 0 is padding, which following layers mask.
         weights: the table to start from, `[input_dim, output_dim]`, or a list
             of it.
         input_length: of tf_keras; without effect in Keras 3.
@@ -226,13 +226,13 @@ class Embedding(OneTable):
         if is_symbolic_build():
             if self.prefetch_ids:
                 inputs = inputs[..., 0]
-            (lies,) = self._outlines(inputs)
-            return outline.zeros(lies, self.output_dim)
-        (lies,) = self._outlines(inputs)
+            (layout,) = self._outlines(inputs)
+            return outline.zeros(layout, self.output_dim)
+        (layout,) = self._outlines(inputs)
         (rows,) = self._look_up(inputs)
         rows.set_shape([None, self.output_dim])
         rows = tf.cast(rows, self.compute_dtype)
-        found = outline.arranged(rows, lies)
+        found = outline.arranged(rows, layout)
         if self.embeddings_regularizer is not None and not self._is_whole:
             self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
@@ -271,8 +271,8 @@ class Embedding(OneTable):
         if not self.mask_zero:
             return None
         if prefetched_ids.is_prefetched(inputs):
-            (lies,), ids = inputs.outlines, inputs.now.values[0]
-            return outline.arranged(tf.not_equal(ids, 0), lies)
+            (layout,), ids = inputs.outlines, inputs.now.values[0]
+            return outline.arranged(tf.not_equal(ids, 0), layout)
         if KERAS_3 and isinstance(inputs, keras.KerasTensor):
             return keras.ops.not_equal(inputs, 0)
         if isinstance(inputs, tf.SparseTensor):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the package, and the names that users may import."""
+"""The parts of the package, and the names that users may import."""
 
-# The rooms of the package from the ground up, and what each may import. A
-# room imports rooms above its own line only, so no import runs back up.
+# The packages and modules in `tfdist_ext`, lowest first, and what each may
+# import: only those that stand before it here.
 # `patching` imports `hooks`, whose table it installs, by name at run time.
-ROOMS = {
+PACKAGES = {
     "version": set(),
     "tables": set(),
     "rendezvous": {"version"},
