@@ -7,10 +7,13 @@ version in the wheel's metadata, and `tfdist_ext/_build_info.py`.
 
 Environment:
     TFDIST_CUDA: 0 never builds the CUDA sources, 1 insists on them; by default
-        they are built when nvcc is found and TensorFlow is a CUDA build.
+        they are built on a machine with a GPU, where nvcc is found and
+        TensorFlow is a CUDA build.
     TFDIST_VARIANT: builds a second library, "asan" with AddressSanitizer and
         UBSan, "tsan" with ThreadSanitizer, "coverage" with gcov's counters.
     TFDIST_JOBS: compilations that run at once (2).
+    TFDIST_UNITS: 0 compiles each source by itself: longer in all, but shorter
+        for who changes one source many times.
     CXX, CXXFLAGS, LDFLAGS, NVCC, NVCCFLAGS: compilers and additional flags.
 """
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles `custom_ops/` to one shared library, only what has changed.
 
-An object is compiled again when its command line, its source or a header it
-read last time (gcc's `-MMD` list) has changed. Objects of different TensorFlow
-versions and of variants live in folders of their own.
+Most of the time goes to TensorFlow's headers, so the sources of a folder are
+compiled together, as one unit that includes them. An object is compiled again
+when its command line, its source or a header it read last time (gcc's `-MMD`
+list) has changed. Objects of different TensorFlow versions and of variants live
+in folders of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ WARNINGS = [
     "-Wno-deprecated-declarations",
 ]
 # Without -fno-math-errno gcc does not vectorise loops over square roots.
-OPTIMIZE = ["-O3", "-fno-math-errno", "-DNDEBUG"]
+# gcc inlines less in a large unit, which that of a folder is.
+OPTIMIZE = [
+    *("-O3", "-fno-math-errno", "-DNDEBUG"),
+    *("--param", "large-unit-insns=1000000"),
+]
 # vptr checks need type information that TensorFlow's library does not export;
 # with the null checks gcc does not take an address for a constant, and absl
 # needs that (AddressSanitizer reports null pointers all the same).
@@ -41,6 +47,9 @@ VARIANTS = {
 }
 # Kernels of ops for GPUs: C++ that needs CUDA's headers.
 GPU_KERNELS = "_gpu_kernels.cc"
+# The loops that take most of a step, most of them without TensorFlow's headers.
+# Each is compiled by itself, so its machine code does not depend on other code.
+FUNCTORS = "_functor.cc"
 DEBUG = ["-O1", "-g", "-fno-omit-frame-pointer"]
 
 
@@ -114,22 +123,47 @@ def _build(
         where = []
     own += shlex.split(os.environ.get("CXXFLAGS", ""))
     commands = {}
-    for source in sorted((root / "custom_ops").rglob("*.cc")):
-        path = source.relative_to(root)
-        output = folder / path.with_suffix(".o")
-        if path.name.endswith(GPU_KERNELS) and not cuda:
-            continue
-        if not path.name.endswith(".cu.cc"):
-            commands[output] = _cxx_command(
-                tools, root, source, output, [*where, *own]
-            )
-        elif cuda:
+    if cuda:
+        for source in sorted((root / "custom_ops").rglob("*.cu.cc")):
+            output = folder / source.relative_to(root).with_suffix(".o")
             commands[output] = _nvcc_command(tools, root, source, output)
+    for output, source in _cxx_sources(root, folder, cuda).items():
+        commands[output] = _cxx_command(
+            tools, root, source, output, [*where, *own]
+        )
     if not commands:
         raise toolchain.BuildError(f"no sources under {root / 'custom_ops'}")
     _compile_all(commands)
     _link(tools, list(commands), target, cuda, variant)
     return own
+
+
+def _cxx_sources(
+    root: pathlib.Path, folder: pathlib.Path, cuda: bool
+) -> dict[pathlib.Path, pathlib.Path]:
+    """Returns objects and their sources: functors, then a unit per folder."""
+    found: dict[pathlib.Path, pathlib.Path] = {}
+    units: dict[pathlib.Path, list[str]] = {}
+    together = os.environ.get("TFDIST_UNITS") != "0"
+    for source in sorted((root / "custom_ops").rglob("*.cc")):
+        path = source.relative_to(root)
+        if path.name.endswith(".cu.cc"):
+            continue
+        if path.name.endswith(GPU_KERNELS) and not cuda:
+            continue
+        if path.name.endswith(FUNCTORS) or not together:
+            found[folder / path.with_suffix(".o")] = source
+        else:
+            unit = folder / path.parent.with_suffix(".cc")
+            units.setdefault(unit, []).append(f'#include "{path}"\n')
+    # The longest first: no core is left with one at the end.
+    for unit, lines in sorted(units.items(), key=lambda item: -len(item[1])):
+        text = "".join(lines)
+        if not unit.exists() or unit.read_text() != text:
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        found[unit.with_suffix(".o")] = unit
+    return found
 
 
 def _cxx_command(

@@ -164,6 +164,11 @@ def tensorflow_flags() -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def has_gpu(dev: pathlib.Path = pathlib.Path("/dev")) -> bool:
+    """Whether the driver of NVIDIA has made a device: of Linux, or of WSL."""
+    return any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists()
+
+
 def _choose_nvcc(tensorflow_has_cuda: object) -> tuple[list[str] | None, str]:
     """Returns nvcc's command, None for a CPU build, and the reason."""
     wish = os.environ.get("TFDIST_CUDA", "auto")
@@ -180,6 +185,8 @@ def _choose_nvcc(tensorflow_has_cuda: object) -> tuple[list[str] | None, str]:
         )
     if found is None:
         return None, "nvcc not found"
+    if wish == "auto" and not has_gpu():
+        return None, "no GPU here; TFDIST_CUDA=1 builds them all the same"
     if wish == "auto" and not tensorflow_has_cuda:
         return None, "this TensorFlow is built without CUDA"
     return [found, *nvcc[1:]], found

@@ -20,21 +20,26 @@ from build_ops import toolchain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-# Writes the files that -o and -MF name; fails on sources that say #error.
+# Writes the files that -o and -MF name; fails on sources that say #error. A
+# unit stands for the sources it includes.
 COMPILER = f"""#!{sys.executable}
 import pathlib, sys
 arguments = sys.argv[1:]
 def value(name):
     return arguments[arguments.index(name) + 1] if name in arguments else None
+root = pathlib.Path(sys.argv[0]).parent
 source = value("-c")
-if source and "#error" in pathlib.Path(source).read_text():
+text = pathlib.Path(source).read_text() if source else ""
+if "#error" in text:
     sys.exit("this source does not compile")
 if source:
-    header = pathlib.Path(source).with_name("common.h")
+    included = [line.split('"')[1] for line in text.splitlines()]
+    read = [root / name for name in included] or [pathlib.Path(source)]
+    names = [*read, source, root / "custom_ops" / "common" / "common.h"]
     pathlib.Path(value("-MF")).write_text(
-        f"{{value('-o')}}: {{source}} \\\\\\n {{header}}\\n")
+        f"{{value('-o')}}: " + " \\\\\\n ".join(map(str, names)) + "\\n")
     with open(sys.argv[0] + ".log", "a") as log:
-        log.write(pathlib.Path(source).name + "\\n")
+        log.write(" ".join(path.name for path in read) + "\\n")
 if value("-o") and "-E" not in arguments:
     pathlib.Path(value("-o")).write_text("built")
 """
@@ -44,19 +49,20 @@ if value("-o") and "-E" not in arguments:
 def tree(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> pathlib.Path:
-    """A source tree with one CPU and one CUDA source, and fake compilers."""
+    """A source tree with CPU and CUDA sources, a GPU, and fake compilers."""
     ops = tmp_path / "custom_ops" / "common"
     ops.mkdir(parents=True)
-    for name in ("common.h", "one.cc", "two.cc", "two.cu.cc"):
+    for name in ("common.h", "one.cc", "one_functor.cc", "two.cc", "two.cu.cc"):
         (ops / name).write_text("")
     for variable, name in (("CXX", "g++"), ("NVCC", "nvcc")):
         compiler = tmp_path / name
         compiler.write_text(COMPILER)
         compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
         monkeypatch.setenv(variable, str(compiler))
-    for variable in ("TFDIST_CUDA", "TFDIST_JOBS", "CXXFLAGS", "LDFLAGS"):
+    for variable in ("TFDIST_CUDA", "TFDIST_UNITS", "CXXFLAGS", "LDFLAGS"):
         monkeypatch.delenv(variable, raising=False)
     set_tensorflow(monkeypatch, cuda=True)
+    monkeypatch.setattr(toolchain, "has_gpu", lambda: True)
     return tmp_path
 
 
@@ -79,26 +85,44 @@ def build(tree: pathlib.Path, variant: str = "") -> list[str]:
 def test_only_what_changed_is_compiled_again(
     tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = ["one.cc", "two.cc", "two.cu.cc", "CUDA=True"]
+    unit = ["one.cc", "two.cc"]
+    everything = ["one.cc", "one_functor.cc", "two.cc", "two.cu.cc"]
     ops = tree / "custom_ops" / "common"
-    assert build(tree) == everything
+    assert build(tree) == [*everything, "CUDA=True"]
     assert build(tree) == ["CUDA=True"]
     os.utime(ops / "one.cc", (2e9, 2e9))
-    assert build(tree) == ["one.cc", "CUDA=True"]
+    assert build(tree) == [*unit, "CUDA=True"]
     os.utime(ops / "one.cc", (0, 0))
     os.utime(ops / "common.h", (2e9, 2e9))
-    assert build(tree) == everything
+    assert build(tree) == [*everything, "CUDA=True"]
     os.utime(ops / "common.h", (0, 0))
     (ops / "new.cc").write_text("")
-    assert "new.cc" in build(tree)
+    assert build(tree) == ["new.cc", *unit, "CUDA=True"]
+    (ops / "new.cc").unlink()
+    assert build(tree) == [*unit, "CUDA=True"]
     monkeypatch.setenv("CXXFLAGS", "-march=native")
-    assert build(tree) == ["new.cc", "one.cc", "two.cc", "CUDA=True"]
+    assert build(tree) == ["one.cc", "one_functor.cc", "two.cc", "CUDA=True"]
+
+
+def test_sources_of_a_folder_are_one_unit(
+    tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tree / "custom_ops" / "other"
+    other.mkdir()
+    (other / "three.cc").write_text("")
+    build(tree)
+    runs = (tree / "g++.log").read_text().splitlines()
+    assert sorted(runs) == ["one.cc two.cc", "one_functor.cc", "three.cc"]
+    monkeypatch.setenv("TFDIST_UNITS", "0")
+    assert "one.cc" in build(tree)
+    os.utime(tree / "custom_ops" / "common" / "one.cc", (2e9, 2e9))
+    assert build(tree) == ["one.cc", "CUDA=True"]
 
 
 def test_cuda_follows_what_is_there(
     tree: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu = ["one.cc", "two.cc", "CUDA=False"]
+    cpu = ["one.cc", "one_functor.cc", "two.cc", "CUDA=False"]
     assert build(tree, "asan") == cpu
     assert build(tree, "coverage") == cpu
     monkeypatch.setenv("TFDIST_CUDA", "0")
@@ -108,6 +132,29 @@ def test_cuda_follows_what_is_there(
     assert build(tree)[-1] == "CUDA=True"
     monkeypatch.delenv("TFDIST_CUDA")
     assert build(tree)[-1] == "CUDA=False"
+
+
+def test_a_compiler_for_cuda_alone_is_no_reason_to_use_it(
+    tree: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(toolchain, "has_gpu", lambda: False)
+    assert build(tree)[-1] == "CUDA=False"
+    assert "no GPU here; TFDIST_CUDA=1 builds" in capsys.readouterr().out
+    monkeypatch.setenv("TFDIST_CUDA", "1")
+    assert build(tree)[-1] == "CUDA=True"
+
+
+@pytest.mark.parametrize(
+    "device, found",
+    [("nvidia0", True), ("nvidia3", True), ("dxg", True), ("nvidiactl", False)],
+)
+def test_a_gpu_is_a_device_of_the_driver(
+    tmp_path: pathlib.Path, device: str, found: bool
+) -> None:
+    (tmp_path / device).touch()
+    assert toolchain.has_gpu(tmp_path) == found
 
 
 def test_cuda_that_does_not_compile_leaves_a_cpu_build(

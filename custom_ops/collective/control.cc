@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds kAnswerTime{2000};
 constexpr std::chrono::milliseconds kNoticeTime{1500};
 // Timeouts that a rank may spend outside of all collectives, alive, while
 // others wait for it: reading, saving and tracing take what they take.
-constexpr int kPatience = 5;
+constexpr int kMostTimeoutsOutside = 5;
 // Timeouts that an operation waits for a rank which sends it nothing, while
 // bytes of other operations move.
 constexpr int kMostMoving = 20;
@@ -32,7 +32,7 @@ constexpr int64_t kLongestTick = 500'000'000;
 // How long an operation goes on that TensorFlow has cancelled: most often all
 // ranks see the same error in the same step, and are in step afterwards if each
 // ends what it has begun.
-constexpr int64_t kGrace = 1'000'000'000;
+constexpr int64_t kMostTimeCancelled = 1'000'000'000;
 
 // Codes of a pong.
 constexpr int32_t kInside = 0;
@@ -259,7 +259,7 @@ int ProcessGroup::PeerAwaitedInVain() const {
 
 std::shared_ptr<Operation> ProcessGroup::NotWantedAnyMore() const {
   for (const auto& operation : running_) {
-    const bool over = operation->unwanted > kGrace;
+    const bool over = operation->unwanted > kMostTimeCancelled;
     if (over && !operation->given_up()) return operation;
   }
   return nullptr;
@@ -372,7 +372,7 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   const double waited = static_cast<double>(operation->waited) / 1e9;
   const bool may_move =
       operation->moved.lasted < Nanoseconds(kMostMoving * options_.timeout);
-  const double limit = kPatience * options_.timeout;
+  const double limit = kMostTimeoutsOutside * options_.timeout;
   const std::string after =
       Message(" within ", std::round(waited * 10) / 10,
               " s (timeout: ", options_.timeout, " s) of ", operation->Name());

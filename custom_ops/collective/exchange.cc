@@ -20,7 +20,7 @@ constexpr size_t kLongestError = 2000;
 // That must be the same on all ranks.
 constexpr uint16_t kFlags = kWeightedFlag | kDeviceFlag;
 // How long a mismatch waits for the headers of those who may agree.
-constexpr int64_t kPatience = 1'000'000'000;
+constexpr int64_t kMismatchWait = 1'000'000'000;
 
 // Whether every rank says how many rows it sends.
 bool ByRow(Kind kind) {
@@ -156,7 +156,7 @@ void Exchange::Disagree() {
   header_.call = operation_.channel->calls;
   std::vector<const Header*> headers(messages_.size());
   headers[group.rank()] = &header_;
-  const int64_t end = Now() + kPatience;
+  const int64_t end = Now() + kMismatchWait;
   for (const auto& [peer, message] : expected_) {
     if (operation_.AwaitHeaderUntil(end, peer, message)) {
       headers[peer] = &message->header;

@@ -18,7 +18,7 @@ using std::chrono_literals::operator""us;
 namespace {
 
 // How long an operation between GPUs may go on after it was aborted.
-constexpr int64_t kGrace = 1'000'000'000;
+constexpr int64_t kMostTimeAborted = 1'000'000'000;
 
 }  // namespace
 
@@ -171,7 +171,7 @@ void Operation::AwaitDevice(const std::function<bool()>& over,
       continue;
     }
     lock.unlock();
-    if (end == 0) end = Now() + kGrace;
+    if (end == 0) end = Now() + kMostTimeAborted;
     if (!group->failed() && Now() < end) {
       std::this_thread::sleep_for(pause);
       continue;

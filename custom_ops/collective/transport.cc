@@ -17,7 +17,7 @@ namespace tfdist {
 namespace {
 
 constexpr uint64_t kWake = ~uint64_t{0};
-constexpr int64_t kPatience = 1'000'000'000;
+constexpr int64_t kEndedConnectionWait = 1'000'000'000;
 // Of a peer that is lost so many turns are read: more than the system keeps of
 // what it has sent, and an end to one that goes on sending.
 constexpr int kLastTurns = 64;
@@ -243,7 +243,7 @@ void Transport::LoseWhoIsSilent() {
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
     Link* link = links_[peer].get();
     if (link == nullptr || link->lost || link->data_ended == 0) continue;
-    if (Now() - link->data_ended > kPatience) {
+    if (Now() - link->data_ended > kEndedConnectionWait) {
       Lose(peer, "");
     } else {
       ending_ = true;

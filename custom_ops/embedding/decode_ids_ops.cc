@@ -65,7 +65,7 @@ features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as in
   EncodeIds.
 )doc");
 
-constexpr int64_t kNanosecondsPerEntry = 4;
+constexpr int64_t kNanosecondsPerEntryRead = 4;
 
 class DecodeIdsOp : public OpKernel {
  public:
@@ -95,7 +95,7 @@ class DecodeIdsOp : public OpKernel {
     std::vector<IdError> errors(count, IdError::kNone);
     ParallelUnits(
         ctx->device()->tensorflow_cpu_worker_threads()->workers, count,
-        kNanosecondsPerEntry * (entries / std::max<int64_t>(count, 1) + 1),
+        kNanosecondsPerEntryRead * (entries / std::max<int64_t>(count, 1) + 1),
         [&](int64_t first, int64_t last) {
           for (int64_t i = first; i < last; ++i) {
             errors[i] = ReadPart(messages, messages.parts()[i], data, to);

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kBlock = 256;
 constexpr int kEscape = 12;
 constexpr int kMaxK = 3;
-constexpr char kTruncated[] = "it ends before its last number";
+constexpr char kNumbersEnd[] = "it ends before its last number";
 
 template <typename Word, int kExponentBits>
 struct Layout {
@@ -96,7 +96,7 @@ template <typename Word, int kExponentBits>
 const char* UnpackBlock(const uint8_t** data, const uint8_t* end, size_t count,
                         Word* words) {
   using Bits = Layout<Word, kExponentBits>;
-  if (end - *data < 2) return kTruncated;
+  if (end - *data < 2) return kNumbersEnd;
   const uint32_t largest = (*data)[0];
   const int k = (*data)[1];
   if (k > kMaxK || largest > Bits::kExponentMask) return "a block is malformed";
@@ -119,7 +119,7 @@ const char* UnpackBlock(const uint8_t** data, const uint8_t* end, size_t count,
     position += zeros + 1 + width + Bits::kRestBits;
   }
   const size_t read = (position + 7) / 8;
-  if (read > size) return kTruncated;
+  if (read > size) return kNumbersEnd;
   *data = bytes + read;
   return nullptr;
 }
@@ -164,7 +164,7 @@ const char* ReadNumberCount(const uint8_t* data, size_t size, uint64_t* count,
   if (!header.ok()) return "its header is malformed";
   *blocks = header.next();
   // Every number takes more than a byte.
-  return *count > size ? kTruncated : nullptr;
+  return *count > size ? kNumbersEnd : nullptr;
 }
 
 const char* UnpackNumbers(NumberFormat format, const uint8_t* blocks,

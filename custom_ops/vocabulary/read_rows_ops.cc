@@ -21,7 +21,7 @@ using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
-constexpr int64_t kNanosecondsPerKey = 15;
+constexpr int64_t kNanosecondsPerRow = 15;
 
 absl::Status VectorsShape(InferenceContext* c) {
   for (int i = 0; i < c->num_outputs(); ++i) {
@@ -248,7 +248,7 @@ class LocalRowsOp : public OpKernel {
     std::vector<std::vector<int32_t>> resets(tables);
     std::vector<absl::Status> statuses(tables);
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    ParallelUnits(pool, tables, kNanosecondsPerKey * (count / tables + 1),
+    ParallelUnits(pool, tables, kNanosecondsPerRow * (count / tables + 1),
                   [&](int64_t begin, int64_t end) {
                     for (int64_t t = begin; t < end; ++t) {
                       statuses[t] = learn_
