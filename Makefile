@@ -11,8 +11,9 @@ TF ?= $(TF_DEFAULT)
 TF_MINOR := $(basename $(TF))
 VENV ?= $(if $(filter $(TF),$(TF_DEFAULT)),.venv,.venv-$(TF))
 BIN := $(VENV)/bin
-REQUIREMENTS := requirements.txt requirements-dev.txt \
-    requirements-tf$(TF_MINOR).txt requirements-libraries.txt
+CONSTRAINTS := requirements-tf$(TF_MINOR).txt
+# Python compiles a module when it is first imported: most never are.
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 # Two files at a time.
 TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS)
@@ -41,7 +42,8 @@ help:
 	    'test-horovod fuzz soak coverage wheel bench' \
 	    'gpu-check clean'
 
-demo: build
+demo:
+	$(ALONE) editable
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
 
 test: build
@@ -80,10 +82,10 @@ ALONE = +@flock -n Makefile true || echo 'Another make builds here: this waits';
 # The installed package is the source tree itself (editable); only the library
 # has to be built again, and that compiles only what has changed.
 build:
-	$(ALONE) editable
+	$(ALONE) $(VENV)/.installed-dev editable
 
 environment:
-	$(ALONE) $(VENV)/.installed
+	$(ALONE) $(VENV)/.installed-dev
 
 editable: library
 	@$(MAKE) -s $(VENV)/.editable
@@ -92,15 +94,21 @@ library: $(VENV)/.installed
 	$(BIN)/python setup.py -q build_ext --inplace
 
 $(VENV)/.editable: $(VENV)/.installed setup.py pyproject.toml
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(VENV)/.installed: $(REQUIREMENTS)
+# What the package, the examples and `make demo` use.
+$(VENV)/.installed: requirements.txt $(CONSTRAINTS)
 	build_ops/system_packages.sh $(PY)
 	$(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements-dev.txt \
-	    -c requirements-tf$(TF_MINOR).txt tensorflow==$(TF)
-	$(BIN)/python -m pip install -q --no-deps -r requirements-libraries.txt
+	$(PIP) -r requirements.txt -c $(CONSTRAINTS) tensorflow==$(TF)
+	@touch $@
+
+# What tests, lint, the site and wheels use besides.
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt \
+    requirements-libraries.txt
+	$(PIP) -r requirements-dev.txt -c $(CONSTRAINTS) tensorflow==$(TF)
+	$(PIP) --no-deps -r requirements-libraries.txt
 	@touch $@
 
 # LD_PRELOAD because AddressSanitizer must be loaded before Python, and libstdc++

@@ -244,10 +244,15 @@ def test_setuptools_that_is_needed_is_named_once() -> None:
     assert wanted in (ROOT / "README.md").read_text()
 
 
-def test_metadata_is_bound_to_the_tensorflow_minor() -> None:
+def test_metadata_is_bound_to_the_tensorflow_minor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TFDIST_CUDA", raising=False)
     found = toolchain.Installed("tensorflow-cpu", "2.18.1")
     assert setup.requirements(found) == ["tensorflow-cpu~=2.18.0"]
     assert setup.version(found).endswith("+tf2.18")
+    monkeypatch.setenv("TFDIST_CUDA", "1")
+    assert setup.version(found).endswith("+tf2.18.cuda")
     assert setup.requirements(None) == ["tensorflow>=2.18,<2.22"]
 
 
