@@ -76,7 +76,7 @@ def build(
             f"TFDIST_VARIANT must be one of {', '.join(VARIANTS)} or unset. "
             f"Received: {variant}"
         )
-    tools = toolchain.find()
+    tools = toolchain.find(root / "build")
     cuda_sources = sorted((root / "custom_ops").rglob("*.cu.cc"))
     cuda = bool(tools.nvcc and cuda_sources and not variant)
     print(f"tfdist_ext: CUDA kernels: {_yes_or_no(tools, cuda, variant)}")

@@ -86,8 +86,11 @@ def require_setuptools() -> None:
         )
 
 
-def find() -> Toolchain:
+def find(folder: pathlib.Path) -> Toolchain:
     """Looks for everything the build needs.
+
+    Args:
+        folder: keeps TensorFlow's flags from one build to the next.
 
     Raises:
         BuildError: TensorFlow or the compiler is missing, or CUDA was
@@ -100,7 +103,7 @@ def find() -> Toolchain:
             f"C++ compiler {cxx[0]} not found: `apt-get install g++`, or name "
             "one with CXX=..."
         )
-    flags = tensorflow_flags()
+    flags = known_flags(tensorflow, folder)
     nvcc, cuda_reason = _choose_nvcc(flags["cuda"])
     return Toolchain(
         tensorflow=tensorflow,
@@ -143,6 +146,26 @@ def _require_tensorflow() -> Installed:
             f"{', '.join(SUPPORTED)}."
         )
     return found
+
+
+def known_flags(
+    tensorflow: Installed, folder: pathlib.Path
+) -> dict[str, list[str]]:
+    """Returns TensorFlow's flags; asks once per installation, for seconds."""
+    found = importlib.metadata.distribution(tensorflow.distribution)
+    package = pathlib.Path(str(found.locate_file("tensorflow/__init__.py")))
+    installed = [str(package), package.stat().st_mtime_ns]
+    saved = folder / f"tensorflow-{tensorflow.version}.json"
+    try:
+        known = json.loads(saved.read_text())
+        if known["installed"] == installed:
+            return known["flags"]
+    except (OSError, ValueError, KeyError):
+        pass
+    flags = tensorflow_flags()
+    folder.mkdir(parents=True, exist_ok=True)
+    saved.write_text(json.dumps({"installed": installed, "flags": flags}))
+    return flags
 
 
 def tensorflow_flags() -> dict[str, list[str]]:

@@ -68,7 +68,7 @@ def tree(
 
 def set_tensorflow(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     flags = {"compile": ["-Iinclude"], "link": ["-ltf"], "cuda": cuda}
-    monkeypatch.setattr(toolchain, "tensorflow_flags", lambda: flags)
+    monkeypatch.setattr(toolchain, "known_flags", lambda *_: flags)
 
 
 def build(tree: pathlib.Path, variant: str = "") -> list[str]:
@@ -242,6 +242,33 @@ def test_setuptools_that_is_needed_is_named_once() -> None:
     wanted = f'"setuptools>={toolchain.SETUPTOOLS}"'
     assert f"requires = [{wanted}]" in (ROOT / "pyproject.toml").read_text()
     assert wanted in (ROOT / "README.md").read_text()
+
+
+def test_tensorflow_is_asked_once_per_installation(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "tensorflow" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    metadata = tmp_path / "tensorflow-2.21.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: tensorflow\nVersion: 2.21.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        toolchain, "tensorflow_flags", lambda: asked.append(1) or {"cuda": True}
+    )
+    found = toolchain.Installed("tensorflow", "2.21.0")
+    folder = tmp_path / "build"
+    for _ in range(2):
+        assert toolchain.known_flags(found, folder) == {"cuda": True}
+    assert len(asked) == 1
+    os.utime(package, (2e9, 2e9))
+    toolchain.known_flags(found, folder)
+    assert len(asked) == 2
+    (folder / "tensorflow-2.21.0.json").write_text("{")
+    toolchain.known_flags(found, folder)
+    assert len(asked) == 3
 
 
 def test_metadata_is_bound_to_the_tensorflow_minor(
