@@ -296,6 +296,10 @@ def test_the_real_ssh(tmp_path, program, monkeypatch) -> None:
         ("", "names no host"),
         ("a\n-oProxyCommand=x slots=2", "line 2: '-oProxyCommand=x' is no"),
         ("a:4", "line 1: 'a:4' is no name"),
+        ("[fd00::1]:4", r"'\[fd00::1\]:4' is no name"),
+        ("[10.0.0.1]", r"'\[10.0.0.1\]' is no name"),
+        ("me@-fd00::1", "'me@-fd00::1' is no name"),
+        ("fe80::1%$(x)", r"'fe80::1%\$\(x\)' is no name"),
         ("a slots=0", "slots must be from 1 to 4096, not '0'"),
         ("a cpu=2", "'cpu=2' is not slots=N"),
         (None, "cannot be read"),
@@ -307,6 +311,33 @@ def test_wrong_files_are_explained(tmp_path, text, message) -> None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         hostfile.read(path)
+
+
+def test_addresses_of_ipv6_are_hosts(tmp_path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(
+        "[fd00::1] slots=2\nme@[FD00::0:2]\nfd00::1\nfe80::3%eth0\n"
+    )
+    read = hostfile.read(path)
+    assert read == [
+        hostfile.Host("fd00::1", 3),
+        hostfile.Host("me@fd00::2", 1),
+        hostfile.Host("fe80::3%eth0", 1),
+    ]
+    assert read[1].name == "fd00::2"
+
+
+def test_hosts_of_ipv6_are_one_job(hosts, program, tmp_path) -> None:
+    script = program("print('=', json.dumps(CONFIG['cluster']['worker']))")
+    done = launch(*hosts("[::1]\nme@[::1] slots=1\n"), script)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        workers = json.loads(line.partition("= ")[2])
+        heads = [worker.rpartition(":")[0] for worker in workers]
+        assert heads == ["[::1]", "[::1]"], done.stdout
+    log = (tmp_path / "log").read_text().splitlines()
+    logins = [line.partition(" cd ")[0].rpartition(" ")[2] for line in log]
+    assert sorted(logins) == ["::1", "me@::1"]
 
 
 def test_the_first_slots_are_taken(tmp_path) -> None:

@@ -4,17 +4,21 @@
 # name or address, and how many ranks it takes (1 if not said)
 node1 slots=4
 me@node2 slots=2
+[fd00::3] slots=2
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import pathlib
 import re
 from collections.abc import Sequence
 
 # What ssh takes for a host, and never for an option of its own.
-_HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+_IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.-]+)?")
 _MOST_SLOTS = 4096
 
 
@@ -23,7 +27,8 @@ class Host:
     """A line of the file.
 
     Attributes:
-        login: what ssh is given: a host, or user@host.
+        login: what ssh is given: a host, or user@host. An address of IPv6
+            has no brackets.
         slots: how many ranks it takes.
     """
 
@@ -59,9 +64,11 @@ def read(path: pathlib.Path) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if problem := _problem(words):
-            raise ValueError(f"{path}, line {number}: {problem}")
-        slots[words[0]] = slots.get(words[0], 0) + _slots(words)
+        try:
+            login, count = _login(words[0]), _slots(words[1:])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        slots[login] = slots.get(login, 0) + count
     if not slots:
         raise ValueError(f"{path} names no host")
     return [Host(login, count) for login, count in slots.items()]
@@ -84,19 +91,41 @@ def take(hosts: Sequence[Host], ranks: int) -> list[Host]:
     return taken
 
 
-def _problem(words: Sequence[str]) -> str:
-    """What is wrong with the words of a line; empty if nothing is."""
-    if not _HOST.fullmatch(words[0]):
-        return f"{words[0]!r} is no name or IPv4 address of a host"
-    for word in words[1:]:
-        name, _, value = word.partition("=")
-        if name not in ("slots", "max_slots", "max-slots"):
-            return f"{word!r} is not slots=N"
-        if not value.isdecimal() or not 0 < int(value) <= _MOST_SLOTS:
-            return f"slots must be from 1 to {_MOST_SLOTS}, not {value!r}"
-    return ""
+def _login(word: str) -> str:
+    """What ssh is given for the first word of a line.
+
+    Raises:
+        ValueError: it is no host.
+    """
+    user, at, host = word.rpartition("@")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not at or _NAME.fullmatch(user):
+        if _IPV6.fullmatch(bare):
+            with contextlib.suppress(ValueError):
+                return f"{user}{at}{ipaddress.IPv6Address(bare)}"
+        if _NAME.fullmatch(host):
+            return word
+    raise ValueError(
+        f"{word!r} is no name or address of a host, such as node1, 10.0.0.1, "
+        "[fd00::1] or me@node1; slots=N follows it after a space"
+    )
 
 
 def _slots(words: Sequence[str]) -> int:
-    values = [w.partition("=")[2] for w in words if w.startswith("slots=")]
-    return int(values[-1]) if values else 1
+    """How many ranks a host takes, of the words after it.
+
+    Raises:
+        ValueError: one of them says something else.
+    """
+    slots = 1
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in ("slots", "max_slots", "max-slots"):
+            raise ValueError(f"{word!r} is not slots=N")
+        if not value.isdecimal() or not 0 < int(value) <= _MOST_SLOTS:
+            raise ValueError(
+                f"slots must be from 1 to {_MOST_SLOTS}, not {value!r}"
+            )
+        if name == "slots":
+            slots = int(value)
+    return slots

@@ -27,6 +27,7 @@ from typing import Any
 from tfdist_ext.launcher import local_ranks
 from tfdist_ext.launcher import rank_output
 from tfdist_ext.launcher.hostfile import Host
+from tfdist_ext.rendezvous import addresses
 from tfdist_ext.rendezvous import secret as secret_lib
 
 # Begins the one line of a host's standard output that is not of a rank.
@@ -261,7 +262,7 @@ def _reach(
 def _place(connections: Sequence[_Connection]) -> None:
     """Tells each host where its ranks are, and all others."""
     workers = [
-        f"{each.host.name}:{port}"
+        addresses.join(each.host.name, port)
         for each in connections
         for port in each.ports or []
     ]
