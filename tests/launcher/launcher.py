@@ -4,13 +4,20 @@
 import contextlib
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
 LIMIT = 30.0
+# Becomes the program that follows. SIGHUP also for tests that run under nohup.
+SETUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if ignored := int(sys.argv[1]):
+    signal.signal(ignored, signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 LAUNCHER = [sys.executable, "-m", "tfdist_ext.launch"]
 
 
@@ -49,18 +56,15 @@ def started(
         changes: of the environment.
     """
 
-    def setup() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup, too
-        if ignored is not None:
-            signal.signal(ignored, signal.SIG_IGN)
-
     process = subprocess.Popen(
-        [*LAUNCHER, *arguments],
+        [
+            *(sys.executable, "-S", "-c", SETUP, str(int(ignored or 0))),
+            *(*LAUNCHER, *arguments),
+        ],
         env=environment(**changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=setup,
     )
     try:
         yield process

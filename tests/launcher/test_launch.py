@@ -266,6 +266,17 @@ def test_what_cannot_be_started_is_said_without_a_traceback(program) -> None:
     assert done.stderr.startswith("tfdist-run: cannot start 2 ranks: ")
 
 
+def test_a_missing_ssh_is_said_without_a_traceback(program, tmp_path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("127.0.0.1\n")
+    done = launch("--hostfile", str(path), program("print(1)"), PATH=os.devnull)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "tfdist-run: cannot start 1 ranks: [Errno 2] No such file or "
+        "directory: 'ssh'\n"
+    )
+
+
 def test_one_rank_runs_under_another_launcher(program, tmp_path) -> None:
     path = tmp_path / "rank.py"
     path.write_text(

@@ -124,32 +124,45 @@ def test_a_rank_that_could_not_save_decides_the_exit_code(program) -> None:
     assert "could not save its last state: exit code 74" in errors
 
 
-FORKED = """
-import subprocess, threading
+STARTED = """
+import subprocess
 from tfdist_ext.launcher import local_ranks
 
-popen, counts = subprocess.Popen, []
+popen, functions = subprocess.Popen, []
 
-def noting(*args, **kwargs):
-    counts.append(threading.active_count())
-    return popen(*args, **kwargs)
+def noting(*args, preexec_fn=None, **kwargs):
+    functions.append(preexec_fn)
+    return popen(*args, preexec_fn=preexec_fn, **kwargs)
 
 subprocess.Popen = noting
-ranks = [local_ranks.Rank(r, "here", ["echo", "hi"], {}) for r in range(3)]
-print(local_ranks.run(ranks, grace=5).code, counts)
+shell = "grep -E 'Sig(Blk|Ign)' /proc/self/status; ps -o sid= -p $$; echo $$"
+ranks = [local_ranks.Rank(r, "here", ["sh", "-c", shell], {}) for r in range(2)]
+print(local_ranks.run(ranks, grace=5).code, functions)
 """
 
 
-def test_ranks_are_forked_before_threads_run() -> None:
-    """A fork beside a thread may find a lock held for ever."""
+def test_no_python_runs_between_fork_and_exec() -> None:
+    """It may find a lock held for ever, of a thread that is not there.
+
+    Signals and sessions of the ranks are as they should be all the same.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", FORKED],
+        [sys.executable, "-c", STARTED],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=True,
     )
-    assert done.stdout.rstrip().endswith("0 [1, 1, 1]")
+    lines = done.stdout.splitlines()
+    assert "0 [None, None]" in lines
+    for prefix in ("", "[1] "):
+        said = [
+            line for line in lines if line.startswith("[1]") == bool(prefix)
+        ]
+        words = [line.removeprefix(prefix).split()[-1] for line in said]
+        blocked, ignored, session, pid = words[:4]
+        assert int(blocked, 16) == int(ignored, 16) == 0
+        assert session == pid
 
 
 ASKED_TO_STOP = """

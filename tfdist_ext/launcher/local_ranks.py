@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the ranks of one host as processes until all have ended.
 
-Ranks are forked before any thread of this file runs: a child that is forked
-beside a thread may find a lock held for ever.
-
 Every rank leads a process group of its own, so that stopping it stops what it
 has started too, and dies with the launcher, however that ends. Signals for the
 launcher are blocked and fetched in the one loop that also notices the end of a
@@ -13,12 +10,13 @@ rank, so nothing here runs inside a signal handler.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
+import errno
 import fcntl
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +24,10 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import BinaryIO
 from typing import Protocol
 
@@ -40,7 +38,7 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
+_CHILD = os.fspath(pathlib.Path(__file__).with_name("child.py"))
 # Of a rank that was told to end and could not save: EX_IOERR of sysexits.h.
 NOT_SAVED = 74
 # How a rank's error names the one that it has lost.
@@ -91,7 +89,11 @@ class _Process:
     """A started rank with the threads that copy its output."""
 
     def __init__(
-        self, rank: Rank, log: BinaryIO | None, terminal: bool
+        self,
+        rank: Rank,
+        log: BinaryIO | None,
+        terminal: bool,
+        lock: threading.Lock,
     ) -> None:
         self.rank = rank
         # Rank 0 keeps the terminal; a log needs its output to pass through,
@@ -105,35 +107,24 @@ class _Process:
         error_source, error = os.pipe() if reads_errors else (-1, None)
         if terminal:
             _imitate_terminal(source)
-        self._process = subprocess.Popen(
+        self._process = popen(
             rank.command,
             env={**os.environ, **rank.environment},
             # In a background group a rank could not read from a terminal.
             stdin=None if _takes_input(rank) else subprocess.DEVNULL,
             stdout=out,
             stderr=error,
-            preexec_fn=make_child_setup(),
         )
         self.pid = self._process.pid
-        self._log = log
-        self._sources = (source, error_source)
-        self._pumps: list[rank_output.Pump] = []
         for descriptor in (out, error):
             if descriptor is not None:
                 os.close(descriptor)
-
-    def copy_output(self, lock: threading.Lock) -> None:
-        """Starts the threads that copy its output."""
-        number = self.rank.rank
-        prefix = None if number == 0 else b"[%d] " % number
-        sinks = (sys.stdout, sys.stderr)
-        for source, sink in zip(self._sources, sinks, strict=True):
-            if source >= 0:
-                self._pumps.append(
-                    rank_output.Pump(
-                        source, sink.buffer, lock, prefix=prefix, log=self._log
-                    )
-                )
+        prefix = None if rank.rank == 0 else b"[%d] " % rank.rank
+        self._pumps = [
+            rank_output.Pump(each, sink.buffer, lock, prefix=prefix, log=log)
+            for each, sink in ((source, sys.stdout), (error_source, sys.stderr))
+            if each >= 0
+        ]
 
     def __str__(self) -> str:
         rank = self.rank
@@ -202,9 +193,7 @@ def run(
             if live is not None:
                 own = {**rank.environment, **live.environment(rank.rank)}
                 rank = dataclasses.replace(rank, environment=own)
-            processes.append(_Process(rank, log, terminal))
-        for process in processes:
-            process.copy_output(lock)
+            processes.append(_Process(rank, log, terminal, lock))
         end = _wait(processes, nodes, live)
         if nodes is not None:
             nodes.report(end.message)
@@ -414,25 +403,25 @@ def _imitate_terminal(source: int) -> None:
         termios.tcsetattr(source, termios.TCSANOW, settings)
 
 
-def make_child_setup() -> Callable[[], None]:
-    """Returns what a child runs between fork and exec.
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a program that ends when this process does, however that is.
 
-    Everything it needs is looked up before the fork: no import and no lock
-    there.
+    It leads a session and a process group of its own, and its signals are as
+    they are by default, except those that were ignored for this process.
+
+    Args:
+        command: program and arguments.
+        options: of `subprocess.Popen`.
+
+    Raises:
+        OSError: there is no such program, or no process can be made.
     """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    launcher = os.getpid()
-
-    def setup() -> None:
-        os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != launcher:  # It died before the line above.
-            os._exit(1)
-        # A background group may write to the terminal whatever stty says.
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        # Ignored where a script has started the launcher in the background.
-        # In a group of their own, ranks get it from the launcher only.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    return setup
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(
+            errno.ENOENT, os.strerror(errno.ENOENT), command[0]
+        )
+    return subprocess.Popen(
+        [sys.executable, "-S", _CHILD, str(os.getpid()), *command],
+        start_new_session=True,
+        **options,
+    )

@@ -55,13 +55,12 @@ class _Connection:
         self.ports: list[int] | None = None
         self._lock = lock
         self._output: rank_output.Pump | None = None
-        self._process = subprocess.Popen(
+        self._process = local_ranks.popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            preexec_fn=local_ranks.make_child_setup(),
         )
         assert self._process.stderr is not None
         self._errors = self._pump(self._process.stderr, sys.stderr)
