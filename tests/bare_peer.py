@@ -64,12 +64,17 @@ def read_frames(connection):
 
 
 class Rank:
-    def __init__(self, timeout=20.0):
+    def __init__(self, timeout=20.0, most_early=0):
         ours, self.peer = zip(
             socket.socketpair(), socket.socketpair(), strict=True
         )
         self.group = ProcessGroup(
-            0, 2, ["a:1", "b:1"], lambda: [None, Connection(*ours)], timeout
+            0,
+            2,
+            ["a:1", "b:1"],
+            lambda: [None, Connection(*ours)],
+            timeout,
+            most_early=most_early,
         )
 
     def __enter__(self):

@@ -39,10 +39,10 @@ struct Outgoing {
 class DataLink {
  public:
   DataLink(Socket socket, std::unique_ptr<SharedRings> rings,
-           ScratchPool& scratch)
+           ScratchPool& scratch, uint64_t most_early)
       : socket_(std::move(socket)),
         rings_(std::move(rings)),
-        inbox_(scratch),
+        inbox_(scratch, most_early),
         staged_(rings_ == nullptr ? kStaged : sizeof(Header)) {}
 
   Inbox& inbox() { return inbox_; }

@@ -28,6 +28,7 @@ REGISTER_OP("Tfdist>GroupOpen")
     .Output("group: int64")
     .Attr("rank: int >= 0")
     .Attr("timeout: float")
+    .Attr("most_early: int >= 1")
     .Attr("all_reduce: string = ''")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -46,6 +47,7 @@ shared: [ranks, 2], likewise of the memory that this rank and another share, and
 group: the handle for all other ops.
 rank: this rank.
 timeout: seconds any operation may take.
+most_early: bytes another rank may send before this one asks for them.
 all_reduce: "direct", "ring" or "tree" for all of them; by default each is
   chosen.
 )doc");
@@ -150,6 +152,9 @@ class GroupOpenOp : public OpKernel {
     OP_REQUIRES(ctx, std::isfinite(timeout) && timeout > 0,
                 tensorflow::errors::InvalidArgument(
                     "timeout must be positive, received ", timeout));
+    int64_t most_early = 0;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("most_early", &most_early));
+    options_.most_early = static_cast<uint64_t>(most_early);
     std::string form;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("all_reduce", &form));
     options_.all_reduce = FindForm(form);

@@ -44,6 +44,7 @@ void Inbox::Remove(Incoming* message) {
     message->memory = nullptr;
     return;
   }
+  UncountEarly(message);
   messages_.erase(KeyOf(message->header));
 }
 
@@ -63,6 +64,7 @@ bool Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
   idle_.wait(lock, [&] { return !message->busy; });
   message->memory = static_cast<uint8_t*>(memory);
   message->wanted = bytes;
+  UncountEarly(message);
   if (message->early == nullptr) return true;
   const std::shared_ptr<uint8_t> early = std::move(message->early);
   const uint64_t size = message->received;
@@ -79,15 +81,17 @@ bool Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
 std::shared_ptr<uint8_t> Inbox::TakeEarly(Incoming* message) {
   std::lock_guard<std::mutex> lock(mutex_);
   EarlyMemory(message);
+  UncountEarly(message);
   return message->early;
 }
 
 void Inbox::Retire(uint32_t generation) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = messages_.begin(); it != messages_.end();) {
-    const Incoming& message = *it->second;
+    Incoming& message = *it->second;
     const bool old = message.header.generation < generation;
     const bool free = message.receiver == nullptr && message.complete();
+    if (old && free) UncountEarly(&message);
     it = old && free ? messages_.erase(it) : std::next(it);
   }
   generation_ = generation;
@@ -125,7 +129,10 @@ uint8_t* Inbox::Claim(Incoming* message) {
   std::unique_lock<std::mutex> lock(mutex_);
   idle_.wait(lock, [&] { return !message->busy; });  // a copy of Give
   uint8_t* memory = message->memory;
-  if (memory == nullptr) memory = EarlyMemory(message);
+  if (memory == nullptr) {
+    if (message->early == nullptr) CountEarly(message);
+    memory = EarlyMemory(message);
+  }
   message->busy = true;
   return memory + message->received;
 }
@@ -141,11 +148,26 @@ void Inbox::Advance(Incoming* message, uint64_t bytes) {
     const bool unwanted =
         message->abandoned || (old && message->receiver == nullptr);
     if (unwanted && message->complete()) {
+      UncountEarly(message);
       messages_.erase(KeyOf(message->header));
     }
     idle_.notify_all();
   }
   if (receiver != nullptr) receiver->Advance();
+}
+
+void Inbox::CountEarly(Incoming* message) {
+  const uint64_t bytes = message->header.bytes;
+  if (bytes > most_early_ - early_bytes_) {
+    throw ProtocolError(Message("it sent more than ", most_early_,
+                                " bytes before this rank asked for them"));
+  }
+  message->early_bytes = bytes;
+  early_bytes_ += bytes;
+}
+
+void Inbox::UncountEarly(Incoming* message) {
+  early_bytes_ -= std::exchange(message->early_bytes, 0);
 }
 
 uint8_t* Inbox::EarlyMemory(Incoming* message) {

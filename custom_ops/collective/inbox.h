@@ -29,6 +29,7 @@ struct Incoming {
   uint8_t* memory = nullptr;       // where the receiver wants the payload
   uint64_t wanted = 0;             // bytes that it has there
   std::shared_ptr<uint8_t> early;  // what came before it said so
+  uint64_t early_bytes = 0;        // of it, those that count; see Inbox
   uint64_t received = 0;           // bytes of the payload
   bool header_here = false;
   bool busy = false;       // somebody writes to its memory
@@ -43,10 +44,12 @@ struct Incoming {
 // A payload goes straight into the receiver's memory. Until the receiver knows
 // where it wants it (it may need all headers first, or not have begun at all),
 // it is kept in scratch memory, and what has come by then is copied over. No
-// message ever waits for another one's receiver, so none can wait for ever.
+// message ever waits for another one's receiver, so none can wait for ever. The
+// payloads that are kept so may have `most_early` bytes in all.
 class Inbox {
  public:
-  explicit Inbox(ScratchPool& scratch) : scratch_(scratch) {}
+  Inbox(ScratchPool& scratch, uint64_t most_early)
+      : scratch_(scratch), most_early_(most_early) {}
 
   // For receivers. `Expect` returns a message that may have come already;
   // it stays until `Remove`, which waits until nobody writes to its memory.
@@ -67,10 +70,10 @@ class Inbox {
 
   // For the thread of the connections. `Begin` finds or makes the message of a
   // header; null for a second one of the same, or of another size than there is
-  // memory for. Throws ProtocolError where too many wait for receivers. Between
-  // `Claim`, which says where the next bytes go, and `Advance` the memory stays
-  // as it is. Both must follow a header that has bytes, if of none: its
-  // receiver may hear of it only then.
+  // memory for. Between `Claim`, which says where the next bytes go, and
+  // `Advance` the memory stays as it is. Begin and Claim throw ProtocolError
+  // where too many messages, or bytes, wait for receivers. Both must follow a
+  // header that has bytes, if of none: its receiver may hear of it only then.
   Incoming* Begin(const Header& header);
   uint8_t* Claim(Incoming* message);
   void Advance(Incoming* message, uint64_t bytes);
@@ -81,8 +84,14 @@ class Inbox {
     return {header.generation, header.tag, header.call, header.part};
   }
   uint8_t* EarlyMemory(Incoming* message);
+  // With mutex_ held. The bytes of a payload that nobody has asked for count,
+  // until somebody does or it is for nobody.
+  void CountEarly(Incoming* message);
+  void UncountEarly(Incoming* message);
 
   ScratchPool& scratch_;
+  const uint64_t most_early_;
+  uint64_t early_bytes_ = 0;  // that count, of all messages
   std::mutex mutex_;
   std::condition_variable idle_;
   std::map<Key, std::unique_ptr<Incoming>> messages_;

@@ -31,7 +31,8 @@ ProcessGroup::ProcessGroup(GroupOptions options,
       debug_(DebugRequested()),
       all_reduce_choice_(options_.addresses, options_.all_reduce),
       peers_(options_.world_size),
-      transport_(std::move(sockets), options_.timeout, scratch_) {
+      transport_(std::move(sockets), options_.timeout, scratch_,
+                 options_.most_early) {
   stats_.waited.resize(options_.world_size);
 }
 

@@ -34,6 +34,7 @@ struct GroupOptions {
   double timeout = 60;  // seconds, of every wait (see OnDeadline)
   std::vector<std::string> addresses;  // "host:port" of each rank, for errors
   std::optional<AllReduceForm> all_reduce;  // always, in place of a choice
+  uint64_t most_early = 0;  // bytes that a peer may send ahead; see Inbox
 };
 
 // What a group has done so far. Bytes are headers and payloads.

@@ -34,7 +34,7 @@ uint64_t Transport::TagOf(int peer, Source source) {
 }
 
 Transport::Transport(std::vector<Pair> sockets, double timeout,
-                     ScratchPool& scratch)
+                     ScratchPool& scratch, uint64_t most_early)
     : links_(sockets.size()),
       poller_(CheckFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wake_(CheckFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
@@ -47,9 +47,10 @@ Transport::Transport(std::vector<Pair> sockets, double timeout,
       if (pair.shared.memory.get() >= 0) {
         rings = std::make_unique<SharedRings>(std::move(pair.shared));
       }
-      links_[peer] = std::make_unique<Link>(
-          Socket(std::move(pair.data), timeout),
-          Socket(std::move(pair.control), timeout), std::move(rings), scratch);
+      links_[peer] =
+          std::make_unique<Link>(Socket(std::move(pair.data), timeout),
+                                 Socket(std::move(pair.control), timeout),
+                                 std::move(rings), scratch, most_early);
     } catch (const std::system_error& error) {
       throw BadConnection(static_cast<int>(peer), error.what());
     }

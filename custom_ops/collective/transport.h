@@ -48,8 +48,9 @@ class Transport {
   };
   static constexpr int kTickMilliseconds = 50;
 
-  // Throws BadConnection and std::system_error.
-  Transport(std::vector<Pair> sockets, double timeout, ScratchPool& scratch);
+  // `most_early` is of each Inbox. Throws BadConnection and std::system_error.
+  Transport(std::vector<Pair> sockets, double timeout, ScratchPool& scratch,
+            uint64_t most_early);
   ~Transport();
 
   // Begins to listen. `listener` must outlive Stop. Throws std::system_error.
@@ -77,8 +78,8 @@ class Transport {
  private:
   struct Link {
     Link(Socket data, Socket control, std::unique_ptr<SharedRings> rings,
-         ScratchPool& scratch)
-        : data(std::move(data), std::move(rings), scratch),
+         ScratchPool& scratch, uint64_t most_early)
+        : data(std::move(data), std::move(rings), scratch, most_early),
           control(std::move(control)) {}
     DataLink data;
     ControlLink control;

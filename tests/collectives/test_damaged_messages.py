@@ -59,7 +59,7 @@ def test_a_good_message_is_taken(rank):
     [
         ({"magic": 1}, "message of another build"),
         ({"bytes": 1 << 63}, "message of another build"),
-        ({"bytes": 1 << 43}, "no memory|sent 8796093022208 bytes"),
+        ({"bytes": 1 << 43}, "bytes before this rank asked"),
         ({"kind": 1}, "runs all_to_all 'sum'"),
         ({"kind": 77}, "runs unknown 'sum'"),
         ({"dtype": 2}, "double"),
@@ -137,6 +137,50 @@ def test_messages_that_nobody_expects_have_a_limit(rank):
         flood(rank.peer[0], unknown_messages()),
         pytest.raises(tf.errors.InternalError, match=r"rank 1 \(b:1\).*131072"),
     ):
+        rank.sum()
+
+
+def payloads():
+    for number in range(1 << 40):
+        yield pack(good_header(4 + number) | {"bytes": 1 << 16}) + bytes(
+            1 << 16
+        )
+
+
+def test_bytes_that_nobody_expects_have_a_limit():
+    with (
+        Rank(most_early=1 << 20) as rank,
+        flood(rank.peer[0], payloads()),
+        pytest.raises(
+            tf.errors.InternalError,
+            match=r"rank 1 \(b:1\).*1048576 bytes before",
+        ),
+    ):
+        rank.sum()
+
+
+def test_bytes_that_were_expected_later_do_not_count():
+    payload = np.ones(NUMBERS, np.float32).tobytes()
+    with Rank(most_early=2 * len(payload)) as rank:
+        for call in range(3):
+            for tag in (2, 4):  # as many as may come early
+                header = good_header(tag) | {"call": call}
+                rank.peer[0].sendall(pack(header) + payload)
+            time.sleep(0.01)
+            rank.sum(tag=2)
+            rank.sum(tag=4)
+
+
+def test_bytes_that_nobody_wants_any_more_do_not_count():
+    payload = bytes(4 * NUMBERS)
+    with Rank(most_early=len(payload)) as rank:
+        for generation in range(3):
+            header = good_header(2) | {"generation": generation}
+            rank.peer[0].sendall(pack(header) + payload)
+            time.sleep(0.01)
+            rank.group.leave("nothing")
+        header = good_header(2) | {"generation": 3}
+        rank.peer[0].sendall(pack(header) + payload)
         rank.sum()
 
 

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
+from tfdist_ext.collectives import early_bytes
 from tfdist_ext.collectives.process_group import GroupStats
 from tfdist_ext.collectives.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
@@ -65,6 +66,19 @@ def test_what_is_no_connection_is_refused(what, tmp_path):
 
     with pytest.raises(tf.errors.OpError, match=r"rank 0 .* connections"):
         ProcessGroup(0, 2, ["127.0.0.1:1"] * 2, connect)
+
+
+def test_the_limit_of_early_bytes_is_half_of_a_share_of_memory(tmp_path):
+    container = tmp_path / "memory.max"
+    container.write_text("1200\n")
+    addresses = ["a:1", "a:2", "b:1"]
+    limits = [
+        early_bytes.default_limit(rank, addresses, container)
+        for rank in range(3)
+    ]
+    assert limits == [300, 300, 600]
+    container.write_text("max\n")
+    assert early_bytes.default_limit(2, addresses, container) > 1 << 20
 
 
 def tcp_pair():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist_ext.collectives import early_bytes
 from tfdist_ext.collectives.calls import brief
 from tfdist_ext.ops import group_ops
 from tfdist_ext.rendezvous.connection import Connection
@@ -75,6 +76,7 @@ class ProcessGroup:
         connect: Connect | None = None,
         timeout: float = 60.0,
         all_reduce: str = "",
+        most_early: int = 0,
     ) -> None:
         """Makes a group of connections to all ranks.
 
@@ -88,17 +90,13 @@ class ProcessGroup:
             timeout: seconds, of every operation.
             all_reduce: "direct", "ring" or "tree" for every `all_reduce`, the
                 same on all ranks; by default each is chosen by its bytes.
+            most_early: bytes that another rank may send before this one asks
+                for them; by default as many as `early_bytes.default_limit`.
 
         Raises:
             ValueError: a bad argument.
         """
-        _check(rank, world_size, addresses, timeout)
-        if all_reduce and all_reduce not in ALL_REDUCE_FORMS:
-            raise ValueError(
-                f"{ALL_REDUCE_VARIABLE} must be one of "
-                f"{', '.join(ALL_REDUCE_FORMS)}, or not set. Received: "
-                f"{ALL_REDUCE_VARIABLE}={all_reduce}"
-            )
+        _check(rank, world_size, addresses, timeout, all_reduce)
         self.rank = rank
         self.world_size = world_size
         self.addresses = tuple(addresses)
@@ -121,6 +119,7 @@ class ProcessGroup:
                 for each in connections
             ],
             timeout,
+            most_early or early_bytes.default_limit(rank, self.addresses),
             all_reduce,
         )
         atexit.register(self._close_at_exit)
@@ -267,6 +266,7 @@ def _check(
     world_size: int,
     addresses: Sequence[str],
     timeout: float,
+    all_reduce: str,
 ) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -281,4 +281,10 @@ def _check(
         raise ValueError(
             f"timeout must be a positive number of seconds. Received: "
             f"timeout={timeout}"
+        )
+    if all_reduce and all_reduce not in ALL_REDUCE_FORMS:
+        raise ValueError(
+            f"{ALL_REDUCE_VARIABLE} must be one of "
+            f"{', '.join(ALL_REDUCE_FORMS)}, or not set. Received: "
+            f"{ALL_REDUCE_VARIABLE}={all_reduce}"
         )

@@ -31,6 +31,7 @@ def group_open(
     connections: Sequence[tuple[socket.socket, socket.socket] | None],
     shared: Sequence[tuple[int, int] | None],
     timeout: float,
+    most_early: int,
     all_reduce: str = "",
 ) -> int:
     """Makes this rank's end of a group, which owns the connections.
@@ -42,6 +43,8 @@ def group_open(
         shared: file descriptors of the memory that this rank shares with
             another, and of its end of their bell; the group owns them too.
         timeout: seconds of every wait.
+        most_early: bytes that another rank may send before this one asks for
+            them.
         all_reduce: form of all of them; empty if each is chosen.
 
     Returns:
@@ -58,6 +61,7 @@ def group_open(
             shared=tf.constant([each or (-1, -1) for each in shared], tf.int32),
             rank=rank,
             timeout=timeout,
+            most_early=most_early,
             all_reduce=all_reduce,
         )
     return int(handle)
