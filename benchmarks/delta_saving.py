@@ -22,13 +22,13 @@ import tensorflow as tf
 
 import tfdist_ext
 from benchmarks import workloads
-from tfdist_ext.checkpoints import saver
-from tfdist_ext.checkpoints.changed_rows import ChangedRows
-from tfdist_ext.checkpoints.changed_rows import Marks
-from tfdist_ext.checkpoints.later import LaterWrite
-from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.saving import saver
+from tfdist_ext.saving.changed_rows import ChangedRows
+from tfdist_ext.saving.changed_rows import Marks
+from tfdist_ext.saving.saver import LaterWrite
 
 keras = tf.keras
 STEPS = (10, 40, 150)

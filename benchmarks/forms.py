@@ -20,11 +20,11 @@ from multiprocessing.connection import Connection as Pipe
 import tensorflow as tf
 
 from benchmarks import network
-from tfdist_ext.collectives.process_group import ALL_REDUCE_FORMS
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import connection
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.process_group import ALL_REDUCE_FORMS
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.rendezvous import same_host
-from tfdist_ext.rendezvous.connection import Connection
 
 _CLONE_NEWNET = 0x40000000
 _CHOSEN = ""
@@ -157,9 +157,9 @@ def _join(
                 _socket_pair(places, hosts[rank], hosts[peer]) for _ in range(2)
             ]
             here, there = zip(*ends, strict=True)
-            shared: tuple[same_host.SharedMemory | None, ...] = (None, None)
+            shared: tuple[connection.SharedMemory | None, ...] = (None, None)
             if hosts[rank] == hosts[peer]:
-                shared = same_host.make_pair()
+                shared = connection.make_pair()
             table[rank][peer] = Connection(*here, shared[0])
             table[peer][rank] = Connection(*there, shared[1])
     return table

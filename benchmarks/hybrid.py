@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfdist_ext
 from benchmarks import models
 from benchmarks import workloads
-from tfdist_ext.planner import plan as sharding_plan
-from tfdist_ext.planner.plan import ShardingPlan
+from tfdist_ext.tables import plan as sharding_plan
+from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

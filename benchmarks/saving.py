@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.callbacks import Resume
-from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.comm.exchanges import text_of_first_rank
 
 keras = tf.keras
 DIM, BATCH, HOTNESS, STEPS, TURNS = 32, 4096, 16, 150, 3

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 
 from benchmarks import workloads
-from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

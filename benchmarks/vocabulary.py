@@ -22,7 +22,7 @@ from benchmarks import launch
 from benchmarks import network
 from benchmarks import run
 from tfdist_ext.ops import vocabulary_ops
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 _RANKS = 4
 _HASH_KEY = tf.constant([1, 2], tf.int64)

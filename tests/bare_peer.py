@@ -6,9 +6,9 @@ import struct
 
 import tensorflow as tf
 
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.rendezvous.connection import Connection
 
 # Header of custom_ops/collective/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")

@@ -4,9 +4,9 @@
 import socket
 import threading
 
-from tfdist_ext.collectives.process_group import ProcessGroup
-from tfdist_ext.rendezvous import same_host
-from tfdist_ext.rendezvous.connection import Connection
+from tfdist_ext.comm import connection
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.process_group import ProcessGroup
 
 
 def run_on_ranks(
@@ -30,7 +30,7 @@ def run_on_ranks(
             messages, control = socket.socketpair(), socket.socketpair()
             # Some pairs are on one host, some are not.
             near = (rank + peer) % 2 == 1
-            shared = same_host.make_pair() if near else (None, None)
+            shared = connection.make_pair() if near else (None, None)
             sockets[peer][rank] = Connection(messages[0], control[0], shared[0])
             sockets[rank][peer] = Connection(messages[1], control[1], shared[1])
     forms = all_reduce or ""

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from tfdist_ext import layers
     from tfdist_ext import losses
     from tfdist_ext import optimizers
-    from tfdist_ext.collectives.measuring import measure_machine
-    from tfdist_ext.distribute.strategy import HybridParallelStrategy
-    from tfdist_ext.optimizers.scaled_rate import scaled_rate
-    from tfdist_ext.planner.machine import Machine
-    from tfdist_ext.planner.plan import ShardingPlan
-    from tfdist_ext.planner.plan import plan
-    from tfdist_ext.serving.deltas import apply_delta
-    from tfdist_ext.serving.deltas import export_delta
-    from tfdist_ext.serving.exporting import export
-    from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+    from tfdist_ext.comm.measuring import measure_machine
+    from tfdist_ext.optimizers.rules import scaled_rate
+    from tfdist_ext.saving.deltas import apply_delta
+    from tfdist_ext.saving.deltas import export_delta
+    from tfdist_ext.saving.exporting import export
+    from tfdist_ext.strategy.strategy import HybridParallelStrategy
     from tfdist_ext.tables.placement import TablePlacement
+    from tfdist_ext.tables.plan import ShardingPlan
+    from tfdist_ext.tables.plan import plan
+    from tfdist_ext.tables.problem import Machine
+    from tfdist_ext.tables.table_config import DynamicVocabulary
     from tfdist_ext.tables.table_config import FeatureConfig
     from tfdist_ext.tables.table_config import TableConfig
     from tfdist_ext.version import VERSION as __version__
@@ -53,19 +53,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     places = {
-        "DynamicVocabulary": "tables.dynamic_vocabulary",
+        "DynamicVocabulary": "tables.table_config",
         "FeatureConfig": "tables.table_config",
-        "HybridParallelStrategy": "distribute.strategy",
-        "Machine": "planner.machine",
-        "ShardingPlan": "planner.plan",
+        "HybridParallelStrategy": "strategy.strategy",
+        "Machine": "tables.problem",
+        "ShardingPlan": "tables.plan",
         "TableConfig": "tables.table_config",
         "TablePlacement": "tables.placement",
-        "apply_delta": "serving.deltas",
-        "export": "serving.exporting",
-        "export_delta": "serving.deltas",
-        "measure_machine": "collectives.measuring",
-        "plan": "planner.plan",
-        "scaled_rate": "optimizers.scaled_rate",
+        "apply_delta": "saving.deltas",
+        "export": "saving.exporting",
+        "export_delta": "saving.deltas",
+        "measure_machine": "comm.measuring",
+        "plan": "tables.plan",
+        "scaled_rate": "optimizers.rules",
     }
     if name == "__version__":
         return importlib.import_module("tfdist_ext.version").VERSION

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.placement import ShardSpec
 
 
 def set_shard_spec(variable: Any, spec: ShardSpec) -> None:

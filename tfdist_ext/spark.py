@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 from typing import TypeVar
 
-from tfdist_ext.launcher import ports
-from tfdist_ext.rendezvous import addresses
-from tfdist_ext.rendezvous import secret as secret_lib
+from tfdist_ext.comm import addresses
+from tfdist_ext.comm import handshake as secret_lib
+from tfdist_ext.comm import listener
 
 __all__ = ["run"]
 
@@ -76,7 +76,7 @@ def _place(context: Any, secret: str) -> Iterator[None]:
     rank = context.partitionId()
     host = context.getTaskInfos()[rank].address.rpartition(":")[0]
     # Not loopback: the address others use may belong to any interface.
-    with ports.reserve(1, "") as reserved:
+    with listener.reserve_ports(1, "") as reserved:
         workers = context.allGather(addresses.join(host, reserved[0]))
         config = {
             "cluster": {"worker": list(workers)},
@@ -84,8 +84,8 @@ def _place(context: Any, secret: str) -> Iterator[None]:
         }
         placed = {
             "TF_CONFIG": json.dumps(config),
-            secret_lib.VARIABLE: secret,
-            ports.HELD_VARIABLE: "1",
+            secret_lib.SECRET: secret,
+            listener.HELD_VARIABLE: "1",
         }
         before = {name: os.environ.get(name) for name in placed}
         cores = str(max(1, context.cpus()))

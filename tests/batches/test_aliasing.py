@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.batches import outline
-from tfdist_ext.batches import slicing
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.distribute import input
-from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext import batches
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.strategy import input
 
 ROWS, WIDTH = 16, 16  # rows of 64 bytes
 Policy = tf.data.experimental.AutoShardPolicy
@@ -167,7 +167,7 @@ def test_sparse_and_prefetched_ids():
             tf.SparseTensor(indices, values, [16, 8]),
             prefetched_ids.bundle(
                 [[Ids(values, splits, weights)]],
-                [outline.dense(tf.constant([16], tf.int64), [16])],
+                [layouts.dense(tf.constant([16], tf.int64), [16])],
             ),
         )
 
@@ -184,14 +184,14 @@ def test_a_copy_is_equal(rows, dtype):
     if dtype == tf.string:
         value = tf.strings.as_string(value)
     value = tf.cast(value, dtype)
-    np.testing.assert_array_equal(slicing.copied(value), value)
+    np.testing.assert_array_equal(batches.copied(value), value)
 
 
 def test_nested_ragged_rows_are_those_of_the_rank():
     ragged = tf.ragged.constant([[[1], [2, 3]], [], [[4]], [[], [5]], [[6]]])
-    pieces = [slicing.slice_of_rank(ragged, rank, 2) for rank in range(2)]
+    pieces = [batches.slice_of_rank(ragged, rank, 2) for rank in range(2)]
     joined = tf.concat(pieces, 0)
     assert joined.to_list() == ragged.to_list()
     uniform = tf.RaggedTensor.from_uniform_row_length(ragged, 1)
-    piece = slicing.slice_of_rank(uniform, 1, 2)
+    piece = batches.slice_of_rank(uniform, 1, 2)
     assert piece.to_list() == uniform[2:].to_list()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.batches import data_digest
+from tfdist_ext.numbers import data_digest
 
 
 class Recorded:

@@ -6,11 +6,11 @@ import types
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.batches import kinds
-from tfdist_ext.batches.dependence import BatchDependence
-from tfdist_ext.batches.kinds import MEAN
-from tfdist_ext.batches.kinds import SAME
-from tfdist_ext.batches.kinds import SUM
+from tfdist_ext.numbers import kinds
+from tfdist_ext.numbers.dependence import BatchDependence
+from tfdist_ext.numbers.kinds import MEAN
+from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.numbers.kinds import SUM
 from tfdist_ext.ops import collective_ops
 
 W = [[1.0, 2.0], [0.5, -1.0], [0.1, 0.3]]  # [3, 2]

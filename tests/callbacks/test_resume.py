@@ -16,12 +16,11 @@ import tfdist_ext
 from tests.recording import Recorder
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import Resume
-from tfdist_ext.callbacks import beats
-from tfdist_ext.callbacks import folder_lock
-from tfdist_ext.callbacks import notice as notice_lib
-from tfdist_ext.callbacks import random_states
-from tfdist_ext.checkpoints import kept
-from tfdist_ext.checkpoints import writing
+from tfdist_ext.callbacks import resume
+from tfdist_ext.callbacks import resume as notice_lib
+from tfdist_ext.callbacks import saved_run
+from tfdist_ext.saving import checkpoint_files
+from tfdist_ext.saving import checkpoint_writing
 
 keras = tf.keras
 DATA = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
@@ -103,7 +102,7 @@ def test_deltas_that_save_nothing_are_told(strategy, tmp_path):
 
 def test_the_last_checkpoints_are_kept(tmp_path):
     folder = str(tmp_path)
-    assert kept.found_in(f"{folder}/none") == []
+    assert checkpoint_files.found_in(f"{folder}/none") == []
     names = ["2", "10", "9", "3-since-2", "11-since-10", "13-since-10"]
     names += ["14-since-10", "15-since-2", "20", "21-since-20"]
     for name in names:
@@ -112,9 +111,9 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     for unfinished in ("16_ranks", "16-since-2_ranks"):
         (tmp_path / f"ckpt-{unfinished}").mkdir()
     (tmp_path / "ckpt-x.index").touch()
-    kept.keep(folder, 2, last=15)
-    kept.remove_unfinished(folder)
-    found = [each.name for each in kept.found_in(folder)]
+    checkpoint_files.keep_last(folder, 2, last=15)
+    checkpoint_files.remove_unfinished(folder)
+    found = [each.name for each in checkpoint_files.found_in(folder)]
     # Without that whose full one is gone, and without what came later.
     assert found == ["ckpt-14-since-10", "ckpt-10", "ckpt-9"]
     assert tf.train.latest_checkpoint(folder) == f"{folder}/ckpt-10"
@@ -124,9 +123,9 @@ def test_the_last_checkpoints_are_kept(tmp_path):
 
 
 def test_generators_go_on():
-    states = random_states.get()
+    states = saved_run.random_states()
     drawn = np.random.random(3)
-    random_states.set_(states)
+    saved_run.set_random_states(states)
     assert (np.random.random(3) == drawn).all()
 
 
@@ -203,7 +202,7 @@ class Calls(keras.callbacks.Callback):
 @pytest.fixture
 def beating(monkeypatch):
     """A signal is noticed before the next step."""
-    monkeypatch.setattr(beats, "SECONDS", 0)
+    monkeypatch.setattr(resume, "HEARTBEAT_SECONDS", 0)
 
 
 def flat(batches):
@@ -375,14 +374,14 @@ def test_a_monitor_goes_on(strategy, tmp_path, beating, every):
 @pytest.fixture
 def full_disk(monkeypatch):
     """Every write fails, until the list is emptied."""
-    full, write = [True], writing.Parts.write
+    full, write = [True], checkpoint_writing.Parts.write
 
     def fail(parts):
         if full:
             raise OSError(28, "No space left on device")
         write(parts)
 
-    monkeypatch.setattr(writing.Parts, "write", fail)
+    monkeypatch.setattr(checkpoint_writing.Parts, "write", fail)
     return full
 
 
@@ -401,7 +400,7 @@ def test_an_end_that_is_not_saved_is_an_error(
     # With room again the same program goes on.
     full_disk.clear()
     model.fit(*DATA, batch_size=1, epochs=2, verbose=0, callbacks=[saved])
-    assert kept.found_in(str(tmp_path))[0].step == 8
+    assert checkpoint_files.found_in(str(tmp_path))[0].step == 8
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -477,13 +476,13 @@ def test_an_index_that_is_gone_is_told(strategy, tmp_path, caplog, others):
 
 
 def test_a_folder_that_is_removed_is_named(strategy, tmp_path, monkeypatch):
-    write = writing.Parts.write
+    write = checkpoint_writing.Parts.write
 
     def remove(parts):
         write(parts)
         tf.io.gfile.rmtree(parts.folder)
 
-    monkeypatch.setattr(writing.Parts, "write", remove)
+    monkeypatch.setattr(checkpoint_writing.Parts, "write", remove)
     with pytest.raises(OSError, match="were removed while") as error:
         make_model(strategy).fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
     assert "share" not in str(error.value)
@@ -498,9 +497,9 @@ sys.stdin.read()
 
 
 def test_a_second_job_in_a_folder_is_refused(strategy, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "SECONDS", 0.2)
+    monkeypatch.setattr(saved_run, "LOCK_SECONDS", 0.2)
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder_lock.__file__, str(tmp_path)],
+        [sys.executable, "-c", HOLDER, saved_run.__file__, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -526,19 +525,19 @@ def test_a_folder_that_cannot_be_locked_is_a_warning(
     def refuse(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(saved_run.fcntl, "lockf", refuse)
     make_model(strategy).fit(*DATA, verbose=0, callbacks=[Resume(tmp_path)])
     assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
 
 
 def test_the_wait_at_the_end_is_counted(strategy, tmp_path, monkeypatch):
-    write = writing.Parts.write
+    write = checkpoint_writing.Parts.write
 
     def slow(parts):
         time.sleep(0.4)
         write(parts)
 
-    monkeypatch.setattr(writing.Parts, "write", slow)
+    monkeypatch.setattr(checkpoint_writing.Parts, "write", slow)
     saved = Resume(tmp_path)
     make_model(strategy).fit(*DATA, verbose=0, callbacks=[saved])
     assert 0.4 <= saved.seconds < 4

@@ -9,8 +9,7 @@ import pytest
 import tfdist_ext
 from tfdist_ext.callbacks import Timeline
 from tfdist_ext.callbacks.timeline import keras
-from tfdist_ext.tracing import bounds
-from tfdist_ext.tracing import trace
+from tfdist_ext.launch import trace
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end"])
@@ -30,7 +29,7 @@ def test_time_in_callbacks_has_a_column(tmp_path, hook, behind):
     events = trace.read(tmp_path / "trace.json")
     steps = [e.name for e in events if e.kind == trace.STEP]
     assert steps == ["step 2", "step 3", "step 4"]
-    _, _, row, _ = bounds.report(events).splitlines()
+    _, _, row, _ = trace.report(events).splitlines()
     _, step, reading, *_ = map(float, row.split())
     spent = float(row.split()[6])
     # Of the first or the last step some are before or behind the trace.

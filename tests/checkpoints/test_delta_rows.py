@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.checkpoints import delta_rows
+from tfdist_ext.saving import changed_rows
 
 
 def test_rows_come_to_where_they_belong(tmp_path):
     """Of two ranks with columns each, into slices of other ranks."""
     path = str(tmp_path / "delta")
     left, right = np.ones([3, 2], np.float32), np.full([1, 2], 2, np.float32)
-    entries = delta_rows.entries("t", 0, np.array([1, 4, 8]), (0, 2), left)
-    entries += delta_rows.entries("t", 1, np.array([4]), (2, 4), right)
+    entries = changed_rows.delta_entries(
+        "t", 0, np.array([1, 4, 8]), (0, 2), left
+    )
+    entries += changed_rows.delta_entries("t", 1, np.array([4]), (2, 4), right)
     names, slices, values = zip(*entries, strict=True)
     tf.raw_ops.SaveV2(
         prefix=path,
@@ -23,7 +25,7 @@ def test_rows_come_to_where_they_belong(tmp_path):
         shape_and_slices=slices,
         tensors=values,
     )
-    delta = delta_rows.DeltaRows(path)
+    delta = changed_rows.DeltaRows(path)
     assert delta.keys == {"t"}
     found = delta.put_into("t", "10 4 4,5:1,3", tf.zeros([5, 3])).numpy()
     expected = np.zeros([5, 3], np.float32)
@@ -35,4 +37,4 @@ def test_rows_come_to_where_they_belong(tmp_path):
     # What is too short is torn as well as what has another checksum.
     os.truncate(f"{path}.data-00000-of-00001", 12)
     with pytest.raises(tf.errors.DataLossError, match=path):
-        delta_rows.DeltaRows(path).put_into("t", "", tf.zeros([10, 4]))
+        changed_rows.DeltaRows(path).put_into("t", "", tf.zeros([10, 4]))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.checkpoints import writing
+from tfdist_ext.saving import checkpoint_writing
 
 
 def write(prefix, values, count):
@@ -33,9 +33,9 @@ def read(prefix):
 @pytest.mark.parametrize("count", [1, 2, 127, 128, 300])
 def test_data_files_are_counted(tmp_path, count):
     prefix = str(tmp_path / "path")
-    assert writing.data_files_in_use(prefix) == 0
+    assert checkpoint_writing.data_files_in_use(prefix) == 0
     write(prefix, np.arange(300), count)
-    assert writing.data_files_in_use(prefix) == count
+    assert checkpoint_writing.data_files_in_use(prefix) == count
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -56,21 +56,21 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path, monkeypatch, steps):
 
         return changed
 
-    gfile = writing.gfile
+    gfile = checkpoint_writing.gfile
     with monkeypatch.context() as patch:
         for name in ("rename", "remove"):
             patch.setattr(gfile, name, or_crash(getattr(gfile, name)))
         try:
-            writing.place(merged, prefix)
+            checkpoint_writing.place(merged, prefix)
             assert steps == 6
         except KeyboardInterrupt:
             assert steps < 6
     # Three data files, the index, then two old data files.
     np.testing.assert_array_equal(read(prefix), new if steps >= 4 else old)
     # The next save is not disturbed by what is left.
-    count = writing.data_files_in_use(prefix) + 1
+    count = checkpoint_writing.data_files_in_use(prefix) + 1
     write(merged, new + 1, count)
-    writing.place(merged, prefix)
+    checkpoint_writing.place(merged, prefix)
     np.testing.assert_array_equal(read(prefix), new + 1)
     files = sorted(p.name for p in tmp_path.glob("path.*"))
     assert len(files) == 1 + count, files

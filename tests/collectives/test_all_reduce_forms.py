@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 
 # Of rounding a sum once, whatever the ranks added up before.

@@ -14,9 +14,9 @@ import tensorflow as tf
 from tests.fake_gpu import emulation
 from tests.fake_gpu.emulation import on_gpu
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives import gpus
+from tfdist_ext.comm import gpus
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.ops import gpu_ops
+from tfdist_ext.ops import group_ops
 
 # And how far sums may be off: in 16 bits they are rounded after each rank, as
 # weights are.
@@ -31,7 +31,7 @@ def emulated(emulated_ops):
 @pytest.fixture
 def connect(emulated, emulated_ops, monkeypatch):
     """Gives a group its ranks' GPUs, by NCCL if nothing else is said."""
-    monkeypatch.setattr(gpu_ops, "library", lambda: emulated)
+    monkeypatch.setattr(group_ops, "library", lambda: emulated)
 
     def connect(group, nccl=emulated_ops, **how):
         return emulation.connect(group, nccl, **how)

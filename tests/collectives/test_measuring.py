@@ -2,8 +2,8 @@
 """What a machine can do, measured by one process."""
 
 import tfdist_ext
-from tfdist_ext.planner.machine import Machine
-from tfdist_ext.planner.plan import plan
+from tfdist_ext.tables.plan import plan
+from tfdist_ext.tables.problem import Machine
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

@@ -14,13 +14,13 @@ import pytest
 import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives import early_bytes
-from tfdist_ext.collectives.process_group import GroupStats
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import connection
+from tfdist_ext.comm import process_group
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.connection import SharedMemory
+from tfdist_ext.comm.process_group import GroupStats
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.rendezvous import same_host
-from tfdist_ext.rendezvous.connection import Connection
-from tfdist_ext.rendezvous.same_host import SharedMemory
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -73,12 +73,12 @@ def test_the_limit_of_early_bytes_is_half_of_a_share_of_memory(tmp_path):
     container.write_text("1200\n")
     addresses = ["a:1", "a:2", "b:1"]
     limits = [
-        early_bytes.default_limit(rank, addresses, container)
+        process_group.default_early_bytes(rank, addresses, container)
         for rank in range(3)
     ]
     assert limits == [300, 300, 600]
     container.write_text("max\n")
-    assert early_bytes.default_limit(2, addresses, container) > 1 << 20
+    assert process_group.default_early_bytes(2, addresses, container) > 1 << 20
 
 
 def tcp_pair():
@@ -96,7 +96,7 @@ def test_a_peer_that_has_reset_its_connection_is_named():
 
     def try_to_open():
         links = [[tcp_pair() for _ in range(2)] for _ in range(2)]
-        memory = [same_host.make_pair() for _ in range(2)]
+        memory = [connection.make_pair() for _ in range(2)]
         connections = [None] + [
             Connection(*(pair[0] for pair in link), shared[0])
             for link, shared in zip(links, memory, strict=True)

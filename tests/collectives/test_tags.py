@@ -5,14 +5,14 @@ import pytest
 import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives.calls import Turns
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.collectives.step import Step
-from tfdist_ext.collectives.tags import Tags
+from tfdist_ext.comm.calls import CallLock
+from tfdist_ext.comm.calls import Step
+from tfdist_ext.comm.calls import Tags
+from tfdist_ext.comm.collectives import Collectives
 
 
 def test_no_two_exchanges_share_a_tag():
-    tags = Tags(Turns())
+    tags = Tags(CallLock())
     step = Step(tf.constant(1.0), weighted=False, role="train")
     labels = [f"layer_{layer}/ids" for layer in range(50_000)]
     found = {tags.take(step, label, "sum", tf.float32) for label in 4 * labels}

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.ops import collective_ops
 
 

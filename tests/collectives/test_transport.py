@@ -16,10 +16,10 @@ from tests.bare_peer import Rank
 from tests.bare_peer import good_header
 from tests.bare_peer import pack
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import connection
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.rendezvous import same_host
-from tfdist_ext.rendezvous.connection import Connection
 
 
 def wait_until(condition):
@@ -65,7 +65,7 @@ def test_messages_that_wait_leave_together():
 def test_a_full_bell_does_not_block():
     """The peer has its other end too, and may change its flags."""
     pairs = [socket.socketpair() for _ in range(2)]
-    ours, theirs = same_host.make_pair()
+    ours, theirs = connection.make_pair()
     ours_too = os.dup(ours.bell)
     os.set_blocking(ours_too, False)
     with contextlib.suppress(BlockingIOError):

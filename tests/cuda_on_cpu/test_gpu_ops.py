@@ -17,10 +17,9 @@ from tests.cuda_on_cpu.emulated_ops import EmulatedOps
 from tests.cuda_on_cpu.emulated_ops import on_cpu
 from tests.ops import row_rules
 from tests.ops.csr_batches import csr_batch
-from tfdist_ext.ops import init_ops
+from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import optimizer_ops
-from tfdist_ext.ops import wire_ops
 
 ROWS = 50
 # Tables of every kind at once; the last feature has no samples here.
@@ -157,7 +156,7 @@ def test_all_else_of_a_step(gpu: EmulatedOps) -> None:
         repeated = tf.constant(rows, tf.int64)
 
         def others(repeated: tf.Tensor = repeated) -> Any:
-            block = init_ops.init_rows(
+            block = lookup_ops.init_rows(
                 rows=29,
                 row_part=2,
                 row_parts=3,
@@ -168,7 +167,7 @@ def test_all_else_of_a_step(gpu: EmulatedOps) -> None:
                 distribution="truncated_normal",
                 b=0.1,
             )
-            wire = wire_ops.to_wire(
+            wire = id_ops.to_wire(
                 block, tf.bfloat16, rounding="stochastic", seed=5
             )
             return (
@@ -260,7 +259,7 @@ def test_rows_get_their_first_values_again(
     def reset() -> tf.Tensor:
         table.assign(tf.ones([10, 7], dtype))
         for ids in ([*range(0, 29, 2), 4, 500], [], [-1]):
-            init_ops.reset_rows(
+            lookup_ops.reset_rows(
                 table,
                 tf.constant(ids, tf.int64),
                 rows=29,

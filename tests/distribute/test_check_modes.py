@@ -4,7 +4,7 @@
 import pytest
 
 import tfdist_ext
-from tfdist_ext.checking import modes
+from tfdist_ext.numbers import check_report
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,14 @@ from tfdist_ext.checking import modes
     ],
 )
 def test_what_counts(argument: str, variable: str, expected: str) -> None:
-    assert modes.mode_of(argument, {"TFDIST_CHECK": variable}) == expected
+    assert (
+        check_report.mode_of(argument, {"TFDIST_CHECK": variable}) == expected
+    )
 
 
 def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match="`TFDIST_CHECK` must be one of"):
-        modes.mode_of("auto", {"TFDIST_CHECK": "often"})
+        check_report.mode_of("auto", {"TFDIST_CHECK": "often"})
     with pytest.raises(ValueError, match="`check` must be one of"):
         tfdist_ext.HybridParallelStrategy(check="often")
 

@@ -9,7 +9,7 @@ import socket
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.distribute import cluster as cluster_lib
+from tfdist_ext.strategy import cluster as cluster_lib
 
 _FIRST = {"type": "worker", "index": 0}
 OTHERS = [

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.thread_ranks import run_on_ranks
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.distribute import engine
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.strategy import bootstrap
 
 
 def test_who_comes_late_meets_its_own_error(monkeypatch):
@@ -19,7 +19,7 @@ def test_who_comes_late_meets_its_own_error(monkeypatch):
         while group.rank and not group.left()[0]:
             time.sleep(0.01)  # until rank 0 has given up
         with pytest.raises(ImportError, match="engine='horovod' needs"):
-            engine.start_horovod(collectives)
+            bootstrap.start_horovod(collectives)
         collectives.barrier("all are in step")
 
     run_on_ranks(3, program)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tfdist_ext.keras_training import horovod
+from tfdist_ext.strategy import refused
 
 
 def of(module, name):
@@ -17,9 +17,9 @@ def test_an_optimizer_of_horovod_is_refused_by_name():
     within = type("LossScaleOptimizer", (), {"inner_optimizer": wrapped})()
     for optimizer in (wrapped, within):
         with pytest.raises(ValueError, match=r"DistributedOptimizer.*the SGD"):
-            horovod.check_optimizer(optimizer)
+            refused.check_optimizer(optimizer)
     for optimizer in (None, of("keras.optimizers", "SGD"), of("horovod_", "X")):
-        horovod.check_optimizer(optimizer)
+        refused.check_optimizer(optimizer)
 
 
 def test_a_callback_of_horovod_is_refused_by_name():
@@ -29,6 +29,6 @@ def test_a_callback_of_horovod_is_refused_by_name():
     container = type("CallbackList", (), {"callbacks": [other, callback]})()
     for given in (callback, [other, callback], container):
         with pytest.raises(ValueError, match=rf"hvd\.callbacks\.{name} does"):
-            horovod.check_callbacks(given)
+            refused.check_callbacks(given)
     for given in (None, [], other, [other]):
-        horovod.check_callbacks(given)
+        refused.check_callbacks(given)

@@ -6,8 +6,8 @@ import os
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.distribute import host_share
-from tfdist_ext.launcher.launched import Launched
+from tfdist_ext.launch.launched import Launched
+from tfdist_ext.strategy import bootstrap
 
 
 class Host:
@@ -45,7 +45,7 @@ def host(monkeypatch):
 
 
 def take(local_rank, local_size):
-    host_share.take(
+    bootstrap.take_share_of_host(
         Launched("srun", 9, 11, local_rank, local_size, "n9:1", "7.0", "")
     )
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.batches import slicing
-from tfdist_ext.distribute import input
+from tfdist_ext import batches
+from tfdist_ext.strategy import input
 
 
 class Together:
@@ -35,7 +35,7 @@ class Together:
         return [tensors[0] + others]
 
 
-def batches(sizes):
+def read_batches(sizes):
     """Dataset of int vectors 0, 1, 2, ... in batches of given sizes."""
     starts = np.cumsum([0, *sizes])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
@@ -50,7 +50,7 @@ def test_ranks_together_see_every_batch_in_order(world_size, sizes):
         [
             piece.numpy()
             for piece in input.distribute(
-                batches(sizes), Together(rank, world_size), "input"
+                read_batches(sizes), Together(rank, world_size), "input"
             )
         ]
         for rank in range(world_size)
@@ -68,7 +68,7 @@ def test_every_kind_of_component_is_cut():
         "scalar": tf.constant(7),
         "text": tf.constant(list("abcde")),
     }
-    parts = [slicing.slice_of_rank(batch, rank, 2) for rank in range(2)]
+    parts = [batches.slice_of_rank(batch, rank, 2) for rank in range(2)]
     for name in ("dense", "text"):
         joined = tf.concat([p[name] for p in parts], 0)
         np.testing.assert_array_equal(joined, batch[name])

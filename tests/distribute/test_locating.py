@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from tfdist_ext.distribute import cluster as cluster_lib
-from tfdist_ext.distribute import locating
-from tfdist_ext.launcher import key_value_store
-from tfdist_ext.launcher.launched import Launched
+from tfdist_ext.launch.launched import Launched
+from tfdist_ext.strategy import bootstrap
+from tfdist_ext.strategy import cluster as cluster_lib
 
 
 def cluster(rank, size, master, local_size):
@@ -28,7 +27,7 @@ def given(monkeypatch):
     """What a test gives as resolver is what was read."""
     monkeypatch.setattr(cluster_lib, "read", lambda given: given)
     # Not of this process, which other tests share.
-    monkeypatch.setattr(locating.host_share, "take", lambda _: None)
+    monkeypatch.setattr(bootstrap.host_share, "take", lambda _: None)
     monkeypatch.delenv("TFDIST_SECRET", raising=False)
 
 
@@ -43,7 +42,9 @@ def test_all_ranks_know_all_addresses(size, host):
     port = free_port()
     given = [cluster(r, size, f"{host}:{port}", 1) for r in range(size)]
     with concurrent.futures.ThreadPoolExecutor(size) as threads:
-        found = list(threads.map(lambda each: locating.locate(each, 20), given))
+        found = list(
+            threads.map(lambda each: bootstrap.locate(each, 20), given)
+        )
     expected = [f"127.0.0.1:{port + rank}" for rank in range(size)]
     for rank, (resolver, located) in enumerate(found):
         assert located.addresses == expected
@@ -86,7 +87,7 @@ def test_a_store_tells_where_rank_0_is(store):
         given = cluster(rank, 3, f":{port}", 1)
         launched = dataclasses.replace(given.launched, store=store)
         given = dataclasses.replace(given, launched=launched)
-        return locating.locate(given, 20)[1].addresses
+        return bootstrap.locate(given, 20)[1].addresses
 
     port = free_port()
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
@@ -95,13 +96,13 @@ def test_a_store_tells_where_rank_0_is(store):
 
 
 def test_a_store_that_does_not_tell_is_named(store):
-    where = locating.addresses_lib.split(store)
+    where = bootstrap.addresses_lib.split(store)
     with pytest.raises(RuntimeError, match=r"rank 0 has not told.*=0\.2 s"):
-        key_value_store.get(where, 0.2)
+        bootstrap.get_text(where, 0.2)
     nobody = ("127.0.0.1", free_port())
     for ask in (
-        lambda: key_value_store.get(nobody, 1),
-        lambda: key_value_store.put(nobody, "n9"),
+        lambda: bootstrap.get_text(nobody, 1),
+        lambda: bootstrap.put_text(nobody, "n9"),
     ):
         with pytest.raises(RuntimeError, match=r"cannot be used.*MASTER_ADDR"):
             ask()
@@ -113,9 +114,9 @@ def test_ranks_of_another_job_are_strangers():
     other = Launched("srun", 1, 2, 1, 2, master, "8.0", "")
     second = cluster_lib.Cluster({"worker": other.names}, "worker", 1, other)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        meeting = threads.submit(locating.locate, first, 2)
+        meeting = threads.submit(bootstrap.locate, first, 2)
         with pytest.raises(RuntimeError, match="another job"):
-            locating.locate(second, 2)
+            bootstrap.locate(second, 2)
         with pytest.raises(RuntimeError, match="process 1 of srun, job 7"):
             meeting.result()
 
@@ -123,12 +124,12 @@ def test_ranks_of_another_job_are_strangers():
 def test_rank_0_says_that_others_would_not_reach_it(monkeypatch):
     # TEST-NET-1, nobody's address.
     with pytest.raises(ValueError, match=r"no address of its.*MASTER_ADDR"):
-        locating.locate(cluster(0, 2, "192.0.2.7:7000", 1), 1)
+        bootstrap.locate(cluster(0, 2, "192.0.2.7:7000", 1), 1)
     with pytest.raises(ValueError, match="cannot be resolved"):
-        locating.locate(cluster(1, 2, "no.such.host.invalid:7000", 1), 1)
+        bootstrap.locate(cluster(1, 2, "no.such.host.invalid:7000", 1), 1)
     # Debian's own name for a host in its /etc/hosts.
     monkeypatch.setattr(
-        locating.addresses_lib, "bind_address", lambda _: "127.0.1.1"
+        bootstrap.addresses_lib, "bind_address", lambda _: "127.0.1.1"
     )
     with pytest.raises(ValueError, match=r"'n9'.*127\.0\.1\.1.*MASTER_ADDR"):
-        locating.locate(cluster(0, 2, "n9:7000", 1), 1)
+        bootstrap.locate(cluster(0, 2, "n9:7000", 1), 1)

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.distribute import seeds
+from tfdist_ext.strategy import bootstrap
 
 
 class Ranks:
@@ -59,7 +59,7 @@ def test_other_ranks_go_on_where_rank_0_does(state):
     ranks = Ranks()
     draws()  # of each pair of Gaussian numbers, one is kept for later
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
-    seeds.share(ranks(0))
+    bootstrap.share_seeds(ranks(0))
     drawn, state[0] = state[0], None
     first = draws()
     random.setstate(python)
@@ -67,7 +67,7 @@ def test_other_ranks_go_on_where_rank_0_does(state):
     assert draws() == first  # nothing has changed on rank 0
     random.seed(1)
     np.random.seed(1)
-    seeds.share(ranks(1))
+    bootstrap.share_seeds(ranks(1))
     assert draws() == first
     assert state[0] == drawn is not None
 
@@ -80,7 +80,7 @@ def test_what_all_ranks_have_seeded_alike_stays(state, seed, caplog):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         state[0] = seed
-        seeds.share(ranks(rank))
+        bootstrap.share_seeds(ranks(rank))
         expected.append(draws())
         assert state[0] == seed
     random.seed(seed)
@@ -93,6 +93,6 @@ def test_different_seeds_of_tensorflow_are_kept_with_a_warning(state, caplog):
     ranks = Ranks()
     for rank in range(2):
         state[0] = rank
-        seeds.share(ranks(rank))
+        bootstrap.share_seeds(ranks(rank))
         assert state[0] == rank
     assert "different seeds ([0, 1])" in caplog.text

@@ -7,8 +7,7 @@ import socket
 import pytest
 
 import tfdist_ext
-from tfdist_ext.distribute import bootstrap
-from tfdist_ext.distribute import host_share
+from tfdist_ext.strategy import bootstrap
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_ranks_that_other_hosts_reach_need_a_secret(monkeypatch, by_launcher):
         given = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
         for name, value in {**given, "MASTER_ADDR": host}.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(host_share, "take", lambda _: None)
+        monkeypatch.setattr(bootstrap, "take_share_of_host", lambda _: None)
     else:
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     remedy = r"no secret.*Set TFDIST_SECRET.*allow_unauthenticated=True"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tfdist_ext.distribute import tracebacks
+from tfdist_ext.strategy import reporter
 
 PROGRAM = """
 import sys
@@ -72,11 +72,11 @@ def test_the_reason_comes_first(shown):
     ],
 )
 def test_the_line_that_says_why(text, line):
-    assert tracebacks.reason(ValueError(text)) == f"ValueError: {line}"
+    assert reporter.reason_of(ValueError(text)) == f"ValueError: {line}"
 
 
 def test_a_traceback_of_this_package_alone_stays():
     with pytest.raises(AttributeError) as error:
-        tracebacks.without_frames(3)
+        reporter.without_frames(3)
     inner = error.value.__traceback__.tb_next
-    assert tracebacks.without_frames(inner) is inner
+    assert reporter.without_frames(inner) is inner

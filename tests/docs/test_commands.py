@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from tests.docs import blocks
-from tfdist_ext.launcher import launch_options
+from tfdist_ext.launch import launch_options
 
 MAKEFILE = (blocks.ROOT / "Makefile").read_text()
 SETTINGS = (blocks.ROOT / "pyproject.toml").read_text()

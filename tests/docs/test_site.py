@@ -15,7 +15,7 @@ import pytest
 from benchmarks import summary
 from tests.docs import blocks
 from tests.packages import PUBLIC
-from tfdist_ext.launcher import launch_options
+from tfdist_ext.launch import launch_options
 
 README = (blocks.ROOT / "README.md").read_text()
 BENCHMARKS = (blocks.ROOT / "docs" / "benchmarks.md").read_text()

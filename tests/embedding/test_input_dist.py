@@ -6,10 +6,10 @@ import types
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.batches.ids import Ids
+from tfdist_ext.embedding.exchange import input_dist
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.input_dist import input_dist
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.tables.placement import ShardSpec
 
 
 @pytest.mark.parametrize("storage", ["host", "device"])

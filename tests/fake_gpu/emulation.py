@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.collectives import gpus
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import gpus
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import library
 
 GPU_OPS = ("AllToAll", "AllGather", "AllReduce", "Broadcast")

@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from tests import meeting_files
 from tests.fake_gpu import emulation
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import mesh
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.ops import gpu_ops
-from tfdist_ext.rendezvous import mesh
+from tfdist_ext.ops import group_ops
 
 
 def small(group, step):
@@ -153,7 +153,7 @@ def between_gpus(group, step):
     if step == 0:
         path = os.environ["TFDIST_TEST_EMULATED"]
         ops = emulation.load(pathlib.Path(path))
-        gpu_ops.library = lambda: ops
+        group_ops.library = lambda: ops
         assert emulation.connect(group, path) == ""
     emulation.on_gpu(
         lambda: collective_ops.all_reduce(

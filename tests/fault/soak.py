@@ -32,7 +32,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfdist_ext.checkpoints import kept
+from tfdist_ext.saving import checkpoint_files
 
 PROGRAM = pathlib.Path(__file__).with_name("soak_rank.py")
 # A step's seconds while it is disturbed; that something must happen within.
@@ -74,9 +74,12 @@ class Job:
                 stderr=log,
             )
 
-    def last(self) -> kept.Kept:
+    def last(self) -> checkpoint_files.Checkpoint:
         """The last checkpoint, full or not."""
-        return next(iter(kept.found_in(str(self.folder / "run"))), kept.Kept(0))
+        return next(
+            iter(checkpoint_files.found_in(str(self.folder / "run"))),
+            checkpoint_files.Checkpoint(0),
+        )
 
     def step(self) -> int:
         """The step of the last checkpoint."""

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext.callbacks import Resume
-from tfdist_ext.checkpoints import writing
+from tfdist_ext.saving import checkpoint_writing
 
 keras = tf.keras
 ROWS, BATCH, EPOCH = 2000, 8, 20
@@ -51,14 +51,14 @@ class Disturbed(keras.callbacks.Callback):
 
 
 def slow_down(folder, rank):
-    write = writing.Parts.write
+    write = checkpoint_writing.Parts.write
 
     def slow(parts):
         if (folder / f"slow-{rank}").exists():
             time.sleep(2)
         write(parts)
 
-    writing.Parts.write = slow
+    checkpoint_writing.Parts.write = slow
 
 
 def be_cut(folder, rank):

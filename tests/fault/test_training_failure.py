@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.ranks.servers import ENTER
-from tfdist_ext.launcher import ports
+from tfdist_ext.comm import listener
 
 pytestmark = pytest.mark.fault
 
@@ -27,7 +27,7 @@ GROUP_TIMEOUT = 3
 def training(servers, world_size, folder, what):
     """Ranks that train or search, as a list of processes."""
     common = servers.environment(3, world_size)
-    with ports.reserve(world_size, "127.0.0.1") as reserved:
+    with listener.reserve_ports(world_size, "127.0.0.1") as reserved:
         workers = [f"127.0.0.1:{port}" for port in reserved]
         ranks = []
         for rank in range(world_size):

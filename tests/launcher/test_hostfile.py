@@ -23,7 +23,7 @@ from tests.launcher.launcher import check_all_dead
 from tests.launcher.launcher import launch
 from tests.launcher.launcher import read_pids
 from tests.launcher.launcher import started
-from tfdist_ext.launcher import hostfile
+from tfdist_ext.launch import launch_options
 
 SSH = """#!/bin/sh
 echo "$@" >> {log}
@@ -53,7 +53,7 @@ def hosts(tmp_path, monkeypatch):
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     # The package comes from where it is, as it would from an installation.
-    root = pathlib.Path(hostfile.__file__).parents[2]
+    root = pathlib.Path(launch_options.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", str(root))
 
     def write(text=HOSTS):
@@ -266,7 +266,7 @@ def test_the_real_ssh(tmp_path, program, monkeypatch) -> None:
         pytest.skip("no ssh with a server is installed")
     if os.getuid() == 0:
         pathlib.Path("/run/sshd").mkdir(exist_ok=True)
-    root = pathlib.Path(hostfile.__file__).parents[2]
+    root = pathlib.Path(launch_options.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", str(root))
     script = program(SAVES.replace("SECONDS", "0.2"))
     path = tmp_path / "hosts"
@@ -310,7 +310,7 @@ def test_wrong_files_are_explained(tmp_path, text, message) -> None:
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        hostfile.read(path)
+        launch_options.read_hostfile(path)
 
 
 def test_addresses_of_ipv6_are_hosts(tmp_path) -> None:
@@ -318,11 +318,11 @@ def test_addresses_of_ipv6_are_hosts(tmp_path) -> None:
     path.write_text(
         "[fd00::1] slots=2\nme@[FD00::0:2]\nfd00::1\nfe80::3%eth0\n"
     )
-    read = hostfile.read(path)
+    read = launch_options.read_hostfile(path)
     assert read == [
-        hostfile.Host("fd00::1", 3),
-        hostfile.Host("me@fd00::2", 1),
-        hostfile.Host("fe80::3%eth0", 1),
+        launch_options.Host("fd00::1", 3),
+        launch_options.Host("me@fd00::2", 1),
+        launch_options.Host("fe80::3%eth0", 1),
     ]
     assert read[1].name == "fd00::2"
 
@@ -343,10 +343,10 @@ def test_hosts_of_ipv6_are_one_job(hosts, program, tmp_path) -> None:
 def test_the_first_slots_are_taken(tmp_path) -> None:
     path = tmp_path / "hosts"
     path.write_text("b slots=2 max_slots=9\n\nme@a # one\nb\n")
-    read = hostfile.read(path)
-    assert read == [hostfile.Host("b", 3), hostfile.Host("me@a", 1)]
+    read = launch_options.read_hostfile(path)
+    assert read == [launch_options.Host("b", 3), launch_options.Host("me@a", 1)]
     assert [host.name for host in read] == ["b", "a"]
-    assert hostfile.take(read, 2) == [hostfile.Host("b", 2)]
-    assert hostfile.take(read, 4) == read
+    assert launch_options.first_hosts(read, 2) == [launch_options.Host("b", 2)]
+    assert launch_options.first_hosts(read, 4) == read
     with pytest.raises(ValueError, match="5 ranks do not fit into 4 slots"):
-        hostfile.take(read, 5)
+        launch_options.first_hosts(read, 5)

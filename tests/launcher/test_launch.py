@@ -19,8 +19,8 @@ from tests.launcher.launcher import LAUNCHER
 from tests.launcher.launcher import LIMIT
 from tests.launcher.launcher import environment
 from tests.launcher.launcher import launch
-from tfdist_ext.launcher import launch_options
-from tfdist_ext.launcher import ports
+from tfdist_ext.comm import listener
+from tfdist_ext.launch import launch_options
 
 
 def test_every_rank_gets_its_tf_config(program) -> None:
@@ -43,7 +43,7 @@ def test_every_rank_gets_its_tf_config(program) -> None:
 
 def test_rank_0_gets_a_port_of_the_range(program) -> None:
     script = program("print(CONFIG['cluster']['worker'][0])")
-    with ports.reserve(1, "127.0.0.1", range(21000, 21100)) as held:
+    with listener.reserve_ports(1, "127.0.0.1", range(21000, 21100)) as held:
         known = f"{held[0]}-{held[0] + 9}"
         done = launch("-n", "2", script, TFDIST_PORT_RANGE=known)
         assert done.returncode == 0, done.stderr
@@ -242,7 +242,7 @@ def test_wrong_options_are_explained(arguments, message: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_is_held_for_ranks_of_ipv4_and_ipv6(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ports.reserve(1, "") as reserved:
+    with listener.reserve_ports(1, "") as reserved:
         address = (host, reserved[0])
         with pytest.raises(OSError, match="in use"):
             socket.create_server(address, family=family)

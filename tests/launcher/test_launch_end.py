@@ -13,7 +13,7 @@ from tests.launcher.launcher import check_all_dead
 from tests.launcher.launcher import launch
 from tests.launcher.launcher import read_pids
 from tests.launcher.launcher import started
-from tfdist_ext.launcher import launch_options
+from tfdist_ext.launch import launch_options
 
 SLEEPER = """
 print("pid", os.getpid(), flush=True)

@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from tfdist_ext.launcher import launched as launched_lib
-from tfdist_ext.launcher import surroundings
-from tfdist_ext.launcher.variables import LaunchError
+from tfdist_ext.launch import launched
+from tfdist_ext.launch import launched as launched_lib
+from tfdist_ext.launch.variables import LaunchError
 
 HOSTS = {"n[9-10]": ["n9", "n10"], "n[9-11]": ["n9", "n10", "n11"]}
 OUTSIDE = launched_lib.Outside(
@@ -283,15 +283,15 @@ def test_the_launcher_of_a_host_is_found_behind_a_shell(monkeypatch):
         name, parent = tree[path.parts[2]]
         return f"{path.parts[2]} ({name}) S {parent} 1 1"
 
-    monkeypatch.setattr(surroundings.os, "getppid", lambda: 30)
+    monkeypatch.setattr(launched.os, "getppid", lambda: 30)
     monkeypatch.setattr(pathlib.Path, "read_text", read_text)
-    assert surroundings.launching_process() == "20"
+    assert launched.launching_process() == "20"
     tree["20"] = ("bash", "1")
-    assert surroundings.launching_process() == "30"
+    assert launched.launching_process() == "30"
 
 
 def test_hosts_without_a_range_need_no_slurm(monkeypatch):
-    assert surroundings.slurm_host_names("n10,n9") == ["n10", "n9"]
+    assert launched.slurm_host_names("n10,n9") == ["n10", "n9"]
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OSError, match="scontrol"):
-        surroundings.slurm_host_names("n[9-10]")
+        launched.slurm_host_names("n[9-10]")

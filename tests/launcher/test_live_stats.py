@@ -12,8 +12,8 @@ import pytest
 
 from tests.launcher.launcher import launch
 from tests.launcher.launcher import started
-from tfdist_ext.launcher import live_stats
-from tfdist_ext.launcher.live_stats import Figures
+from tfdist_ext.launch import live_stats
+from tfdist_ext.launch.live_stats import Figures
 
 
 def figures(**changes):

@@ -9,8 +9,8 @@ from tfdist_ext import HybridParallelStrategy
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.planner.plan import plan
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.plan import plan
 
 keras = tf.keras
 ROWS, DIM = 50, 6

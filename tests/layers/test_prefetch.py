@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 
 import tfdist_ext
-from tfdist_ext.distribute import input
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.strategy import input
 
 keras = tf.keras
 STEPS, BATCH, K, ROWS = 5, 8, 3, 50

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from tests.ops.csr_batches import csr_batch
-from tfdist_ext.tables import rotated_mod as placement_lib
+from tfdist_ext.tables import placement as placement_lib
 from tfdist_ext.tables.placement import FeaturePlacement
 
 NONE = np.zeros(0, np.float32)

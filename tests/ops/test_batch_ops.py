@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from tests.reference import batches as reference
-from tfdist_ext.ops import batch_ops
+from tfdist_ext.ops import collective_ops
 
-DENSE, SPARSE = batch_ops.DENSE, batch_ops.SPARSE
+DENSE, SPARSE = collective_ops.DENSE, collective_ops.SPARSE
 
 
 def batch(samples, seed=0):
@@ -54,7 +54,7 @@ def test_slices_same_as_twin(samples, world_size, graph):
         parts, kinds = [tf.constant(v) for v in values], [DENSE, 1]
     else:
         parts, kinds = batch(samples)
-    cut = batch_ops.slice_of_rank
+    cut = collective_ops.slice_of_rank
     if graph:
         cut = tf.function(cut, autograph=False)
     for rank in range(world_size):
@@ -69,7 +69,7 @@ def test_shapes_are_known_as_far_as_they_are():
     def cut(dense, wide, indices, shape, splits):
         values = tf.zeros([tf.shape(indices)[0]])
         parts = [dense, wide, indices, values, shape, values, splits]
-        found = batch_ops.slice_of_rank(parts, [0, 0, -1, 1], 0, 4)
+        found = collective_ops.slice_of_rank(parts, [0, 0, -1, 1], 0, 4)
         return [part.shape.as_list() for part in found]
 
     specs = [[3, 2], [None, 5], [None, 2], [2], [9]]
@@ -80,7 +80,7 @@ def test_shapes_are_known_as_far_as_they_are():
     )
     rest = [[None, 5], [None, 2], [None], [2], [None], [None]]
     assert shapes == [[None, 2], *rest]  # of 3 samples rank 0 of 4 has none
-    found = batch_ops.slice_of_rank([tf.zeros([8, 2])], [0], 3, 4)
+    found = collective_ops.slice_of_rank([tf.zeros([8, 2])], [0], 3, 4)
     assert found[0].shape == (2, 2)
 
 
@@ -112,5 +112,5 @@ def test_shapes_are_known_as_far_as_they_are():
 def test_malformed_batches_are_errors(parts, kinds, message):
     tensors = [tf.constant(part) for part in parts]
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)) as error:
-        batch_ops.slice_of_rank(tensors, kinds, 0, 1)
+        collective_ops.slice_of_rank(tensors, kinds, 0, 1)
     error.match(message)

@@ -24,7 +24,7 @@ from tests.ops.id_exchange import placed
 from tests.ops.id_exchange import received
 from tests.reference import ids as reference_ids
 from tfdist_ext.ops import id_ops
-from tfdist_ext.tables import rotated_mod as placement_lib
+from tfdist_ext.tables import placement as placement_lib
 
 WORLD_SIZES = (1, 2, 4)
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.reference import init as reference
-from tfdist_ext.ops import init_ops
-from tfdist_ext.tables import rotated_mod as placement_lib
+from tfdist_ext.ops import lookup_ops
+from tfdist_ext.tables import placement as placement_lib
 
 DISTRIBUTIONS = {
     "zeros": (0.0, 0.0),
@@ -18,7 +18,7 @@ DISTRIBUTIONS = {
 }
 
 
-def whole_table(parts, rows, dim, module=init_ops, **kw):
+def whole_table(parts, rows, dim, module=lookup_ops, **kw):
     """The table put together from all cells; padding must be zero."""
     row_parts, column_parts = parts
     local_rows = -(-rows // row_parts)
@@ -123,7 +123,7 @@ CELL = {
 def test_seed_may_be_a_tensor_in_a_graph():
     @tf.function
     def make(seed):
-        return init_ops.init_rows(
+        return lookup_ops.init_rows(
             seed=seed, distribution="normal", a=0.0, b=1.0, **CELL
         )
 
@@ -134,7 +134,7 @@ def test_seed_may_be_a_tensor_in_a_graph():
 
 
 def test_a_rank_that_holds_nothing_makes_nothing():
-    block = init_ops.init_rows(
+    block = lookup_ops.init_rows(
         seed=1, distribution="zeros", **{**CELL, "local_rows": 0}
     )
     assert block.shape == (0, 3)
@@ -146,7 +146,7 @@ def test_cell_outside_of_the_table_is_refused():
         ({"local_rows": 4}, "local_rows=4"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            init_ops.init_rows(
+            lookup_ops.init_rows(
                 seed=1, distribution="zeros", **{**CELL, **wrong}
             )
 
@@ -154,7 +154,7 @@ def test_cell_outside_of_the_table_is_refused():
 def test_more_elements_than_can_be_counted_are_refused():
     """2^70: the shape alone would end the process."""
     with pytest.raises(tf.errors.InvalidArgumentError):
-        init_ops.init_rows(
+        lookup_ops.init_rows(
             seed=1,
             rows=1 << 40,
             row_part=0,

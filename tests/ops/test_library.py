@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist_ext.ops import library
 from tfdist_ext.ops.library import check_version
-from tfdist_ext.optimizers import kernels
+from tfdist_ext.optimizers import keras_versions
 
 
 def test_library_of_another_tensorflow():
@@ -27,4 +27,4 @@ def test_tables_are_updated_where_the_library_has_kernels(monkeypatch, cuda):
         table = types.SimpleNamespace(
             shape=(3, 4), dtype=tf.float32, device=device
         )
-        assert kernels.has_kernel(table) == expected
+        assert keras_versions.has_kernel(table) == expected

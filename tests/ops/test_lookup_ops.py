@@ -9,8 +9,8 @@ from tests.ops.csr_batches import csr_batch
 from tests.reference import lookup as reference_lookup
 from tfdist_ext import marks
 from tfdist_ext.ops import lookup_ops
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 # Around the widths of the vectors of the kernel, and of the workloads.
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 58, 64, 114, 127, 128, 129, 300]

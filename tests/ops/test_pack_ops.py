@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist_ext.ops import pack_ops
+from tfdist_ext.ops import id_ops
 
 DTYPES = [tf.float32, tf.bfloat16, tf.float16]
 WORDS = {4: tf.uint32, 2: tf.uint16}
@@ -17,8 +17,8 @@ def bits(values):
 
 def round_trip(values, splits):
     splits = tf.constant(splits, tf.int64)
-    payload, byte_splits = pack_ops.pack_numbers(values, splits)
-    result, counts = pack_ops.unpack_numbers(payload, byte_splits, values.dtype)
+    payload, byte_splits = id_ops.pack_numbers(values, splits)
+    result, counts = id_ops.unpack_numbers(payload, byte_splits, values.dtype)
     np.testing.assert_array_equal(bits(result), bits(values))
     np.testing.assert_array_equal(counts, splits)
     return len(payload)
@@ -55,21 +55,21 @@ def test_numbers_of_similar_size_become_shorter(dtype, most):
 
 def test_wrong_splits_are_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"left|over"):
-        pack_ops.pack_numbers(tf.zeros([4]), tf.constant([1, 2], tf.int64))
+        id_ops.pack_numbers(tf.zeros([4]), tf.constant([1, 2], tf.int64))
     with pytest.raises(tf.errors.InvalidArgumentError, match="are left"):
-        pack_ops.pack_numbers(tf.zeros([4]), tf.constant([9], tf.int64))
+        id_ops.pack_numbers(tf.zeros([4]), tf.constant([9], tf.int64))
     none = tf.zeros([0], tf.int64)
     with pytest.raises(tf.errors.InvalidArgumentError, match="every rank"):
-        pack_ops.pack_numbers(tf.zeros([0]), none)
+        id_ops.pack_numbers(tf.zeros([0]), none)
     with pytest.raises(tf.errors.InvalidArgumentError, match="every rank"):
-        pack_ops.unpack_numbers(tf.zeros([0], tf.uint8), none, tf.float32)
+        id_ops.unpack_numbers(tf.zeros([0], tf.uint8), none, tf.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_malformed_bytes_are_refused(dtype):
     rng = np.random.default_rng(5)
     values = tf.cast(rng.normal(size=600), dtype)
-    payload, sizes = pack_ops.pack_numbers(values, tf.constant([600], tf.int64))
+    payload, sizes = id_ops.pack_numbers(values, tf.constant([600], tf.int64))
     whole = payload.numpy()
     refused = 0
     for trial in range(300):
@@ -79,7 +79,7 @@ def test_malformed_bytes_are_refused(dtype):
             else (np.where(rng.random(len(whole)) < 0.02, 255 - whole, whole))
         )
         try:
-            found, _ = pack_ops.unpack_numbers(
+            found, _ = id_ops.unpack_numbers(
                 tf.constant(broken), tf.constant([len(broken)], tf.int64), dtype
             )
             assert len(found) <= len(whole)
@@ -88,16 +88,16 @@ def test_malformed_bytes_are_refused(dtype):
             refused += 1
     assert refused > 150
     with pytest.raises(tf.errors.InvalidArgumentError):
-        pack_ops.unpack_numbers(payload, sizes + 1, dtype)
+        id_ops.unpack_numbers(payload, sizes + 1, dtype)
 
 
 def test_in_a_graph_as_many_splits_come_as_go():
     @tf.function(input_signature=[tf.TensorSpec([None])])
     def through(values):
         splits = tf.constant([2, 1], tf.int64)
-        payload, sizes = pack_ops.pack_numbers(values, splits)
+        payload, sizes = id_ops.pack_numbers(values, splits)
         assert payload.shape.rank == 1 and sizes.shape == [2]
-        values, splits = pack_ops.unpack_numbers(payload, sizes, tf.float32)
+        values, splits = id_ops.unpack_numbers(payload, sizes, tf.float32)
         assert values.shape.rank == 1 and splits.shape == [2]
         return values
 

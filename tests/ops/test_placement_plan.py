@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext.ops.id_ops import placement_attributes
 from tfdist_ext.ops.library import library
-from tfdist_ext.ops.placement_attributes import placement_attributes
 from tfdist_ext.tables.placement import FeaturePlacement
 
 GRID = FeaturePlacement("grid", 9, 4, 2, 2, (3, 0, 2, 1))

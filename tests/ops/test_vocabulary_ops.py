@@ -14,7 +14,7 @@ from tests.reference.vocabulary import Full
 from tests.reference.vocabulary import Vocabulary
 from tests.reference.vocabulary import hash_of
 from tfdist_ext.ops import vocabulary_ops
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 RULES = {
     "plain": {},

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.reference import wire as reference_wire
-from tfdist_ext.ops import wire_ops
+from tfdist_ext.ops import id_ops
 
 DTYPES = [tf.bfloat16, tf.float16]
 SPECIAL = np.array(
@@ -45,7 +45,7 @@ def test_same_as_twin(seed, dtype, rounding):
 
     for way in (there, back):
         for mine, twin in zip(
-            tf.function(way)(wire_ops), way(reference_wire), strict=True
+            tf.function(way)(id_ops), way(reference_wire), strict=True
         ):
             assert mine.dtype == twin.dtype
             np.testing.assert_array_equal(
@@ -56,7 +56,7 @@ def test_same_as_twin(seed, dtype, rounding):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_numbers(dtype):
     x = tf.constant(np.tile(SPECIAL, 100))
-    y = wire_ops.to_wire(x, dtype, rounding="stochastic")
+    y = id_ops.to_wire(x, dtype, rounding="stochastic")
     exact = np.isin(SPECIAL, [0, 1, -2, np.inf, -np.inf]) | np.isnan(SPECIAL)
     rows = tf.cast(y, tf.float32).numpy().reshape(100, -1)
     for column in np.flatnonzero(exact):
@@ -75,7 +75,7 @@ def test_special_numbers(dtype):
 def test_mean_is_the_number(value, dtype):
     count = 1 << 20
     x = tf.fill([count], tf.constant(value, tf.float32))
-    y = wire_ops.to_wire(x, dtype, rounding="stochastic", seed=3)
+    y = id_ops.to_wire(x, dtype, rounding="stochastic", seed=3)
     y = tf.cast(y, tf.float64).numpy()
     low, high = np.unique(y)
     exact = np.float64(x[0].numpy())
@@ -91,7 +91,7 @@ def test_bits_differ_between_elements_and_seeds(dtype):
     x = tf.fill([1 << 16], 1.0 + 2.0**-12)
 
     def ups(seed):
-        y = wire_ops.to_wire(x, dtype, rounding="stochastic", seed=seed)
+        y = id_ops.to_wire(x, dtype, rounding="stochastic", seed=seed)
         return (y.numpy() > 1).astype(np.float64)
 
     np.testing.assert_array_equal(ups(5), ups(5))
@@ -110,10 +110,8 @@ def test_bits_differ_between_elements_and_seeds(dtype):
 
 def test_any_number_of_threads_gives_the_same():
     x = np.tile(numbers(), 100)
-    y = wire_ops.to_wire(x, tf.bfloat16, rounding="stochastic", seed=1)
-    first = wire_ops.to_wire(
-        x[:5000], tf.bfloat16, rounding="stochastic", seed=1
-    )
+    y = id_ops.to_wire(x, tf.bfloat16, rounding="stochastic", seed=1)
+    first = id_ops.to_wire(x[:5000], tf.bfloat16, rounding="stochastic", seed=1)
     np.testing.assert_array_equal(
         tf.bitcast(y, tf.uint16)[:5000], tf.bitcast(first, tf.uint16)
     )
@@ -121,12 +119,12 @@ def test_any_number_of_threads_gives_the_same():
 
 def test_bad_arguments_are_refused():
     for run in (
-        lambda: wire_ops.to_wire(tf.ones([2]), tf.float16, rounding="up"),
-        lambda: wire_ops.from_wire(tf.ones([2]), rounding="up"),
+        lambda: id_ops.to_wire(tf.ones([2]), tf.float16, rounding="up"),
+        lambda: id_ops.from_wire(tf.ones([2]), rounding="up"),
     ):
         with pytest.raises(ValueError, match="rounding='up'"):
             run()
     with pytest.raises(tf.errors.InvalidArgumentError, match="scalar"):
-        wire_ops.to_wire(
+        id_ops.to_wire(
             tf.ones([2]), tf.float16, rounding="stochastic", seed=[1, 2]
         )

@@ -9,7 +9,7 @@ import toy_problem
 import tfdist_ext
 from tfdist_ext import optimizers
 from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.optimizers import row_norms
+from tfdist_ext.optimizers import row_optimizer
 
 LONGEST = 1.1
 
@@ -17,7 +17,7 @@ LONGEST = 1.1
 def one_step(make, gradients, limited):
     variables = toy_problem.make_variables()
     if limited:
-        row_norms.limit(variables[0], LONGEST)
+        row_optimizer.limit_row_norms(variables[0], LONGEST)
     optimizer = make()
     if KERAS_3:
         optimizer.build(variables)
@@ -58,7 +58,7 @@ def test_rows_of_an_update_are_scaled_down(make, gradients):
 
 def test_optimizers_that_would_ignore_it_are_refused():
     variables = toy_problem.make_variables()
-    row_norms.limit(variables[0], LONGEST)
+    row_optimizer.limit_row_norms(variables[0], LONGEST)
     kinds = [tf.keras.optimizers.Adagrad]
     if not KERAS_3:
         kinds.append(tf.keras.optimizers.legacy.Adagrad)

@@ -18,11 +18,11 @@ import toy_problem
 
 from tfdist_ext import marks
 from tfdist_ext import optimizers
-from tfdist_ext.optimizers import clipping
-from tfdist_ext.optimizers import row_wise_adagrad
-from tfdist_ext.optimizers import unsupported
+from tfdist_ext.optimizers import row_gradients
+from tfdist_ext.optimizers import rules
+from tfdist_ext.optimizers import supported
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 RANKS = 2
 ROWS, DIM = toy_problem.SHAPES[0]
@@ -56,7 +56,7 @@ class Exchange:
 @pytest.fixture
 def exchange(monkeypatch):
     ranks = Exchange()
-    for module in (clipping, row_wise_adagrad):
+    for module in (row_gradients, rules):
         monkeypatch.setattr(module, "sum_over_ranks", ranks.sum_over_ranks)
     return ranks
 
@@ -197,8 +197,8 @@ def test_gradient_accumulation_is_refused(name):
 def test_clipping_by_keras_is_refused(option):
     stock = tf.keras.optimizers.Adagrad(0.1, **{option: 1.0})
     with pytest.raises(ValueError, match=f"Adagrad: argument `{option}`"):
-        unsupported.check_supported(stock)
-    unsupported.check_supported(optimizers.Adagrad(0.1, **{option: 1.0}))
+        supported.check_supported(stock)
+    supported.check_supported(optimizers.Adagrad(0.1, **{option: 1.0}))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
@@ -206,7 +206,7 @@ def test_optimizers_that_need_the_whole_table_are_refused(name):
     if not hasattr(tf.keras.optimizers, name):
         pytest.skip(f"this Keras has no {name}")
     with pytest.raises(ValueError, match=f"{name} cannot train a partitioned"):
-        unsupported.check_supported(getattr(tf.keras.optimizers, name)(0.1))
+        supported.check_supported(getattr(tf.keras.optimizers, name)(0.1))
 
 
 def test_optimizers_that_nobody_knows_are_refused_until_they_are_declared():
@@ -234,16 +234,16 @@ def test_optimizers_that_nobody_knows_are_refused_until_they_are_declared():
         (NovoGrad, "none of those of Keras"),
     ):
         with pytest.raises(ValueError, match=reason) as error:
-            unsupported.check_supported(kind(0.1))
+            supported.check_supported(kind(0.1))
         assert "tfdist_ext.optimizers.element_wise" in str(error.value)
-    unsupported.check_supported(Renamed(0.1))
+    supported.check_supported(Renamed(0.1))
     declared = optimizers.element_wise(LARS)
-    unsupported.check_supported(declared(0.1))
+    supported.check_supported(declared(0.1))
     again = type("Again", (declared,), {"update_step": stock.update_step})
     with pytest.raises(ValueError, match="Again overrides `update_step`"):
-        unsupported.check_supported(again(0.1))
+        supported.check_supported(again(0.1))
     with pytest.raises(ValueError, match="clipnorm"):
-        unsupported.check_supported(declared(0.1, clipnorm=1.0))
+        supported.check_supported(declared(0.1, clipnorm=1.0))
     with pytest.raises(TypeError, match="class of optimizers"):
         optimizers.element_wise(declared(0.1))
 
@@ -254,14 +254,14 @@ def test_loss_scale_optimizer_is_refused():
     else:
         wrapper = tf.keras.mixed_precision.LossScaleOptimizer
     with pytest.raises(ValueError, match="LossScaleOptimizer"):
-        unsupported.check_supported(wrapper(optimizers.Adam()))
+        supported.check_supported(wrapper(optimizers.Adam()))
 
 
 @pytest.mark.parametrize(
     "name", ["SGD", "Adagrad", "Adam", "RMSprop", "Ftrl", "Nadam", "Adamax"]
 )
 def test_elementwise_optimizers_of_keras_pass(name):
-    unsupported.check_supported(getattr(tf.keras.optimizers, name)())
+    supported.check_supported(getattr(tf.keras.optimizers, name)())
 
 
 KERAS_CASES = [

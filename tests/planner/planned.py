@@ -4,7 +4,7 @@
 import random
 
 from benchmarks import workloads
-from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

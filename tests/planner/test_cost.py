@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks import workloads
 from tests.planner import planned
-from tfdist_ext.planner import cost
-from tfdist_ext.planner import load as load_lib
-from tfdist_ext.planner.plan import plan
-from tfdist_ext.planner.popularity import Popularity
-from tfdist_ext.planner.popularity import exponents_for
-from tfdist_ext.tables import rotated_mod as rows_lib
+from tfdist_ext.tables import cost
+from tfdist_ext.tables import load as load_lib
+from tfdist_ext.tables import placement as rows_lib
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.plan import plan
+from tfdist_ext.tables.problem import Popularity
+from tfdist_ext.tables.problem import exponents_for
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import fuzzing
 from tests.planner import planned
-from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.placement import TablePlacement
 
 LIMIT = 10.0  # seconds; on a machine that is not busy 0.01 are enough

@@ -13,11 +13,11 @@ import pytest
 from tests.planner import planned
 from tests.planner.planned import MEDIUM
 from tests.planner.planned import plan_workload
-from tfdist_ext.planner import load as load_lib
-from tfdist_ext.planner import plan as plan_lib
-from tfdist_ext.planner import reduction
-from tfdist_ext.planner.balance import Options
-from tfdist_ext.planner.load import Load
+from tfdist_ext.tables import load as load_lib
+from tfdist_ext.tables import plan as plan_lib
+from tfdist_ext.tables import problem
+from tfdist_ext.tables.balance import Options
+from tfdist_ext.tables.load import Load
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -356,12 +356,12 @@ def test_a_table_of_one_number_is_one_part(placement):
     ],
 )
 def test_hotness_is_read_off_the_input_shape(shape, expected):
-    assert reduction.hotness(shape, 1000) == expected
+    assert problem.hotness(shape, 1000) == expected
 
 
 def test_planning_does_not_load_tensorflow():
     program = (
-        "import sys, tfdist_ext.planner.plan\n"
+        "import sys, tfdist_ext.tables.plan\n"
         "loaded = {'tensorflow', 'keras', 'matplotlib'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )

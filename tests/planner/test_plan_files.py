@@ -10,7 +10,7 @@ import pytest
 from tests.planner import planned
 from tests.planner.planned import MEDIUM
 from tests.planner.planned import plan_workload
-from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.placement import TablePlacement
 
 

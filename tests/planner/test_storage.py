@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.planner import planned
-from tfdist_ext.planner import plan as plan_lib
+from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.table_config import TableConfig
 
 SIZES = planned.random_sizes(5, 30)

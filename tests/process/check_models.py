@@ -9,7 +9,7 @@ from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 keras = tf.keras
 ROWS, BATCH = 40, 8

@@ -9,9 +9,8 @@ import check_models
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.checking import choosing
-from tfdist_ext.checking import gathering
-from tfdist_ext.checking.skipping import CannotCheck
+from tfdist_ext.numbers import check_runs
+from tfdist_ext.numbers.check_runs import CannotCheck
 
 keras = tf.keras
 
@@ -105,8 +104,8 @@ def short_of_memory(strategy, folder, mode):
     """The last rank has little memory; returns what `fitted` does."""
     rank = strategy.collectives.group.rank
     last = rank == strategy.collectives.group.world_size - 1
-    available = (lambda: 64) if last else choosing.available_bytes
-    with mock.patch.object(choosing, "available_bytes", available):
+    available = (lambda: 64) if last else check_runs.available_bytes
+    with mock.patch.object(check_runs, "available_bytes", available):
         return fitted(strategy, folder, "Right", mode)
 
 
@@ -117,7 +116,7 @@ def cannot_compare(strategy, folder, mode):
         raise CannotCheck("element 0 cannot be gathered")
 
     error = ""
-    with mock.patch.object(gathering, "whole_batch_of", gather):
+    with mock.patch.object(check_runs, "whole_batch_of", gather):
         try:
             found = fitted(strategy, folder, "Right", mode)[0]
         except ValueError as raised:
@@ -230,7 +229,7 @@ def in_sparse_batches(strategy, folder):
     sparse = tf.sparse.from_dense([[0, rank + 1], [5, 0]])
     flags = tf.constant([True, rank == 0])
     batch = {"t": texts, "r": ragged, "s": sparse, "f": flags}
-    whole = gathering.whole_batch_of(batch, strategy.collectives)
+    whole = check_runs.whole_batch_of(batch, strategy.collectives)
     return (
         whole["t"].numpy().tolist(),
         whole["r"].to_list(),

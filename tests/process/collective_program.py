@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tests import meeting_files
-from tfdist_ext.collectives.process_group import ProcessGroup
+from tfdist_ext.comm import mesh
+from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
-from tfdist_ext.rendezvous import mesh
 
 STEPS = 20
 

@@ -17,12 +17,12 @@ from resume_scenarios import tear
 import tfdist_ext
 from tfdist_ext import marks
 from tfdist_ext.callbacks import Resume
-from tfdist_ext.callbacks import snapshots
-from tfdist_ext.checkpoints import kept
+from tfdist_ext.callbacks import update_watch
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import DynamicVocabulary
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.saving import checkpoint_files
 
 keras = tf.keras
 BATCH, STEPS, EPOCHS, ROWS, DIM = 8, 6, 3, 1200, 4
@@ -104,7 +104,7 @@ def run(strategy, directory, *callbacks):
 def state(strategy, model):
     """Tables, slots, keys and dense weights, whole."""
     tables = model.get_layer("embedding").table_variables()
-    slots = snapshots.variables_of_optimizer(model.optimizer)
+    slots = update_watch.variables_of_optimizer(model.optimizer)
     found = [strategy.gather_table(each) for each in (*tables, *slots)]
     (keys,) = filter(None, map(marks.keys_of, tables))
     keys = keys.all_keys()
@@ -118,7 +118,7 @@ def begin(strategy, folder):
     directory = str(folder / "run")
     stopped, _, ended = run(strategy, directory, At(strategy, 0, 1, notice))
     assert ended == 143
-    newest, *_ = kept.found_in(directory)
+    newest, *_ = checkpoint_files.found_in(directory)
     full = newest.full
     assert full.step < STEPS < newest.step < 2 * STEPS, newest
     last = full.path(directory)
@@ -145,7 +145,7 @@ def falls_back(strategy, folder):
     """Over a torn delta, and over one of another full checkpoint."""
     stopped, straight = begin(strategy, folder)
     directory = str(folder / "run")
-    newest, before, *_ = kept.found_in(directory)
+    newest, before, *_ = checkpoint_files.found_in(directory)
     barrier(strategy)
     if strategy.rank == 0:
         tear(newest.path(directory))
@@ -157,9 +157,11 @@ def falls_back(strategy, folder):
     assert not all(map(np.array_equal, restored, stopped))
     for mine, theirs in zip(found, straight, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    left = kept.found_in(directory)
+    left = checkpoint_files.found_in(directory)
     last, full, other = (each for each in left if each.since is None)
-    assert last == kept.Kept(EPOCHS * STEPS), left  # the last is full
+    assert last == checkpoint_files.Checkpoint(EPOCHS * STEPS), (
+        left
+    )  # the last is full
     assert full.step > before.step  # as the first of a run that goes on
     assert left[1].full == full
     barrier(strategy)

@@ -14,9 +14,9 @@ from exchange_models import exchanges_of
 from exchange_models import train
 
 import tfdist_ext
+from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import SharedExchange
-from tfdist_ext.sharding import sharded_variable
 
 keras = tf.keras
 

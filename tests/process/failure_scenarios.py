@@ -13,9 +13,9 @@ from fit_models import make_model
 from fit_models import weights
 
 import tfdist_ext
-from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.optimizers import Adagrad
+from tfdist_ext.strategy.gradients import ErrorFeedback
 
 keras = tf.keras
 

@@ -9,8 +9,8 @@ from fit_models import data
 from fit_models import same_on_all_ranks
 
 import tfdist_ext
-from tfdist_ext.distribute.error_feedback import ErrorFeedback
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.strategy.gradients import ErrorFeedback
 
 keras = tf.keras
 

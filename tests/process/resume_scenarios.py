@@ -19,9 +19,9 @@ from fit_models import weights
 
 from tests.recording import Recorder
 from tfdist_ext.callbacks import Resume
-from tfdist_ext.callbacks import beats
-from tfdist_ext.checkpoints import kept
-from tfdist_ext.checkpoints import writing
+from tfdist_ext.callbacks import resume
+from tfdist_ext.saving import checkpoint_files
+from tfdist_ext.saving import checkpoint_writing
 
 keras = tf.keras
 EPOCHS, STEPS = 4, 6
@@ -31,11 +31,11 @@ SIGNALS = (signal.SIGTERM,)
 
 @contextlib.contextmanager
 def beating_in_every_step():
-    before, beats.SECONDS = beats.SECONDS, 0
+    before, resume.HEARTBEAT_SECONDS = resume.HEARTBEAT_SECONDS, 0
     try:
         yield
     finally:
-        beats.SECONDS = before
+        resume.HEARTBEAT_SECONDS = before
 
 
 def run(strategy, directory, *callbacks, epochs=EPOCHS, every=2):
@@ -85,7 +85,7 @@ class Fails(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.03)  # for the threads that write
-        found = kept.found_in(self.directory)
+        found = checkpoint_files.found_in(self.directory)
         if self.mine and sum(each.step > self.after for each in found) > 1:
             raise RuntimeError("stop here")
 
@@ -98,7 +98,7 @@ def notice():
 @contextlib.contextmanager
 def full_disk(strategy):
     """The first file that the last rank writes fails."""
-    write, left = writing.Parts.write, [strategy.world_size - 1]
+    write, left = checkpoint_writing.Parts.write, [strategy.world_size - 1]
 
     def fail_once(parts):
         if parts.rank in left:
@@ -106,11 +106,11 @@ def full_disk(strategy):
             raise OSError("No space left on device")
         write(parts)
 
-    writing.Parts.write = fail_once
+    checkpoint_writing.Parts.write = fail_once
     try:
         yield f"rank {left[0]}: OSError: No space left"
     finally:
-        writing.Parts.write = write
+        checkpoint_writing.Parts.write = write
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def goes_on(strategy, folder):
     told = [why in each.getMessage() for each in records]
     assert any(told) == (strategy.rank == 0), records
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    first = kept.found_in(directory)[0].step
+    first = checkpoint_files.found_in(directory)[0].step
     assert STEPS < first < 2 * STEPS, first  # before the step after batch 3
     # Rank 0 fails, and the last checkpoint is damaged.
     try:
@@ -148,11 +148,13 @@ def goes_on(strategy, folder):
     except (RuntimeError, tf.errors.AbortedError) as error:
         assert "stop here" in str(error), error
     barrier(strategy)
-    newest, before, *_ = (each.step for each in kept.found_in(directory))
+    newest, before, *_ = (
+        each.step for each in checkpoint_files.found_in(directory)
+    )
     assert newest > before > first
     barrier(strategy)
     if strategy.rank == 0:
-        tear(kept.Kept(newest).path(directory))
+        tear(checkpoint_files.Checkpoint(newest).path(directory))
     barrier(strategy)
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
@@ -168,8 +170,8 @@ def goes_on(strategy, folder):
     model, rest = run(strategy, directory)
     assert not rest, rest
     check_same(strategy, model, straight)
-    assert len(kept.found_in(directory)) == 3
-    last_step = kept.Kept(EPOCHS * STEPS).path(directory)
+    assert len(checkpoint_files.found_in(directory)) == 3
+    last_step = checkpoint_files.Checkpoint(EPOCHS * STEPS).path(directory)
     assert tf.train.latest_checkpoint(directory) == last_step
     assert not list((folder / "run").glob("*_ranks"))
 
@@ -210,7 +212,7 @@ def begin(strategy, folder):
     directory = str(folder / "run")
     with contextlib.suppress(SystemExit):
         run(strategy, directory, At(strategy, 0, 2, notice), every="epoch")
-    last, *_ = kept.found_in(directory)
+    last, *_ = checkpoint_files.found_in(directory)
     assert 2 * STEPS < last.step < 3 * STEPS
     return weights(strategy, straight)
 

@@ -12,9 +12,9 @@ from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import ShardedTopK
 from tfdist_ext.layers import TableConfig
+from tfdist_ext.layers import candidate_rows
 from tfdist_ext.losses import Retrieval
 from tfdist_ext.losses import gather_candidates
-from tfdist_ext.retrieval import search
 from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
@@ -220,9 +220,9 @@ def finds_in_every_placement(strategy, folder):
             layer.set_weights([table + 1])
             check(index(queries), queries, table + 1, 3)
             layer.set_weights([table])
-        cells, search.CELLS = search.CELLS, 12 * ranks
+        cells, candidate_rows.CELLS = candidate_rows.CELLS, 12 * ranks
         check(index(queries), queries, table, 3)
-        search.CELLS = cells
+        candidate_rows.CELLS = cells
     ids, rows = some.gather()
     np.testing.assert_array_equal(ids, names)
     np.testing.assert_array_equal(rows, table[chosen])

@@ -12,8 +12,8 @@ from files_models import refused
 from files_models import trained
 
 import tfdist_ext
+from tfdist_ext.embedding.whole_tables import row_blocks
 from tfdist_ext.keras_internals import KERAS_3
-from tfdist_ext.sharding.row_blocks import row_blocks
 
 keras = tf.keras
 # Rows of a sample are added up in another order than on several ranks.

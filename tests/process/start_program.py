@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
-from tfdist_ext.launcher import ports
+from tfdist_ext.comm import listener
 from tfdist_ext.layers import FullSparse
 
 keras = tf.keras
@@ -133,7 +133,7 @@ def train_as(rank, path, eagerly):
 def run(ranks, folder, eagerly):
     """Results of all ranks, in rank order."""
     paths = [f"{folder}/{ranks}-{rank}.npz" for rank in range(ranks)]
-    with ports.reserve(ranks, "127.0.0.1") as reserved:
+    with listener.reserve_ports(ranks, "127.0.0.1") as reserved:
         addresses = [f"127.0.0.1:{port}" for port in reserved]
         pids = [
             start(each, functools.partial(train_as, rank, path, eagerly))

@@ -15,13 +15,13 @@ import tensorflow as tf
 import tfdist_ext
 from tests.process.vocabulary_cases import InBuckets
 from tfdist_ext import marks
-from tfdist_ext.collectives import gpus
-from tfdist_ext.collectives.gpus import TableGpus
-from tfdist_ext.distribute.extended import HybridParallelExtended
+from tfdist_ext.comm import gpus
+from tfdist_ext.comm.gpus import TableGpus
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.strategy.extended import HybridParallelExtended
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

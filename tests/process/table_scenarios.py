@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 from overlap_scenarios import make_layer
 
+from tfdist_ext.embedding import whole_tables
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import FullSparse
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.sharding import whole_tables
 from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras

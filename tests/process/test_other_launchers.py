@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.process import slurm_of_one_node
-from tfdist_ext.launcher import surroundings
+from tfdist_ext.launch import launched
 
 PROGRAM = pathlib.Path(__file__).with_name("launched_program.py")
 CLUSTERS = PROGRAM.parents[2] / "examples" / "clusters"
@@ -104,7 +104,7 @@ def test_srun(tmp_path, alone, command, monkeypatch):
             tmp_path / "results", "srun", "-n2", *command, **environment
         )
         monkeypatch.setenv("SLURM_CONF", environment["SLURM_CONF"])
-        hosts = surroundings.slurm_host_names("n[9-11],m1")
+        hosts = launched.slurm_host_names("n[9-11],m1")
     check(found, alone)
     assert hosts == ["n9", "n10", "n11", "m1"]
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 import tfdist_ext
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.ops import vocabulary_ops
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.tables.table_config import DynamicVocabulary
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 

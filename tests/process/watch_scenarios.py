@@ -10,12 +10,11 @@ import tfdist_ext
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import NanGuard
 from tfdist_ext.callbacks import Timeline
+from tfdist_ext.launch import trace
 from tfdist_ext.layers import DistributedEmbedding
 from tfdist_ext.layers import DynamicVocabulary
 from tfdist_ext.layers import FeatureConfig
 from tfdist_ext.layers import TableConfig
-from tfdist_ext.tracing import bounds
-from tfdist_ext.tracing import trace
 
 keras = tf.keras
 BATCH, STEPS, DIM = 8, 12, 4
@@ -270,6 +269,6 @@ def slow_rank_is_seen(strategy, folder):
         assert any(e.name == "Tfdist>Lookup" for e in mine)
         waited = sum(e.more.get("waited_us", 0.0) for e in mine)
         assert (waited > 4 * 100e3) == (rank != 1), (rank, waited)
-    text = bounds.report(events)
+    text = trace.report(events)
     assert "Bound by rank 1, for which the others wait" in text, text
     assert text.endswith("most more than they in: callbacks."), text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tfdist_ext.ops.batch_ops` made of stock ops."""
+"""`tfdist_ext.ops.collective_ops` made of stock ops."""
 
 import tensorflow as tf
 

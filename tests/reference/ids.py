@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.tables.choices import OutOfRange
+from tfdist_ext.tables.checks import OutOfRange
 from tfdist_ext.tables.placement import FeaturePlacement
 
 # rank, samples, bad id found, its feature, its sample, its value
@@ -133,7 +133,7 @@ def _floats(bits: tf.Tensor) -> tf.Tensor:
 
 
 def owner_of(ids: tf.Tensor, parts: int) -> tf.Tensor:
-    """The row part of every id: rotated mod, see `tables/rotated_mod.py`.
+    """The row part of every id: rotated mod, see `tables/placement.py`.
 
     Args:
         ids: int64 `[n]`.

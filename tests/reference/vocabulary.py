@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 _SHARE = 16  # of a full bucket, that gives up its rows at once
 

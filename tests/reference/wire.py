@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.tables.choices import Rounding
+from tfdist_ext.tables.checks import Rounding
 
 _WORD = 0xFFFFFFFF
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from tfdist_ext.rendezvous import addresses
-from tfdist_ext.rendezvous.addresses import bind_address
+from tfdist_ext.comm import addresses
+from tfdist_ext.comm.addresses import bind_address
 
 
 def test_bind_address():

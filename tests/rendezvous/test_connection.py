@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from tfdist_ext.rendezvous.connection import Connection
-from tfdist_ext.rendezvous.connection import poll_busily
+from tfdist_ext.comm.connection import Connection
+from tfdist_ext.comm.connection import poll_busily
 
 SO_BUSY_POLL = 46
 

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from tfdist_ext.rendezvous import connector
-from tfdist_ext.rendezvous.connector import connect
-from tfdist_ext.rendezvous.handshake import Job
-from tfdist_ext.rendezvous.listener import Listener
+from tfdist_ext.comm import connector
+from tfdist_ext.comm.connector import connect
+from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.listener import Listener
 
 JOB = Job("ranks", b"0123456789abcdef" * 2)
 LIMIT = 30.0
@@ -216,7 +216,7 @@ def test_checks_go_on_while_it_waits(free_port):
 LITTLE = """
 import os, resource, socket, sys, time
 from tfdist_ext.rendezvous import connector, listener
-from tfdist_ext.rendezvous.handshake import Job
+from tfdist_ext.comm.handshake import Job
 job = Job("ranks", b"0123456789abcdef" * 2)
 used = len(os.listdir("/proc/self/fd")) - 1
 began = time.monotonic()

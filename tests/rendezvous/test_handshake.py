@@ -7,11 +7,11 @@ import struct
 import pytest
 
 from tests import fuzzing
-from tfdist_ext.rendezvous import handshake
-from tfdist_ext.rendezvous.handshake import Job
-from tfdist_ext.rendezvous.handshake import RefusedError
-from tfdist_ext.rendezvous.handshake import StrangerError
-from tfdist_ext.rendezvous.handshake import Verdict
+from tfdist_ext.comm import handshake
+from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.handshake import RefusedError
+from tfdist_ext.comm.handshake import StrangerError
+from tfdist_ext.comm.handshake import Verdict
 
 JOB = Job("ranks a:1 b:1", b"secret")
 

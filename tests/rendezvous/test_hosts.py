@@ -18,12 +18,12 @@ import time
 
 import pytest
 
-from tfdist_ext.launcher import launch
-from tfdist_ext.rendezvous import connector
-from tfdist_ext.rendezvous import hosts
-from tfdist_ext.rendezvous.handshake import Job
-from tfdist_ext.rendezvous.link import Link
-from tfdist_ext.rendezvous.listener import Listener
+from tfdist_ext.comm import connector
+from tfdist_ext.comm import hosts
+from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.handshake import Link
+from tfdist_ext.comm.listener import Listener
+from tfdist_ext.launch import command
 
 LIMIT = 30.0
 HOST = "127.0.0.1"
@@ -324,7 +324,7 @@ def test_without_a_secret_other_hosts_are_refused(
     for name in ("TFDIST_SECRET", "TFDIST_SECRET_FILE", "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     arguments = ["--nnodes", "2", "--node-rank", "1"]
-    assert launch.main([*arguments, "--master", "10.9.8.7:7000", "x.py"]) == 1
+    assert command.main([*arguments, "--master", "10.9.8.7:7000", "x.py"]) == 1
     error = capsys.readouterr().err
     assert "10.9.8.7:7000 would join this job: there is no secret" in error
     assert "--allow-unauthenticated" in error

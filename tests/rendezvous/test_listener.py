@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from tfdist_ext.rendezvous import connector
-from tfdist_ext.rendezvous.connector import connect
-from tfdist_ext.rendezvous.handshake import Job
-from tfdist_ext.rendezvous.handshake import RefusedError
-from tfdist_ext.rendezvous.handshake import Verdict
-from tfdist_ext.rendezvous.listener import HANDSHAKE_SECONDS
-from tfdist_ext.rendezvous.listener import MAX_HANDSHAKES
-from tfdist_ext.rendezvous.listener import Listener
+from tfdist_ext.comm import connector
+from tfdist_ext.comm.connector import connect
+from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.handshake import RefusedError
+from tfdist_ext.comm.handshake import Verdict
+from tfdist_ext.comm.listener import HANDSHAKE_SECONDS
+from tfdist_ext.comm.listener import MAX_HANDSHAKES
+from tfdist_ext.comm.listener import Listener
 
 HOST = "127.0.0.1"
 JOB = Job("ranks", b"secret")

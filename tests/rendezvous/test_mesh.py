@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from tfdist_ext.rendezvous import mesh
-from tfdist_ext.rendezvous import ranks
-from tfdist_ext.rendezvous import same_host
-from tfdist_ext.rendezvous.listening import Listening
-from tfdist_ext.rendezvous.same_host import Neighbours
+from tfdist_ext.comm import connection
+from tfdist_ext.comm import mesh
+from tfdist_ext.comm import ranks
+from tfdist_ext.comm.connection import Neighbours
+from tfdist_ext.comm.listener import Listening
 
 LIMIT = 60.0
 SECRET = b"0123456789abcdef" * 2
@@ -288,7 +288,7 @@ def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
 def test_idle_strangers_do_not_keep_ranks_from_sharing(free_port, monkeypatch):
     """They fill the queue of every rank's Unix socket, and send nothing."""
     with contextlib.ExitStack() as strangers:
-        make = same_host.Neighbours.__init__
+        make = connection.Neighbours.__init__
 
         def make_with_strangers(neighbours, wanted=True):
             make(neighbours, wanted)
@@ -304,7 +304,7 @@ def test_idle_strangers_do_not_keep_ranks_from_sharing(free_port, monkeypatch):
             raise AssertionError("the queue has no end")
 
         monkeypatch.setattr(
-            same_host.Neighbours, "__init__", make_with_strangers
+            connection.Neighbours, "__init__", make_with_strangers
         )
         addresses = addresses_of("127.0.0.1", 3, free_port())
         with closing(connect_all(addresses)) as meshes:
@@ -323,7 +323,7 @@ def test_other_users_get_no_memory(free_port, monkeypatch):
 
 def test_the_memory_of_a_host_grows_with_its_ranks(free_port):
     for count in range(2, 300):
-        ring = same_host.ring_bytes(count)
+        ring = connection.ring_bytes(count)
         assert ring & (ring - 1) == 0
         pairs = count * (count - 1) // 2
         assert pairs * 2 * ring <= count * (8 << 20)
@@ -331,7 +331,9 @@ def test_the_memory_of_a_host_grows_with_its_ranks(free_port):
     addresses = addresses_of("127.0.0.1", 11, free_port())
     with closing(connect_all(addresses)) as meshes:
         memory = meshes[0][1].shared.memory
-        assert os.fstat(memory).st_size == 2 * (4096 + same_host.ring_bytes(11))
+        assert os.fstat(memory).st_size == 2 * (
+            4096 + connection.ring_bytes(11)
+        )
 
 
 def test_ranks_listen_by_their_interface_in_their_range(free_port):

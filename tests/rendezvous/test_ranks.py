@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from tfdist_ext.rendezvous import connector
-from tfdist_ext.rendezvous import ranks
-from tfdist_ext.rendezvous.handshake import Job
-from tfdist_ext.rendezvous.link import Link
-from tfdist_ext.rendezvous.listener import Listener
+from tfdist_ext.comm import connector
+from tfdist_ext.comm import ranks
+from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.handshake import Link
+from tfdist_ext.comm.listener import Listener
 
 LIMIT = 60.0
 SECRET = b"0123456789abcdef" * 2

@@ -4,12 +4,12 @@
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.serving.known_keys import KnownKeys
-from tfdist_ext.serving.served_keys import ServedKeys
-from tfdist_ext.sharding.key_shard import KeyShard
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.embedding.key_shard import KeyShard
+from tfdist_ext.saving.served_keys import KnownKeys
+from tfdist_ext.saving.served_keys import ServedKeys
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 
 def keys_of(first, end):

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.sharding import initial_rows
+from tfdist_ext.embedding import initial_rows
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 initializers = tf.keras.initializers
 ROWS, DIM = 400, 30

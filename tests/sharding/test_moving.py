@@ -7,12 +7,11 @@ import tensorflow as tf
 
 from tests.thread_ranks import run_on_ranks
 from tfdist_ext import marks
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.sharding import moving
-from tfdist_ext.sharding import sharded_variable
-from tfdist_ext.sharding import whole_tables
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.embedding import whole_tables
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
 
 ROWS, DIM = 23, 5
 TABLE = np.arange(1, ROWS * DIM + 1, dtype=np.float32).reshape(ROWS, DIM)
@@ -61,7 +60,7 @@ def test_every_kind_becomes_every_other(ranks):
             for target in placements.values():
                 variable, collectives = make_shard(source, group)
                 new = spec_of(target, group.rank, group.world_size)
-                moving.move(variable, new, collectives, block)
+                sharded_variable.move_table(variable, new, collectives, block)
                 expected = part_of(TABLE, new)
                 np.testing.assert_array_equal(variable.numpy(), expected)
                 assert tuple(variable.shape) == new.local_shape
@@ -78,7 +77,7 @@ def test_a_moved_variable_works_in_graphs_and_takes_new_values():
     def work(group):
         variable, collectives = make_shard(TablePlacement.row_wise(2), group)
         new = spec_of(TablePlacement.column_wise(2), group.rank, 2)
-        moving.move(variable, new, collectives)
+        sharded_variable.move_table(variable, new, collectives)
 
         @tf.function
         def doubled():
@@ -105,7 +104,7 @@ def test_sixteen_bit_tables_are_moved():
             TablePlacement.table_wise(1), group, tf.bfloat16
         )
         new = spec_of(TablePlacement.row_wise(2), group.rank, 2)
-        moving.move(variable, new, collectives)
+        sharded_variable.move_table(variable, new, collectives)
         assert variable.dtype == tf.bfloat16
         expected = tf.cast(part_of(TABLE, new), tf.bfloat16)
         np.testing.assert_array_equal(variable.numpy(), expected.numpy())
@@ -128,7 +127,7 @@ def test_what_cannot_be_moved_is_refused(reason):
             new = ShardSpec.of("table", ROWS, DIM + 1, target, group.rank, 2)
         match = "trained" if reason == "fixed" else "cannot become"
         with pytest.raises(ValueError, match=match):
-            moving.move(variable, new, collectives)
+            sharded_variable.move_table(variable, new, collectives)
         np.testing.assert_array_equal(
             whole_tables.gather(variable, collectives), TABLE
         )

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tfdist_ext.marks import shard_spec
-from tfdist_ext.tables import rotated_mod as rows_of
+from tfdist_ext.tables import placement as rows_of
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
-from tfdist_ext.tables.shard_spec import spec_from_json
-from tfdist_ext.tables.shard_spec import spec_to_json
+from tfdist_ext.tables.placement import spec_from_json
+from tfdist_ext.tables.placement import spec_to_json
 
 ROWS, DIM = 23, 10
 PLACEMENTS = [

@@ -3,14 +3,11 @@
 
 import pytest
 
-from tfdist_ext.tracing import bounds
-from tfdist_ext.tracing import clocks
-from tfdist_ext.tracing import command
-from tfdist_ext.tracing import trace
-from tfdist_ext.tracing.trace import EXCHANGE
-from tfdist_ext.tracing.trace import KERNEL
-from tfdist_ext.tracing.trace import STEP
-from tfdist_ext.tracing.trace import Event
+from tfdist_ext.launch import trace
+from tfdist_ext.launch.trace import EXCHANGE
+from tfdist_ext.launch.trace import KERNEL
+from tfdist_ext.launch.trace import STEP
+from tfdist_ext.launch.trace import Event
 
 
 def call(step):
@@ -33,7 +30,7 @@ def events(late=0.0, lookup=1000.0):
                 Event(rank, KERNEL, "Tfdist>ApplyRowSgd", last, last + 400),
             ]
     for event in found:
-        waited = bounds.waits(found).get(id(event))
+        waited = trace.waits(found).get(id(event))
         if waited is not None:
             event.more["waited_us"] = waited[0]
     return found
@@ -41,7 +38,7 @@ def events(late=0.0, lookup=1000.0):
 
 def test_the_rank_that_the_others_wait_for_is_named(tmp_path, capsys):
     trace.write(tmp_path / "trace.json", events(late=5000.0), [0.0, 3.0])
-    assert command.main(["trace", str(tmp_path / "trace.json")]) == 0
+    assert trace.main(["trace", str(tmp_path / "trace.json")]) == 0
     *_, first, second, verdict = capsys.readouterr().out.splitlines()
     # step, input, lookup, update, other work, callbacks, link, waiting, late
     assert first.split() == [
@@ -82,7 +79,7 @@ def test_time_in_callbacks_is_no_input(at_end):
         if at_end:
             start, end = begin + 4500.0, begin + 9500.0
         found.append(Event(1, trace.CALLBACK, "callbacks", start, end))
-    *_, first, second, verdict = bounds.report(found).splitlines()
+    *_, first, second, verdict = trace.report(found).splitlines()
     columns = first.split(), second.split()
     assert [column[6] for column in columns] == ["0.00", "5.00"]
     assert [column[2] for column in columns] == ["0.10", "0.10"]
@@ -91,9 +88,9 @@ def test_time_in_callbacks_is_no_input(at_end):
 
 
 def test_without_a_late_rank_the_kind_of_work_is_named():
-    assert "Bound by link: 3.00 ms of 4.60" in bounds.report(events())
-    assert "Bound by lookup: 9.00 ms" in bounds.report(events(lookup=9000.0))
-    assert bounds.report([]) == "The trace has no steps."
+    assert "Bound by link: 3.00 ms of 4.60" in trace.report(events())
+    assert "Bound by lookup: 9.00 ms" in trace.report(events(lookup=9000.0))
+    assert trace.report([]) == "The trace has no steps."
 
 
 def test_exchanges_are_told_apart_by_their_calls():
@@ -101,10 +98,10 @@ def test_exchanges_are_told_apart_by_their_calls():
     whole = events(late=5000.0)
     early = Event(1, EXCHANGE, "ids", -900.0, -800.0, {"call": "2/-1"})
     assert (
-        bounds.report([early, *whole]).splitlines()[2:3]
-        == (bounds.report(whole).splitlines()[2:3])
+        trace.report([early, *whole]).splitlines()[2:3]
+        == (trace.report(whole).splitlines()[2:3])
     )
-    found = bounds.waits([early, *whole])
+    found = trace.waits([early, *whole])
     assert id(early) not in found
     assert {last for _, last in found.values()} == {1}
 
@@ -112,7 +109,7 @@ def test_exchanges_are_told_apart_by_their_calls():
 def test_what_is_no_trace_is_said(tmp_path, capsys):
     (tmp_path / "other.json").write_text("[1]")
     for path in (tmp_path / "other.json", tmp_path / "none.json"):
-        assert command.main(["trace", str(path)]) == 1
+        assert trace.main(["trace", str(path)]) == 1
         assert str(path) in capsys.readouterr().err
 
 
@@ -120,7 +117,7 @@ def test_clocks_are_as_far_apart_as_messages_say():
     # The clock of rank 1 is 990 ahead; a message takes from 5 to 30.
     sent = [[0, 990], [100, 1090]]
     received = [[30, 995], [105, 1120]]
-    (own, other) = clocks.offsets(sent, received)
+    (own, other) = trace.clock_offsets(sent, received)
     assert own == (0.0, 0.0)
     assert other[0] == pytest.approx(990, abs=other[1])
     assert other[1] <= 5

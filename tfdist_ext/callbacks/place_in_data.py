@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import batches
 from tfdist_ext import marks
-from tfdist_ext.batches import slicing
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.collectives.step import count_samples
+from tfdist_ext.comm.calls import count_samples
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding.prefetched_ids import PrefetchedIds
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
-from tfdist_ext.prefetch.prefetched_ids import PrefetchedIds
 
 
 @dataclasses.dataclass
@@ -345,5 +345,5 @@ def _from(value: Any, start: int, stop: int) -> Any:
         size = [stop - start, *value.dense_shape[1:]]
         return tf.sparse.slice(value, [start, *rest], size)
     if hasattr(value, "nrows") or len(getattr(value, "shape", ())):
-        return slicing.rows(value, start, stop)
+        return batches.rows(value, start, stop)
     return value

@@ -7,6 +7,9 @@ import contextlib
 import inspect
 import os
 import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -18,11 +21,120 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
-from tfdist_ext.callbacks import notice as notice_lib
 from tfdist_ext.callbacks import place_in_data
 from tfdist_ext.callbacks import saved_run
-from tfdist_ext.callbacks.beats import Beats
 from tfdist_ext.callbacks.place_in_data import Walk
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.launch.local_ranks import NOT_SAVED as NOT_SAVED
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class PreemptionSignals:
+    """Whether this process was told to end.
+
+    Attributes:
+        signal: name of the first signal that came, "" before that.
+    """
+
+    def __init__(self) -> None:
+        self.signal = ""
+
+    @contextlib.contextmanager
+    def heeding(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+        """Takes signals for notices inside; in the main thread only.
+
+        Args:
+            numbers: of the signals. Those that are ignored, or that something
+                else than Python handles, stay as they are.
+        """
+        self.signal = ""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+        watch = threading.Thread(
+            target=self._watch, args=(theirs, frozenset(numbers)), daemon=True
+        )
+        watch.start()
+        replaced = {}
+        try:
+            for number in numbers:
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    replaced[number] = signal.signal(number, _wait)
+            yield
+        finally:
+            for number, handler in replaced.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            ours.close()  # ends the thread
+            watch.join()
+
+    def _watch(self, source: socket.socket, numbers: frozenset[int]) -> None:
+        with source:
+            while received := source.recv(64):
+                for number in received:
+                    if number not in numbers:
+                        continue
+                    if self.signal:
+                        sys.stderr.write("told to end twice: ends at once\n")
+                        sys.stderr.flush()
+                        os._exit(EXIT_CODE)
+                    self.signal = signal.Signals(number).name
+
+
+def _wait(number: int, frame: object) -> None:
+    """Handles a signal in Python, where nothing is to be done."""
+
+
+# Between two of them, about.
+HEARTBEAT_SECONDS = 0.5
+
+
+class Heartbeats:
+    """When ranks tell each other numbers, and what they have told.
+
+    Args:
+        collectives: of the strategy; None in one process.
+    """
+
+    def __init__(self, collectives: Collectives | None) -> None:
+        self._collectives = collectives
+        self._steps = 0  # since the last one
+        self._due = 1
+        self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the ranks tell each other something before this step."""
+        self._steps += 1
+        return self._steps >= self._due
+
+    def tell(self, *mine: int) -> np.ndarray:
+        """Tells the other ranks; all ranks must call.
+
+        Args:
+            *mine: numbers of this rank.
+
+        Returns:
+            int64 `[world_size, len(mine)]`.
+        """
+        told = np.array([[*mine, self._propose()]], np.int64)
+        if self._collectives is not None:
+            told = self._collectives.all_gather(
+                tf.constant(told), "resume/beat"
+            ).numpy()
+        self._due, self._steps = int(told[0, -1]), 0
+        self._last = time.monotonic()
+        return told[:, :-1]
+
+    def _propose(self) -> int:
+        """Steps to the next one; at most twice as many as to this one."""
+        elapsed = max(time.monotonic() - self._last, 1e-6)
+        steps = int(HEARTBEAT_SECONDS * self._steps / elapsed)
+        return min(max(steps, 1), 2 * self._due)
+
 
 keras = tf.keras
 
@@ -107,7 +219,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         per_call = keras_internals.steps_of_call(model)
         self._walk = walk = Walk(strategy.collectives, per_call)
         self._one_iterator = steps_per_epoch is not None
-        self._notice = notice_lib.Notice()
+        self._notice = PreemptionSignals()
         distribute = strategy.experimental_distribute_dataset
 
         def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +253,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._run = saved_run.SavedRun(
             model, self._directory, self._keep, self._deltas, collectives
         )
-        self._beats = Beats(collectives)
+        self._beats = Heartbeats(collectives)
         self._logs: Any = None
         self._saved_step = self._batch = 0
         self._epoch_unsaved = False
@@ -245,7 +357,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         run, step = self._run, self._walk.place.step
         name = self._notice.signal
         saved = step == run.step
-        code = notice_lib.EXIT_CODE if saved else notice_lib.NOT_SAVED
+        code = EXIT_CODE if saved else NOT_SAVED
         done = f"saved '{run.path}'" if saved else run.lost(step)
         if name or not (saved or run.rank):
             got = name or "a signal on another rank"

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import itertools
 import json
 import logging
+import os
+import random
+import socket
 import sys
+import time
 import uuid
 import warnings
 from typing import Any
@@ -17,22 +24,114 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.callbacks import random_states
-from tfdist_ext.callbacks.folder_lock import FolderLock
 from tfdist_ext.callbacks.place_in_data import Place
-from tfdist_ext.checkpoints import kept
-from tfdist_ext.checkpoints import saver
-from tfdist_ext.checkpoints.changed_rows import ChangedRows
-from tfdist_ext.checkpoints.changed_rows import Marks
-from tfdist_ext.checkpoints.later import LaterWrite
-from tfdist_ext.checkpoints.opened import Opened
-from tfdist_ext.checkpoints.reading import agree
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.collectives.first_rank import text_of_first_rank
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.saving import checkpoint_files
+from tfdist_ext.saving import saver
+from tfdist_ext.saving.changed_rows import ChangedRows
+from tfdist_ext.saving.changed_rows import Marks
+from tfdist_ext.saving.checkpoint_files import Opened
+from tfdist_ext.saving.checkpoint_reading import agree
+from tfdist_ext.saving.saver import LaterWrite
 
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's generators, as JSON can hold them."""
+    state: Any = np.random.get_state(legacy=False)
+    inner = {
+        field: value.tolist() if isinstance(value, np.ndarray) else value
+        for field, value in state["state"].items()
+    }
+    return {
+        "python": random.getstate(),
+        "numpy": {**state, "state": inner},
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Lets the generators go on from what `get` has returned."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    now: Any = np.random.get_state(legacy=False)
+    if states["numpy"]["bit_generator"] == now["bit_generator"]:
+        np.random.set_state(states["numpy"])
+
+
+LOCK_NAME = "resume.lock"
+# That a job which ends just now is waited for.
+LOCK_SECONDS = 5.0
+_HELD = {errno.EACCES, errno.EAGAIN}
 _LOG = logging.getLogger("tfdist_ext")
+
+
+class FolderLock:
+    """Holds a lock until `close`, or until the process ends.
+
+    A POSIX record lock: child processes do not inherit it, and NFS knows it.
+
+    Args:
+        folder: of this host's file system; it is created. Others, as
+            "gs://...", cannot be locked.
+
+    Raises:
+        OSError: another process holds the lock; its host, number and start
+            are named. A file system without locks is a warning.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._file = -1
+        if "://" in folder:
+            return
+        try:
+            os.makedirs(folder, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(os.path.join(folder, LOCK_NAME), flags, 0o666)
+            held = not self._take()
+        except OSError as error:
+            _LOG.warning(
+                "Resume: '%s' cannot be locked (%s). Make sure that no other "
+                "job saves there.",
+                *(folder, error),
+            )
+            self.close()
+            return
+        if held:
+            text = os.pread(self._file, 1000, 0).decode(errors="replace")
+            self.close()
+            raise OSError(
+                f"Resume: '{folder}' is in use by {text or 'another process'}."
+                " Two jobs would overwrite each other's checkpoints. End the "
+                "other job, or give this one another directory."
+            )
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        text = f"process {os.getpid()} on host {socket.gethostname()}"
+        with contextlib.suppress(OSError):  # of a full disk
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{text} since {started}".encode(), 0)
+
+    def _take(self) -> bool:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in _HELD:
+                    raise
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Releases the lock."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
 # What every checkpoint of objects has, and what those of a run do.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PROGRESS = "progress/.ATTRIBUTES/py_state"
@@ -149,19 +248,19 @@ class SavedRun:
             OSError: none of those that are there can be read.
         """
         if self._rank == 0:
-            kept.remove_unfinished(self._directory)
+            checkpoint_files.remove_unfinished(self._directory)
         listed = json.dumps(
             [
                 [
                     (each.step, each.since)
-                    for each in kept.found_in(self._directory)
+                    for each in checkpoint_files.found_in(self._directory)
                 ],
                 self._failures_of_index() if self._rank == 0 else [],
             ]
         )
         told = text_of_first_rank(listed, self._collectives, "resume/steps")
         steps, failures = json.loads(told)
-        for found in itertools.starmap(kept.Kept, steps):
+        for found in itertools.starmap(checkpoint_files.Checkpoint, steps):
             path = found.path(self._directory)
             try:
                 full = self._open(found)
@@ -192,7 +291,7 @@ class SavedRun:
     def _failures_of_index(self) -> list[str]:
         """Says which checkpoints have lost their index; those once complete."""
         failures = []
-        for found, complete in kept.without_index(self._directory):
+        for found, complete in checkpoint_files.without_index(self._directory):
             path = found.path(self._directory)
             _LOG.warning(
                 "'%s' is left out: its index file is missing. %s",
@@ -205,7 +304,7 @@ class SavedRun:
                 failures.append(f"{path}: its index file is missing")
         return failures
 
-    def _open(self, found: kept.Kept) -> str | None:
+    def _open(self, found: checkpoint_files.Checkpoint) -> str | None:
         """Reads indexes on every rank, before any begins to read more.
 
         Returns:
@@ -230,7 +329,7 @@ class SavedRun:
     def _take_progress(self) -> tuple[Place, dict[str, float]]:
         progress = json.loads(self._progress.text)
         every = progress["random"]
-        random_states.set_(every[self._rank % len(every)])
+        set_random_states(every[self._rank % len(every)])
         if progress["seed"] != internals.global_seed():
             warnings.warn(
                 f"'{self.path}' was made with TensorFlow's seed "
@@ -260,7 +359,7 @@ class SavedRun:
             base = _Base()
         changed = ChangedRows(base.marks) if self._deltas else None
         since = None if base.marks is None else base.step
-        made = kept.Kept(place.step, since)
+        made = checkpoint_files.Checkpoint(place.step, since)
         self._begun_step = place.step
         own = uuid.uuid4().hex  # rank 0's is written
         self._progress.text = json.dumps(
@@ -277,7 +376,9 @@ class SavedRun:
             self._checkpoint,
             made.path(self._directory),
             self._collectives,
-            lambda: kept.keep(self._directory, self._keep, made.step),
+            lambda: checkpoint_files.keep_last(
+                self._directory, self._keep, made.step
+            ),
             changed,
         )
         self.seconds += self._writing.seconds
@@ -346,7 +447,7 @@ class SavedRun:
             self._writing.join(seconds)
 
     def _random_states(self) -> list[Any]:
-        mine = json.dumps(random_states.get()) + "\n"
+        mine = json.dumps(random_states()) + "\n"
         if self._collectives is None:
             return [json.loads(mine)]
         gathered = self._collectives.all_gather(

@@ -17,12 +17,10 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks.update_watch import collectives_of
+from tfdist_ext.launch import trace
+from tfdist_ext.launch.trace import Event
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
-from tfdist_ext.tracing import bounds
-from tfdist_ext.tracing import clocks
-from tfdist_ext.tracing import trace
-from tfdist_ext.tracing.trace import Event
 
 keras = tf.keras
 
@@ -163,7 +161,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
             tf.constant(times), "timeline/clocks"
         ).numpy()
         sent, received = (everyone[:, :, i].T.tolist() for i in (0, 1))
-        found = clocks.offsets(sent, received)
+        found = trace.clock_offsets(sent, received)
         return found[self._rank][0], [error / 1e3 for _, error in found]
 
     def _stop(self) -> None:
@@ -190,7 +188,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         events = self._of_all_ranks()
         if self._rank:
             return
-        waited = bounds.waits(events)
+        waited = trace.waits(events)
         for event in events:
             if id(event) in waited:
                 microseconds, last = waited[id(event)]

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks add to a training step, around the optimizer's update.
-
-A model is watched from the start of a `fit` to its end, failed or not. The
-step is traced anew for it, so that a `fit` without such callbacks costs what
-it did.
-"""
+"""What callbacks read around the optimizer's update of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +8,15 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_built
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.optimizers.row_gradients import without_duplicates
 
 keras = tf.keras
 Nest = Any
@@ -138,7 +137,7 @@ def end_watch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             marks.set_update_watch(model, None)
 
 
-def of(model: Any) -> UpdateWatch:
+def watch_of(model: Any) -> UpdateWatch:
     """The watch of a model whose `fit` begins; made if there is none."""
     if marks.update_watch(model) is None:
         marks.set_update_watch(model, UpdateWatch(model))
@@ -154,3 +153,189 @@ def inner_optimizer(model: Any) -> Any:
 def collectives_of(model: Any) -> Any:
     """Those of the strategy of a model; None with a single process."""
     return getattr(model.distribute_strategy, "collectives", None)
+
+
+_OF_THIS_RANK = {
+    "trainable": False,
+    "synchronization": tf.VariableSynchronization.NONE,
+}
+
+
+class GradientNorms:
+    """Notes the squares of gradients, summed, of some variables.
+
+    Args:
+        watch: of the model.
+        find: gives them, of TensorFlow or Keras, once the model is built.
+        collectives: of the strategy; None in one process.
+    """
+
+    def __init__(
+        self,
+        watch: UpdateWatch,
+        find: Callable[[], Sequence[Any]],
+        collectives: Collectives | None,
+    ) -> None:
+        self._collectives = collectives
+        self._find = find
+        self._places: dict[int, int] = {}
+        self._wanted = tf.Variable(False, **_OF_THIS_RANK)
+        self._squares: Any = None
+        watch.add(self._around)
+
+    def want(self, wanted: bool) -> None:
+        """Says whether the steps that follow note them."""
+        self._wanted.assign(wanted)
+
+    def squares(self) -> Any:
+        """float64 `[variables]`, of the last step that noted them.
+
+        Where a variable is a part of a table, those of this rank's part. 0
+        before the first step.
+        """
+        if self._squares is None:
+            return np.zeros([len(self._find())])
+        return self._squares.numpy()
+
+    def _around(
+        self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], Any]
+    ) -> Any:
+        if self._squares is None:
+            variables = self._find()
+            self._places = {id(value_of(v)): i for i, v in enumerate(variables)}
+            with tf.init_scope():
+                zeros = tf.zeros([len(variables)], tf.float64)
+                self._squares = tf.Variable(zeros, **_OF_THIS_RANK)
+
+        def note() -> bool:
+            squares = [tf.zeros([], tf.float64)] * len(self._places)
+            for gradient, variable in pairs:
+                place = self._places.get(id(value_of(variable)))
+                if place is not None:
+                    squares[place] = self._square(gradient)
+            self._squares.assign(tf.stack(squares))
+            return True
+
+        tf.cond(self._wanted, note, lambda: True)
+        return update()
+
+    def _square(self, gradient: Any) -> tf.Tensor:
+        if marks.gradient_spec(gradient) is None:
+            gradient = self._of_all_ranks(gradient)
+        gradient = without_duplicates(gradient)
+        values = getattr(gradient, "values", gradient)
+        # Squares of what diverges soon leave float32.
+        return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
+
+    def _of_all_ranks(self, gradient: Any) -> Any:
+        """The gradient of a variable that every rank holds whole."""
+        collectives = self._collectives
+        if collectives is None:
+            return gradient
+        label = "gradient norms of tables"
+        if not isinstance(gradient, tf.IndexedSlices):
+            return collectives.all_reduce([gradient], label, weighted=True)[
+                0
+            ] / float(collectives.group.world_size)
+        share = collectives.share_of_samples(label)
+        assert share is not None
+        part = share / collectives.group.world_size
+        values = gradient.values * tf.cast(part, gradient.values.dtype)
+        return tf.IndexedSlices(
+            collectives.all_gather(values, f"{label}/rows"),
+            collectives.all_gather(gradient.indices, f"{label}/indices"),
+            gradient.dense_shape,
+        )
+
+
+class Snapshot:
+    """What model and optimizer hold on this rank, at one time.
+
+    Args:
+        model: whose optimizer is built.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._values = [
+            (variable, np.array(variable.numpy()))
+            for variable in _variables(model)
+        ]
+        self._keys = [(keys, keys.copy()) for keys in _vocabularies(model)]
+
+    def put_back(self) -> None:
+        """Gives model and optimizer what they had."""
+        for variable, value in self._values:
+            variable.assign(value)
+        for keys, copied in self._keys:
+            keys.put_back(copied)
+
+
+class StepState:
+    """What a step changes besides its update, at one time: metrics, means.
+
+    Args:
+        model: whose metrics are built, or not yet.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._trained = model
+        variables = [
+            each
+            for each in map(local_variable, model.non_trainable_variables)
+            if each.dtype.is_floating
+        ]
+        variables += map(local_variable, _of_metrics(model))
+        self._values = [
+            (each, np.array(each.numpy()))
+            for each in filter(_is_number, variables)
+        ]
+
+    def put_back(self) -> None:
+        """Gives them what they had; metrics made since then begin anew."""
+        known = {id(variable) for variable, _ in self._values}
+        for metric in self._trained.metrics:
+            own = [local_variable(each) for each in metric.variables]
+            if any(_is_number(v) and id(v) not in known for v in own):
+                metric.reset_state()
+        for variable, value in self._values:
+            variable.assign(value)
+
+
+def _of_metrics(model: Any) -> list[Any]:
+    return [each for metric in model.metrics for each in metric.variables]
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """All that an optimizer keeps, for tables that bring their own too."""
+    found = optimizer.variables
+    found = list(found() if callable(found) else found)
+    for own in getattr(optimizer, "table_optimizers", ()):
+        found += variables_of_optimizer(own)
+    return found
+
+
+def _variables(model: Any) -> list[tf.Variable]:
+    variables = [*model.weights, *variables_of_optimizer(model.optimizer)]
+    inner = inner_optimizer(model)
+    if inner is not model.optimizer:
+        variables += variables_of_optimizer(inner)
+    unique = {id(each): each for each in map(local_variable, variables)}
+    return [each for each in unique.values() if _is_number(each)]
+
+
+def _is_number(variable: tf.Variable) -> bool:
+    return bool(variable.dtype.is_numpy_compatible)
+
+
+def local_variable(variable: Any) -> tf.Variable:
+    """TensorFlow's variable that holds a variable's value on this rank."""
+    native = value_of(variable)
+    strategy = getattr(native, "distribute_strategy", None)
+    if strategy is None:
+        return native
+    return strategy.experimental_local_results(native)[0]
+
+
+def _vocabularies(model: Any) -> list[Any]:
+    found = map(marks.keys_of, model.trainable_variables)
+    return [keys for keys in found if keys is not None]

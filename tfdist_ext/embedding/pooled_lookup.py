@@ -1,36 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages in a row: ids in, one pooled row per sample and feature out."""
+"""Looks up features: ids in, one pooled row per sample and feature out."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import capture
-from tfdist_ext.embedding import combiners
-from tfdist_ext.embedding import stock_lookup
-from tfdist_ext.embedding import unique_rows
-from tfdist_ext.embedding import weights_of_data
+from tfdist_ext.embedding import exchange
+from tfdist_ext.embedding.capture import Lookup
+from tfdist_ext.embedding.exchange import OwnedIds
+from tfdist_ext.embedding.exchange import Route
+from tfdist_ext.embedding.exchange import input_dist
+from tfdist_ext.embedding.exchange import local_lookup
+from tfdist_ext.embedding.exchange import lookup
+from tfdist_ext.embedding.exchange import output_dist
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.input_dist import OwnedIds
-from tfdist_ext.embedding.input_dist import Route
-from tfdist_ext.embedding.input_dist import input_dist
-from tfdist_ext.embedding.local import local_lookup
-from tfdist_ext.embedding.lookup import lookup
-from tfdist_ext.embedding.output_dist import output_dist
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.prefetched_ids import Ahead
 from tfdist_ext.embedding.rows_of_keys import rows_of_keys
-from tfdist_ext.embedding.wire import Wire
 from tfdist_ext.keras_internals import is_shape_inference
-from tfdist_ext.prefetch import exchange_ahead
-from tfdist_ext.prefetch.prefetched_ids import Ahead
-from tfdist_ext.tables.choices import Storage
+from tfdist_ext.tables.checks import Storage
+from tfdist_ext.tables.placement import ShardSpec
+
+
+def refuse_gradient(
+    result: tf.Tensor, lists: Sequence[Ids], feature: str
+) -> tf.Tensor:
+    """A result whose gradient by the weights of its ids is an error.
+
+    Args:
+        result: of a lookup.
+        lists: what was looked up, with or without weights.
+        feature: its name, for the error.
+
+    Returns:
+        The result. Where TensorFlow needs the gradient of a weight, it raises
+        a LookupError.
+    """
+    for each in lists:
+        if each.weights.shape.num_elements() != 0:
+            weights = tf.raw_ops.PreventGradient(
+                input=each.weights,
+                message=f"the weights of the ids of '{feature}' are data, and "
+                "what computes them is not trained: use "
+                "tf.stop_gradient(weights), or multiply looked-up rows.",
+            )
+            result = _connected(result, weights)
+    return result
+
+
+@tf.custom_gradient
+def _connected(
+    result: tf.Tensor, weights: tf.Tensor
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
+    """The result, of which the weights are an input to the tape."""
+
+    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return upstream, tf.zeros_like(weights)
+
+    return tf.identity(result), gradient
+
+
+Answer = Callable[[Lookup], list[tf.Tensor]]
+# The rows float32 `[n, dim]` of ids int64 `[n]`.
+RowsOf = Callable[[tf.Tensor], tf.Tensor]
+
+
+class _Now(threading.local):
+    answer: Answer | None = None
+
+
+_now = _Now()
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Lookups of this thread inside are answered by `answer`."""
+    before, _now.answer = _now.answer, answer
+    try:
+        yield
+    finally:
+        _now.answer = before
+
+
+def is_asked() -> bool:
+    """Whether this thread traces a model that leaves the ranks."""
+    return _now.answer is not None
+
+
+def answer_of(lookup: Lookup) -> list[tf.Tensor] | None:
+    """The answer to a lookup of a model that leaves, None of all others."""
+    return None if _now.answer is None else _now.answer(lookup)
+
+
+def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:
+    """The rows of a table in a model that leaves, float32 `[rows, dim]`.
+
+    Args:
+        table: its variable.
+        spec: of any part of it.
+    """
+    every = tf.range(spec.rows + 1, dtype=tf.int64)
+    ids = Ids(every[:-1], every, tf.zeros([0]))
+    asked = Lookup([[ids]], [Feature(spec.table, 0, spec)], [table], Wire())
+    answer = answer_of(asked)
+    assert answer is not None
+    return answer[0]
+
+
+def look_up(
+    lists: Sequence[Ids], feature: Feature, rows_of: RowsOf
+) -> tf.Tensor:
+    """Combines the rows of every sample, in the order of its ids.
+
+    Args:
+        lists: the ids, whose results are summed.
+        feature: how they are combined, and what a bad id does: "error" is
+            that of the op that reads the rows.
+        rows_of: reads rows of the table.
+
+    Returns:
+        float32 `[b, dim]`.
+    """
+    ids = tf.concat([tf.cast(part.values, tf.int64) for part in lists], 0)
+    samples = [
+        tf.ragged.row_splits_to_segment_ids(part.row_splits) for part in lists
+    ]
+    count = tf.size(lists[0].row_splits, tf.int64) - 1
+    if feature.out_of_range == "ignore":
+        known = (ids >= 0) & (ids < feature.spec.rows)
+        rows = rows_of(tf.where(known, ids, 0))
+        rows = tf.where(known[:, tf.newaxis], rows, 0.0)
+    else:
+        rows = rows_of(ids)
+    if any(part.weights.shape.num_elements() != 0 for part in lists):
+        weights = tf.concat([_weights(part) for part in lists], 0)
+        rows *= weights[:, tf.newaxis]
+    sums = tf.math.unsorted_segment_sum(rows, tf.concat(samples, 0), count)
+    sums.set_shape([None, feature.spec.dim])
+    return exchange.combine(sums, lists, feature)
+
+
+def _weights(part: Ids) -> tf.Tensor:
+    """The weight of every id; one where none are given."""
+    missing = tf.size(part.values) - tf.size(part.weights)
+    return tf.concat([part.weights, tf.ones([missing])], 0)
+
+
+T = TypeVar("T")
+
+
+def exchange_ahead(
+    ask_now: Callable[[], T],
+    ask_next: Callable[[], T],
+    position: tf.Tensor,
+    name: str,
+) -> tuple[T, T]:
+    """What the step before has exchanged for this one; exchanges the next.
+
+    Whatever iterators a program interleaves, a batch is never answered with
+    the ids of another: what was kept tells which batch it is of. All ranks
+    run the same steps, so they find the same.
+
+    Args:
+        ask_now: exchanges the ids of this batch; used where an iterator
+            starts, or goes on after another.
+        ask_next: exchanges those of the next batch. Both return dataclasses
+            of tensors.
+        position: int64 `[2]`, which batch this one is of which iterator.
+        name: of the place where they are kept: one for each layer, and for
+            each of several inputs of a batch that it is called with.
+
+    Returns:
+        Those of this batch, and those of the next.
+    """
+    following = ask_next()
+    kept = _tensors(following)
+    dtypes = [tensor.dtype for tensor in kept]
+    place: dict[str, Any] = {
+        "dtypes": [tf.int64, *dtypes],
+        "shared_name": name,
+    }
+
+    def take() -> list[tf.Tensor]:
+        return list(tf.raw_ops.Unstage(**place))
+
+    def nothing() -> list[tf.Tensor]:
+        return [tf.constant([0, -1], tf.int64)] + [
+            tf.zeros([0] * (tensor.shape.rank or 0), tensor.dtype)
+            for tensor in kept
+        ]
+
+    found, *taken = tf.cond(tf.raw_ops.StageSize(**place) > 0, take, nothing)
+    current = tf.cond(
+        tf.reduce_all(found == position),
+        lambda: taken,
+        lambda: _tensors(ask_now()),
+    )
+    # Not before both exchanges have ended well, as they do on all ranks or on
+    # none: after a bad id all must find the same.
+    with tf.control_dependencies(current):
+        following_position = position + tf.constant([0, 1], tf.int64)
+        # Stateful: it runs though nothing asks for its result.
+        tf.raw_ops.Stage(values=[following_position, *kept], shared_name=name)
+    for tensor, other in zip(current, kept, strict=True):
+        tensor.set_shape(tensor.shape.merge_with([None] * other.shape.rank))
+    return _rebuilt(following, iter(current)), following
+
+
+def _tensors(value: Any) -> list[tf.Tensor]:
+    """The tensors of dataclasses and lists of them, in order."""
+    if tf.is_tensor(value):
+        return [value]
+    parts = value if isinstance(value, list) else _fields(value)
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _rebuilt(like: Any, tensors: Any) -> Any:
+    if tf.is_tensor(like):
+        return next(tensors)
+    if isinstance(like, list):
+        return [_rebuilt(part, tensors) for part in like]
+    return type(like)(*[_rebuilt(part, tensors) for part in _fields(like)])
+
+
+def _fields(value: Any) -> list[Any]:
+    return [getattr(value, f.name) for f in dataclasses.fields(value)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +253,7 @@ class Asked:
 
     owned: OwnedIds
     route: Route
-    poolings: list[unique_rows.Pooling]
+    poolings: list[exchange.Pooling]
 
 
 def pooled_lookup(
@@ -77,7 +285,7 @@ def pooled_lookup(
         ValueError: in a function that XLA is to compile.
     """
     asked = capture.Lookup(ids, features, tables, wire)
-    plain = stock_lookup.answer_of(asked)
+    plain = answer_of(asked)
     if plain:
         return plain
     _refuse_xla(wire.label)
@@ -93,9 +301,9 @@ def pooled_lookup(
             # Exchanges of the one are told from those of the other.
             mark = "" if storage == "host" else f"/{storage}"
             own = dataclasses.replace(wire, label=wire.label + mark)
-            exchange = _Exchange(arguments[1], collectives, own)
+            stages = _Exchange(arguments[1], collectives, own)
             with collectives.one_call(f"{own.label}/ids") as end:
-                found = exchange.look_up(
+                found = stages.look_up(
                     arguments[0], tables, ahead and ahead.of(chosen, mark)
                 )
                 end(found)
@@ -103,8 +311,8 @@ def pooled_lookup(
             found = local_lookup(*arguments, tables)
         results.update(zip(chosen, found, strict=True))
     return [
-        weights_of_data.refuse_gradient(
-            combiners.combine(results[i], ids[i], each), ids[i], each.name
+        refuse_gradient(
+            exchange.combine(results[i], ids[i], each), ids[i], each.name
         )
         for i, each in enumerate(features)
     ]
@@ -205,7 +413,7 @@ class _Exchange:
     ) -> Asked:
         """`ask`, mostly answered by the step before."""
         label, samples = self.wire.label, ahead.samples
-        asked, asked_next = exchange_ahead.exchange_ahead(
+        asked, asked_next = exchange_ahead(
             lambda: self._sent_by_samples(ids, label, samples[0]),
             # Another label: both may be under way at once.
             lambda: self._sent_by_samples(
@@ -239,13 +447,13 @@ class _Exchange:
 
     def _travelling(
         self, ids: Sequence[Sequence[Ids]]
-    ) -> tuple[list[Sequence[Ids]], list[unique_rows.Pooling]]:
+    ) -> tuple[list[Sequence[Ids]], list[exchange.Pooling]]:
         """What leaves of the lists: of a feature of unique rows, unique ids."""
         lists = list(ids)
         poolings = []
         for index, feature in enumerate(self.features):
             if feature.unique:
-                travel, pooling = unique_rows.ask_once(lists[index], feature)
+                travel, pooling = exchange.ask_once(lists[index], feature)
                 lists[index] = [travel]
                 poolings.append(pooling)
         return lists, poolings
@@ -267,8 +475,6 @@ class _Exchange:
         )
         poolings = iter(asked.poolings)
         return [
-            unique_rows.pool(result, next(poolings))
-            if feature.unique
-            else result
+            exchange.pool(result, next(poolings)) if feature.unique else result
             for result, feature in zip(results, self.features, strict=True)
         ]

@@ -8,19 +8,16 @@ import tensorflow as tf
 from tfdist_ext import keras_internals as names
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import timeline
-from tfdist_ext.checkpoints import saver
+from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.patching import Hook
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hook
 from tfdist_ext.patching import stage
-from tfdist_ext.saving import copies
-from tfdist_ext.saving import exports
-from tfdist_ext.saving import keras_callbacks
+from tfdist_ext.saving import exporting
 from tfdist_ext.saving import keras_files
-from tfdist_ext.saving import keras_reading
-from tfdist_ext.serving import routes
-from tfdist_ext.sharding import kernel_reads
+from tfdist_ext.saving import saver
+from tfdist_ext.saving import shared_files
 
 keras = tf.keras
 
@@ -70,7 +67,7 @@ def _writers() -> list[Hook]:
             "input",
             "Ranks have no terminal to ask whether to overwrite a file.",
             _SAVING,
-            stage(keras_files.ask, RANKS),
+            stage(keras_files.ask_user, RANKS),
         ),
         *(
             hook(owner, name, why, _SAVING, stage(call, RANKS))
@@ -83,17 +80,17 @@ def _readers() -> list[Hook]:
     """What reads them."""
     saving = names.SavingModules()
     files, hdf5, folders = saving.files, saving.hdf5, saving.folders
-    read, refuse = keras_reading.read_on_all_ranks, keras_reading.refuse_tables
+    read, refuse = keras_files.read_on_all_ranks, keras_files.refuse_tables
     if KERAS_3:
         loaded = [(hdf5, "load_model_from_hdf5", read)]
     else:
-        arrays = keras_reading.read_arrays
+        arrays = keras_files.read_arrays
         loaded = [
             (folders, "load_model", read),
             (folders, "load_weights", read),
             (keras.layers.Layer, "load_own_variables", arrays),
         ]
-    slots = keras_reading.read_part_of_slots
+    slots = keras_files.read_part_of_slots
     loaded += [
         (files, "load_model", read),
         (files, "load_weights_only", read),
@@ -112,7 +109,7 @@ def _readers() -> list[Hook]:
 
 
 def _copies() -> list[Hook]:
-    copy = stage(copies.refuse_copy, RANKS, TABLES)
+    copy = stage(keras_files.refuse_copy, RANKS, TABLES)
     copied = [
         (keras.layers.Layer, "__reduce_ex__"),
         (keras.optimizers.Optimizer, "__reduce_ex__"),
@@ -157,21 +154,21 @@ def _checkpoints() -> list[Hook]:
 
 def _callbacks() -> list[Hook]:
     callbacks = keras.callbacks
-    own = [(callbacks.CSVLogger, "on_train_begin", keras_callbacks.log_once)]
+    own = [(callbacks.CSVLogger, "on_train_begin", shared_files.log_once)]
     if KERAS_3:
         backup = callbacks.BackupAndRestore
         own += [
-            (backup, names.WRITE_BACKUP, keras_callbacks.back_up),
-            (backup, "on_train_begin", keras_callbacks.restore),
-            (backup, "on_train_end", keras_callbacks.remove_backup),
+            (backup, names.WRITE_BACKUP, shared_files.back_up),
+            (backup, "on_train_begin", shared_files.restore),
+            (backup, "on_train_end", shared_files.remove_backup),
             (
                 callbacks.ModelCheckpoint,
                 names.SHOULD_WRITE_MODEL,
-                keras_callbacks.make_folder,
+                shared_files.make_folder,
             ),
         ]
         if hasattr(callbacks, "OrbaxCheckpoint"):
-            refuse = keras_callbacks.refuse_orbax
+            refuse = shared_files.refuse_orbax
             own.append((callbacks.OrbaxCheckpoint, "on_train_begin", refuse))
     calls = callbacks.CallbackList
     return [
@@ -190,7 +187,7 @@ def _callbacks() -> list[Hook]:
             names.LOG_WEIGHTS,
             "Histograms of a table are those of this rank's part.",
             _CALLBACKS,
-            stage(kernel_reads.read_parts, RANKS),
+            stage(sharded_variable.read_parts, RANKS),
         ),
         *(
             hook(
@@ -212,10 +209,10 @@ def _exports() -> list[Hook]:
     """SavedModels and TFLite."""
     module = internals.saved_model_save
     served = "Models with tables are exported with ops of TensorFlow only."
-    export = [stage(routes.export, TABLES)]
+    export = [stage(exporting.export_archive, TABLES)]
     if KERAS_3:
-        export.insert(0, stage(keras_files.export, RANKS))
-    save = stage(routes.save, TABLES)
+        export.insert(0, stage(keras_files.export_archive, RANKS))
+    save = stage(exporting.save_model, TABLES)
     return [
         hook(keras.Model, "export", served, _EXPORT, *export),
         hook(tf.saved_model, "save", served, _EXPORT, save),
@@ -225,20 +222,20 @@ def _exports() -> list[Hook]:
             internals.VERIFY_OPS,
             "Ops of ours in a SavedModel are refused, unless they are allowed.",
             _EXPORT,
-            stage(routes.verify, TABLES),
+            stage(exporting.verify_ops, TABLES),
         ),
         hook(
             module,
             "save_and_return_nodes",
             "One rank writes; parts of tables are refused.",
             _EXPORT,
-            stage(exports.save_once, RANKS, TABLES),
+            stage(shared_files.save_once, RANKS, TABLES),
         ),
         hook(
             tf.lite.TFLiteConverter,
             "from_keras_model",
             "TFLite takes no parts of tables.",
             _EXPORT,
-            stage(exports.refuse_for_lite, RANKS, TABLES),
+            stage(shared_files.refuse_for_lite, RANKS, TABLES),
         ),
     ]

@@ -11,22 +11,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.batches import outline
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.batches.outline import Outline
-from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding import whole_tables
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
-from tfdist_ext.layers import layer_plan
+from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.feature_configs import FeatureConfigs
-from tfdist_ext.layers.growing_tables import GrowingTables
-from tfdist_ext.planner.plan import ShardingPlan
-from tfdist_ext.prefetch import prefetched_ids
-from tfdist_ext.sharding import whole_tables
+from tfdist_ext.layers.feature_configs import GrowingTables
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
@@ -122,7 +122,7 @@ class DistributedEmbedding(GrowingTables):
                 rank,
                 world_size,
                 grows=table.vocabulary is not None,
-                storage=layer_plan.storage_of(
+                storage=sparse_layer.storage_of(
                     table, placement, self.plan, self._collectives
                 ),
             )
@@ -189,7 +189,7 @@ class DistributedEmbedding(GrowingTables):
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
         assert self._collectives is not None
         if self.plan is None:
-            self.plan = layer_plan.make(
+            self.plan = sparse_layer.make_plan(
                 self._configs.features,
                 self.wire,
                 self._collectives,
@@ -252,7 +252,7 @@ class DistributedEmbedding(GrowingTables):
             output.set_shape([None, feature.spec.dim])
         return self._configs.pack(
             [
-                outline.arranged(tf.cast(rows, self.compute_dtype), each)
+                layouts.arranged(tf.cast(rows, self.compute_dtype), each)
                 for rows, each in zip(
                     outputs, self._outlines(inputs), strict=True
                 )
@@ -262,7 +262,7 @@ class DistributedEmbedding(GrowingTables):
     def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
         return self._configs.ids(inputs, weights, self.name)
 
-    def _outlines(self, inputs: Nest) -> list[Outline]:
+    def _outlines(self, inputs: Nest) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.outlines)
         return self._configs.outlines(inputs, self.name)

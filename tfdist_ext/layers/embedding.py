@@ -10,25 +10,23 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.batches import outline
-from tfdist_ext.batches import whole_batch
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.batches.kinds import ROWS
-from tfdist_ext.batches.kinds import SAME
-from tfdist_ext.batches.outline import Outline
-from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
-from tfdist_ext.layers import id_outlines
-from tfdist_ext.layers import one_table
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.layers.one_table import OneTable
-from tfdist_ext.planner import reduction
-from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.layers import sparse_layer
+from tfdist_ext.layers.sparse_layer import OneTable
+from tfdist_ext.numbers import whole_batch
+from tfdist_ext.numbers.kinds import ROWS
+from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.tables import checks
-from tfdist_ext.tables import choices
-from tfdist_ext.tables import dynamic_vocabulary
+from tfdist_ext.tables import problem
+from tfdist_ext.tables import table_config
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import FeatureConfig
@@ -72,7 +70,7 @@ class Embedding(OneTable):
     Args:
         input_dim: rows of the table; ids are in `[0, input_dim)`.
         output_dim: columns of the table.
-        embeddings_initializer: see `tfdist_ext.sharding.initial_rows`.
+        embeddings_initializer: see `tfdist_ext.embedding.initial_rows`.
         embeddings_regularizer: of Keras, applied to the rows that a batch
             looks up, each as often as it is, and added to the loss; to the
             whole table with `sharding="data_parallel"`, as in Keras.
@@ -104,9 +102,9 @@ class Embedding(OneTable):
         weights: Any = None,
         *,
         input_length: Any = None,
-        sharding: choices.Placement | str | TablePlacement = "auto",
+        sharding: checks.Placement | str | TablePlacement = "auto",
         prefetch_ids: bool = False,
-        out_of_range: choices.OutOfRange = "error",
+        out_of_range: checks.OutOfRange = "error",
         **kwargs: Any,
     ) -> None:
         where = f"layer '{kwargs.get('name') or 'embedding'}'"
@@ -124,7 +122,7 @@ class Embedding(OneTable):
             out_of_range=out_of_range,
             **kwargs,
         )
-        dynamic_vocabulary.refuse("input_dim", input_dim, where)
+        table_config.refuse_vocabulary("input_dim", input_dim, where)
         self.input_dim = checks.integer(
             "input_dim", input_dim, 1, where, SIZES["vocabulary_size"]
         )
@@ -149,7 +147,7 @@ class Embedding(OneTable):
                 "use it with sharding='data_parallel'. Received: "
                 f"sharding={self.sharding!r} ({where})."
             )
-        checks.one_of("dtype", self._table_dtype, choices.TABLE_DTYPES, where)
+        checks.one_of("dtype", self._table_dtype, checks.TABLE_DTYPES, where)
 
     @property
     def _table_dtype(self) -> str:
@@ -188,10 +186,10 @@ class Embedding(OneTable):
             storage=self.storage,
             dtype=self._table_dtype,
         )
-        inner = one_table.inner_sizes(self._ids_shape(input_shape))
-        hotness = one_table.product(inner)
+        inner = sparse_layer.inner_sizes(self._ids_shape(input_shape))
+        hotness = sparse_layer.product(inner)
         if None in inner:
-            hotness *= int(reduction.USUAL_HOTNESS)
+            hotness *= int(problem.USUAL_HOTNESS)
         return FeatureConfig(
             self.name,
             table,
@@ -227,12 +225,12 @@ class Embedding(OneTable):
             if self.prefetch_ids:
                 inputs = inputs[..., 0]
             (layout,) = self._outlines(inputs)
-            return outline.zeros(layout, self.output_dim)
+            return layouts.zeros(layout, self.output_dim)
         (layout,) = self._outlines(inputs)
         (rows,) = self._look_up(inputs)
         rows.set_shape([None, self.output_dim])
         rows = tf.cast(rows, self.compute_dtype)
-        found = outline.arranged(rows, layout)
+        found = layouts.arranged(rows, layout)
         if self.embeddings_regularizer is not None and not self._is_whole:
             self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
@@ -260,10 +258,10 @@ class Embedding(OneTable):
         ids = _as_array(inputs)
         return [[sparse_inputs.ids_of(ids, None, self.name, kept=True)]]
 
-    def _outlines(self, inputs: Any) -> list[Outline]:
+    def _outlines(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.outlines)
-        return [id_outlines.outline_of(_as_array(inputs), True, self.name)]
+        return [sparse_inputs.layout_of(_as_array(inputs), True, self.name)]
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Where the ids are not 0, if that is padding; else None."""
@@ -272,7 +270,7 @@ class Embedding(OneTable):
             return None
         if prefetched_ids.is_prefetched(inputs):
             (layout,), ids = inputs.outlines, inputs.now.values[0]
-            return outline.arranged(tf.not_equal(ids, 0), layout)
+            return layouts.arranged(tf.not_equal(ids, 0), layout)
         if KERAS_3 and isinstance(inputs, keras.KerasTensor):
             return keras.ops.not_equal(inputs, 0)
         if isinstance(inputs, tf.SparseTensor):

@@ -7,15 +7,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.batches import outline
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.batches.outline import Outline
-from tfdist_ext.layers import id_outlines
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.key_shard import KeyShard
+from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.layers import sparse_inputs
-from tfdist_ext.optimizers import table_optimizers
+from tfdist_ext.layers.sparse_layer import SparseLayer
+from tfdist_ext.optimizers import rules
 from tfdist_ext.tables import checks
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
@@ -36,7 +39,7 @@ class _Value:
 
     name: str
     ids: Any
-    length: id_outlines.Sizes
+    length: sparse_inputs.Sizes
     kept: bool
     texts: bool
 
@@ -44,7 +47,7 @@ class _Value:
         """The weights of the ids, None if they have none."""
         if weights is None or not self.kept:
             return weights
-        return id_outlines.of_length(weights, self.length, self.name)
+        return sparse_inputs.of_length(weights, self.length, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +86,7 @@ class FeatureConfigs:
         checks.distinct("features", [feature.name for feature in features])
         # Made here: when Keras 3 builds a layer, it may not make variables.
         optimizers = {
-            table.name: table_optimizers.as_row_optimizer(
-                table.optimizer, table.name
-            )
+            table.name: rules.as_row_optimizer(table.optimizer, table.name)
             for table in by_name.values()
             if table.optimizer is not None
         }
@@ -136,7 +137,7 @@ class FeatureConfigs:
             vocabulary = config.table.vocabulary
             texts = vocabulary is not None and vocabulary.key_dtype == "string"
             if config.table.combiner is None:
-                ids = id_outlines.of_length(ids, length, name)
+                ids = sparse_inputs.of_length(ids, length, name)
                 found.append(_Value(name, ids, length, True, texts))
             else:
                 rows = config.table.vocabulary_size
@@ -163,10 +164,10 @@ class FeatureConfigs:
             for v, w in zip(self._values(inputs, layer), given, strict=True)
         ]
 
-    def outlines(self, inputs: Nest, layer: str) -> list[Outline]:
+    def outlines(self, inputs: Nest, layer: str) -> list[Layout]:
         """How the results of every feature lie, see `ids`."""
         return [
-            id_outlines.outline_of(v.ids, v.kept, v.name, v.length)
+            sparse_inputs.layout_of(v.ids, v.kept, v.name, v.length)
             for v in self._values(inputs, layer)
         ]
 
@@ -189,7 +190,7 @@ class FeatureConfigs:
             )
         return self.pack(
             [
-                outline.zeros(each, dim)
+                layouts.zeros(each, dim)
                 for each, dim in zip(
                     self.outlines(inputs, layer), self.dims, strict=True
                 )
@@ -294,3 +295,95 @@ def _with_lists(nest: Nest) -> Nest:
     if isinstance(nest, list | tuple):
         return [_with_lists(value) for value in nest]
     return nest
+
+
+class GrowingTables(SparseLayer):
+    """Base of layers some of whose tables may have a `DynamicVocabulary`.
+
+    Args:
+        **kwargs: of a `SparseLayer`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._keys: dict[str, KeyShard] = {}
+
+    def _refuse_prefetched_keys(self, tables: Sequence[TableConfig]) -> None:
+        growing = [table.name for table in tables if table.vocabulary]
+        if self.prefetch_ids and growing:
+            raise ValueError(
+                f"Layer '{self.name}': prefetch_ids=True asks for rows a step "
+                "ahead, which a vocabulary that grows may give to other keys "
+                f"meanwhile. Leave it out, or put the tables {growing} into a "
+                "layer of their own."
+            )
+
+    def _add_keys(
+        self,
+        tables: Sequence[TableConfig],
+        specs: Sequence[ShardSpec],
+        initializers: Sequence[Any],
+    ) -> None:
+        """Makes this rank's part of every vocabulary that grows."""
+        for table, spec, initializer in zip(
+            tables, specs, initializers, strict=True
+        ):
+            if table.vocabulary is not None:
+                keys = KeyShard(
+                    spec,
+                    table.vocabulary,
+                    initializer,
+                    self._collectives,
+                )
+                self._keys[table.name] = keys
+                setattr(self, f"keys_{table.name}", keys)
+
+    def get_vocabularies(self) -> dict[str, dict[str, np.ndarray]]:
+        """The keys of vocabularies that grow; under a strategy all ranks call.
+
+        Returns:
+            For every table with a `DynamicVocabulary`, by name: "keys" int64
+            `[n]`, or fingerprints int64 `[n, 2]` of strings, with their
+            "rows", "counts" and "steps" (when each was last seen), int64
+            `[n]`, by row; with `keep_text` also "texts", bytes `[n]`.
+        """
+        return {name: keys.all_keys() for name, keys in self._keys.items()}
+
+    def vocabulary_counts(self) -> dict[str, dict[str, int]]:
+        """How full vocabularies are; under a strategy all ranks call.
+
+        Returns:
+            For every table with a `DynamicVocabulary`, by name: "capacity",
+            "rows" in use, "candidates" not yet admitted, and since the start
+            keys "admitted", "evicted" and "expired"; "step", the steps
+            learned from.
+        """
+        return {
+            name: {"capacity": keys.config.capacity, **keys.counts()}
+            for name, keys in self._keys.items()
+        }
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes tables whole, with their keys; all ranks call."""
+        super().save_own_variables(store)
+        for name, keys in self._keys.items():
+            for what, array in keys.gathered().items():
+                store[_entry(name, what)] = array
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads this rank's part of every table, and its keys."""
+        super().load_own_variables(store)
+        for name, keys in self._keys.items():
+            start = _entry(name, "")
+            keys.take(
+                {
+                    each.removeprefix(start): store[each]
+                    for each in store.keys()  # noqa: SIM118 (not a dict)
+                    if each.startswith(start)
+                }
+            )
+
+
+def _entry(table: str, what: str) -> str:
+    """The name of an array in a file of Keras."""
+    return f"keys of {table}: {what}"

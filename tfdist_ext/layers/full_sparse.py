@@ -8,24 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.batches import outline
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.batches.outline import Outline
-from tfdist_ext.embedding.wire import Wire
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.layers import id_outlines
-from tfdist_ext.layers import one_table
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers import sparse_layer
-from tfdist_ext.layers.one_table import OneTable
-from tfdist_ext.planner import reduction
-from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.layers.sparse_layer import OneTable
 from tfdist_ext.tables import checks
-from tfdist_ext.tables import choices
-from tfdist_ext.tables import dynamic_vocabulary
+from tfdist_ext.tables import problem
+from tfdist_ext.tables import table_config
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
@@ -71,7 +68,7 @@ class FullSparse(OneTable):
             known width.
         activation: of Keras; None is linear.
         use_bias: whether to add a bias.
-        kernel_initializer: see `tfdist_ext.sharding.initial_rows`.
+        kernel_initializer: see `tfdist_ext.embedding.initial_rows`.
         bias_initializer: default the constant 1 / units.
         kernel_regularizer: only with `sharding="data_parallel"`.
         bias_regularizer: of Keras.
@@ -89,7 +86,7 @@ class FullSparse(OneTable):
         storage: where the table lies, see `TableConfig`.
         **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
             `wire_packing`, which say how results travel: see
-            `tfdist_ext.embedding.wire.Wire`.
+            `tfdist_ext.embedding.feature.Wire`.
 
     Raises:
         ValueError: for arguments outside of these.
@@ -106,9 +103,9 @@ class FullSparse(OneTable):
         kernel_regularizer: Any = None,
         bias_regularizer: Any = None,
         binary_values: bool = False,
-        sharding: choices.Placement | str | TablePlacement = "auto",
+        sharding: checks.Placement | str | TablePlacement = "auto",
         prefetch_ids: bool = False,
-        out_of_range: choices.OutOfRange = "error",
+        out_of_range: checks.OutOfRange = "error",
         **kwargs: Any,
     ) -> None:
         wire = Wire.taken_from(kwargs)
@@ -182,14 +179,14 @@ class FullSparse(OneTable):
             placement=self.sharding,
             storage=self.storage,
         )
-        outer = one_table.inner_sizes(input_shape)[:-1]
-        hotness = reduction.hotness(input_shape, rows)
+        outer = sparse_layer.inner_sizes(input_shape)[:-1]
+        hotness = problem.hotness(input_shape, rows)
         return FeatureConfig(
             self.name,
             table,
             (None, *outer, None),
             (None, *outer, self.units),
-            hotness=hotness and hotness * one_table.product(outer),
+            hotness=hotness and hotness * sparse_layer.product(outer),
         )
 
     def call(self, inputs: Any) -> tf.Tensor:
@@ -202,23 +199,23 @@ class FullSparse(OneTable):
             `[batch, units]` in the layer's compute dtype.
         """
         if is_symbolic_build():
-            return outline.zeros(self._outlines(inputs)[0], self.units)
+            return layouts.zeros(self._outlines(inputs)[0], self.units)
         (pooled,) = self._look_up(inputs)
         return self.finish(pooled, self._outlines(inputs)[0])
 
     def _ids(self, inputs: Any) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
 
-    def _outlines(self, inputs: Any) -> list[Outline]:
+    def _outlines(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.outlines)
         return [self.outline_of(inputs)]
 
-    def outline_of(self, inputs: Any) -> Outline:
+    def outline_of(self, inputs: Any) -> Layout:
         """How the results of the inputs lie (for `SharedExchange`)."""
         while isinstance(inputs, list | tuple):
             inputs = inputs[0]
-        return id_outlines.outline_of(inputs, False, self.name)
+        return sparse_inputs.layout_of(inputs, False, self.name)
 
     def _own_variables(self) -> dict[str, Any]:
         own = {"kernel": self.kernel, "bias": self.bias}
@@ -230,7 +227,7 @@ class FullSparse(OneTable):
             inputs, self.input_dim, self.binary_values, self.name
         )
 
-    def finish(self, pooled: tf.Tensor, lies: Outline) -> Any:
+    def finish(self, pooled: tf.Tensor, lies: Layout) -> Any:
         """Bias and activation, laid out (for `SharedExchange`)."""
         if self.bias is not None:
             # The variable itself: Keras 3 would round it in mixed precision.
@@ -238,7 +235,7 @@ class FullSparse(OneTable):
         pooled.set_shape([None, self.units])
         activation = converted(self.activation)
         found = activation(tf.cast(pooled, self.compute_dtype))
-        return outline.arranged(found, lies)
+        return layouts.arranged(found, lies)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         """`(batch, units)`, or that of sequences."""
@@ -271,7 +268,7 @@ class FullSparse(OneTable):
 def _rows(input_dim: int | None, units: int, where: str) -> int | None:
     if input_dim is None:
         return None
-    dynamic_vocabulary.refuse("input_dim", input_dim, where)
+    table_config.refuse_vocabulary("input_dim", input_dim, where)
     input_dim = checks.integer("input_dim", input_dim, 1, where)
     if units > input_dim:
         warnings.warn(

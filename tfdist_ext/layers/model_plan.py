@@ -19,16 +19,16 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
-from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding.feature import Feature
-from tfdist_ext.layers import layer_plan
+from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.distributed_embedding import DistributedEmbedding
-from tfdist_ext.layers.one_table import OneTable
-from tfdist_ext.planner.plan import ShardingPlan
-from tfdist_ext.sharding import moving
+from tfdist_ext.layers.sparse_layer import OneTable
 from tfdist_ext.tables import checks
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.shard_spec import ShardSpec
+from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
@@ -195,7 +195,7 @@ def _movable_everywhere(
 
 def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
     now = {table.config.name: table.placement for table in tables}
-    planned = layer_plan.make(
+    planned = sparse_layer.make_plan(
         [feature for table in tables for feature in table.features],
         tables[0].layer.wire,
         collectives,
@@ -214,7 +214,7 @@ def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
     for table in moved:
         spec = features[table.config.name].spec
         if spec != table.feature.spec:
-            moving.move(table.variable, spec, collectives)
+            sharded_variable.move_table(table.variable, spec, collectives)
     for layer in dict.fromkeys(table.layer for table in tables):
         own = {
             table.feature.table: features[table.config.name]

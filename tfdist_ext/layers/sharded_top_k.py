@@ -3,31 +3,115 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Callable
 from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.collectives import collectives as collectives_lib
-from tfdist_ext.collectives.collectives import Collectives
+from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.embedding import whole_tables
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
-from tfdist_ext.layers.index_model import IndexModel
+from tfdist_ext.layers import candidate_rows
+from tfdist_ext.layers.candidate_rows import OwnRows
+from tfdist_ext.layers.candidate_rows import TableRows
+from tfdist_ext.layers.candidate_rows import variable_of_table
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
-from tfdist_ext.retrieval import alike
-from tfdist_ext.retrieval import own_rows
-from tfdist_ext.retrieval import search
-from tfdist_ext.retrieval.own_rows import OwnRows
-from tfdist_ext.retrieval.table_rows import TableRows
-from tfdist_ext.retrieval.table_rows import variable_of
-from tfdist_ext.serving import signature
-from tfdist_ext.sharding import whole_tables
+from tfdist_ext.saving import served_model
 from tfdist_ext.tables import checks
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_all_ranks(method: Method) -> Method:
+    """Lets a method of a layer with `_collectives` fail on all ranks, or none.
+
+    An error that one rank meets before an exchange would leave the others
+    waiting in theirs.
+    """
+
+    @functools.wraps(method)
+    def together(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = layer._collectives or collectives_lib.active()
+        if collectives is None:
+            return method(layer, *args, **kwargs)
+        what = f"{method.__name__} of '{layer.name}'"
+        with collectives.together(what, own_first=True):
+            return method(layer, *args, **kwargs)
+
+    return together  # type: ignore[return-value]
+
+
+def check_index(
+    collectives: Collectives | None,
+    name: str,
+    candidates: Any,
+    **given: Any,
+) -> None:
+    """Compares what the ranks index, but for the numbers in the rows.
+
+    Args:
+        collectives: of the strategy; all ranks must call.
+        name: of the layer.
+        candidates: a layer, a variable or rows.
+        **given: identifiers and the like, compared by their bytes.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on every rank, naming who differs.
+    """
+    if collectives is None:
+        return
+    kind = type(candidates).__name__
+    if isinstance(candidates, tf.Tensor):
+        kind = f"rows {candidates.dtype.name} {candidates.shape}"
+    lines = [f"{key}: {_brief(value)}" for key, value in given.items()]
+    agree(collectives, [f"index '{name}' of {kind}", *lines])
+
+
+def _brief(given: Any) -> str:
+    """What tells values from others: their number, dtype and bytes."""
+    if given is None or isinstance(given, str):
+        return str(given)
+    given = tf.convert_to_tensor(given)
+    values = np.asarray(given)
+    digest = hashlib.blake2b(digest_size=6)
+    parts = values.flat if values.dtype == object else [values.tobytes()]
+    for part in parts:
+        digest.update(b"%d " % len(part) + part)
+    return f"{given.dtype.name} {list(values.shape)} {digest.hexdigest()}"
+
+
 keras = tf.keras
+
+
+class IndexModel(keras.Model):  # type: ignore[name-defined]
+    """Gives what an index finds.
+
+    Args:
+        index: a `ShardedTopK`.
+    """
+
+    def __init__(self, index: Any) -> None:
+        super().__init__(name=index.name)
+        self.index = index
+
+    def call(self, queries: Any) -> Any:
+        """Searches.
+
+        Args:
+            queries: as the index takes them.
+        """
+        return self.index(queries)
+
 
 _NOT_TRACKED = frozenset(
     ("candidate_embeddings", "_given", "_found", "_strategy", "_asked")
@@ -116,7 +200,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             self._strategy = tf.distribute.get_strategy()
             self._collectives = collectives_lib.active()
 
-    @alike.on_all_ranks
+    @on_all_ranks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Searches, see `call`."""
         return super().__call__(*args, **kwargs)
@@ -130,7 +214,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def candidate_embeddings(self, value: Any) -> None:
         self.index(value)
 
-    @alike.on_all_ranks
+    @on_all_ranks
     def index(
         self,
         candidates: Any,
@@ -167,7 +251,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         if not of_table:
             candidates = tf.convert_to_tensor(candidates)
         given = {"identifiers": identifiers, "rows": rows, "table": table}
-        alike.check_index(self._collectives, self.name, candidates, **given)
+        check_index(self._collectives, self.name, candidates, **given)
         if of_table:
             self._hold(candidates, None, identifiers)
             self._table, self._rows = table, rows
@@ -178,8 +262,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"layer or its variable. Received: {type(candidates).__name__} "
                 f"(layer '{self.name}')."
             )
-        own_rows.check_rows(candidates, identifiers, self.name)
-        mine = own_rows.slice_of(candidates, self._collectives)
+        candidate_rows.check_rows(candidates, identifiers, self.name)
+        mine = candidate_rows.slice_of(candidates, self._collectives)
         found = OwnRows([mine], None, self._collectives)
         self._hold(candidates, found, identifiers)
         return self
@@ -195,7 +279,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         """
         self.index(candidate_embeddings, candidate_ids)
 
-    @alike.on_all_ranks
+    @on_all_ranks
     def index_from_dataset(
         self, candidates: tf.data.Dataset, model: Any = None
     ) -> ShardedTopK:
@@ -213,10 +297,12 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         """
         self._join()
         if model is None:
-            batches, ids = own_rows.of_all_alike(candidates, self._collectives)
+            batches, ids = candidate_rows.of_all_alike(
+                candidates, self._collectives
+            )
         else:
             strategy = self._strategy
-            batches, ids = own_rows.of_tower(candidates, model, strategy)
+            batches, ids = candidate_rows.of_tower(candidates, model, strategy)
         found = OwnRows(batches, ids, self._collectives)
         self._hold(candidates, found, found.ids)
         return self
@@ -252,7 +338,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"Layer '{self.name}' has no candidates: call its `index`."
             )
         if self._found is None:
-            variable = variable_of(self._given, self._table)
+            variable = variable_of_table(self._given, self._table)
             if self._collectives is None:
                 self._collectives = marks.collectives_of_shard(
                     value_of(variable)
@@ -260,7 +346,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             self._found = TableRows(variable, self._rows, self.name)
             part = marks.shard_spec(variable) is not None
             self._track([value_of(variable)], part)
-            own_rows.check_ids(self._found.count, self._ids, self.name)
+            candidate_rows.check_ids(self._found.count, self._ids, self.name)
         return self._found
 
     def call(self, queries: Any, k: int | None = None) -> Any:
@@ -279,7 +365,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 of another size.
         """
         if self._asked is None:
-            self._asked = signature.inputs_of(self, queries)
+            self._asked = served_model.inputs_of(self, queries)
         scores, ids = self._find(queries, self.k if k is None else k)
         return (scores, ids) if self.return_scores else ids
 
@@ -295,7 +381,9 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             # Nothing is run, and candidates may not be built.
             count = k + excluded
             found = tf.zeros([tf.reduce_prod(shape), count], tf.int64)
-            scores = tf.cast(found, search.scored(queries.dtype))
+            scores = tf.cast(
+                found, candidate_rows.dtype_of_scores(queries.dtype)
+            )
         else:
             count, scores, found = self._search(queries, k, excluded)
         shape = tf.concat([shape, [count]], axis=0)
@@ -317,9 +405,9 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             )
         count = min(k + excluded, candidates.count)
         flat = tf.reshape(queries, [-1, candidates.dim])
-        flat = tf.cast(flat, search.scored(queries.dtype))
+        flat = tf.cast(flat, candidate_rows.dtype_of_scores(queries.dtype))
         part = candidates.part(self._collectives)
-        scores, positions = search.best(
+        scores, positions = candidate_rows.best_candidates(
             flat, part, count, self._collectives, self.name
         )
         # Of scores that are no numbers, anything may be found.
@@ -330,7 +418,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             return positions
         return tf.gather(self._ids, positions)
 
-    @alike.on_all_ranks
+    @on_all_ranks
     def query_with_exclusions(
         self, queries: Any, exclusions: Any, k: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -354,13 +442,15 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             )
         k = self.k if k is None else k
         scores, ids = self._find(queries, k, exclusions.shape[1])
-        return search.without(scores, ids, tf.cast(exclusions, ids.dtype), k)
+        return candidate_rows.best_without(
+            scores, ids, tf.cast(exclusions, ids.dtype), k
+        )
 
     def is_exact(self) -> bool:
         """True, for `tfrs.metrics.FactorizedTopK`."""
         return True
 
-    @alike.on_all_ranks
+    @on_all_ranks
     def gather(self) -> tuple[np.ndarray, np.ndarray]:
         """All candidates, on every rank; all ranks must call.
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.batches import outline
-from tfdist_ext.batches.ids import Ids
-from tfdist_ext.batches.outline import Outline
-from tfdist_ext.collectives import collectives as collectives_lib
+from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.keras_internals import is_symbolic_build
-from tfdist_ext.layers import layer_plan
+from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
-from tfdist_ext.planner.plan import ShardingPlan
-from tfdist_ext.prefetch import prefetched_ids
+from tfdist_ext.tables.plan import ShardingPlan
 
 keras = tf.keras
 
@@ -109,7 +109,7 @@ class SharedExchange(SparseLayer):
             layer.describe(shape)
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
-        made = layer_plan.make(features, self.wire, self._collectives)
+        made = sparse_layer.make_plan(features, self.wire, self._collectives)
         for layer in self.layers:
             layer.plan = made
 
@@ -128,7 +128,7 @@ class SharedExchange(SparseLayer):
         outlines = self._outlines(inputs)
         if is_symbolic_build():
             return [
-                outline.zeros(each, layer.units)
+                layouts.zeros(each, layer.units)
                 for layer, each in zip(self.layers, outlines, strict=True)
             ]
         pooled = self._look_up(inputs)
@@ -150,7 +150,7 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _outlines(self, inputs: Any) -> list[Outline]:
+    def _outlines(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.outlines)
         self._require_one_for_each(inputs)

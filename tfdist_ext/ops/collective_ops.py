@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives as differentiable ops over a process group.
-
-Every op takes a `tag`, an even number that is the same on all ranks and that
-no other op in flight uses; the gradient of an op uses the next odd one. Ops of
-different tags may run in any order, and in different orders on different
-ranks, also inside of a `tf.function`, where only data and control dependencies
-order them. Ops of one tag run one after another.
-
-With one rank nothing is exchanged and no compiled library is needed.
-
-Errors, on every rank: `UnavailableError` when a rank dies, hangs or leaves,
-naming it, its address, the op and the stage; `InvalidArgumentError` when an
-argument is wrong on any rank or the ranks run different ops under one tag.
-"""
+"""Collectives as differentiable ops over a process group."""
 
 from __future__ import annotations
 
@@ -295,3 +282,37 @@ def _gradient_attributes(op: tf.Operation) -> dict[str, Any]:
 
 tf.no_gradient("Tfdist>Broadcast")
 tf.no_gradient("Tfdist>Barrier")
+
+
+DENSE, SPARSE = 0, -1
+
+
+def slice_of_rank(
+    parts: Sequence[tf.Tensor],
+    kinds: Sequence[int],
+    rank: int,
+    world_size: int,
+) -> list[tf.Tensor]:
+    """Copies samples `[rank * n // W, (rank + 1) * n // W)` of values.
+
+    Args:
+        parts: the tensors of all values, one value after the other.
+        kinds: of every value. `DENSE` is one tensor `[n, ...]`; `SPARSE` the
+            three of a SparseTensor; k > 0 the flat values of a RaggedTensor
+            and its k row splits, the outermost first.
+        rank: whose samples.
+        world_size: W.
+
+    Returns:
+        The same parts of these samples, in memory of their own. The size of
+        a dense one is known if that of the whole is, unless it is 0.
+
+    Raises:
+        tf.errors.InvalidArgumentError: a tensor without samples, malformed
+            row splits, or parts that are no SparseTensor.
+    """
+    return list(
+        library().tfdist_slice_of_rank(
+            parts, kinds=list(kinds), rank=rank, world_size=world_size
+        )
+    )

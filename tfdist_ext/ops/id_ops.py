@@ -1,21 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on ids: to the owners of their rows, merged, split, made unique.
-
-The ids of a batch are in CSR form: sample s has `ids[row_splits[s] :
-row_splits[s + 1]]`. Weights are float32 of the same length, or empty when all
-are one. `tests/reference/ids.py` has the same functions made of stock ops.
-"""
+"""Ops on messages between ranks: ids, and numbers in short forms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
-from tfdist_ext.ops.placement_attributes import placement_attributes
-from tfdist_ext.tables.choices import OutOfRange
+from tfdist_ext.tables import checks
+from tfdist_ext.tables.checks import OutOfRange
+from tfdist_ext.tables.checks import Rounding
 from tfdist_ext.tables.placement import FeaturePlacement
+
+_NAMES = (
+    "world_size",
+    "features",
+    "vocabulary_sizes",
+    "dims",
+    "row_parts",
+    "column_parts",
+    "ranks",
+)
+
+
+def placement_attributes(
+    placements: Sequence[FeaturePlacement], world_size: int
+) -> dict[str, Any]:
+    """Attributes by their names.
+
+    Args:
+        placements: of every feature.
+        world_size: number of ranks.
+    """
+    values = (
+        world_size,
+        [each.name for each in placements],
+        [each.vocabulary_size for each in placements],
+        [each.dim for each in placements],
+        [each.row_parts for each in placements],
+        [each.column_parts for each in placements],
+        [rank for each in placements for rank in each.ranks],
+    )
+    return dict(zip(_NAMES, values, strict=True))
+
+
+def same_placement_as(op: Any) -> dict[str, Any]:
+    """The attributes of an op, for that of its gradient."""
+    return {name: op.get_attr(name) for name in _NAMES}
 
 
 def encode_ids(
@@ -171,3 +204,124 @@ def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """
     unique, positions = library().tfdist_unique_ids(ids)
     return unique, positions
+
+
+def to_wire(
+    x: tf.Tensor,
+    dtype: tf.DType,
+    *,
+    rounding: Rounding = "nearest",
+    seed: tf.Tensor | int = 0,
+) -> tf.Tensor:
+    """Rounds numbers to the dtype that travels.
+
+    Args:
+        x: float32, any shape.
+        dtype: tf.float32 (nothing happens), tf.bfloat16 or tf.float16.
+        rounding: "nearest" is tf.cast. "stochastic" takes one of the two
+            neighbours in `dtype` so that the mean is x: errors of many small
+            gradients cancel instead of adding up.
+        seed: int64 scalar; with an element's index it determines the random
+            choice. Unused with "nearest".
+
+    Returns:
+        `dtype`, shape of x. NaN stays NaN; infinity, and what is beyond the
+        largest number of `dtype`, becomes infinity. The gradient is the
+        upstream gradient as float32.
+
+    Raises:
+        ValueError: another rounding.
+    """
+    if not _is_stochastic(rounding, dtype):
+        return tf.cast(x, dtype)
+    return library().tfdist_round_to_wire(x, tf.cast(seed, tf.int64), T=dtype)
+
+
+@tf.RegisterGradient("Tfdist>RoundToWire")
+def _round_to_wire_gradient(_: Any, grad: tf.Tensor) -> list[Any]:
+    return [tf.cast(grad, tf.float32), None]
+
+
+def from_wire(
+    x: tf.Tensor,
+    *,
+    rounding: Rounding = "nearest",
+    seed: tf.Tensor | int = 0,
+) -> tf.Tensor:
+    """The numbers that have arrived, as float32.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape.
+        rounding: of the gradient, on its way back: see `to_wire`.
+        seed: of that rounding.
+
+    Returns:
+        float32, shape of x. The gradient is the upstream gradient rounded to
+        the dtype of x.
+
+    Raises:
+        ValueError: another rounding.
+    """
+    x = tf.convert_to_tensor(x)
+    if not _is_stochastic(rounding, x.dtype):
+        return tf.cast(x, tf.float32)
+    return _widen(x, tf.cast(seed, tf.int64))
+
+
+@tf.custom_gradient
+def _widen(x: tf.Tensor, seed: tf.Tensor) -> Any:
+    def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
+        rounded = to_wire(upstream, x.dtype, rounding="stochastic", seed=seed)
+        return rounded, None
+
+    return tf.cast(x, tf.float32), grad
+
+
+def _is_stochastic(rounding: str, dtype: tf.DType) -> bool:
+    checks.one_of("rounding", rounding, checks.ROUNDINGS, "numbers on a wire")
+    return rounding == "stochastic" and dtype != tf.float32
+
+
+def pack_numbers(
+    values: tf.Tensor, splits: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Packs numbers for several receivers, without loss.
+
+    Numbers of similar size share the upper bits of their exponents: 32 bits
+    become about 27, 16 bits of bfloat16 about 11 (see `number_codec.h`).
+
+    Args:
+        values: float32, bfloat16 or float16 `[n]`, receiver by receiver.
+        splits: int64 `[receivers]`, how many numbers each gets.
+
+    Returns:
+        uint8 `[m]`, the messages, and int64 `[receivers]`, their bytes.
+
+    Raises:
+        tf.errors.InvalidArgumentError: if splits do not add up.
+    """
+    payload, byte_splits = library().tfdist_pack_numbers(values, splits)
+    return payload, byte_splits
+
+
+def unpack_numbers(
+    payload: tf.Tensor, byte_splits: tf.Tensor, dtype: tf.DType
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The inverse of `pack_numbers`.
+
+    Args:
+        payload: uint8 `[m]`, messages of several senders.
+        byte_splits: int64 `[senders]`, their bytes.
+        dtype: of the numbers.
+
+    Returns:
+        `[n]` of `dtype`, bit for bit what was packed, and int64 `[senders]`,
+        how many came from each.
+
+    Raises:
+        tf.errors.DataLossError: malformed bytes.
+    """
+    values, splits = library().tfdist_unpack_numbers(
+        payload, byte_splits, T=dtype
+    )
+    return values, splits

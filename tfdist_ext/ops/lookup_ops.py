@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops of the pooled lookup: from rows of the local tables to results.
-
-The entries of sample s are `rows[row_splits[s] : row_splits[s + 1]]`. Weights
-are float32 of the same length, or empty when all are one. `served` is int64
-`[world_size, F]`: samples come by the rank that asks for them, then by
-feature. `tests/reference/lookup.py` has the same functions made of stock ops.
-"""
+"""Ops on rows of local tables: initial values, lookups, pooling."""
 
 from __future__ import annotations
 
@@ -18,12 +12,12 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.ops.id_ops import placement_attributes
+from tfdist_ext.ops.id_ops import same_placement_as
 from tfdist_ext.ops.library import library
-from tfdist_ext.ops.placement_attributes import placement_attributes
-from tfdist_ext.ops.placement_attributes import same_placement_as
 from tfdist_ext.tables.placement import FeaturePlacement
-from tfdist_ext.tables.shard_spec import spec_from_json
-from tfdist_ext.tables.shard_spec import spec_to_json
+from tfdist_ext.tables.placement import spec_from_json
+from tfdist_ext.tables.placement import spec_to_json
 
 
 def lookup(
@@ -282,3 +276,75 @@ def _pool_gradient(op: Any, grad: tf.Tensor) -> list[Any]:
     )
     matrix_grad.set_shape(matrix.shape)
     return [matrix_grad, None, None, None]
+
+
+def init_rows(
+    *,
+    rows: int,
+    row_part: int,
+    row_parts: int,
+    local_rows: int,
+    first_column: int,
+    local_dim: int,
+    seed: int | tf.Tensor,
+    distribution: str,
+    a: float = 0.0,
+    b: float = 0.0,
+) -> tf.Tensor:
+    """One cell of a table's initial values.
+
+    Args:
+        rows: rows of the whole table.
+        row_part: which part of the rows.
+        row_parts: number of parts of the rows.
+        local_rows: rows to make, all of the part or none.
+        first_column: of the cell.
+        local_dim: columns of the cell.
+        seed: int64; with the row's id and the column it determines a value.
+        distribution: "zeros", "constant" (a), "uniform" (from a up to b),
+            "normal" (mean a, standard deviation b) or "truncated_normal"
+            (the same, within two standard deviations).
+        a: first parameter.
+        b: second parameter.
+
+    Returns:
+        float32 `[local_rows, local_dim]`; padding rows are zero.
+    """
+    if distribution == "zeros":
+        distribution, a = "constant", 0.0
+    return library().tfdist_init_rows(
+        tf.convert_to_tensor(seed, tf.int64),
+        rows=rows,
+        row_part=row_part,
+        row_parts=row_parts,
+        local_rows=local_rows,
+        first_column=first_column,
+        local_dim=local_dim,
+        distribution=distribution,
+        a=a,
+        b=b,
+    )
+
+
+def reset_rows(
+    variable: tf.Variable, ids: tf.Tensor, *, distribution: str, **block: Any
+) -> Any:
+    """Gives rows of a table, or of a slot, their initial values again.
+
+    Args:
+        variable: float32 or bfloat16 `[local_rows, local_dim]`, or a slot
+            `[local_rows]`; written in place.
+        ids: int64 `[n]`, of the whole table; those of other cells are left
+            alone.
+        distribution: see `init_rows`.
+        **block: the other arguments of `init_rows`.
+
+    Returns:
+        The operation in a graph, None when executing eagerly.
+    """
+    if distribution == "zeros":
+        distribution, block["a"] = "constant", 0.0
+    seed = tf.convert_to_tensor(block.pop("seed"), tf.int64)
+    return library().tfdist_reset_rows(
+        variable.handle, ids, seed, distribution=distribution, **block
+    )

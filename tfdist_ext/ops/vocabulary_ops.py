@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.table_config import DynamicVocabulary
 
 _SIP_KEY = (0x7466646973745F65, 0x78745F766F636162)
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the optimizers of Keras 3 and of tf_keras differ.
-
-`KerasDifferences` is a mix-in in front of an optimizer of the Keras in use,
-which is the one that `tf.keras` is when this module is imported.
-"""
+"""Where the optimizers of Keras 3 and of tf_keras differ."""
 
 from __future__ import annotations
 
@@ -14,9 +10,42 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.ops.library import has_gpu_kernels
 from tfdist_ext.ops.lookup_ops import mark_unique_rows
-from tfdist_ext.optimizers.clipping import clip_gradients
-from tfdist_ext.optimizers.kernels import is_bfloat16_table
+from tfdist_ext.optimizers.row_gradients import clip_gradients
+
+
+def has_kernel(variable: Any) -> bool:
+    """Whether the ops can update a variable.
+
+    Args:
+        variable: of TensorFlow or Keras.
+
+    Returns:
+        True for float32 or bfloat16 `[n, dim]` on a CPU, and on a GPU if the
+        library has kernels for it.
+    """
+    on_gpu = "GPU" in (getattr(variable, "device", "") or "")
+    return (
+        len(variable.shape) == 2
+        and tf.as_dtype(variable.dtype) in (tf.float32, tf.bfloat16)
+        and (has_gpu_kernels() or not on_gpu)
+    )
+
+
+def is_bfloat16_table(variable: Any) -> bool:
+    """Whether a variable is narrower than its slots, which stay float32.
+
+    A step adds to a slot less than bfloat16 can tell from nothing.
+
+    Args:
+        variable: of TensorFlow or Keras.
+
+    Returns:
+        True for bfloat16 `[n, dim]` where `has_kernel` is.
+    """
+    return has_kernel(variable) and tf.as_dtype(variable.dtype) == tf.bfloat16
+
 
 # Stands for the Keras optimizer that follows in the order of the bases.
 _Optimizer: Any = object

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of Keras (.keras, .weights.h5, folders) written by several ranks.
-
-Keras knows nothing of ranks: all of them would write one path at once, and
-each only its part of the tables. Wrapped are the functions that its public
-ways to save and load end in, so that it does not matter which of them a
-program has imported before there was a strategy. Models of our strategy are
-written by `write_once`, whether they have tables or not; formats that cannot
-hold a whole table are refused before anything is written. TensorFlow
-checkpoints (`sharding/checkpoint_slices.py`) gather nothing and are the way for
-tables that do not fit into one process.
-"""
+"""Files of Keras, written and read by several ranks, and copies of models."""
 
 from __future__ import annotations
 
@@ -17,17 +7,20 @@ import dataclasses
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.checking import drift
-from tfdist_ext.collectives.collectives import Collectives
-from tfdist_ext.saving import exports
-from tfdist_ext.saving import model_shards
-from tfdist_ext.saving.write_once import write_once
-from tfdist_ext.sharding import whole_tables
+from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import path_to_read
+from tfdist_ext.embedding import whole_tables
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.numbers import model_state
+from tfdist_ext.saving import shared_files
+from tfdist_ext.saving.shared_files import write_once
 
 keras = tf.keras
 
@@ -56,7 +49,7 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def around(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        collectives = model_shards.collectives_of(model)
+        collectives = shared_files.collectives_of(model)
         if collectives is None:
             return original(model, *args, **kwargs)
         signature = inspect.signature(original)
@@ -69,8 +62,8 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
 
         filepath = bound.arguments[path_argument]
         given = dict(bound.arguments)
-        drift.compare_replicas(
-            drift.variables_of(model),
+        model_state.compare_replicas(
+            model_state.variables_of(model),
             collectives,
             f"before '{filepath}' is saved",
         )
@@ -79,14 +72,14 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
     return around
 
 
-def ask(original: Callable[[str], str], question: str) -> str:
+def ask_user(original: Callable[[str], str], question: str) -> str:
     """Asks the user as Keras does, except about a model of several ranks."""
     frame = inspect.currentframe()
     while frame is not None:
         # The function of Keras that is to save: that takes a model.
         model = frame.f_locals.get("model")
         if isinstance(model, keras.Model):
-            if model_shards.collectives_of(model) is not None:
+            if shared_files.collectives_of(model) is not None:
                 _refuse_to_ask(question)
             break
         frame = frame.f_back
@@ -108,13 +101,15 @@ def write_keras_3(save: _Save) -> None:
     )
     # Keras makes the folder of what it does not zip, and of no other.
     make_folder = not save.arguments.get("zipped", True)
-    with model_shards.methods(model_shards.shards_of(save.model), numpy=whole):
+    with shared_files.with_methods(
+        shared_files.shards_of(save.model), numpy=whole
+    ):
         write_once(save.collectives, save.filepath, save.write, make_folder)
 
 
 @_with_ranks
 def write_hdf5(save: _Save) -> None:
-    if model_shards.shards_of(save.model):
+    if shared_files.shards_of(save.model):
         raise ValueError(
             "A model with partitioned tables cannot be saved in Keras's "
             f"legacy format. Received: filepath='{save.filepath}'. Save to a "
@@ -125,7 +120,7 @@ def write_hdf5(save: _Save) -> None:
 
 @_with_ranks
 def write_tf_keras(save: _Save) -> None:
-    if model_shards.shards_of(save.model):
+    if shared_files.shards_of(save.model):
         raise ValueError(
             "tf_keras cannot save a whole model with partitioned tables. "
             f"Received: filepath='{save.filepath}'. Save a checkpoint "
@@ -139,7 +134,7 @@ def write_tf_keras(save: _Save) -> None:
         save.write,
         make_folder=True,
         # Copies of a model go through a file, each rank's in its own folder.
-        stays=exports.is_first_with(save.filepath, save.collectives),
+        stays=shared_files.is_first_with(save.filepath, save.collectives),
     )
 
 
@@ -148,7 +143,7 @@ def write_tf_keras_weights(save: _Save) -> Any:
     if not _is_hdf5(save):
         # A checkpoint, which is written like all others.
         return save.write(save.filepath)
-    if model_shards.shards_of(save.model):
+    if shared_files.shards_of(save.model):
         raise ValueError(
             "tf_keras would write only this rank's part of the partitioned "
             f"tables to '{save.filepath}'. Save a TensorFlow checkpoint "
@@ -174,11 +169,97 @@ def _check_overwrite(save: _Save) -> None:
 
 
 @_with_ranks
-def export(save: _Save) -> None:
+def export_archive(save: _Save) -> None:
     if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
         save.write(save.filepath)  # by tf.saved_model.save
         return
-    shards = model_shards.shards_of(save.model)
+    shards = shared_files.shards_of(save.model)
     if shards:
-        exports.refuse(shards[0], f"to '{save.filepath}'")
+        shared_files.refuse_export(shards[0], f"to '{save.filepath}'")
     write_once(save.collectives, save.filepath, save.write)
+
+
+class _Reading(threading.local):
+    depth = 0
+
+
+_reading = _Reading()
+
+
+def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads by a function that takes a path, or a model and a path.
+
+    The path of rank 0 counts.
+    """
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    first = next(iter(bound.arguments.values()))
+    if isinstance(first, keras.Model):
+        collectives = shared_files.collectives_of(first)
+    else:  # the model will be one of the strategy in scope
+        collectives = shared_files.while_open(collectives_lib.active())
+    if collectives is None:
+        return original(*args, **kwargs)
+    _reading.depth += 1
+    try:
+        with collectives.together("load a file of Keras", all_end=True):
+            if _reading.depth == 1 and "filepath" in bound.arguments:
+                path = bound.arguments["filepath"]
+                path = path_to_read(path, collectives)
+                bound.arguments["filepath"] = path
+            return original(*bound.args, **bound.kwargs)
+    finally:
+        _reading.depth -= 1
+
+
+def refuse_tables(
+    original: Any, group: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Legacy files compare a table's shape with a shard's, or skip it."""
+    collectives = shared_files.collectives_of(model)
+    if collectives is not None and shared_files.shards_of(model):
+        raise ValueError(
+            "Partitioned tables cannot be read from a file in Keras's "
+            f"legacy format. Received: '{group.file.filename}'. Load it "
+            "in one process, save .weights.h5 there and load that."
+        )
+    return original(group, model, *args, **kwargs)
+
+
+def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
+    """Lets optimizers read their part of the whole slots in a file."""
+    shards = shared_files.only_shards(list(optimizer.variables))
+    assign = whole_tables.assign_part
+    with shared_files.with_methods(shards, assign=assign):
+        original(optimizer, store)
+
+
+def read_arrays(original: Any, layer: Any, store: Any) -> None:
+    """Lets tf_keras divide what it reads: a summed variable's value.
+
+    Its layers assign datasets of h5py, which know no division.
+    """
+    original(layer, {name: store[name][()] for name in store})
+
+
+def refuse_copy(original: Any, copied: Any, argument: Any) -> Any:
+    _refuse_parts(copied)
+    return original(copied, argument)
+
+
+def _refuse_parts(copied: Any) -> None:
+    # Models of tf_keras that are not built cannot tell their variables.
+    if not getattr(copied, "built", True):
+        return
+    shards = shared_files.shards_of(copied)
+    if not shards:
+        return
+    spec = shard_spec(shards[0])
+    assert spec is not None
+    raise ValueError(
+        f"{type(copied).__name__} '{copied.name}' cannot be copied or pickled: "
+        f"{spec.world_size} ranks hold a part each of table '{spec.table}'. "
+        "For a second model, make it again under strategy.scope() on all "
+        "ranks, by keras.models.clone_model(model) or as you made the first, "
+        "and then again.set_weights(model.get_weights()). To keep or send "
+        "one, save it: see docs/checkpoints.md."
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses values that a field cannot have, by the name of the field."""
+"""Checks of arguments: their kinds, ranges, choices and removed names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import reprlib
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-
-from tfdist_ext.tables.choices import STORAGES
+from typing import Literal
+from typing import get_args
 
 # More than anything that is counted; products of a few stay finite.
 LARGEST = 1e18
@@ -207,3 +207,114 @@ def listed(names: Sequence[str]) -> str:
     """The first names, for messages."""
     more = f", ... ({len(names)} in all)" if len(names) > 10 else ""
     return ", ".join(map(repr, names[:10])) + more
+
+
+Placement = Literal[
+    "auto",
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "grid",
+    "sparsecore",
+    "default_device",
+]
+# Of the rows of a sample; where a table has none, they are kept one by one.
+Combiner = Literal["mean", "sum", "sqrtn"]
+OutOfRange = Literal["error", "ignore"]
+TableDtype = Literal["float32", "bfloat16"]
+# Of a table and its slots: the rank's GPU, or the memory of its host.
+Storage = Literal["device", "host"]
+# Of vocabularies that grow.
+Evict = Literal["lru", "lfu"]
+KeyDtype = Literal["int64", "string"]
+Full = Literal["error", "shared_row"]
+Unadmitted = Literal["zeros", "shared_row"]
+# Of numbers between ranks, and how they are rounded to 16 bits.
+WireDtype = Literal["float32", "bfloat16", "float16"]
+Rounding = Literal["nearest", "stochastic"]
+# Between ranks of one host: through memory that they share, where they can.
+Transport = Literal["auto", "tcp"]
+# Who carries what ranks exchange: this package, or the user's Horovod.
+Engine = Literal["tfdist", "horovod"]
+# When a step is compared with one of one process, see `checking`.
+Check = Literal["auto", "always", "error", "off"]
+
+# The last two of them are the names of keras-rs: partitioned in whatever way,
+# and an ordinary variable on every rank.
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
+COMBINERS: tuple[str, ...] = get_args(Combiner)
+POLICIES: tuple[str, ...] = get_args(OutOfRange)
+TABLE_DTYPES: tuple[str, ...] = get_args(TableDtype)
+STORAGES: tuple[str, ...] = get_args(Storage)
+EVICTIONS: tuple[str, ...] = get_args(Evict)
+KEY_DTYPES: tuple[str, ...] = get_args(KeyDtype)
+FULL: tuple[str, ...] = get_args(Full)
+UNADMITTED: tuple[str, ...] = get_args(Unadmitted)
+WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+ENGINES: tuple[str, ...] = get_args(Engine)
+CHECKS: tuple[str, ...] = get_args(Check)
+
+# Shorter names of placements, accepted wherever a placement is named.
+_SHORT = {
+    "column": "column_wise",
+    "replicated": "data_parallel",
+    "row": "row_wise",
+    "table": "table_wise",
+}
+
+
+def full_placement(name: Any) -> Any:
+    """The name of a placement in the field's words; all else as it is."""
+    return _SHORT.get(name, name) if isinstance(name, str) else name
+
+
+# Option -> since when, why, and what to do now.
+_REMOVED = {
+    option: (
+        "Rows of a partitioned table are no longer kept on every rank, since "
+        "November 2026: in every setting measured, a placement without them "
+        "sent less and took less time (docs/decisions.md). Leave "
+        f"`{option}` out and let placement='auto' choose."
+    )
+    for option in ("hot_rows", "hot_ids")
+} | {
+    "learn_frequent_ids": (
+        "Shorter codes for frequent ids are no longer learnt, since November "
+        "2026: they gained too little time and bytes (docs/decisions.md). "
+        "Leave it out; wire_dtype='bfloat16' and wire_packing=True save more."
+    )
+}
+
+
+def refuse_removed(option: str, value: Any, where: str) -> None:
+    """Refuses an option that was removed, unless it is off.
+
+    Args:
+        option: its name.
+        value: what it is set to; 0, False, None and what is empty are off.
+        where: what it is of, for the message.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    on = len(value) > 0 if hasattr(value, "__len__") else bool(value)
+    if on:
+        raise ValueError(
+            f"Argument `{option}` was removed. Received: {option}="
+            f"{brief(value)} ({where}). {_REMOVED[option]}"
+        )
+
+
+def without_removed(value: Any, option: str, where: str) -> Any:
+    """What a file holds, less an option that was removed and is off there.
+
+    Raises:
+        ValueError: the option is on.
+    """
+    if not isinstance(value, Mapping) or option not in value:
+        return value
+    refuse_removed(option, value[option], where)
+    return {name: kept for name, kept in value.items() if name != option}

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts of a table lie, as plain data."""
+"""Where the parts of a table are, and which rows each part holds."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from tfdist_ext.tables import checks
-from tfdist_ext.tables.removed import refuse_removed
+from tfdist_ext.tables.checks import Storage
+from tfdist_ext.tables.checks import refuse_removed
 
 PlacementKind = Literal[
     "data_parallel", "table_wise", "row_wise", "column_wise", "grid"
@@ -169,3 +174,250 @@ class FeaturePlacement:
     row_parts: int
     column_parts: int
     ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSpec:
+    """The part of a `[rows, dim]` table that one rank holds.
+
+    Attributes:
+        table: name of the table, for messages.
+        rows: rows of the whole table (`vocabulary_size`, `input_dim`).
+        dim: columns of the whole table (`embedding_dim`, `units`).
+        rank: the rank that holds this part.
+        world_size: the number of ranks.
+        row_parts: see `TablePlacement`.
+        column_parts: see `TablePlacement`.
+        ranks: see `TablePlacement`. A rank that is not among them owns
+            nothing, a block of 0 rows.
+        grows: whether a checkpoint may hold fewer rows, see
+            `DynamicVocabulary`.
+        storage: where variable and slots lie, "host" or "device": where the
+            rank's other weights do, a GPU if it has one.
+
+    Raises:
+        ValueError: on a table that cannot be cut this way.
+    """
+
+    table: str
+    rows: int
+    dim: int
+    rank: int
+    world_size: int
+    row_parts: int
+    column_parts: int
+    ranks: tuple[int, ...]
+    grows: bool = False
+    storage: Storage = "host"
+
+    def __post_init__(self) -> None:
+        if self.dim < self.column_parts:
+            raise ValueError(
+                f"Table '{self.table}' has {self.dim} columns, fewer than "
+                f"the {self.column_parts} parts they would be cut into. "
+                "Place it by row."
+            )
+        if not all(0 <= rank < self.world_size for rank in self.ranks):
+            raise ValueError(
+                f"Table '{self.table}' is placed on ranks {self.ranks}, but "
+                f"there are {self.world_size} ranks. Make a plan for "
+                f"world_size={self.world_size}."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        table: str,
+        rows: int,
+        dim: int,
+        placement: TablePlacement,
+        rank: int,
+        world_size: int,
+        grows: bool = False,
+        storage: Storage = "host",
+    ) -> ShardSpec:
+        """What `rank` holds of a table; all of it if data_parallel."""
+        if not placement.ranks:
+            return cls(table, rows, dim, 0, 1, 1, 1, (0,), grows, storage)
+        return cls(
+            table,
+            rows,
+            dim,
+            rank,
+            world_size,
+            placement.row_parts,
+            placement.column_parts,
+            placement.ranks,
+            grows,
+            storage,
+        )
+
+    def __str__(self) -> str:
+        """The whole table, equal on all ranks that place it alike."""
+        return (
+            f"table '{self.table}' [{self.rows}, {self.dim}] in "
+            f"{self.row_parts} x {self.column_parts} parts on ranks "
+            f"{list(self.ranks)}"
+            + ", on GPUs"
+            * (self.partitioned and self.storage == "device")
+        )
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether some rank does not hold the whole table."""
+        return self.world_size > 1
+
+    @property
+    def cell(self) -> tuple[int, int] | None:
+        """Which row part and column part this rank holds, None if none."""
+        if self.rank not in self.ranks:
+            return None
+        return divmod(self.ranks.index(self.rank), self.column_parts)
+
+    @property
+    def local_rows(self) -> int:
+        """Rows this rank owns (rounded up to row parts of equal size)."""
+        return -(-self.rows // self.row_parts) if self.cell else 0
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """First column this rank holds and the one after the last."""
+        part = self.cell[1] if self.cell else 0
+        return (
+            part * self.dim // self.column_parts,
+            (part + 1) * self.dim // self.column_parts,
+        )
+
+    @property
+    def local_dim(self) -> int:
+        """Columns this rank holds."""
+        first, end = self.columns
+        return end - first
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Shape of the local part."""
+        return self.local_rows, self.local_dim
+
+    def at(self, rank: int) -> ShardSpec:
+        """What another rank holds."""
+        return dataclasses.replace(self, rank=rank)
+
+    @property
+    def row_peers(self) -> tuple[int, ...]:
+        """The ranks that hold other columns of this rank's rows, and it."""
+        if self.cell is None:
+            return ()
+        first = self.cell[0] * self.column_parts
+        return self.ranks[first : first + self.column_parts]
+
+
+def spec_to_json(spec: ShardSpec | None) -> str:
+    """A spec as text, for an attribute of an op; "" for None."""
+    return "" if spec is None else json.dumps(dataclasses.asdict(spec))
+
+
+def spec_from_json(text: str | bytes) -> ShardSpec | None:
+    """The spec that `spec_to_json` wrote."""
+    if not text:
+        return None
+    fields = json.loads(text)
+    # Exports from before they were removed say that there are none.
+    where = f"table '{fields['table']}'"
+    refuse_removed("hot_ids", fields.pop("hot_ids", ()), where)
+    # JSON has no tuples.
+    fields.update(
+        {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+    )
+    return ShardSpec(**fields)
+
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def local_row(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
+    """The row of each id within its part.
+
+    >>> local_row([0, 1, 2, 3, 4], row_parts=2).tolist()
+    [0, 0, 1, 1, 2]
+
+    Args:
+        ids: non-negative integers, any shape.
+        row_parts: number of parts of the rows.
+
+    Returns:
+        int64 of the same shape.
+    """
+    return np.asarray(ids, np.int64) // row_parts
+
+
+def part_of(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
+    """The part that holds the row of each id.
+
+    >>> part_of([0, 1, 2, 3, 4], row_parts=2).tolist()
+    [0, 1, 1, 0, 0]
+
+    Args:
+        ids: non-negative integers, any shape.
+        row_parts: number of parts of the rows.
+
+    Returns:
+        int64 of the same shape.
+    """
+    ids = np.asarray(ids, np.int64)
+    return (ids + _rotation(ids // row_parts)) % row_parts
+
+
+def ids_of_part(
+    part: int,
+    row_parts: int,
+    rows: int,
+    first: int = 0,
+    end: int | None = None,
+) -> npt.NDArray[np.int64]:
+    """The ids of a part, in the order of its local rows.
+
+    >>> ids_of_part(0, row_parts=2, rows=5).tolist()
+    [0, 3, 4]
+
+    Args:
+        part: which one.
+        row_parts: number of parts of the rows.
+        rows: rows of the whole table.
+        first: the local row to begin with.
+        end: the local row to end before, None for all.
+
+    Returns:
+        int64, one per local row; the last local row is padding, without an id,
+        in parts that have no row of an incomplete last block.
+    """
+    blocks = -(-rows // row_parts)
+    last = blocks if end is None else min(end, blocks)
+    ids = ids_at(np.arange(first, last), part, row_parts)
+    return ids[ids < rows]
+
+
+def ids_at(
+    local_rows: npt.ArrayLike, part: int, row_parts: int
+) -> npt.NDArray[np.int64]:
+    """The ids that have these local rows of a part.
+
+    >>> ids_at([0, 2], part=0, row_parts=2).tolist()
+    [0, 4]
+
+    Args:
+        local_rows: non-negative integers, any shape.
+        part: which one.
+        row_parts: number of parts of the rows.
+
+    Returns:
+        int64 of the same shape; that of padding is not below the table's rows.
+    """
+    block = np.asarray(local_rows, np.int64)
+    return block * row_parts + (part - _rotation(block)) % row_parts
+
+
+def _rotation(block: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    with np.errstate(over="ignore"):
+        product = block.astype(np.uint64) * _MULTIPLIER
+    return (product >> np.uint64(32)).astype(np.int64)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and the features that look up in them, as a user describes them.
-
-Field names, their order and what may be passed by position are those of
-keras-rs' classes of the same names, so that its examples run with the import
-changed. This module does not import TensorFlow: initializers and optimizers
-are carried as they are, and the layer says how to write them to a config.
-"""
+"""Tables, features and dynamic vocabularies, as a user describes them."""
 
 from __future__ import annotations
 
@@ -17,11 +11,130 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist_ext.tables import checks
-from tfdist_ext.tables import choices
-from tfdist_ext.tables.dynamic_vocabulary import DynamicVocabulary
+from tfdist_ext.tables.checks import refuse_removed
+from tfdist_ext.tables.checks import without_removed
 from tfdist_ext.tables.placement import TablePlacement
-from tfdist_ext.tables.removed import refuse_removed
-from tfdist_ext.tables.removed import without_removed
+
+# Rows are numbers of 32 bits, and one is shared.
+MOST_KEYS = (1 << 31) - 2
+# So many rows fill to about 95 % before the first bucket is full.
+_ROWS_OF_BUCKET = 4096
+_MOST_BUCKETS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicVocabulary:
+    """A table's vocabulary that grows: keys get rows when they are first seen.
+
+    Keys are any 64-bit integers, or strings. See docs/vocabularies.md.
+
+    >>> users = DynamicVocabulary(1_000_000, min_count=2, evict="lru")
+    >>> users.rows
+    1000001
+
+    Attributes:
+        capacity: keys that may have rows at once.
+        min_count: occurrences, over all ranks and steps, from which on a key
+            has a row. Until then it is a candidate.
+        evict: which keys give up their rows when there is none left: "lru"
+            those seen least recently, "lfu" those seen least often, None
+            none.
+        steps_to_live: a key that was not seen for more steps than this gives
+            up its row; None for never.
+        key_dtype: "int64" or "string".
+        full: what a new key gets when no row is left for it: "error" ends
+            the step on every rank, "shared_row" is row 0.
+        unadmitted: what candidates, and keys that were never trained, get:
+            "zeros", which do not learn, or "shared_row".
+        keep_text: whether the texts of strings that have rows are kept, for
+            `get_vocabularies`, checkpoints and exports.
+
+    Raises:
+        ValueError: for a value outside of these.
+    """
+
+    capacity: int
+    min_count: int = 1
+    evict: checks.Evict | None = None
+    steps_to_live: int | None = None
+    key_dtype: checks.KeyDtype = "int64"
+    full: checks.Full = dataclasses.field(default="error", kw_only=True)
+    unadmitted: checks.Unadmitted = dataclasses.field(
+        default="zeros", kw_only=True
+    )
+    keep_text: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        where = "DynamicVocabulary"
+        most = {"capacity": MOST_KEYS, "min_count": (1 << 32) - 1}
+        for field, limit in most.items():
+            value = checks.integer(field, getattr(self, field), 1, where, limit)
+            object.__setattr__(self, field, value)
+        if self.steps_to_live is not None:
+            steps = checks.integer(
+                "steps_to_live", self.steps_to_live, 1, where, (1 << 32) - 1
+            )
+            object.__setattr__(self, "steps_to_live", steps)
+        if self.evict is not None:
+            checks.one_of("evict", self.evict, checks.EVICTIONS, where)
+        checks.one_of("key_dtype", self.key_dtype, checks.KEY_DTYPES, where)
+        checks.one_of("full", self.full, checks.FULL, where)
+        checks.one_of("unadmitted", self.unadmitted, checks.UNADMITTED, where)
+        checks.boolean("keep_text", self.keep_text, where, optional=False)
+        if self.keep_text and self.key_dtype != "string":
+            raise ValueError(
+                "Argument `keep_text` must be False where keys are no strings. "
+                f"Received: keep_text=True, key_dtype='{self.key_dtype}' "
+                f"({where}). Leave it out, or use key_dtype='string'."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table: one for each key, and row 0, which is shared."""
+        return self.capacity + 1
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a key may lose its row."""
+        return self.evict is not None or self.steps_to_live is not None
+
+    @property
+    def buckets(self) -> int:
+        """Parts of a new vocabulary, a power of two; saved ones keep theirs."""
+        wanted = min(max(self.capacity // _ROWS_OF_BUCKET, 1), _MOST_BUCKETS)
+        return 1 << (wanted.bit_length() - 1)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make this object again."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DynamicVocabulary:
+        """The object that `get_config` describes.
+
+        Args:
+            config: of `get_config`.
+
+        Raises:
+            ValueError: for fields that are not known, or lacking.
+        """
+        return cls(**checks.fields_of(cls, config, "config of a vocabulary"))
+
+
+def refuse_vocabulary(field: str, value: Any, where: str) -> None:
+    """Refuses a vocabulary where a number of rows is asked for.
+
+    Raises:
+        ValueError: then.
+    """
+    if isinstance(value, DynamicVocabulary):
+        raise ValueError(
+            f"Argument `{field}` must be a number of rows. Received: {field}="
+            f"{value} ({where}). A vocabulary that grows is of a table of "
+            "DistributedEmbedding: TableConfig(name, embedding_dim=..., "
+            "vocabulary=DynamicVocabulary(...))."
+        )
+
 
 # The largest sizes of a table.
 SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
@@ -85,7 +198,7 @@ class TableConfig:
     embedding_dim: int = _NEEDED
     initializer: Any = "uniform"
     optimizer: Any = None
-    combiner: choices.Combiner | None = "mean"
+    combiner: checks.Combiner | None = "mean"
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
@@ -94,7 +207,7 @@ class TableConfig:
     )
     deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
     dtype: str = dataclasses.field(default="float32", kw_only=True)
-    out_of_range: choices.OutOfRange = dataclasses.field(
+    out_of_range: checks.OutOfRange = dataclasses.field(
         default="error", kw_only=True
     )
     vocabulary: DynamicVocabulary | None = dataclasses.field(
@@ -102,7 +215,7 @@ class TableConfig:
     )
 
     max_norm: float | None = dataclasses.field(default=None, kw_only=True)
-    storage: choices.Storage | None = dataclasses.field(
+    storage: checks.Storage | None = dataclasses.field(
         default=None, kw_only=True
     )
 
@@ -116,11 +229,9 @@ class TableConfig:
             value = checks.integer(field, getattr(self, field), 1, where, most)
             object.__setattr__(self, field, value)
         if self.combiner is not None:
-            checks.one_of("combiner", self.combiner, choices.COMBINERS, where)
-        checks.one_of("dtype", self.dtype, choices.TABLE_DTYPES, where)
-        checks.one_of(
-            "out_of_range", self.out_of_range, choices.POLICIES, where
-        )
+            checks.one_of("combiner", self.combiner, checks.COMBINERS, where)
+        checks.one_of("dtype", self.dtype, checks.TABLE_DTYPES, where)
+        checks.one_of("out_of_range", self.out_of_range, checks.POLICIES, where)
         checks.max_norm(self.max_norm, where)
         checks.storage(self.storage, where)
         self._check_placement(where)
@@ -150,8 +261,8 @@ class TableConfig:
     def _check_placement(self, where: str) -> None:
         checks.boolean("deduplicate", self.deduplicate, where)
         if not isinstance(self.placement, TablePlacement):
-            placement = choices.full_placement(self.placement)
-            checks.one_of("placement", placement, choices.PLACEMENTS, where)
+            placement = checks.full_placement(self.placement)
+            checks.one_of("placement", placement, checks.PLACEMENTS, where)
             object.__setattr__(self, "placement", placement)
             replicated = self.placement in ("data_parallel", "default_device")
         else:

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as nests of tensors: names, lengths, slices, empty batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.ops import collective_ops
+
+Nest = Any
+
+
+def names_of(nest: Nest) -> list[str]:
+    """A name such as `0/user` for each value, in the order of `tf.nest`.
+
+    Args:
+        nest: of dicts, tuples and lists. Values of other containers have
+            their number only.
+    """
+    names = list(_names(nest, ""))
+    count = len(tf.nest.flatten(nest))
+    return names if len(names) == count else [str(i) for i in range(count)]
+
+
+def _names(nest: Nest, name: str) -> Iterator[str]:
+    items: Any = None
+    if isinstance(nest, Mapping):
+        items = sorted(nest.items())
+    elif isinstance(nest, tuple | list):
+        items = enumerate(nest)
+    if items is None:
+        yield name or "the batch"
+        return
+    for key, part in items:
+        yield from _names(part, f"{name}/{key}".removeprefix("/"))
+
+
+REMEDY = (
+    "Each rank takes its samples of every value of a batch, so all values "
+    "that are no scalars need the samples as their first dimension. Pad what "
+    "belongs to a sample (`padded_batch`, a RaggedTensor), keep constants in "
+    "the model, or let each rank make its own batches with "
+    "`strategy.distribute_datasets_from_function`."
+)
+
+
+def check_lengths(values: Nest, what: str) -> None:
+    """Refuses values of a batch whose numbers of samples differ.
+
+    Args:
+        values: tensors of a batch, eager or of a graph, or what describes
+            them. What is not known (of a dynamic shape) passes.
+        what: they are, for the error.
+
+    Raises:
+        ValueError: naming the values and their shapes.
+    """
+    sizes = {}
+    names = names_of(values)
+    flat = tf.nest.flatten(values)
+    for name, value in zip(names, flat, strict=True):
+        size = _static_size(value)
+        if size is not None:
+            sizes[name] = (size, value.shape)
+    if len({size for size, _ in sizes.values()}) > 1:
+        raise ValueError(
+            error_of_lengths(what, {n: s for n, (_, s) in sizes.items()})
+        )
+
+
+def check_sizes(names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Refuses a batch whose values have different numbers of samples.
+
+    Args:
+        names: of the values.
+        sizes: of the values, -1 of a scalar.
+
+    Raises:
+        ValueError: naming the values and their sizes.
+    """
+    if len({size for size in sizes if size >= 0}) > 1:
+        pairs = zip(names, sizes, strict=True)
+        shapes = {name: (size, "...") for name, size in pairs if size >= 0}
+        raise ValueError(error_of_lengths("A batch", shapes))
+
+
+def size_of(value: Any) -> tf.Tensor:
+    """int64 scalar, the samples of a value in a graph, -1 of a scalar."""
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+        return tf.cast(value.nrows(), tf.int64)
+    if not isinstance(value, tf.Tensor) or value.shape.rank == 0:
+        return tf.constant(-1, tf.int64)
+    # Of an unknown rank it may be a scalar.
+    return tf.concat([tf.shape(value, tf.int64), [-1]], 0)[0]
+
+
+def error_of_lengths(what: str, shapes: dict[str, Any]) -> str:
+    """The text of the refusal.
+
+    Args:
+        what: the values are.
+        shapes: of the values, by name.
+    """
+    listed = ", ".join(f"'{n}' {_text(s)}" for n, s in list(shapes.items())[:8])
+    return (
+        f"{what} has values with different numbers of samples. Received the "
+        f"shapes: {listed}. {REMEDY}"
+    )
+
+
+def _static_size(value: Any) -> int | None:
+    """The first dimension of a value, None if unknown or a scalar."""
+    if value is None or isinstance(value, tf.OptionalSpec):
+        return None
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tf.TensorShape) or not shape.rank:
+        return None
+    size: int | None = shape[0]
+    return size
+
+
+def _text(shape: Any) -> str:
+    sizes = ["..." if size == "..." else str(size) for size in shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def copied(value: tf.Tensor) -> tf.Tensor:
+    """A tensor of rank 1 or more, in new memory."""
+    # Not DeepCopy: it counts as stateful, and an iterator of a dataset with
+    # such an op cannot be saved in a checkpoint.
+    return tf.roll(value, shift=0, axis=0)
+
+
+def in_own_memory(batch: Nest) -> Nest:
+    """A batch whose tensors share no memory with a user's arrays."""
+    flat = tf.nest.flatten(batch, expand_composites=True)
+    return tf.nest.pack_sequence_as(
+        batch,
+        [part if _is_scalar(part) else copied(part) for part in flat],
+        expand_composites=True,
+    )
+
+
+def _is_scalar(value: tf.Tensor) -> bool:
+    return value.shape.rank == 0
+
+
+def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
+    """Samples `[rank * n // W, (rank + 1) * n // W)` of a batch of n.
+
+    Args:
+        batch: of tensors, RaggedTensors, SparseTensors and `PrefetchedIds`;
+            scalars are passed on whole.
+        rank: whose samples.
+        world_size: W.
+
+    Returns:
+        A nest like `batch`, in memory of its own.
+    """
+    flat = tf.nest.flatten(batch)
+    kinds: dict[int, int] = {}
+    for i, value in enumerate(flat):
+        kind = _kind(value)
+        if kind is not None:
+            kinds[i] = kind
+        elif hasattr(value, "nrows"):  # PrefetchedIds
+            samples = value.nrows()
+            start = rank * samples // world_size
+            flat[i] = rows(value, start, (rank + 1) * samples // world_size)
+    if kinds:
+        parts = [_parts(flat[i]) for i in kinds]
+        together = list(itertools.chain(*parts))
+        cut = iter(
+            collective_ops.slice_of_rank(
+                together, list(kinds.values()), rank, world_size
+            )
+        )
+        for i, those in zip(kinds, parts, strict=True):
+            pieces = [next(cut) for _ in those]
+            flat[i] = _like(flat[i], pieces, rank, world_size)
+    return tf.nest.pack_sequence_as(batch, flat)
+
+
+def _kind(value: Any) -> int | None:
+    """What `batch_ops` calls it; None of what is no batch of tensors."""
+    if isinstance(value, tf.SparseTensor):
+        return collective_ops.SPARSE
+    if isinstance(value, tf.RaggedTensor):
+        return len(value.nested_row_splits)
+    if isinstance(value, tf.Tensor) and not _is_scalar(value):
+        return collective_ops.DENSE
+    return None  # a scalar, PrefetchedIds, or an Optional: Keras's None
+
+
+def _parts(value: Any) -> list[tf.Tensor]:
+    if isinstance(value, tf.SparseTensor):
+        return [value.indices, value.values, value.dense_shape]
+    if isinstance(value, tf.RaggedTensor):
+        return [value.flat_values, *value.nested_row_splits]
+    return [value]
+
+
+def _like(
+    value: Any, parts: list[tf.Tensor], rank: int, world_size: int
+) -> Any:
+    """Samples of a rank as the same kind of value that they were in."""
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensor.from_nested_row_splits(
+            parts[0], parts[1:], validate=False
+        )
+    if not isinstance(value, tf.SparseTensor):
+        return parts[0]
+    piece = tf.SparseTensor(*parts)
+    if value.shape.rank is None:
+        return piece
+    size = value.shape[0]
+    if size is not None:
+        size = _size_of_slice(size, rank, world_size) or None
+    return _with_static_shape(piece, [size, *value.shape[1:]])
+
+
+def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    """Rows `[start, stop)` of a value, in memory of their own.
+
+    Args:
+        value: Tensor, RaggedTensor or `PrefetchedIds`.
+        start: integer scalar.
+        stop: integer scalar.
+    """
+    if isinstance(value, tf.RaggedTensor):
+        # As TensorFlow slices it, but for the copy: it subtracts in place.
+        splits = copied(value.row_splits[start : stop + 1])
+        return tf.RaggedTensor.from_row_splits(
+            rows(value.values, splits[0], splits[-1]),
+            splits - splits[0],
+            validate=False,
+        )
+    piece = value[start:stop]
+    return copied(piece) if isinstance(piece, tf.Tensor) else piece
+
+
+def _size_of_slice(samples: int, rank: int, world_size: int) -> int:
+    return (rank + 1) * samples // world_size - rank * samples // world_size
+
+
+def _with_static_shape(
+    value: tf.SparseTensor, shape: list[int | None]
+) -> tf.SparseTensor:
+    # The static shape of a SparseTensor is read off its dense_shape.
+    parts = [
+        value.dense_shape[i] if size is None else tf.constant(size, tf.int64)
+        for i, size in enumerate(shape)
+    ]
+    return tf.SparseTensor(value.indices, value.values, tf.stack(parts))
+
+
+def empty_like(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Endless batches of zero samples, shaped like the dataset's.
+
+    Args:
+        dataset: of tensors, RaggedTensors, SparseTensors, Keras's None and
+            values whose spec has `empty()`, as `PrefetchedIds`.
+
+    Raises:
+        ValueError: at a tensor of unknown rank.
+    """
+    elements = tf.nest.map_structure(_empty, dataset.element_spec)
+    return tf.data.Dataset.from_tensors(elements).repeat()
+
+
+def _empty(spec: Any) -> Any:
+    if hasattr(spec, "empty"):
+        return spec.empty()
+    if isinstance(spec, tf.OptionalSpec):
+        return tf.experimental.Optional.empty(None)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return _empty_ragged(spec)
+    if spec.shape.rank is None:
+        raise ValueError(
+            "The ranks have different numbers of batches and an element "
+            f"of unknown rank cannot be padded. Received: spec={spec}. "
+            "Set the shapes in the input pipeline."
+        )
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = _without_samples(spec.shape)
+        return tf.SparseTensor(
+            tf.zeros([0, len(shape)], tf.int64),
+            tf.zeros([0], spec.dtype),
+            tf.constant(shape, tf.int64),
+        )
+    shape = _without_samples(spec.shape) if spec.shape else []
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    return tf.zeros(shape, spec.dtype)
+
+
+def _empty_ragged(spec: tf.RaggedTensorSpec) -> tf.RaggedTensor:
+    flat = _without_samples(spec.shape[spec.ragged_rank :])
+    ragged = tf.zeros(flat, spec.dtype)
+    for _ in range(spec.ragged_rank):
+        ragged = tf.RaggedTensor.from_row_splits(
+            ragged, tf.zeros([1], spec.row_splits_dtype)
+        )
+    return ragged
+
+
+def _without_samples(shape: tf.TensorShape) -> list[int]:
+    return [0, *(size or 0 for size in shape[1:])]

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order and tags of collective calls, the same on all ranks.
+
+Calls of steps are told apart by their tags, which all ranks compute without
+communication. Calls outside of steps run one at a time.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+
+# Functions of datasets that have tags of their own at a time; a program may
+# make any number of datasets, and every tag has buffers.
+_DATASETS = 16
+# How tf.data names the functions that it maps, filters or scans with. Those of
+# `Dataset.reduce` run in their turn, like the ops around them.
+_DATASET_FUNCTIONS = ("Dataset_", "tf_data_")
+
+# Of what is staged for layers, which outlives a strategy in the process.
+place_numbers = itertools.count()
+
+
+def dataset_functions() -> list[tf.Graph]:
+    """The functions of datasets that are being traced, innermost first."""
+    found: list[tf.Graph] = []
+    if tf.executing_eagerly():
+        return found
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if str(getattr(graph, "name", "")).startswith(_DATASET_FUNCTIONS):
+            found.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return found
+
+
+def role_of(fn: Callable[..., Any]) -> str:
+    """What tells the steps of `fn` from those of other functions.
+
+    A `predict` in one thread then never meets the `fit` of another.
+    """
+    fn = inspect.unwrap(getattr(fn, "python_function", fn))
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+class CallLock:
+    """Lets the calls outside of steps run one after the other, by place.
+
+    A call is several exchanges, of ids and of results. Where a rank answers
+    one call before it starts the next, ranks may call for their elements in
+    any order: every pair of exchanges belongs to one call of each rank, and
+    each rank gets the rows it has asked for.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tf.Tensor] = {}
+        self._making = threading.Lock()
+        self._numbers: weakref.WeakKeyDictionary[tf.Graph, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._next = itertools.count()
+        self._places: weakref.WeakKeyDictionary[tf.Graph, str] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def role(self) -> str:
+        """The role of a call outside of a step: the function of a dataset.
+
+        Functions get numbers as they are traced, in the order of the program.
+        """
+        graphs = dataset_functions()
+        if not graphs:
+            return ""
+        graph = graphs[0]
+        if graph not in self._numbers:
+            self._numbers[graph] = next(self._next) % _DATASETS
+        return f"dataset {self._numbers[graph]}"
+
+    @contextlib.contextmanager
+    def turn(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
+        """Ops made inside run when no other call of the place is under way.
+
+        Args:
+            place: what has one set of tags.
+
+        Yields:
+            To be given the results: the next turn begins after them.
+        """
+        for graph in dataset_functions():
+            self._places[graph] = place
+        with tf.device("CPU:0"):
+            # Held while this tensor lives: an error in a graph frees it too.
+            lock = [tf.raw_ops.MutexLock(mutex=self._lock(place))]
+
+        def end(results: Sequence[Any]) -> None:
+            with tf.control_dependencies(list(results)), tf.device("CPU:0"):
+                tf.raw_ops.ConsumeMutexLock(mutex_lock=lock[0])
+
+        try:
+            with tf.control_dependencies(lock):
+                yield end
+        finally:
+            lock.clear()  # an eager error's traceback would keep it
+
+    def check_input(self, dataset: tf.data.Dataset) -> None:
+        """Refuses what steps must not read: a dataset that calls a layer.
+
+        Args:
+            dataset: that is about to be distributed.
+
+        Raises:
+            ValueError: if a function of it looks up in partitioned tables.
+        """
+        for graph in internals.functions_of(dataset):
+            if graph in self._places:
+                raise ValueError(
+                    f"The dataset looks up in partitioned tables "
+                    f"({self._places[graph]}). tf.data runs ahead of the steps "
+                    "and Keras opens some iterators only to close them, "
+                    "differently on each rank, so ranks would wait for each "
+                    "other for ever. Call the layer in the model, or look up "
+                    "in `strategy.gather_table(layer)`."
+                )
+
+    def _lock(self, place: str) -> tf.Tensor:
+        with self._making, tf.init_scope():
+            if place not in self._locks:
+                self._locks[place] = tf.raw_ops.MutexV2(
+                    shared_name=f"tfdist_ext/{id(self)}/{place}"
+                )
+            return self._locks[place]
+
+
+def brief_error(error: BaseException) -> str:
+    """An error in a message to the other ranks, which has little room."""
+    text = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {text.strip()[:700]}".rstrip(": ")
+
+
+Nest = Any
+_KERAS_STEPS = ("train_step", "test_step", "predict_step")
+
+
+@dataclasses.dataclass
+class Step:
+    """State of one `Strategy.run` call.
+
+    Attributes:
+        samples: float32 scalar, samples of this rank in the step.
+        weighted: whether ranks are averaged, weighed by their samples.
+            True in Keras's loops, where a loss is a mean over the batch;
+            elsewhere gradients are summed.
+        role: of the function that is the step, see `calls.role_of`.
+        graph: in which the step is run, None if eagerly.
+        is_function: whether what is run is a `tf.function` itself.
+        labels: how often each label was used, for unique tags.
+        exchanges: one line for each of the step, in program order.
+        checks: tensors that exist once all ids of the step are validated.
+        shares: of the batch that this rank has, by the graph of the tensor.
+        dependence: `batches.dependence.BatchDependence` of the step's values.
+        whole_values: `batches.whole_functions.WholeValues` of them.
+        backward: whether a tape computes gradients now. Exchanges are then
+            those that belong to exchanges of the forward pass.
+        forward: whether a sum over the ranks is asked for that a tape
+            records. Its own gradient, which is given, hides it from the tape.
+        merges_rows: whether the optimizer sums the gradients of equal rows
+            before it uses them.
+        checking: whether every rank runs the step on the whole batch, to
+            compute what one process computes. Means over the ranks are then
+            means of equal values, and nothing is corrected for the ranks'
+            parts of the batch.
+        whole: whether what is computed now is computed on the whole batch,
+            on every rank: a loss or a metric that sees all samples.
+        rows: of the whole batch, by the graph and the tensor of this rank's.
+        assigned: mirrored variables without `aggregation` that the step has
+            assigned, other than by an optimizer.
+        later: components of variables whose values on the ranks become one
+            at the end of the step.
+    """
+
+    samples: tf.Tensor
+    weighted: bool
+    role: str = ""
+    graph: tf.Graph | None = None
+    is_function: bool = False
+    labels: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    exchanges: list[str] = dataclasses.field(default_factory=list)
+    checks: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    shares: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    dependence: Any = None
+    whole_values: Any = None
+    backward: bool = False
+    forward: bool = False
+    merges_rows: bool = False
+    checking: bool = False
+    whole: bool = False
+    rows: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    assigned: list[Any] = dataclasses.field(default_factory=list)
+    later: list[Any] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def on_whole_batch(self) -> Iterator[None]:
+        """What is computed inside is computed on the whole batch."""
+        outer, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = outer
+
+    def inner_graphs(self) -> list[tf.Graph]:
+        """Graphs within the step's that are being traced, outermost first.
+
+        Of functions of the user's, which are kept and may be called again, in
+        this step and in others, and of branches and loops.
+        """
+        graphs = internals.graphs_within(self.graph)
+        return graphs[1:] if self.is_function else graphs
+
+    def inner_function(self) -> tf.Graph | None:
+        """The innermost `tf.function` within the step that is being traced."""
+        functions = filter(internals.is_function, self.inner_graphs())
+        return next(reversed(list(functions)), None)
+
+    def checks_here(self) -> list[tf.Tensor]:
+        """Those of `checks` that a variable must not be written before.
+
+        Those of a function or a branch within are not known outside of it:
+        that fails as a whole.
+        """
+        if tf.executing_eagerly():
+            return []
+        graphs = [self.graph, *internals.graphs_within(self.graph)]
+        return [check for check in self.checks if check.graph in graphs]
+
+    def copied(self, graph: tf.Graph) -> Step:
+        """A copy of the step, for a trace that must not change it.
+
+        Args:
+            graph: of that trace.
+        """
+        return dataclasses.replace(
+            self,
+            graph=graph,
+            is_function=False,
+            labels=self.labels.copy(),
+            exchanges=[],
+            checks=[],
+            shares={},
+            dependence=None,
+            whole_values=None,
+            rows={},
+            assigned=[],
+            later=[],
+        )
+
+
+def count_samples(values: Nest) -> tf.Tensor:
+    """Leading dimension of the first batched tensor in a nest.
+
+    Args:
+        values: nest of tensors, SparseTensors and RaggedTensors.
+
+    Returns:
+        float32 scalar; 1 if there is no batched tensor.
+    """
+    for value in tf.nest.flatten(values):
+        if isinstance(value, tf.SparseTensor):
+            return tf.cast(value.dense_shape[0], tf.float32)
+        if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+            return tf.cast(value.nrows(), tf.float32)
+        if tf.is_tensor(value) and value.shape.rank != 0:
+            if value.shape.rank and value.shape[0] is not None:
+                return tf.constant(float(value.shape[0]))
+            return tf.cast(tf.shape(value)[0], tf.float32)
+    return tf.constant(1.0)
+
+
+def is_keras_loop(fn: Any) -> bool:
+    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops.
+
+    Other methods of a model are steps of the user's own loops.
+    """
+    fn = getattr(fn, "python_function", fn)
+    method = inspect.unwrap(fn)
+    owner = getattr(method, "__self__", None)
+    # That of a method which is a tf.function.
+    owner = getattr(owner, "target", owner)
+    if isinstance(owner, tf.keras.Model):
+        return getattr(method, "__name__", None) in _KERAS_STEPS
+    module = getattr(fn, "__module__", None) or ""
+    return module.split(".")[0] in ("keras", "tf_keras")
+
+
+def is_gradient_reduction(step: Step | None) -> bool:
+    """Whether an all-reduce asked for now is one of gradients.
+
+    Sums asked for while a tape records belong to the forward pass (a
+    synchronised batch normalisation, for example).
+
+    Args:
+        step: under way, if any.
+    """
+    forward = step is not None and step.forward
+    return not (forward or internals.is_recording())
+
+
+# Functions within steps that have tags of their own at a time: every tag has
+# buffers. Those that share them take turns.
+_FUNCTIONS = 64
+
+
+class Tags:
+    """Names exchanges by what makes them, their label, and how often so far.
+
+    What makes them is the function that is the step, a `tf.function` within
+    it or a function of a dataset: these are numbered as they are traced, in
+    the order of the program.
+
+    Args:
+        turns: of the calls outside of steps.
+    """
+
+    def __init__(self, turns: CallLock) -> None:
+        self._turns = turns
+        self._labels: weakref.WeakKeyDictionary[
+            tf.Graph, collections.Counter[str]
+        ] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakKeyDictionary[tf.Graph, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._next = itertools.count()
+
+    def place(self, step: Step | None, label: str) -> str:
+        """What tells the next exchange of a label from all others.
+
+        Args:
+            step: the current one, None outside of steps.
+            label: of the exchange.
+        """
+        return f"{self._role(step)}/{label}#{self.occurrence(step, label)}"
+
+    def occurrence(self, step: Step | None, label: str) -> int:
+        """How many exchanges had the label so far.
+
+        Args:
+            step: see `place`.
+            label: of exchanges.
+        """
+        return self._counter(step)[label]
+
+    def take(
+        self, step: Step | None, label: str, kind: str, dtype: tf.DType
+    ) -> int:
+        """Even number for an exchange, which the step notes.
+
+        Args:
+            step: see `place`.
+            label: of the exchange.
+            kind: of the exchange.
+            dtype: of what is exchanged.
+        """
+        place = self.place(step, label)
+        if step is not None:
+            own = step.inner_function() is None
+            line = f"{label}#{self.occurrence(step, label)}" if own else place
+            step.exchanges += [f"{line} {kind} {dtype.name}"]
+        self._counter(step)[label] += 1
+        # Of 2^61 numbers: among a million places two have the same with a
+        # probability of 2e-7.
+        digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 3) << 1
+
+    def _role(self, step: Step | None) -> str:
+        if step is None:
+            return self._turns.role()
+        function = step.inner_function()
+        if function is None:
+            return step.role
+        if function not in self._functions:
+            self._functions[function] = next(self._next) % _FUNCTIONS
+        return f"function {self._functions[function]}"
+
+    def _counter(self, step: Step | None) -> collections.Counter[str]:
+        function = step.inner_function() if step else internals.current_graph()
+        if function is not None:
+            return self._labels.setdefault(function, collections.Counter())
+        return step.labels if step else collections.Counter()
+
+
+@dataclasses.dataclass(eq=False)
+class Trial:
+    """What is noted while a step is traced or run for a comparison.
+
+    Attributes:
+        whole: whether every rank has the whole batch, so that each computes
+            what one process computes. Nothing is then reduced over the ranks;
+            lookups still ask the ranks that own the rows.
+        updates: trainable variables, each with what it is updated by: the
+            gradient as the optimizer applies it.
+        marker: a device function of this run. `tf.function` traces anew under
+            each, so that what is traced for a comparison is never trained.
+    """
+
+    whole: bool
+    updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def marker(self, op: tf.Operation) -> str:
+        """Leaves the device of an op as it is."""
+        return str(op.device)
+
+    def marking(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which functions are traced for this run only."""
+        if tf.executing_eagerly():
+            return contextlib.nullcontext()
+        marking: contextlib.AbstractContextManager[Any]
+        marking = tf.compat.v1.device(self.marker)
+        return marking
+
+    def marked(self, function: Any) -> Any:
+        """What a replica runs, in a thread of its own, under the marker.
+
+        Args:
+            function: given to `Strategy.run`.
+        """
+        if tf.executing_eagerly():
+            return function
+        converted = function
+        if not hasattr(function, "python_function"):
+            autograph = tf.__internal__.autograph
+            converted = autograph.tf_convert(
+                *(function, autograph.control_status_ctx()),
+                convert_by_default=False,
+            )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.marking():
+                return converted(*args, **kwargs)
+
+        run.autograph_info__ = {}  # type: ignore[attr-defined]
+        return run
+
+    def note(self, variable: Any, arguments: Any) -> None:
+        """Notes an update of a variable.
+
+        Args:
+            variable: of TensorFlow.
+            arguments: of the update; the gradient is the first one.
+        """
+        value = arguments[0] if arguments else None
+        if not variable.trainable or not (
+            isinstance(value, tf.IndexedSlices) or tf.is_tensor(value)
+        ):
+            return
+        self.updates.append((variable, value))

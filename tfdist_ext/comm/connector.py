@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects to a listener of this job, and tries again until it listens.
+
+A host name may have several addresses. All are tried, each 0.25 s after the one
+before it, and the first that completes the handshake is taken (RFC 8305).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist_ext.comm import handshake
+from tfdist_ext.comm import listener
+from tfdist_ext.comm.addresses import Address
+from tfdist_ext.comm.listener import CHECK_SECONDS
+from tfdist_ext.comm.listener import HANDSHAKE_SECONDS
+from tfdist_ext.comm.listener import peer_process
+
+REPORT_SECONDS = 10.0
+# A listener learns within 9 s that the host of an earlier process is gone.
+TAKEN_SECONDS = 15.0
+TCP_SECONDS = 3.0  # until the other host accepts a connection
+_STAGGER_SECONDS = 0.25
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+
+Check = Callable[[], None]
+
+
+def connect(
+    address: Address,
+    job: handshake.Job,
+    number: int,
+    deadline: float,
+    *,
+    check: Check | None = None,
+    report: Callable[[str], None] | None = None,
+) -> socket.socket:
+    """Connects to a listener; tries until there is one.
+
+    Args:
+        address: host and port; or the name of an abstract Unix socket of the
+            same user.
+        job: of this process.
+        number: of this process.
+        deadline: of `time.monotonic()`.
+        check: called every `CHECK_SECONDS`; may raise.
+        report: called once with the reason, after `REPORT_SECONDS` of failures.
+
+    Returns:
+        The blocking socket, both sides of which know the secret.
+
+    Raises:
+        handshake.RefusedError: the listener does not accept this process.
+        OSError: nobody accepted it in time; the last reason.
+    """
+    _ = job.key  # it may take a while, and not within a handshake
+    began = time.monotonic()
+    refusal: OSError | None = None  # tells more than a port that is closed
+    refused_at = 0.0
+    while True:
+        try:
+            return _race(resolve(address), job, number, deadline, check)
+        except handshake.RefusedError as error:
+            if error.verdict != handshake.Verdict.TAKEN:
+                raise
+            # Perhaps by an earlier process that is gone.
+            refused_at = refused_at or time.monotonic()
+            if time.monotonic() - refused_at >= TAKEN_SECONDS:
+                raise
+            failure: OSError = error
+            refusal = error
+        except OSError as error:
+            failure = error
+            if isinstance(error, handshake.StrangerError):
+                refusal = error
+            if listener.are_descriptors_exhausted(error):
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: {listener.shortage_of_files(1)}",
+                ) from error
+        now = time.monotonic()
+        if now >= deadline:
+            raise refusal or failure
+        if report is not None and now - began >= REPORT_SECONDS:
+            report(str(failure))
+            report = None
+        _sleep(min(pause(now - began), deadline - now), check)
+
+
+def pause(waited: float) -> float:
+    """Seconds until the next try, a tenth of those that have passed.
+
+    Many ranks may wait, and each try asks the name server.
+
+    Args:
+        waited: seconds since the first try.
+    """
+    seconds = min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    return seconds * random.uniform(0.8, 1.2)
+
+
+def _sleep(seconds: float, check: Check | None) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if check is not None:
+            check()
+            left = min(left, CHECK_SECONDS)
+        time.sleep(left)
+
+
+# Of a socket: family and address.
+_Place = tuple[int, Any]
+
+
+def resolve(address: Address) -> list[_Place]:
+    """Finds all addresses of a listener.
+
+    Args:
+        address: see `connect`.
+
+    Returns:
+        Family and address of sockets, IPv4 and IPv6 in turn.
+
+    Raises:
+        OSError: the name cannot be resolved.
+    """
+    if isinstance(address, str):
+        return [(socket.AF_UNIX, f"\0{address}")]
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{address[0]!r} is no name") from error
+    places = [(int(family), where) for family, _, _, _, where in found]
+    first = [each for each in places if each[0] == places[0][0]]
+    others = [each for each in places if each[0] != places[0][0]]
+    mixed = itertools.chain(*itertools.zip_longest(first, others))
+    return list(dict.fromkeys(each for each in mixed if each is not None))
+
+
+def _race(
+    places: Sequence[_Place],
+    job: handshake.Job,
+    number: int,
+    deadline: float,
+    check: Check | None,
+) -> socket.socket:
+    """Returns the first connection that completes its handshake."""
+    waiting = list(places)
+    running: list[_Attempt] = []
+    failures: list[tuple[_Attempt, OSError]] = []
+
+    def fail(attempt: _Attempt, error: OSError) -> None:
+        running.remove(attempt)
+        selector.unregister(attempt.connection)
+        attempt.connection.close()
+        failures.append((attempt, error))
+
+    start_at = 0.0
+    with contextlib.ExitStack() as unfinished:
+        selector = unfinished.enter_context(selectors.DefaultSelector())
+        while waiting or running:
+            if check is not None:
+                check()
+            now = time.monotonic()
+            if waiting and (now >= start_at or not running):
+                start_at = now + _STAGGER_SECONDS
+                attempt = _Attempt(waiting.pop(0), job, number, deadline)
+                unfinished.callback(attempt.close)
+                running.append(attempt)
+                connection = attempt.connection
+                selector.register(connection, selectors.EVENT_WRITE, attempt)
+            limits = [each.limit for each in running]
+            if waiting:
+                limits.append(start_at)
+            if check is not None:
+                limits.append(now + CHECK_SECONDS)
+            for key, _ in selector.select(max(min(limits) - now, 0)):
+                try:
+                    if key.data.advance():
+                        return key.data.take()
+                    selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+                except OSError as error:
+                    fail(key.data, error)
+            for attempt in list(running):
+                if time.monotonic() >= attempt.limit:
+                    fail(attempt, TimeoutError("no answer in time"))
+    raise _summary(failures)
+
+
+def _summary(failures: Sequence[tuple[_Attempt, OSError]]) -> OSError:
+    for _, error in failures:
+        if isinstance(error, handshake.RefusedError):
+            return error
+    if len(failures) == 1:
+        return failures[0][1]
+    return OSError("; ".join(f"{each.name}: {e}" for each, e in failures))
+
+
+class _Attempt:
+    """A connection to one address and its handshake; never blocks.
+
+    Attributes:
+        name: the address, for errors.
+        connection: the socket.
+        limit: of `time.monotonic()`, for what is done now.
+    """
+
+    def __init__(
+        self, place: _Place, job: handshake.Job, number: int, deadline: float
+    ) -> None:
+        family, self._where = place
+        self.name = str(self._where[0])
+        self.connection = socket.socket(family, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        self._deadline = deadline
+        self._limit_to(TCP_SECONDS)
+        self._talk = handshake.connect(job, number)
+        self._received = b""
+        self._wanted = 0
+        self._is_taken = False
+        # What is wrong is told when it advances.
+        self._error = self.connection.connect_ex(self._where)
+
+    def advance(self) -> bool:
+        """Continues once the socket is ready; returns whether it is done.
+
+        Raises:
+            OSError: the connection or the handshake has failed.
+        """
+        if not self._wanted:
+            self._check_connection()
+            self._limit_to(HANDSHAKE_SECONDS)
+            self._send(next(self._talk))
+            return False
+        try:
+            data = self.connection.recv(self._wanted - len(self._received))
+        except BlockingIOError:
+            return False
+        if not data:
+            raise handshake.StrangerError("it closed the connection")
+        self._received += data
+        if len(self._received) == self._wanted:
+            message, self._received = self._received, b""
+            try:
+                self._send(self._talk.send(message))
+            except StopIteration:
+                return True
+        return False
+
+    def take(self) -> socket.socket:
+        """The blocking socket, which `close` leaves open."""
+        self._is_taken = True
+        self.connection.setblocking(True)
+        return self.connection
+
+    def close(self) -> None:
+        if not self._is_taken:
+            self.connection.close()
+
+    def _limit_to(self, seconds: float) -> None:
+        self.limit = min(self._deadline, time.monotonic() + seconds)
+
+    def _check_connection(self) -> None:
+        error = self._error
+        if error in (0, errno.EINPROGRESS):
+            error = self.connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ERROR
+            )
+        if error:
+            raise OSError(error, os.strerror(error))
+        if self.connection.family == socket.AF_UNIX:
+            process, user = peer_process(self.connection)
+            if user != os.geteuid():
+                raise handshake.StrangerError(
+                    f"process {process} of user {user} listens there, and "
+                    f"this one is of user {os.geteuid()}"
+                )
+        # Where nobody listens on a port of the system's own range, TCP may
+        # connect a socket to itself.
+        elif self.connection.getsockname() == self.connection.getpeername():
+            raise handshake.StrangerError("it is this very socket")
+
+    def _send(self, turn: handshake.Turn) -> None:
+        message, self._wanted = turn
+        # Some hundred bytes always fit into the buffer of a new connection.
+        if self.connection.send(message) < len(message):
+            raise handshake.StrangerError("it does not read")

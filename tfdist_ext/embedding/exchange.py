@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a lookup: input_dist, lookup, output_dist.
+
+Ids travel to the ranks that own their rows, rows are looked up and pooled
+there, and results travel back. Tables that are whole on each rank need neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.comm.calls import Step
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding.feature import Feature
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.ops import id_ops
+from tfdist_ext.ops import lookup_ops
+
+# More rows than any table has. Ids are shifted by it where bad ones, also
+# negative ones, must pass, for the exchange to report.
+_SHIFT = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """How the samples of a batch are made of its unique rows.
+
+    Attributes:
+        row_splits: int64 `[b + 1]`.
+        positions: int64 `[n]`, indices of unique rows.
+        weights: float32 `[n]`, or `[0]` when all weights are one.
+    """
+
+    row_splits: tf.Tensor
+    positions: tf.Tensor
+    weights: tf.Tensor
+
+
+def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
+    """The unique ids of a batch, as samples of one id each.
+
+    Args:
+        lists: the lists whose results are summed.
+        feature: what they are looked up in.
+    """
+    ignore = feature.out_of_range == "ignore"
+    values = [tf.cast(part.values, tf.int64) for part in lists]
+    row_splits, ids, weights = id_ops.merge_ids(
+        values if ignore else [_shifted(ids) for ids in values],
+        [part.row_splits for part in lists],
+        [part.weights for part in lists],
+        vocabulary_size=feature.spec.rows if ignore else 2 * _SHIFT,
+        out_of_range=feature.out_of_range,
+        layer=feature.name,
+    )
+    unique, positions = id_ops.unique_ids(ids)
+    if not ignore:
+        unique -= _SHIFT
+    of_one_id = tf.range(tf.size(unique, tf.int64) + 1, dtype=tf.int64)
+    return (
+        Ids(unique, of_one_id, tf.zeros([0])),
+        Pooling(row_splits, positions, weights),
+    )
+
+
+def _shifted(ids: tf.Tensor) -> tf.Tensor:
+    return tf.clip_by_value(ids, -_SHIFT, _SHIFT - 1) + _SHIFT
+
+
+def pool(rows: tf.Tensor, pooling: Pooling) -> tf.Tensor:
+    """Sums of rows, float32 `[b, dim]`, from unique rows `[u, dim]`."""
+    return lookup_ops.pool(
+        rows, pooling.row_splits, pooling.positions, pooling.weights
+    )
+
+
+def combine(
+    sums: tf.Tensor, lists: Sequence[Ids], feature: Feature
+) -> tf.Tensor:
+    """Divides sums of weighted rows as the feature's combiner says.
+
+    As `tf.nn.embedding_lookup_sparse`: "mean" divides by the sum of the
+    weights, "sqrtn" by the square root of the sum of their squares. Samples
+    without ids stay zero.
+
+    Args:
+        sums: float32 `[b, dim]`.
+        lists: the ids that were summed.
+        feature: its combiner and its policy for bad ids.
+
+    Returns:
+        float32 `[b, dim]`.
+    """
+    if feature.combiner == "sum":
+        return sums
+    squared = feature.combiner == "sqrtn"
+    totals = tf.add_n([_weight_sums(ids, feature, squared) for ids in lists])
+    divisors = tf.sqrt(totals) if squared else totals
+    return tf.math.divide_no_nan(sums, divisors[:, tf.newaxis])
+
+
+def _weight_sums(ids: Ids, feature: Feature, squared: bool) -> tf.Tensor:
+    """Sums of the weights, or of their squares, of every sample's ids."""
+    # A key without a row has one of zeros, which counts.
+    drops = feature.out_of_range == "ignore" and feature.keys is None
+
+    def of_ones() -> tf.Tensor:
+        return tf.cast(ids.row_splits[1:] - ids.row_splits[:-1], tf.float32)
+
+    def of_weights() -> tf.Tensor:
+        count = tf.size(ids.values)
+        weights = tf.concat(
+            [ids.weights, tf.ones([count - tf.size(ids.weights)])], 0
+        )
+        if squared:
+            weights = tf.square(weights)
+        if drops:
+            values = tf.cast(ids.values, tf.int64)
+            known = (values >= 0) & (values < feature.spec.rows)
+            weights = tf.where(known, weights, 0.0)
+        ragged = tf.RaggedTensor.from_row_splits(
+            weights, ids.row_splits, validate=False
+        )
+        return tf.reduce_sum(ragged, axis=1)
+
+    if drops:
+        return of_weights()
+    if ids.weights.shape.num_elements() == 0:
+        return of_ones()
+    return tf.cond(tf.size(ids.weights) > 0, of_weights, of_ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedIds:
+    """The rows of the local shards that some samples ask for.
+
+    Entries are ordered by asking rank, feature and sample.
+
+    Attributes:
+        row_splits: int64 `[s + 1]`, for the s samples served.
+        rows: int64 `[n]`, rows of the local shards.
+        weights: float32 `[n]`, or `[0]` when all weights are one.
+        served: int64 `[world_size, features]`, samples of each rank and
+            feature.
+    """
+
+    row_splits: tf.Tensor
+    rows: tf.Tensor
+    weights: tf.Tensor
+    served: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How results find their way back to the samples.
+
+    Attributes:
+        samples: int64 `[features]`, samples of this rank's batch.
+        sample_ids: int32 `[m]`, this rank's samples that have ids at an
+            owner, grouped by owner and feature.
+        sample_splits: int64 `[world_size, features]`, how many of them.
+        gradient_scale: float32 scalar, what this rank's gradients count.
+    """
+
+    samples: tf.Tensor
+    sample_ids: tf.Tensor
+    sample_splits: tf.Tensor
+    gradient_scale: tf.Tensor
+
+
+def join_lists(lists: Sequence[Ids]) -> Ids:
+    """One list of the samples of several, one list behind the other."""
+    if len(lists) == 1:
+        return lists[0]
+    rows = [each.values for each in lists]
+    ends = tf.cumsum(tf.stack([tf.size(part, tf.int64) for part in rows]))
+    shifted = [
+        each.row_splits[1:] + ends[i - 1] if i else each.row_splits
+        for i, each in enumerate(lists)
+    ]
+    weights = _join_weights([each.weights for each in lists], rows)
+    return Ids(tf.concat(rows, 0), tf.concat(shifted, 0), weights)
+
+
+def _join_weights(
+    weights: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    """One list of weights; still empty if all of them are one."""
+    given = tf.add_n([tf.size(part) for part in weights])
+
+    def with_ones() -> tf.Tensor:
+        # Weights of a feature without any are ones, as many as its rows.
+        missing = [
+            tf.size(r) - tf.size(w) for w, r in zip(weights, rows, strict=True)
+        ]
+        return tf.concat(
+            [
+                tf.concat([part, tf.ones([count])], 0)
+                for part, count in zip(weights, missing, strict=True)
+            ],
+            0,
+        )
+
+    return tf.cond(given > 0, with_ones, lambda: tf.zeros([0]))
+
+
+def input_dist(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    collectives: Collectives,
+    label: str,
+    weight: tf.Tensor | None = None,
+) -> tuple[OwnedIds, Route]:
+    """Sends the batch's ids to the owners of their rows, in one exchange.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+        features: what they are looked up in, and where that is.
+        collectives: of the strategy.
+        label: names the exchange in errors.
+        weight: float32 scalar, for how much this rank counts; None for the
+            step's samples.
+
+    Returns:
+        What this rank shall look up, and the way back.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on every rank, if an id on any rank
+            is out of range and its feature's `out_of_range` is "error".
+    """
+    step = collectives.step
+    group = collectives.group
+    where: dict[str, Any] = {
+        "placements": [feature.placement for feature in features],
+        "rank": group.rank,
+        "world_size": group.world_size,
+    }
+    samples = tf.stack(
+        [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
+    )
+    if weight is None:
+        weight = tf.cast(samples[0], tf.float32)
+        if step is not None:
+            weight = collectives.samples()
+    # All ranks know it: of the tables of one exchange, all or none.
+    on_gpu = any(feature.spec.storage == "device" for feature in features)
+    payload, splits, sample_ids, sample_splits = _encode(
+        ids, features, weight, on_gpu, where
+    )
+    message, splits = collectives.all_to_all(payload, splits, f"{label}/ids")
+    # Where the rows are looked up: TensorFlow prefers a GPU.
+    with contextlib.nullcontext() if on_gpu else tf.device("CPU:0"):
+        row_splits, rows, weights, served, shares = id_ops.decode_ids(
+            message, splits, **where
+        )
+    scale = _gradient_scale(step, shares, group.rank)
+    return (
+        OwnedIds(row_splits, rows, weights, served),
+        Route(samples, sample_ids, sample_splits, scale),
+    )
+
+
+def _encode(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    weight: tf.Tensor,
+    in_blocks: bool,
+    where: dict[str, Any],
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    flat = [part for lists in ids for part in lists]
+    values = [part.values for part in flat]
+    if len({each.dtype for each in values}) > 1:
+        values = [tf.cast(each, tf.int64) for each in values]
+    return id_ops.encode_ids(
+        values,
+        [part.row_splits for part in flat],
+        [part.weights for part in flat],
+        weight,
+        list_features=[f for f, lists in enumerate(ids) for _ in lists],
+        out_of_range=[feature.out_of_range for feature in features],
+        unique=[feature.unique for feature in features],
+        in_blocks=in_blocks,
+        **where,
+    )
+
+
+def _gradient_scale(
+    step: Step | None, shares: tf.Tensor, rank: int
+) -> tf.Tensor:
+    """This rank's share of the samples where ranks are averaged, else 1."""
+    if step is None or not step.weighted:
+        return tf.constant(1.0)
+    return tf.math.divide_no_nan(shares[rank], tf.reduce_sum(shares))
+
+
+def lookup(
+    tables: Sequence[Any], features: Sequence[Feature], ids: OwnedIds
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the weighted rows of every sample served, of all tables at once.
+
+    Args:
+        tables: variables of `local_shape`.
+        features: which table each feature reads.
+        ids: rows and weights from `input_dist`.
+
+    Returns:
+        float32 `[v]`, the sums one after the other in the order of `ids`, and
+        int64 `[world_size]`, how many of the numbers each rank asked for.
+    """
+    used = sorted({feature.table for feature in features})
+    return lookup_ops.lookup(
+        [tables[index] for index in used],
+        ids.row_splits,
+        ids.rows,
+        ids.weights,
+        ids.served,
+        feature_tables=[used.index(feature.table) for feature in features],
+    )
+
+
+def output_dist(
+    values: tf.Tensor,
+    send_splits: tf.Tensor,
+    route: Route,
+    features: Sequence[Feature],
+    collectives: Collectives,
+    wire: Wire,
+) -> list[tf.Tensor]:
+    """Sends results back and puts each sample's parts together.
+
+    The gradient takes the same way in the other direction, in the same
+    wire dtype.
+
+    Args:
+        values: float32 `[v]`, from `lookup`.
+        send_splits: int64 `[world_size]`, from `lookup`.
+        route: from `input_dist`.
+        features: what the results are of.
+        collectives: of the strategy.
+        wire: how the numbers travel.
+
+    Returns:
+        Per feature float32 `[b, dim]`; zeros for samples without ids.
+    """
+    seed, gradient_seed = wire.seeds(collectives.group.rank)
+    numbers = id_ops.to_wire(
+        values,
+        tf.as_dtype(wire.dtype),
+        rounding=wire.rounding,
+        seed=seed,
+    )
+    label = f"{wire.label}/results"
+    if wire.packed:
+        parts = _packed_all_to_all(numbers, send_splits, collectives, label)
+    else:
+        parts, _ = collectives.all_to_all(numbers, send_splits, label)
+    parts = id_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed)
+    return lookup_ops.join_parts(
+        parts,
+        route.sample_ids,
+        route.sample_splits,
+        route.samples,
+        route.gradient_scale,
+        placements=[feature.placement for feature in features],
+        world_size=collectives.group.world_size,
+    )
+
+
+def _packed_all_to_all(
+    numbers: tf.Tensor,
+    send_splits: tf.Tensor,
+    collectives: Collectives,
+    label: str,
+) -> tf.Tensor:
+    def exchange(
+        values: tf.Tensor, splits: tf.Tensor, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        payload, sizes = id_ops.pack_numbers(values, splits)
+        payload, sizes = collectives.all_to_all(payload, sizes, label)
+        return id_ops.unpack_numbers(payload, sizes, values.dtype)
+
+    @tf.custom_gradient
+    def differentiable(values: tf.Tensor) -> Any:
+        parts, splits = exchange(values, send_splits, label)
+
+        def grad(upstream: tf.Tensor) -> tf.Tensor:
+            return exchange(upstream, splits, f"{label}/gradient")[0]
+
+        return parts, grad
+
+    return differentiable(numbers)
+
+
+def local_lookup(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    tables: Sequence[Any],
+) -> list[tf.Tensor]:
+    """Sums the rows of every sample and feature.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+        features: what they are looked up in.
+        tables: variables, whole.
+
+    Returns:
+        Per feature float32 `[b, dim]`.
+    """
+    owned = _merge(ids, features)
+    values, _ = lookup(tables, features, owned)
+    return _split(values, owned, features)
+
+
+def _merge(
+    ids: Sequence[Sequence[Ids]], features: Sequence[Feature]
+) -> OwnedIds:
+    """Ids of tables that lie on this rank whole: checked, no exchange.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+        features: what they are looked up in.
+    """
+    merged = [
+        id_ops.merge_ids(
+            [part.values for part in lists],
+            [part.row_splits for part in lists],
+            [part.weights for part in lists],
+            vocabulary_size=feature.spec.rows,
+            out_of_range=feature.out_of_range,
+            layer=feature.name,
+        )
+        for lists, feature in zip(ids, features, strict=True)
+    ]
+    lists = [Ids(rows, splits, weights) for splits, rows, weights in merged]
+    served = [tf.size(each.row_splits, tf.int64) - 1 for each in lists]
+    joined = join_lists(lists)
+    return OwnedIds(
+        joined.row_splits,
+        joined.values,
+        joined.weights,
+        tf.stack(served)[tf.newaxis],
+    )
+
+
+def _split(
+    values: tf.Tensor, ids: OwnedIds, features: Sequence[Feature]
+) -> list[tf.Tensor]:
+    """One process: the results of each feature, no exchange.
+
+    Args:
+        values: float32 `[v]`, from `lookup`.
+        ids: what was looked up.
+        features: what the results are of.
+
+    Returns:
+        Per feature float32 `[b, dim]`.
+    """
+    dims = [feature.spec.dim for feature in features]
+    if len(dims) == 1:
+        return [tf.reshape(values, [-1, dims[0]])]
+    sizes = ids.served[0] * tf.constant(dims, tf.int64)
+    parts = tf.split(values, sizes, num=len(dims))
+    return [
+        tf.reshape(part, [-1, dim])
+        for part, dim in zip(parts, dims, strict=True)
+    ]

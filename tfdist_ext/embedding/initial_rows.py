@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initial values of a table, block by block, the same for any world size."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import math
+import secrets
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.embedding import whole_tables
+from tfdist_ext.ops import lookup_ops
+from tfdist_ext.tables.placement import ShardSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.comm.collectives import Collectives
+
+# Standard deviation of a unit normal cut at two standard deviations.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+Initializer = Callable[..., tf.Tensor]
+
+# By the generator that TensorFlow's seed has made: initializers by table.
+_seen: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
+    weakref.WeakKeyDictionary()
+)
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def for_shard(
+    initializer: Any, spec: ShardSpec, collectives: Collectives | None
+) -> Initializer:
+    """An initializer that makes one rank's block of a table.
+
+    Args:
+        initializer: a Keras initializer: zeros, ones, constant (a number,
+            or a whole table of which the part is read), uniform, normal,
+            truncated normal or of the variance scaling family.
+        spec: the table and which part of it to make.
+        collectives: of the strategy; all ranks take the seed of rank 0.
+            None in one process.
+
+    Returns:
+        A Keras initializer for the local shape. Values depend on the seed,
+        the table's name, the row and the column only, not on the number of
+        ranks or the placement.
+
+    Raises:
+        ValueError: for an initializer that cannot make single rows, if the
+            table is partitioned; for a constant of another shape.
+    """
+    if type(initializer).__name__ == "Constant" and np.ndim(initializer.value):
+        return _of_matrix(initializer.value, spec)
+    described = _describe(initializer, spec)
+    if described is None:
+        if not spec.partitioned:
+            return initializer
+        raise ValueError(
+            f"Table '{spec.table}' is partitioned over {spec.world_size} "
+            "ranks; its initializer must be zeros, ones, constant, "
+            "(truncated) normal, uniform or a variance scaling one, so that "
+            "every rank can make its own rows. Received: "
+            f"{initializer!r}. For any other use sharding='data_parallel' "
+            "(FullSparse) or placement='data_parallel' (TableConfig)."
+        )
+    distribution, first, second = described
+
+    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
+        del shape, kwargs
+        seed = tf.constant(seed_of(initializer, spec.table), tf.int64)
+        if spec.partitioned and collectives is not None:
+            seed = collectives.initial_value(seed, f"{spec.table}/seed")
+        block = lookup_ops.init_rows(
+            rows=spec.rows,
+            row_part=spec.cell[0] if spec.cell else 0,
+            row_parts=spec.row_parts,
+            local_rows=spec.local_rows,
+            first_column=spec.columns[0],
+            local_dim=spec.local_dim,
+            seed=seed,
+            distribution=distribution,
+            a=first,
+            b=second,
+        )
+        return tf.cast(block, dtype or tf.float32)
+
+    return initialize
+
+
+def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
+    """Reads one rank's block of a given table, a memory map for example."""
+    try:
+        whole = np.broadcast_to(np.asanyarray(value), (spec.rows, spec.dim))
+    except ValueError as error:
+        raise ValueError(
+            f"Table '{spec.table}' has shape {(spec.rows, spec.dim)}. Received "
+            f"an initializer Constant of shape {np.shape(value)}."
+        ) from error
+
+    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
+        del shape, kwargs
+        part = whole_tables.read_part(
+            whole,
+            spec,
+            spec.local_shape,
+            tf.as_dtype(dtype or tf.float32).as_numpy_dtype,
+        )
+        return tf.convert_to_tensor(part)
+
+    return initialize
+
+
+def describe_rows(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float]:
+    """The distribution of a table's rows and its two parameters.
+
+    Args:
+        initializer: of Keras.
+        spec: the table.
+
+    Raises:
+        ValueError: for an initializer that cannot make single rows.
+    """
+    of_matrix = type(initializer).__name__ == "Constant" and np.ndim(
+        initializer.value
+    )
+    described = None if of_matrix else _describe(initializer, spec)
+    if described is None:
+        raise ValueError(
+            f"Table '{spec.table}' gives rows of evicted keys to other ones, "
+            "with their initial values. Its initializer must be zeros, ones, "
+            "constant, (truncated) normal, uniform or a variance scaling one. "
+            f"Received: {initializer!r}. With any other leave out `evict` and "
+            "`steps_to_live`."
+        )
+    return described
+
+
+def seed_of(initializer: Any, table: str) -> int:
+    """The number that a table's initial values depend on, new if unseeded.
+
+    Args:
+        initializer: of Keras. Those without a seed of their own are told from
+            each other: tables of one name in two models start differently.
+        table: its name.
+    """
+    return _numbers_of(initializer, table, 1, b"")[0]
+
+
+def hash_key_of(initializer: Any, table: str) -> list[int]:
+    """The secret of the hash of a table's keys, new if unseeded.
+
+    The initial values that `seed_of` leads to do not give it away.
+
+    Args:
+        initializer: of Keras, as for `seed_of`.
+        table: its name.
+
+    Returns:
+        Two numbers of 64 bits with a sign.
+    """
+    return _numbers_of(initializer, table, 2, b"hash of keys")
+
+
+def _numbers_of(
+    initializer: Any, table: str, count: int, purpose: bytes
+) -> list[int]:
+    seed = initializer.get_config().get("seed")
+    if not isinstance(seed, int):
+        seed = internals.global_seed()
+        if seed is None:
+            seed = secrets.randbits(128)
+        else:
+            table += "/" * _number(initializer, table)
+    digest = hashlib.blake2b(
+        f"{seed}/{table}".encode(), digest_size=8 * count, person=purpose
+    ).digest()
+    return np.frombuffer(digest, "<i8").tolist()
+
+
+def _number(initializer: Any, table: str) -> int:
+    """How many others the tables of that name had since TensorFlow's seed."""
+    numbers = _numbers.setdefault(initializer, {})
+    if table not in numbers:
+        seen = _seen.setdefault(internals.seeding(), collections.Counter())
+        numbers[table] = seen[table]
+        seen[table] += 1
+    return numbers[table]
+
+
+def _describe(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float] | None:
+    """Distribution and its two parameters, None if not a known one."""
+    name = type(initializer).__name__
+    if not hasattr(initializer, "get_config"):
+        return None
+    config = initializer.get_config()
+    if name == "Zeros":
+        return "zeros", 0.0, 0.0
+    if name == "Ones":
+        return "constant", 1.0, 0.0
+    if name == "Constant":
+        return "constant", float(config["value"]), 0.0
+    if name == "RandomUniform":
+        return "uniform", config["minval"], config["maxval"]
+    if name == "RandomNormal":
+        return "normal", config["mean"], config["stddev"]
+    if name == "TruncatedNormal":
+        return "truncated_normal", config["mean"], config["stddev"]
+    if hasattr(initializer, "scale") and hasattr(initializer, "mode"):
+        return _variance_scaling(initializer, spec)
+    return None
+
+
+def _variance_scaling(
+    initializer: Any, spec: ShardSpec
+) -> tuple[str, float, float]:
+    fans = {
+        "fan_in": spec.rows,
+        "fan_out": spec.dim,
+        "fan_avg": (spec.rows + spec.dim) / 2,
+    }
+    variance = initializer.scale / max(1.0, fans[initializer.mode])
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * variance)
+        return "uniform", -limit, limit
+    if initializer.distribution == "untruncated_normal":
+        return "normal", 0.0, math.sqrt(variance)
+    stddev = math.sqrt(variance) / _TRUNCATED_STDDEV
+    return "truncated_normal", 0.0, stddev

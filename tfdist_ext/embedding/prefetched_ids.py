@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's ids in the input pipeline, together with those of the next batch.
+
+With both at hand a step exchanges the ids of the next batch while it computes
+this one, as TorchRec's `TrainPipelineSparseDist` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import typing
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.layouts import Layout
+
+Nest = Any
+
+
+class IdLists(tf.experimental.BatchableExtensionType):
+    """Some lists of ids, see `Ids`; batchable as tf.data wants it."""
+
+    values: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
+    row_splits: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
+    weights: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
+    samples: tf.Tensor  # int64 scalar, of the batch
+
+
+class PrefetchedIds(
+    tf.experimental.BatchableExtensionType, internals.NativeObject
+):
+    """Ids of all features of a layer, made by its `preprocess`.
+
+    Keras passes it to the layer like a tensor. It is cut by samples like a
+    RaggedTensor.
+
+    Attributes:
+        now: of this batch.
+        ahead: one `IdLists`, of the next batch of the same iterator, or none
+            where `with_next` has not been.
+        position: int64 `[2]`: a number of the iterator, and of its batch.
+        counts: number of lists of each feature.
+        outlines: how the results of each feature lie.
+        which: of those in an element of the dataset.
+    """
+
+    class Spec:
+        """What a dataset of them says of its elements."""
+
+        dtype = tf.int64
+
+        @property
+        def shape(self: Any) -> tf.TensorShape:
+            """The shape that Keras sees, see `PrefetchedIds.shape`."""
+            return _shape_for_keras(self.outlines)
+
+        def empty(self: Any) -> PrefetchedIds:
+            """A batch of zero samples."""
+            now = IdLists(
+                tuple(tf.zeros([0], each.dtype) for each in self.now.values),
+                tuple(
+                    tf.zeros([1], each.dtype) for each in self.now.row_splits
+                ),
+                tuple(tf.zeros([0], each.dtype) for each in self.now.weights),
+                tf.zeros([], tf.int64),
+            )
+            outlines = tuple(layouts.empty(each) for each in self.outlines)
+            position = tf.zeros([2], tf.int64)
+            return PrefetchedIds(now, (), position, self.counts, outlines)
+
+    now: IdLists
+    ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
+    position: tf.Tensor
+    counts: typing.Tuple[int, ...]  # noqa: UP006
+    outlines: typing.Tuple[Layout, ...]  # noqa: UP006
+    which: int = 0
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape that Keras sees: a batch of lists of any numbers of ids."""
+        return _shape_for_keras(self.outlines)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype that Keras sees: of ids, which are not cast."""
+        return tf.int64
+
+    def nrows(self) -> tf.Tensor:
+        """int64 scalar, samples of the batch."""
+        return self.now.samples
+
+    def __getitem__(self, samples: slice) -> PrefetchedIds:
+        """Some samples in a row; the next batch is not known of them."""
+        start, stop = samples.start, samples.stop
+        parts = [
+            _cut(
+                part,
+                layouts.lists_before(each, start),
+                layouts.lists_before(each, stop),
+            )
+            for lists, each in zip(
+                of_features(self.now, self.counts), self.outlines, strict=True
+            )
+            for part in lists
+        ]
+        lists = _id_lists(parts, tf.cast(stop - start, tf.int64))
+        outlines = tuple(layouts.cut(o, start, stop) for o in self.outlines)
+        return PrefetchedIds(lists, (), self.position, self.counts, outlines)
+
+
+def _shape_for_keras(outlines: Sequence[Any]) -> tf.TensorShape:
+    return tf.TensorShape([*layouts.static_shape(outlines[0]), None])
+
+
+@tf.experimental.dispatch_for_api(tf.shape, {"input": PrefetchedIds})
+def _shape(
+    input: PrefetchedIds,
+    out_type: tf.DType = tf.int32,
+    name: str | None = None,
+) -> tf.Tensor:
+    # Keras 3 counts a batch by the shape of its first input.
+    return tf.cast(input.nrows(), out_type or tf.int32, name)[tf.newaxis]
+
+
+def bundle(
+    ids: Sequence[Sequence[Ids]], outlines: Sequence[Layout]
+) -> PrefetchedIds:
+    """What `preprocess` of a layer returns.
+
+    Args:
+        ids: per feature, the lists whose results are summed.
+        outlines: how the results of each feature lie.
+    """
+    first = outlines[0]
+    samples = first.count
+    if first.splits:
+        samples = tf.size(first.splits[0], tf.int64) - 1
+    return PrefetchedIds(
+        _id_lists([part for lists in ids for part in lists], samples),
+        (),
+        tf.zeros([2], tf.int64),
+        tuple(map(len, ids)),
+        tuple(outlines),
+    )
+
+
+def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
+    """Lists whose results are summed, for every feature."""
+    parts = iter(_lists(lists))
+    return [[next(parts) for _ in range(count)] for count in counts]
+
+
+def _id_lists(parts: Sequence[Ids], samples: tf.Tensor) -> IdLists:
+    return IdLists(
+        tuple(part.values for part in parts),
+        tuple(part.row_splits for part in parts),
+        tuple(part.weights for part in parts),
+        samples,
+    )
+
+
+def _lists(lists: IdLists) -> list[Ids]:
+    return [
+        Ids(*parts)
+        for parts in zip(
+            lists.values, lists.row_splits, lists.weights, strict=True
+        )
+    ]
+
+
+def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
+    row_splits = batches.copied(ids.row_splits[start : stop + 1])
+    values, weights = (
+        batches.rows(part, row_splits[0], row_splits[-1])
+        for part in (ids.values, ids.weights)  # empty when all are one
+    )
+    return Ids(values, row_splits - row_splits[0], weights)
+
+
+def with_next(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Tells every `PrefetchedIds` of a dataset what comes after it.
+
+    Args:
+        dataset: of one rank; elements without `PrefetchedIds` are left alone.
+
+    Returns:
+        A dataset of the same length, whose iterators read one batch ahead.
+    """
+    spec = dataset.element_spec
+    if not any(map(is_prefetched, tf.nest.flatten(spec))):
+        return dataset
+    end = batches.empty_like(dataset).take(1)
+    nothing = _components(next(iter(end)))
+    # Synchronous, so that nothing is read, and asked of peers, further ahead.
+    return (
+        dataset.concatenate(end)
+        .map(_components, synchronous=True)
+        .scan((tf.constant([0, -2], tf.int64), *nothing), _delay)
+        .skip(1)
+        .map(functools.partial(_pair, spec), synchronous=True)
+    )
+
+
+def _components(*batch: Nest) -> tuple[tf.Tensor, ...]:
+    # tf.data scans tensors only.
+    return tuple(tf.nest.flatten(batch, expand_composites=True))
+
+
+def _delay(
+    state: tuple[tf.Tensor, ...], batch: tuple[tf.Tensor, ...]
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
+    """Holds a batch back until the next one is there."""
+    position, *last = state
+    # A time serves as a number that no other iterator has.
+    now = tf.bitcast(tf.timestamp(), tf.int64)
+    number = tf.where(position[0] == 0, now, position[0])
+    position = tf.stack([number, position[1] + 1])
+    return (position, *batch), (position, *last, *batch)
+
+
+def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
+    """A batch whose `PrefetchedIds` know those of the next."""
+    position, *rest = tensors
+    half = len(rest) // 2
+    components = tf.nest.flatten(spec, expand_composites=True)
+    for tensor, component in zip(rest, components, strict=False):
+        tensor.set_shape(component.shape)  # the scan has forgotten it
+    last, following = (
+        tf.nest.pack_sequence_as(spec, part, expand_composites=True)
+        for part in (rest[:half], rest[half:])
+    )
+
+    number = itertools.count()
+
+    def unite(last: Any, following: Any) -> Any:
+        if not isinstance(last, PrefetchedIds):
+            return last
+        ahead = (following.now,)
+        return PrefetchedIds(
+            last.now,
+            ahead,
+            position,
+            last.counts,
+            last.outlines,
+            next(number),
+        )
+
+    return tf.nest.map_structure(unite, last, following)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """The batch after this one, whose ids travel in the same step.
+
+    Attributes:
+        ids: per feature, its lists.
+        samples: of the batch of the step and of this one, int64 scalars.
+        position: int64 `[2]`, see `exchange_ahead`.
+        place: where they are kept, see there.
+    """
+
+    ids: Sequence[Sequence[Ids]]
+    samples: tuple[tf.Tensor, tf.Tensor]
+    position: tf.Tensor
+    place: str
+
+    def of(self, features: Sequence[int], mark: str) -> Ahead:
+        """What some features have of it.
+
+        Args:
+            features: which.
+            mark: what tells their place from that of others.
+        """
+        return dataclasses.replace(
+            self,
+            ids=[self.ids[feature] for feature in features],
+            place=self.place + mark,
+        )
+
+
+def for_call(
+    inputs: Any, place: Callable[[], str] | None
+) -> tuple[list[list[Ids]], Ahead | None] | None:
+    """Ids from the input pipeline, and those of the next batch if known.
+
+    Args:
+        inputs: of a layer; None is returned unless its `preprocess` made them.
+        place: says where a layer keeps what it has exchanged ahead; None if
+            it exchanges nothing.
+    """
+    if not is_prefetched(inputs):
+        return None
+    ahead = None
+    if inputs.ahead and place is not None:
+        following = of_features(inputs.ahead[0], inputs.counts)
+        samples = (inputs.now.samples, inputs.ahead[0].samples)
+        kept_at = f"{place()}/{inputs.which}"
+        ahead = Ahead(following, samples, inputs.position, kept_at)
+    return of_features(inputs.now, inputs.counts), ahead
+
+
+def is_prefetched(value: Any) -> bool:
+    """Whether a value, or its spec, is one of `PrefetchedIds`."""
+    return isinstance(value, PrefetchedIds | PrefetchedIds.Spec)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables that hold a rank's part of a table: made, read and moved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.embedding import checkpoint_slices
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.marks import is_fixed
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.tables import placement
+from tfdist_ext.tables.checks import Storage
+from tfdist_ext.tables.placement import ShardSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.comm.collectives import Collectives
+
+# What conversions, operators and slices, and gathers call.
+_READS = ("value", "sparse_read", "gather_nd")
+
+
+class _Allowed(threading.local):
+    by: int = 0
+
+
+_reads_allowed = _Allowed()
+
+
+@contextlib.contextmanager
+def reads_allowed() -> Iterator[None]:
+    """Kernels read inside, by this thread, give this rank's part."""
+    _reads_allowed.by += 1
+    try:
+        yield
+    finally:
+        _reads_allowed.by -= 1
+
+
+def read_parts(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with reads_allowed():
+        return original(*args, **kwargs)
+
+
+def refuse_read(variable: tf.Variable) -> None:
+    """Makes a kernel refuse to become a tensor where its part is no use."""
+    for name in _READS:
+        setattr(variable, name, _checked(getattr(variable, name), variable))
+
+
+def _checked(
+    read: Callable[..., Any], variable: tf.Variable
+) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not _reads_allowed.by and not internals.is_updating():
+            spec = shard_spec(variable)
+            assert spec is not None
+            raise ValueError(
+                f"Table '{spec.table}' is partitioned: of {spec.rows} x "
+                f"{spec.dim} numbers its kernel holds rank {spec.rank}'s "
+                f"{spec.local_shape[0]} x {spec.local_shape[1]}, by local row "
+                "numbers, and cannot stand for the table in an op, an index "
+                "or a loss. Read the whole table, on all ranks: "
+                "strategy.gather_table(layer), or get_embedding_tables() of a "
+                "DistributedEmbedding. kernel.numpy() is this rank's part."
+            )
+        return read(*args, **kwargs)
+
+    return checked
+
+
+def fingerprints(rows: tf.Tensor) -> np.ndarray:
+    """A number for every row; equal rows have equal ones.
+
+    Args:
+        rows: `[n, dim]`, of any dtype of numbers.
+
+    Returns:
+        uint64 `[n]`.
+    """
+    if rows.shape.num_elements() == 0:
+        return np.zeros([rows.shape[0]], np.uint64)
+    with tf.device("CPU:0"):
+        found = tf.raw_ops.Fingerprint(data=rows, method="farmhash64")
+    numbers: np.ndarray = found.numpy().view(np.uint64)[:, 0]
+    return numbers
+
+
+class _Pending(threading.local):
+    spec: ShardSpec | None = None
+    storage: Storage | None = None
+
+
+_pending = _Pending()
+
+
+@contextlib.contextmanager
+def creating(spec: ShardSpec) -> Iterator[None]:
+    """Variables created inside are this rank's part of a table."""
+    _pending.spec = spec if spec.partitioned else None
+    _pending.storage = spec.storage
+    # Under a strategy, `extended.py` goes before that.
+    on_host = spec.storage == "host" and not spec.partitioned
+    try:
+        with tf.device("CPU:0") if on_host else contextlib.nullcontext():
+            yield
+    finally:
+        _pending.spec = _pending.storage = None
+
+
+def storage_for(colocate_with: Any) -> Storage:
+    """Where a variable being created has to lie: see `ShardSpec`.
+
+    Args:
+        colocate_with: see `spec_for`.
+    """
+    spec = shard_spec(colocate_with)
+    return _pending.storage or (spec.storage if spec else "device")
+
+
+def spec_for(colocate_with: Any) -> ShardSpec | None:
+    """What a variable being created holds, None if it is no shard.
+
+    Args:
+        colocate_with: the variable it belongs to, given by optimizers for
+            slots, or None.
+    """
+    return _pending.spec or shard_spec(colocate_with)
+
+
+def is_shard(variable: Any) -> bool:
+    """Whether a variable is a part of a partitioned table or of a slot."""
+    return shard_spec(variable) is not None
+
+
+def mark(
+    variable: tf.Variable, spec: ShardSpec, collectives: Collectives
+) -> None:
+    """Makes a local variable the shard that `spec` describes.
+
+    A slot without the table's shape (a step counter, say) stays local.
+    """
+    rows = variable.shape[0] if variable.shape.rank else None
+    matches = rows == spec.local_shape[0] and (
+        variable.shape.rank == 1 or variable.shape == spec.local_shape
+    )
+    if matches:
+        hold(variable, spec, collectives)
+        if _pending.spec is not None:  # slots are in nobody's hands
+            refuse_read(variable)
+
+
+def hold(
+    variable: tf.Variable, spec: ShardSpec, collectives: Collectives
+) -> None:
+    """Says what a variable of that shape holds, from now on."""
+    marks.set_shard_spec(variable, spec)
+    checkpoint_slices.attach(variable, spec, collectives)
+
+
+def move_table(
+    variable: Any, spec: ShardSpec, collectives: Collectives, block: int = 2**24
+) -> None:
+    """Moves a table, with its values; all ranks must call.
+
+    Needs room for the old part, the new one and 64 MiB in float32. If a rank
+    fails, the table stays where it was on all of them.
+
+    Args:
+        variable: this rank's part of it, `[rows, columns]`, of TensorFlow or
+            Keras.
+        spec: what it shall hold, of the same table.
+        collectives: of the strategy.
+        block: how many numbers of all ranks are under way at once.
+
+    Raises:
+        ValueError: for another table, one that is or shall be whole on every
+            rank, or if a graph or a slot relies on it.
+    """
+    old = shard_spec(variable)
+    _check(variable, old, spec)
+    assert old is not None
+    native = value_of(variable)
+    part = np.zeros(spec.local_shape, native.dtype.as_numpy_dtype)
+    step = max(1, block // spec.dim)
+    for first in range(0, spec.rows, step):
+        ids = np.arange(first, min(first + step, spec.rows))
+        _move_rows(native, part, _Routes(old, spec, ids), collectives)
+    value = tf.constant(part)
+    collectives.barrier(f"{spec.table}/moved")
+    internals.replace_value(native, value)
+    if variable is not native:
+        variable._shape = spec.local_shape
+    hold(native, spec, collectives)
+
+
+class _Routes:
+    """Which of some rows every rank gives to every other one."""
+
+    def __init__(self, old: ShardSpec, new: ShardSpec, ids: Any) -> None:
+        self.old, self.new, self.ids = old, new, ids
+        self._givers = placement.part_of(ids, old.row_parts)
+        self._takers = placement.part_of(ids, new.row_parts)
+
+    def given_by(self, rank: int) -> Any:
+        """The ids of which a rank has columns."""
+        cell = self.old.at(rank).cell
+        return self.ids[self._givers == cell[0]] if cell else self.ids[:0]
+
+    def piece(self, giver: int, taker: int) -> tuple[Any, slice]:
+        """Ids and columns that one rank gives to another, none or some."""
+        old, new = self.old.at(giver), self.new.at(taker)
+        first = max(old.columns[0], new.columns[0])
+        end = min(old.columns[1], new.columns[1])
+        if old.cell is None or new.cell is None or first >= end:
+            return self.ids[:0], slice(0, 0)
+        mine = self._givers == old.cell[0]
+        return self.ids[mine & (self._takers == new.cell[0])], slice(first, end)
+
+
+def _move_rows(
+    native: Any, part: np.ndarray, routes: _Routes, collectives: Collectives
+) -> None:
+    """Exchanges some rows and puts those that this rank takes into `part`."""
+    old, new = routes.old, routes.new
+    ranks = range(old.world_size)
+    given = routes.given_by(old.rank)
+    rows = _rows(native, placement.local_row(given, old.row_parts))
+    pieces = []
+    for taker in ranks:
+        ids, columns = routes.piece(old.rank, taker)
+        chosen = rows[np.searchsorted(given, ids)]
+        start = old.columns[0]
+        pieces.append(
+            chosen[:, max(columns.start - start, 0) : columns.stop - start]
+            if len(ids)
+            else chosen[:, :0]
+        )
+    flat, _ = collectives.all_to_all(
+        tf.constant(np.concatenate([piece.reshape(-1) for piece in pieces])),
+        tf.constant([piece.size for piece in pieces], tf.int64),
+        f"{old.table}/move",
+    )
+    received, place = flat.numpy(), 0
+    for giver in ranks:
+        ids, columns = routes.piece(giver, new.rank)
+        size = len(ids) * (columns.stop - columns.start)
+        local = placement.local_row(ids, new.row_parts)
+        start = new.columns[0]
+        target = slice(columns.start - start, columns.stop - start)
+        if size:
+            part[local, target] = received[place : place + size].reshape(
+                len(ids), -1
+            )
+        place += size
+
+
+def _rows(native: Any, local: Any) -> np.ndarray:
+    with reads_allowed():
+        rows: np.ndarray = native.sparse_read(local).numpy()
+    return rows
+
+
+def _check(variable: Any, old: ShardSpec | None, new: ShardSpec) -> None:
+    if (
+        old is None
+        or not new.partitioned
+        or (old.table, old.rows, old.dim, old.rank, old.world_size)
+        != (new.table, new.rows, new.dim, new.rank, new.world_size)
+    ):
+        raise ValueError(
+            f"{old or 'A variable that is no part of a table'} cannot become "
+            f"{new}: only a partitioned table is moved, among the same ranks."
+        )
+    if is_fixed(variable):
+        raise ValueError(
+            f"Table '{new.table}' cannot be moved: it has been trained, or a "
+            "tf.function that looks up in it has been traced."
+        )

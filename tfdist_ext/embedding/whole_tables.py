@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole tables, gathered from all ranks, and assigned or read in blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.tables import placement
+from tfdist_ext.tables.placement import ShardSpec
+
+if TYPE_CHECKING:
+    from tfdist_ext.comm.collectives import Collectives
+
+# A few hundred megabytes at most.
+ROWS_AT_A_TIME = 1 << 18
+
+
+def kernel_of(layer: Any) -> Any:
+    """The one table of a layer; a variable as it is.
+
+    Raises:
+        ValueError: for a layer that has no kernel, or several tables.
+    """
+    found = getattr(layer, "kernel", getattr(layer, "embeddings", layer))
+    if hasattr(found, "get_embedding_tables"):
+        raise ValueError(
+            f"Layer '{layer.name}' has several tables: use its "
+            "get_embedding_tables()."
+        )
+    if isinstance(found, tf.keras.layers.Layer):
+        raise ValueError(
+            f"Layer '{layer.name}' has no kernel. Give a FullSparse or an "
+            "Embedding that is built, or any variable."
+        )
+    return found
+
+
+def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
+    """The whole table that a shard is part of, on every rank.
+
+    Args:
+        variable: a shard, or an ordinary variable.
+        collectives: of the strategy; every rank must call.
+
+    Returns:
+        `[rows, dim]`, or `[rows]` for a slot with one value per row.
+    """
+    spec = shard_spec(variable)
+    inner = value_of(variable)
+    if spec is None or collectives is None:
+        return np.asarray(tf.convert_to_tensor(inner))
+    local = inner.read_value()
+    flat = collectives.all_gather(
+        tf.reshape(local, [-1]), f"gather/{spec.table}"
+    )
+    return assemble(flat.numpy(), spec, local.shape.rank)
+
+
+def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
+    """The whole table on rank 0; nothing on the other ranks.
+
+    Args:
+        variable: a shard.
+        collectives: of the strategy; every rank must call.
+
+    Returns:
+        `[rows, dim]` or `[rows]` on rank 0, no rows elsewhere.
+    """
+    spec = shard_spec(variable)
+    assert spec is not None
+    local = value_of(variable).read_value()
+    flat = tf.reshape(local, [-1])
+    splits = tf.pad(tf.size(flat, tf.int64)[None], [[0, spec.world_size - 1]])
+    flat, _ = collectives.all_to_all(flat, splits, f"gather/{spec.table}")
+    if spec.rank > 0:
+        return flat.numpy().reshape((0, spec.dim)[: local.shape.rank])
+    return assemble(flat.numpy(), spec, local.shape.rank)
+
+
+def assign_part(variable: Any, whole: Any) -> None:
+    """Assigns this rank's part of a whole table.
+
+    Args:
+        variable: a shard.
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
+            h5py dataset for example; read in blocks.
+
+    Raises:
+        ValueError: if the table has another shape.
+    """
+    spec = shard_spec(variable)
+    assert spec is not None
+    inner = value_of(variable)
+    expected = (spec.rows, spec.dim)[: inner.shape.rank]
+    if tuple(whole.shape) != expected:
+        raise ValueError(
+            f"Table '{spec.table}' has shape {expected}. Received values of "
+            f"shape {tuple(whole.shape)}."
+        )
+    if 0 in inner.shape:
+        return
+    shape, dtype = tuple(inner.shape), inner.dtype.as_numpy_dtype
+    # Not the instance's: while a file is read it has another `assign`.
+    part = read_part(whole, spec, shape, dtype)
+    type(inner).assign(inner, part)
+
+
+def accept_whole(variable: Any) -> None:
+    """Lets `assign` of a shard take a whole table beside its own part."""
+    if shard_spec(variable) is None:
+        return
+    assign_own = variable.assign
+
+    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = shard_spec(variable)  # of the moment: shards may be moved
+        assert spec is not None
+        shape = tuple(getattr(value, "shape", None) or np.shape(value))
+        local = tuple(variable.shape)
+        if shape == local or shape != (spec.rows, spec.dim):
+            return assign_own(value, *args, **kwargs)
+        assign_part(variable, value)
+        return variable
+
+    variable.assign = assign
+
+
+def set_weights(layer: Any, weights: Sequence[Any]) -> None:
+    """Sets a layer's weights, each of them whole or as `get_weights` gives it.
+
+    Args:
+        layer: of Keras.
+        weights: one for each of its weights.
+
+    Raises:
+        ValueError: for another number of weights, or other shapes.
+    """
+    variables = layer.weights
+    if len(variables) != len(weights):
+        raise ValueError(
+            f"Layer '{layer.name}' has {len(variables)} weights. Received: "
+            f"{len(weights)}."
+        )
+    for variable, value in zip(variables, weights, strict=True):
+        variable.assign(value)
+
+
+def read_part(
+    whole: Any,
+    spec: ShardSpec,
+    shape: tuple[int, ...],
+    dtype: Any,
+    block_rows: int = ROWS_AT_A_TIME,
+) -> np.ndarray:
+    """One rank's part of a whole table.
+
+    Args:
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
+            h5py dataset or a memory map for example; read in blocks.
+        spec: which part.
+        shape: of the part.
+        dtype: of NumPy, of the part.
+        block_rows: how many rows of the table are read at a time.
+    """
+    part = np.zeros(shape, dtype)
+    if 0 in shape or spec.cell is None:
+        return part
+    columns: Any = (slice(*spec.columns),)[: len(shape) - 1]
+    for start in range(0, spec.rows, block_rows):
+        block = np.asarray(whole[(slice(start, start + block_rows), *columns)])
+        ids = np.arange(start, start + len(block))
+        mine = placement.part_of(ids, spec.row_parts) == spec.cell[0]
+        part[placement.local_row(ids[mine], spec.row_parts)] = block[mine]
+    return part
+
+
+def write(
+    variable: Any,
+    collectives: Collectives | None,
+    path: str | os.PathLike[str],
+    block_rows: int = ROWS_AT_A_TIME,
+) -> None:
+    """Writes a whole table as a `.npy` file; all ranks call.
+
+    Args:
+        variable: a shard, or an ordinary variable.
+        collectives: of the strategy.
+        path: of the file that rank 0 writes; it is put into place when it is
+            complete.
+        block_rows: how many rows of the table are gathered at a time.
+    """
+    with _writing(path, collectives):
+        _write(variable, collectives, path, block_rows)
+
+
+def write_all(
+    variables: Mapping[str, Any],
+    collectives: Collectives | None,
+    folder: str | os.PathLike[str],
+) -> dict[str, str]:
+    """Writes whole tables into a folder, which is made; all ranks call.
+
+    Args:
+        variables: shards, or ordinary variables, by name.
+        collectives: of the strategy.
+        folder: where rank 0 writes `<name>.npy`, see `write`.
+
+    Returns:
+        The paths, by name.
+    """
+    paths = {name: os.path.join(folder, f"{name}.npy") for name in variables}
+    with _writing(folder, collectives):
+        if collectives is None or collectives.group.rank == 0:
+            os.makedirs(folder, exist_ok=True)
+        for name, variable in variables.items():
+            _write(variable, collectives, paths[name], ROWS_AT_A_TIME)
+    return paths
+
+
+def _writing(
+    path: str | os.PathLike[str], collectives: Collectives | None
+) -> contextlib.AbstractContextManager[None]:
+    """What fails inside on one rank fails on all."""
+    if collectives is None:
+        return contextlib.nullcontext()
+    return collectives.together(f"write '{os.fspath(path)}'", all_end=True)
+
+
+def _write(
+    variable: Any,
+    collectives: Collectives | None,
+    path: str | os.PathLike[str],
+    block_rows: int,
+) -> None:
+    spec = shard_spec(variable)
+    inner = value_of(variable)
+    shape = tuple(inner.shape)
+    if spec is not None:
+        shape = (spec.rows, spec.dim)[: len(shape)]
+    blocks = _blocks_of_ranks(inner, spec, collectives, block_rows)
+    if collectives is not None and collectives.group.rank > 0:
+        for _ in blocks:
+            pass
+        return
+    # A file of NumPy cannot hold bfloat16.
+    dtype = np.float64 if inner.dtype == tf.float64 else np.float32
+    partial = f"{os.fspath(path)}.part"
+    try:
+        file = np.lib.format.open_memmap(partial, "w+", dtype, shape)
+        for first, block in blocks:
+            file[first : first + len(block)] = block
+        file.flush()
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def _blocks_of_ranks(
+    inner: Any,
+    spec: ShardSpec | None,
+    collectives: Collectives | None,
+    block_rows: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The table in order: the first row of each block, and the block.
+
+    On other ranks than the first the blocks are of no use.
+    """
+    if spec is None or collectives is None:
+        rows = tf.convert_to_tensor(inner)
+        for first in range(0, rows.shape[0], block_rows):
+            yield first, rows[first : first + block_rows].numpy()
+        return
+    owned = inner.read_value()
+    step = max(1, block_rows // spec.row_parts)
+    # Local rows of all parts, one behind the other, are rows of the table.
+    for start in range(0, -(-spec.rows // spec.row_parts), step):
+        flat = tf.reshape(owned[start : start + step], [-1])
+        splits = np.zeros([spec.world_size], np.int64)
+        splits[0] = flat.shape[0]
+        flat, _ = collectives.all_to_all(
+            flat, tf.constant(splits), f"gather/{spec.table}"
+        )
+        first = start * spec.row_parts
+        if spec.rank > 0:
+            yield first, np.empty([0])
+            continue
+        yield (
+            first,
+            assemble(flat.numpy(), spec, owned.shape.rank, start, step),
+        )
+
+
+def assemble(
+    flat: np.ndarray,
+    spec: ShardSpec,
+    dims: int,
+    start: int = 0,
+    step: int | None = None,
+) -> np.ndarray:
+    """Rows of a table from the same local rows of all ranks.
+
+    Args:
+        flat: the ranks' numbers, one after the other.
+        spec: of any rank.
+        dims: 2, or 1 for a slot with one value per row.
+        start: the first of the local rows.
+        step: how many of them; None for all.
+    """
+    step = -(-spec.rows // spec.row_parts) if step is None else step
+    first = start * spec.row_parts
+    end = min(first + step * spec.row_parts, spec.rows)
+    block = np.empty((end - first, spec.dim)[:dims], flat.dtype)
+    place = 0
+    for part in map(spec.at, range(spec.world_size)):
+        rows = min(max(part.local_rows - start, 0), step)
+        shape = (rows, part.local_dim)[:dims]
+        piece = flat[place : place + int(np.prod(shape))].reshape(shape)
+        place += piece.size
+        if part.cell is None:
+            continue
+        ids = placement.ids_of_part(
+            part.cell[0], spec.row_parts, spec.rows, start, start + step
+        )
+        columns: Any = (slice(*part.columns),)[: dims - 1]
+        block[(ids - first, *columns)] = piece[: len(ids)]
+    return block
+
+
+def row_blocks(
+    variable: Any, collectives: Collectives | None, numbers: int = 1 << 24
+) -> Iterator[tuple[int, np.ndarray]]:
+    """This rank's blocks of a table; all ranks must take all of theirs.
+
+    Args:
+        variable: a shard, or a table that every rank has whole, which rank 0
+            gives.
+        collectives: of the strategy, None in one process.
+        numbers: of a block, about.
+
+    Yields:
+        The first row of a block, and the block `[n, dim]`.
+    """
+    spec, inner = shard_spec(variable), value_of(variable)
+    if spec is None or collectives is None:
+        if collectives is None or collectives.group.rank == 0:
+            yield from _blocks_of_whole(inner, numbers)
+        return
+    owned = inner.read_value()
+    ranks = spec.world_size
+    # Local rows of all parts, one behind the other, are rows of the table.
+    local_rows = -(-spec.rows // spec.row_parts)
+    limit = max(1, numbers // (spec.dim * spec.row_parts))
+    step = min(limit, -(-local_rows // ranks))
+    for start in range(0, local_rows, ranks * step):
+        sent = owned[start : start + ranks * step]
+        places = np.minimum(np.arange(ranks + 1) * step, sent.shape[0])
+        flat, _ = collectives.all_to_all(
+            tf.reshape(sent, [-1]),
+            tf.constant(np.diff(places) * spec.local_dim, tf.int64),
+            f"{spec.table}/blocks",
+        )
+        mine = start + spec.rank * step
+        first = mine * spec.row_parts
+        if first < spec.rows:
+            yield (
+                first,
+                assemble(flat.numpy(), spec, 2, mine, step),
+            )
+
+
+def _blocks_of_whole(
+    inner: Any, numbers: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    rows = tf.convert_to_tensor(inner)
+    step = max(1, numbers // int(rows.shape[1]))
+    for first in range(0, rows.shape[0], step):
+        yield first, rows[first : first + step].numpy()

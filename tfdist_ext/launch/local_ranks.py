@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the ranks of one host as processes until all have ended."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import BinaryIO
+from typing import Protocol
+
+from tfdist_ext.launch import live_stats
+
+# A progress bar of Keras 3 ("3/10 ━━━━━━ 1s", coloured) or tf_keras
+# ("3/10 [===>....] - 1s"), which on a pipe is written as lines.
+_BAR = re.compile(
+    rb"^(?:\x1b\[[0-9;]*m|\s)*\d+/(?:\d+|Unknown)(?:\x1b\[[0-9;]*m|\s)*"
+    rb"(?:\xe2\x94\x81|\[[=>.]+\])"
+)
+_TAIL_LINES = 20
+_LONGEST_LINE = 1 << 16
+
+
+class Pump:
+    """A thread that copies one output of a rank until it ends.
+
+    Attributes:
+        tail: the last lines written, without progress bars.
+    """
+
+    def __init__(
+        self,
+        source: int,
+        sink: BinaryIO,
+        lock: threading.Lock,
+        *,
+        prefix: bytes | None,
+        log: BinaryIO | None = None,
+    ) -> None:
+        """Starts to copy.
+
+        Args:
+            source: descriptor to read, closed at the end.
+            sink: where to write.
+            lock: held while writing, shared by all pumps.
+            prefix: put before every line, progress bars left out; None copies
+                every byte as it is.
+            log: file that receives every byte as well.
+        """
+        self.tail: collections.deque[bytes] = collections.deque(
+            maxlen=_TAIL_LINES
+        )
+        self._source = source
+        self._sink = sink
+        self._lock = lock
+        self._prefix = prefix
+        self._log = log
+        self._unlogged = b""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the end of the output, `timeout` seconds at most."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        lines = LineSplitter(self._show_line)
+        try:
+            while data := _read(self._source):
+                self._write_log(data)
+                if self._prefix is None:
+                    self._write(data)
+                lines.feed(data)
+            lines.close()
+            self._write_log(b"", last=True)
+        finally:
+            os.close(self._source)
+
+    def _show_line(self, line: bytes) -> None:
+        self.tail.append(line)
+        if self._prefix is not None:
+            self._write(self._prefix + line + b"\n")
+
+    def _write_log(self, data: bytes, last: bool = False) -> None:
+        """Logs whole lines: two outputs of a rank share one file."""
+        if self._log is None:
+            return
+        lines, end, self._unlogged = (self._unlogged + data).rpartition(b"\n")
+        rest = self._unlogged if last else b""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._log.write(lines + end + rest)
+            self._log.flush()
+
+    def _write(self, data: bytes) -> None:
+        # Whoever reads our output may be gone; the ranks go on.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._sink.write(data)
+            self._sink.flush()
+
+
+class LineSplitter:
+    """Cuts bytes into lines and leaves out progress bars.
+
+    A line that was rewritten by carriage returns counts as what it showed
+    last, and not at all if that was a progress bar.
+    """
+
+    def __init__(self, show: Callable[[bytes], None]) -> None:
+        self._show = show
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._finish(line)
+        if len(self._rest) > _LONGEST_LINE:
+            # A bar redrawn for hours on one line: its last state is enough.
+            before, _, self._rest = self._rest.rpartition(b"\r")
+            if not before:
+                self._finish(self._rest)
+                self._rest = b""
+
+    def close(self) -> None:
+        if self._rest:
+            self._finish(self._rest)
+            self._rest = b""
+
+    def _finish(self, line: bytes) -> None:
+        states = line.replace(b"\b", b"").rstrip(b"\r").split(b"\r")
+        if _BAR.match(states[-1]) or (len(states) > 1 and not states[-1]):
+            return
+        self._show(states[-1])
+
+
+def _read(source: int) -> bytes:
+    try:
+        return os.read(source, 1 << 16)
+    except OSError:  # A pseudo terminal ends with EIO.
+        return b""
+
+
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
+_POLL_SECONDS = 0.2
+_DRAIN_SECONDS = 5.0
+_CHILD = os.fspath(pathlib.Path(__file__).with_name("child.py"))
+# Of a rank that was told to end and could not save: EX_IOERR of sysexits.h.
+NOT_SAVED = 74
+# How a rank's error names the one that it has lost.
+_NAMED = re.compile(rb"failed: (rank (\d+) \(.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One process to start.
+
+    Attributes:
+        rank: its number among all ranks.
+        address: its host and port, for messages.
+        command: program and arguments.
+        environment: variables set on top of the launcher's own.
+    """
+
+    rank: int
+    address: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How the ranks of a host have ended.
+
+    Attributes:
+        code: exit code for the launcher.
+        told: whether the launcher was told to stop, by a signal.
+    """
+
+    code: int
+    told: bool = False
+
+
+class Nodes(Protocol):
+    """What the launchers on other hosts have to say."""
+
+    def failure(self) -> str | None:
+        """Returns what failed on another host, None while nothing did."""
+
+    def report(self, failure: str | None) -> None:
+        """Tells the other hosts how this one ended."""
+
+
+class _Process:
+    """A started rank with the threads that copy its output."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        log: BinaryIO | None,
+        terminal: bool,
+        lock: threading.Lock,
+    ) -> None:
+        self.rank = rank
+        # Rank 0 keeps the terminal; a log needs its output to pass through,
+        # and its errors say which rank it has lost.
+        piped = rank.rank != 0 or log is not None or not terminal
+        reads_errors = piped or not sys.stderr.isatty()
+        terminal = piped and rank.rank == 0 and sys.stdout.isatty()
+        source, out = (
+            (os.openpty() if terminal else os.pipe()) if piped else (-1, None)
+        )
+        error_source, error = os.pipe() if reads_errors else (-1, None)
+        if terminal:
+            _imitate_terminal(source)
+        self._process = popen(
+            rank.command,
+            env={**os.environ, **rank.environment},
+            # In a background group a rank could not read from a terminal.
+            stdin=None if _takes_input(rank) else subprocess.DEVNULL,
+            stdout=out,
+            stderr=error,
+        )
+        self.pid = self._process.pid
+        for descriptor in (out, error):
+            if descriptor is not None:
+                os.close(descriptor)
+        prefix = None if rank.rank == 0 else b"[%d] " % rank.rank
+        self._pumps = [
+            Pump(each, sink.buffer, lock, prefix=prefix, log=log)
+            for each, sink in ((source, sys.stdout), (error_source, sys.stderr))
+            if each >= 0
+        ]
+
+    def __str__(self) -> str:
+        rank = self.rank
+        return f"rank {rank.rank} (pid {self.pid}, {rank.address})"
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the rank and to everything it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def drain(self, seconds: float = _DRAIN_SECONDS) -> list[bytes]:
+        """Waits for the end of the output; returns the last error lines."""
+        for pump in self._pumps:
+            pump.join(seconds)
+        return list(self._pumps[-1].tail) if self._pumps else []
+
+
+def run(
+    ranks: Iterable[Rank],
+    *,
+    grace: float,
+    log_dir: pathlib.Path | None = None,
+    nodes: Nodes | None = None,
+    terminal: bool = True,
+    stats: float | None = None,
+    stats_json: pathlib.Path | None = None,
+) -> Ended:
+    """Starts ranks, waits for all, stops the others when one fails.
+
+    Args:
+        ranks: what to start.
+        grace: seconds between asking a rank to stop and killing it.
+        log_dir: folder for a log per rank, created if missing.
+        nodes: the launchers of other hosts, if there are any.
+        terminal: whether rank 0 writes to standard output itself; otherwise
+            it goes on where nobody reads that any more.
+        stats: seconds between two lines of what the ranks do; None for none.
+        stats_json: file for these lines as JSON.
+
+    Returns:
+        How it ended. Its code is 0 if every rank succeeded; the exit code of
+        the first that failed, or 128 + the signal that ended it or the
+        launcher; 1 if the failure was on another host.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_fetch())
+    processes: list[_Process] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, previous)
+        stack.callback(_kill_all, processes)
+        lock = threading.Lock()
+        live = None
+        if stats is not None:
+            ranks = list(ranks)
+            folder = tempfile.TemporaryDirectory(prefix="tfdist")
+            path = stack.enter_context(folder)
+            live = _live_stats(path, ranks, stats, stats_json, lock)
+        for rank in ranks:
+            if signal.sigpending() & STOP_SIGNALS:
+                break  # Asked to stop before all have been started.
+            log = _open_log(log_dir, rank)
+            if log is not None:
+                stack.enter_context(log)
+            if live is not None:
+                own = {**rank.environment, **live.environment(rank.rank)}
+                rank = dataclasses.replace(rank, environment=own)
+            processes.append(_Process(rank, log, terminal, lock))
+        end = _wait(processes, nodes, live)
+        if nodes is not None:
+            nodes.report(end.message)
+        _announce(processes, end, grace, lock)
+        _stop(processes, end.stop_signal, grace, lock)
+        return Ended(_finish(processes, end), end.told)
+
+
+def _live_stats(
+    folder: str,
+    ranks: Sequence[Rank],
+    seconds: float,
+    json_path: pathlib.Path | None,
+    lock: threading.Lock,
+) -> live_stats.LiveStats:
+    return live_stats.LiveStats(
+        folder,
+        [rank.rank for rank in ranks],
+        seconds,
+        lambda line: _show(line, lock),
+        os.fspath(json_path) if json_path is not None else None,
+    )
+
+
+def signals_to_fetch() -> set[signal.Signals]:
+    """All but SIGHUP under nohup: blocked, it would come though ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return _SIGNALS - {signal.SIGHUP}
+    return _SIGNALS
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Why waiting ended: `message` is None where every rank succeeded."""
+
+    code: int
+    message: str | None
+    stop_signal: int
+    culprit: _Process | None = None
+    told: bool = False
+
+
+def _show(line: str, lock: threading.Lock) -> None:
+    """Prints a line; on a terminal in the place of a progress bar."""
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    with lock, contextlib.suppress(OSError, ValueError):
+        print(f"{over}tfdist-run: {line}", file=sys.stderr, flush=True)
+
+
+def _wait(
+    processes: Sequence[_Process],
+    nodes: Nodes | None,
+    live: live_stats.LiveStats | None,
+) -> _End:
+    """Waits until all ranks succeeded, one failed, or a signal came."""
+    running = list(processes)
+    while running:
+        info = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
+        if info is not None and info.si_signo in STOP_SIGNALS:
+            name = signal.Signals(info.si_signo).name
+            return _End(
+                128 + info.si_signo, f"got {name}", info.si_signo, told=True
+            )
+        for process in list(running):
+            code = process.poll()
+            if code:
+                return _failure(process, code)
+            if code == 0:
+                running.remove(process)
+        if nodes is not None and (failure := nodes.failure()) is not None:
+            return _End(1, failure, signal.SIGTERM)
+        if live is not None:
+            live.look(process.rank.rank for process in running)
+    return _End(0, None, signal.SIGTERM)
+
+
+def _failure(process: _Process, code: int) -> _End:
+    if code > 0:
+        how = f"exit code {code}"
+    else:
+        how = f"signal {-code} ({_signal_name(-code)})"
+    exit_code = code if code > 0 else 128 - code
+    message = f"{process} failed: {how}"
+    return _End(exit_code, message, signal.SIGTERM, process)
+
+
+def _announce(
+    processes: Sequence[_Process],
+    end: _End,
+    grace: float,
+    lock: threading.Lock,
+) -> None:
+    """Says at once why the ranks are stopped, and whom a failed one names."""
+    if end.message is None:
+        return
+    _show(end.message, lock)
+    culprit = end.culprit
+    if culprit is not None:
+        # What it has started may still hold its output.
+        found = [_NAMED.search(line) for line in culprit.drain(0.5)]
+        named = [each for each in found if each is not None]
+        if named and int(named[-1][2]) != culprit.rank.rank:
+            text = named[-1][1].decode(errors="replace")
+            _show(f"rank {culprit.rank.rank} names {text}", lock)
+    running = [p.rank.rank for p in processes if p.poll() is None]
+    if running:
+        ranks = live_stats.named(running)
+        verb = "is" if len(running) == 1 else "are"
+        _show(f"stops {ranks}, which {verb} killed after {grace:g} s", lock)
+
+
+def _stop(
+    processes: Sequence[_Process],
+    number: int,
+    grace: float,
+    lock: threading.Lock,
+) -> None:
+    """Asks the ranks that still run to end, then kills them."""
+    if all(process.poll() is not None for process in processes):
+        return
+    for process in processes:
+        process.send(number)
+    deadline = time.monotonic() + grace
+    name = signal.Signals(number).name
+    why = f"did not end within {grace:g} s after {name}"
+    while time.monotonic() < deadline:
+        info = signal.sigtimedwait(_SIGNALS, 0.05)
+        if all(process.poll() is not None for process in processes):
+            return
+        if info is not None and info.si_signo in STOP_SIGNALS:
+            again = signal.Signals(info.si_signo).name
+            why = f"got {again} again and had not ended yet"
+            break
+    for process in processes:
+        if process.poll() is None:
+            process.send(signal.SIGKILL)
+            _show(f"{process} {why}: killed", lock)
+
+
+def _finish(processes: Sequence[_Process], end: _End) -> int:
+    """Ends what is left, shows the rest of the output and the report."""
+    _kill_all(processes)
+    tails = {process.pid: process.drain() for process in processes}
+    if end.message is None:
+        return 0
+    code = end.code
+    if end.told:
+        for process in processes:
+            if process.poll() == NOT_SAVED:
+                code = NOT_SAVED
+                print(
+                    f"tfdist-run: {process} could not save its last state: "
+                    f"exit code {NOT_SAVED}",
+                    file=sys.stderr,
+                )
+    if len(processes) > 1:
+        print("tfdist-run: all ranks of this host stopped", file=sys.stderr)
+    culprit = end.culprit
+    if culprit is not None and (tail := tails[culprit.pid]):
+        number = culprit.rank.rank
+        print(
+            f"tfdist-run: last lines of rank {number} on stderr:",
+            file=sys.stderr,
+        )
+        for line in tail:
+            print(f"  {line.decode(errors='replace')}", file=sys.stderr)
+    sys.stderr.flush()
+    return code
+
+
+def _kill_all(processes: Sequence[_Process]) -> None:
+    """Kills the groups, including what ranks have left behind."""
+    for process in processes:
+        process.send(signal.SIGKILL)
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while time.monotonic() < deadline:
+        if all(process.poll() is not None for process in processes):
+            return
+        time.sleep(0.01)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "real-time signal"
+
+
+def _takes_input(rank: Rank) -> bool:
+    return rank.rank == 0 and not sys.stdin.isatty()
+
+
+def _open_log(log_dir: pathlib.Path | None, rank: Rank) -> BinaryIO | None:
+    if log_dir is None:
+        return None
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return (log_dir / f"rank-{rank.rank}.log").open("wb")
+
+
+def _imitate_terminal(source: int) -> None:
+    """Same width as ours, and bytes pass through as they are written."""
+    with contextlib.suppress(OSError, termios.error):
+        size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(source, termios.TIOCSWINSZ, size)
+        settings = termios.tcgetattr(source)
+        settings[1] &= ~termios.OPOST
+        termios.tcsetattr(source, termios.TCSANOW, settings)
+
+
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a program that ends when this process does, however that is.
+
+    It leads a session and a process group of its own, and its signals are as
+    they are by default, except those that were ignored for this process.
+
+    Args:
+        command: program and arguments.
+        options: of `subprocess.Popen`.
+
+    Raises:
+        OSError: there is no such program, or no process can be made.
+    """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(
+            errno.ENOENT, os.strerror(errno.ENOENT), command[0]
+        )
+    return subprocess.Popen(
+        [sys.executable, "-S", _CHILD, str(os.getpid()), *command],
+        start_new_session=True,
+        **options,
+    )

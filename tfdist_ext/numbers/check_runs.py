@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that a check compares, of which nothing is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm import exchanges
+from tfdist_ext.comm.calls import Trial
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.numbers.model_state import Held
+from tfdist_ext.numbers.model_state import Snapshot
+
+
+class CannotCheck(Exception):
+    """Ends a check of what cannot be checked; its text says why."""
+
+
+Nest = Any
+
+
+def whole_batch_of(batch: Nest, collectives: Collectives) -> Nest:
+    """The ranks' batches one after the other; all ranks must call.
+
+    Args:
+        batch: of this rank: tensors, ragged and sparse ones, in any nest.
+        collectives: of the strategy.
+
+    Returns:
+        The same nest of the samples of all ranks, in the order of the ranks.
+
+    Raises:
+        CannotCheck: for a batch with something that cannot be gathered.
+    """
+    flat = tf.nest.flatten(batch)
+    gathered = [_gather(value, i, collectives) for i, value in enumerate(flat)]
+    return tf.nest.pack_sequence_as(batch, gathered)
+
+
+def signature_of(batch: Nest) -> Nest:
+    """Type specs of a batch, of any number of samples.
+
+    Args:
+        batch: as `whole_batch_of` returns it.
+    """
+    return tf.nest.map_structure(_open_spec, batch)
+
+
+def _open_spec(value: Any) -> Any:
+    if value is None:
+        return None
+    spec = tf.type_spec_from_value(value)
+    if isinstance(value, tf.experimental.Optional) or spec.shape.rank == 0:
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    return type(spec)(shape, spec.dtype)
+
+
+def _gather(value: Any, index: int, collectives: Collectives) -> Any:
+    label = f"check/batch/{index}"
+    # What is missing; in a dataset of Keras 3 it is an Optional.
+    if value is None or isinstance(value, tf.experimental.Optional):
+        return value
+    if not tf.is_tensor(value) or not hasattr(value, "dtype"):
+        raise CannotCheck(
+            f"element {index} of the batch is of {type(value).__name__}, "
+            "which cannot be gathered"
+        )
+    if value.shape.rank == 0:
+        return value
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    if not isinstance(value, kinds) or not exchanges.can_gather(value.dtype):
+        raise CannotCheck(
+            f"element {index} of the batch is of {type(value).__name__} of "
+            f"{value.dtype!r}, which cannot be gathered"
+        )
+    return exchanges.all_gather_rows(collectives, value, label)[0]
+
+
+keras = tf.keras
+
+# Packages whose layers are known.
+_KNOWN = ("keras", "tf_keras", "tensorflow", "tfdist_ext")
+_OWN_STEPS = ("train_step", "compute_loss")
+_MEMORY_PART = 4
+_TOLERANCE = {tf.float32: 1e-4, tf.float16: 5e-3, tf.bfloat16: 4e-2}
+
+
+def needs_check(model: Any) -> bool:
+    """Whether a model has something whose meaning nobody knows.
+
+    A step or loss of the user's, or a layer of the user's with state of its
+    own. All ranks find the same.
+
+    Args:
+        model: of Keras, built.
+    """
+    for name in _OWN_STEPS:
+        step = getattr(type(model), name)
+        # What this package has put around Keras's own is of Keras.
+        if _package(getattr(step, "python_function", step)) not in _KNOWN:
+            return True
+    return any(map(_has_own_state, keras_internals.layers_of(model)))
+
+
+def _package(thing: Any) -> str:
+    return str(getattr(thing, "__module__", "")).partition(".")[0]
+
+
+def _has_own_state(layer: Any) -> bool:
+    if _package(type(layer)) in _KNOWN or isinstance(layer, keras.Model):
+        return False
+    inner = keras_internals.inner_layers(layer)
+    theirs = {id(w) for each in inner for w in each.non_trainable_weights}
+    return any(id(w) not in theirs for w in layer.non_trainable_weights)
+
+
+def unsynchronized(model: Any) -> list[str]:
+    """Names of trained layers that normalize by the samples of their rank."""
+    kind = keras.layers.BatchNormalization
+    return [
+        layer.name
+        for layer in keras_internals.layers_of(model)
+        if isinstance(layer, kind)
+        and layer.trainable
+        and not getattr(layer, "synchronized", True)
+    ]
+
+
+def tolerance_of(model: Any, collectives: Collectives) -> float:
+    """How far numbers may be apart, relative, for the dtypes they have."""
+    dtypes = {collectives.gradient_dtype, tf.float32}
+    for layer in keras_internals.layers_of(model) if model is not None else ():
+        names = (
+            getattr(layer, "compute_dtype", None),
+            getattr(getattr(layer, "wire", None), "dtype", None),
+        )
+        dtypes |= {tf.as_dtype(name) for name in names if name}
+    return max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def require_memory(
+    held: Sequence[Held], collectives: Collectives, how: str
+) -> None:
+    """Refuses to copy more than a part of the memory that is available.
+
+    Args:
+        held: what is to be copied, on this rank.
+        collectives: of the strategy; all ranks must call.
+        how: to check all the same.
+
+    Raises:
+        CannotCheck: on all ranks, if one of them has too little memory.
+    """
+    bytes_ = sum(each.bytes for each in held)
+    fits = bytes_ * _MEMORY_PART <= available_bytes()
+    (missing,) = collectives.all_reduce(
+        [tf.constant([0 if fits else 1], tf.int32)], "check/memory"
+    )
+    if int(missing[0]):
+        raise CannotCheck(
+            f"a copy of its tables and slots ({bytes_ / 2**20:.0f} MiB) "
+            f"would take more than a quarter of the free memory. {how}"
+        )
+
+
+def available_bytes() -> int:
+    """Bytes of memory that can be used."""
+    try:
+        text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 1 << 62
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 1 << 62
+
+
+# Parts of the names of ops that do not give the same again.
+_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "Sampler", "PyFunc")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A gradient of some rows.
+
+    Attributes:
+        indices: of the rows; one may occur several times, to be summed.
+        values: of the rows, flat.
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run of a step gives.
+
+    Attributes:
+        logs: numbers that the step returns, by name.
+        gradients: by which trainable variables are updated: arrays, or
+            `Rows`; by name and how many updates of it came before.
+        changed: new values of variables, by their index in the snapshot.
+    """
+
+    logs: dict[str, np.ndarray]
+    gradients: dict[tuple[str, int], Any]
+    changed: dict[int, np.ndarray]
+
+
+class Run:
+    """A step, traced to be run for a comparison.
+
+    Args:
+        strategy: of the ranks.
+        step: is given to `strategy.run`.
+        signature: of the batch: values or type specs.
+        whole: whether every rank has the whole batch.
+        reduces: whether what the step returns is averaged over the ranks, as
+            Keras does.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        step: Callable[[Nest], Nest],
+        signature: Nest,
+        whole: bool,
+        reduces: bool,
+    ) -> None:
+        self._strategy, self._step = strategy, step
+        self._whole, self._reduces = whole, reduces and not whole
+        self._variables: list[Any] = []
+        self._function = tf.function(
+            self._traced, autograph=not keras_internals.KERAS_3
+        ).get_concrete_function(signature)
+
+    @property
+    def handles(self) -> list[Any]:
+        """The handles of the resources that the step uses."""
+        return [
+            each
+            for each in self._function.captured_inputs
+            if each.dtype == tf.resource
+        ]
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """Variables that the step reads."""
+        return self._function.graph.variables
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a second run may give something else."""
+        ops = internals.ops_of(self._function.graph.as_graph_def())
+        return any(part in op for op in ops for part in _RANDOM)
+
+    def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
+        """Runs the step once; the state is then as the step leaves it.
+
+        Args:
+            batch: of the signature.
+            snapshot: of the state before.
+        """
+        outputs, gradients = self._function(batch)
+        return _outcome(outputs, self._variables, gradients, snapshot)
+
+    def _traced(self, batch: Nest) -> tuple[Nest, list[Any]]:
+        outputs, updates = _tried(
+            self._strategy, self._step, batch, self._whole, self._reduces
+        )
+        graph = tf.compat.v1.get_default_graph()
+        here = [pair for pair in updates if _graph_of(pair[1]) is graph]
+        self._variables = [variable for variable, _ in here]
+        return outputs, [value for _, value in here]
+
+
+class EagerRun:
+    """A step that is run without a graph, for a comparison.
+
+    Args:
+        strategy: of the ranks.
+        step: is given to `strategy.run`.
+        reduces: as of `Run`.
+    """
+
+    def __init__(
+        self, strategy: Any, step: Callable[[Nest], Nest], reduces: bool
+    ) -> None:
+        self._arguments = strategy, step
+        self._reduces = reduces
+
+    def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
+        """Runs the step once, as `Run` does."""
+        outputs, updates = _tried(*self._arguments, batch, False, self._reduces)
+        variables = [variable for variable, _ in updates]
+        values = [value for _, value in updates]
+        return _outcome(outputs, variables, values, snapshot)
+
+
+def _tried(
+    strategy: Any,
+    step: Callable[[Nest], Nest],
+    batch: Nest,
+    whole: bool,
+    reduces: bool,
+) -> tuple[Nest, list[tuple[Any, Any]]]:
+    trial = Trial(whole)
+    batch = tf.nest.map_structure(_without_optional, batch)
+    with strategy.collectives.trying(trial):
+        outputs = strategy.run(step, args=(batch,))
+    outputs = [
+        (name, local) for name, local in _named(outputs) if tf.is_tensor(local)
+    ]
+    if reduces:
+        values = strategy.reduce("MEAN", [v for _, v in outputs], axis=0)
+        names = [name for name, _ in outputs]
+        outputs = list(zip(names, values, strict=True))
+    return dict(outputs), trial.updates
+
+
+def _without_optional(value: Any) -> Any:
+    # As Keras 3 does.
+    return None if isinstance(value, tf.experimental.Optional) else value
+
+
+def _named(outputs: Nest, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves of what a step returns, by paths."""
+    if isinstance(outputs, dict):
+        parts = list(outputs.items())
+    elif isinstance(outputs, list | tuple):
+        parts = list(enumerate(outputs))
+    else:
+        if isinstance(outputs, internals.DistributedValues):
+            outputs = outputs.values[0]
+        return [(name or "result", outputs)]
+    prefix = f"{name}/" if name else ""
+    return [
+        leaf for key, part in parts for leaf in _named(part, f"{prefix}{key}")
+    ]
+
+
+def _graph_of(value: Any) -> Any:
+    value = value.values if isinstance(value, tf.IndexedSlices) else value
+    return value.graph if tf.is_symbolic_tensor(value) else None
+
+
+def _outcome(
+    outputs: dict[str, Any],
+    variables: Sequence[Any],
+    values: Sequence[Any],
+    snapshot: Snapshot,
+) -> Outcome:
+    logs = {
+        name: np.asarray(value.numpy())
+        for name, value in outputs.items()
+        if not isinstance(value, tf.__internal__.CompositeTensor)
+    }
+    gradients: dict[tuple[str, int], Any] = {}
+    for variable, value in zip(variables, values, strict=True):
+        name = name_of(variable, snapshot.held)
+        count = sum(known == name for known, _ in gradients)
+        gradients[name, count] = _on_host(value)
+    return Outcome(logs, gradients, snapshot.changed())
+
+
+def name_of(variable: Any, held: Sequence[Held]) -> str:
+    """The name that a variable has in a snapshot."""
+    parts = {id(part.handle) for part in internals.components(variable)}
+    for each in held:
+        if id(each.handle) in parts:
+            return each.name
+    return str(variable.name)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        rows = np.array(value.values.numpy(), np.float64)
+        indices = np.array(value.indices.numpy())
+        return Rows(indices, rows.reshape(len(indices), -1))
+    return np.array(value.numpy(), np.float64)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks read the same batches, of which each keeps its slice.
+
+A shuffle without a common seed gives every rank another order: some samples
+would be trained twice and others never, without a word. So the ranks compare
+a digest of the first batch of every iterator. What differs by right, because
+the pipeline draws random numbers for its samples, only causes a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext.comm import calls
+from tfdist_ext.comm.collectives import Collectives
+
+Nest = Any
+
+_DRAWS = ("Random", "Rng", "Stateful", "Multinomial", "SampleDistorted")
+_DRAWS_TOO = ("TruncatedNormal", "ParameterizedTruncatedNormal")
+_ORDERS = ("RandomShuffle", "StatefulPartitionedCall")
+REMEDY = (
+    "Every rank keeps its slice of every batch, so all must read the same "
+    "data in the same order. Give shuffles and random generators one seed "
+    "(tf.keras.utils.set_random_seed after the strategy, or seed=...), and "
+    "leave `deterministic=False` out of maps, interleaves and options, which "
+    "lets elements come in the order in which they are ready. For "
+    "data of each rank's own set the dataset's options."
+    "experimental_distribute.auto_shard_policy to OFF, or use "
+    "strategy.distribute_datasets_from_function."
+)
+
+
+def draws_random_numbers(op_types: set[str]) -> bool:
+    """Whether ops of a dataset's functions draw random numbers.
+
+    Numbers drawn in a parallel map are not the same on all ranks, whatever
+    the seeds; those that put samples into another order do not count.
+    """
+    return any(
+        op in _DRAWS_TOO
+        or (
+            op.startswith(_DRAWS)
+            and op not in _ORDERS
+            and not op.endswith("Dataset")
+        )
+        for op in op_types
+    )
+
+
+def is_pure(op_types: set[str]) -> bool:
+    """Whether a dataset gives the same again, as far as its ops tell."""
+    python = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+    return not draws_random_numbers(op_types) and op_types.isdisjoint(python)
+
+
+class Comparison:
+    """Compares batches of an iterator over the ranks.
+
+    Args:
+        collectives: of the strategy.
+        name: of the dataset, the same on all ranks.
+        may_differ: whether features may differ by right, all of them.
+    """
+
+    def __init__(
+        self, collectives: Collectives, name: str, may_differ: bool
+    ) -> None:
+        self._collectives = collectives
+        self._name = name
+        self._may_differ = may_differ
+
+    def compare_first(self, index: tf.Tensor, batch: Nest) -> None:
+        """Compares the first batch, in a map.
+
+        Args:
+            index: int64 scalar, of the batch.
+            batch: the global batch.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on all ranks, when the pipeline
+                runs: the batches differ, or the numbers of samples of the
+                values in it.
+        """
+
+        def compare() -> tf.Operation:
+            return self.compare(index, self._digest_of(batch), list(names))
+
+        names = dict(_features(batch))
+        tf.cond(index == 0, compare, tf.no_op)
+
+    def digest_of_some(self, index: tf.Tensor, batch: Nest) -> tf.Tensor:
+        """What `compare_some` takes, in a map: int64 `[1 + features, 2]`."""
+        shape = [1 + len(dict(_features(batch))), 2]
+        digest = tf.cond(
+            _is_compared_later(index),
+            lambda: self._digest_of(batch),
+            lambda: tf.zeros(shape, tf.int64),
+        )
+        return tf.ensure_shape(digest, shape)
+
+    def compare_some(
+        self, index: tf.Tensor, digest: tf.Tensor, names: Sequence[str]
+    ) -> None:
+        """Compares batch 1, 3, 7, 15 and so on.
+
+        Call it where a step asks for its batch, never ahead of it: all ranks
+        come to the same batches.
+        """
+        tf.cond(
+            _is_compared_later(index),
+            lambda: self.compare(index, digest, names),
+            tf.no_op,
+        )
+
+    def compare(
+        self, index: tf.Tensor, own: tf.Tensor, names: Sequence[str]
+    ) -> tf.Operation:
+        """Compares the digests of a batch, see `digest`."""
+
+        def judge(index: np.ndarray, gathered: np.ndarray) -> None:
+            ranks = self._collectives.group.world_size
+            rows = gathered.reshape(ranks, -1, 2)
+            if (rows != rows[0]).any():
+                _judge(rows, names, self._may_differ, _what(int(index)))
+
+        label = f"{self._name}/first batch"
+        gathered = self._collectives.all_gather(own, label)
+        return tf.group(tf.numpy_function(judge, [index, gathered], []))
+
+    def _digest_of(self, batch: Nest) -> tf.Tensor:
+        features = dict(_features(batch))
+        names = list(features)
+        rows = [isinstance(value, tf.Tensor) for value in features.values()]
+        parts = [_parts(value) for value in features.values()]
+        sizes = tf.stack([batches.size_of(v) for v in features.values()])
+        # In Python: every `fit` traces this anew, and TensorFlow goes through
+        # all ops again for every iterator.
+        digest = functools.partial(_digest, names, list(map(len, parts)), rows)
+        inputs = [sizes, _samples(batch), *itertools.chain(*parts)]
+        own = tf.numpy_function(digest, inputs, tf.int64)
+        own.set_shape([1 + len(names), 2])
+        return own
+
+
+def _is_compared_later(index: tf.Tensor) -> tf.Tensor:
+    """Whether a batch, not the first, is one that is compared."""
+    following = tf.bitwise.bitwise_and(index, index + 1) == 0
+    return tf.logical_and(index > 0, following)
+
+
+def _what(index: int) -> str:
+    return "their first batches" if index == 0 else f"their batches {index}"
+
+
+def names_of(batch: Nest) -> list[str]:
+    """The names of what is compared of a batch."""
+    return list(dict(_features(batch)))
+
+
+def _features(value: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a batch by their names, such as `0/user`."""
+    items: Any = None
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    if items is None:
+        if not isinstance(value, tf.experimental.Optional):
+            yield name or "the batch", value
+        return
+    for key, part in items:
+        yield from _features(part, f"{name}/{key}".removeprefix("/"))
+
+
+def _samples(batch: Nest) -> tf.Tensor:
+    return tf.cast(calls.count_samples(batch), tf.int64)
+
+
+def _parts(value: Any) -> list[tf.Tensor]:
+    """The tensors of a feature; those of strings as a hash of each row."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    return [
+        _hashes(part) if part.dtype == tf.string else part for part in parts
+    ]
+
+
+def _hashes(value: tf.Tensor) -> tf.Tensor:
+    rows = value[tf.newaxis] if value.shape.rank == 0 else value
+    return tf.raw_ops.Fingerprint(data=rows, method=tf.constant("farmhash64"))
+
+
+def _digest(
+    names: Sequence[str],
+    counts: Sequence[int],
+    with_rows: Sequence[bool],
+    sizes: np.ndarray,
+    samples: np.ndarray,
+    *parts: np.ndarray,
+) -> np.ndarray:
+    """What is compared of a batch.
+
+    Args:
+        names: of the features.
+        counts: parts of each feature.
+        with_rows: of each feature, whether it has one part, with a row for
+            each sample, or a scalar.
+        sizes: samples of each feature, -1 of a scalar.
+        samples: their number.
+        *parts: of all features.
+
+    Returns:
+        int64 `[1 + features, 2]`: the samples; a hash of each feature, and 1
+        if all its rows are alike.
+    """
+    batches.check_sizes(names, sizes.tolist())
+    rest = iter(parts)
+    rows = [(int(samples), 0)]
+    for count, has_rows in zip(counts, with_rows, strict=True):
+        of_feature = [next(rest) for _ in range(count)]
+        blob = b"".join(part.tobytes() for part in of_feature)
+        known = hashlib.blake2b(blob, digest_size=8).digest()
+        alike = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
+        rows.append((int.from_bytes(known, "little", signed=True), int(alike)))
+    return np.array(rows, np.int64)
+
+
+def _repeats(blob: bytes, rows: int) -> bool:
+    return blob == blob[: len(blob) // max(rows, 1)] * rows
+
+
+def _judge(
+    rows: np.ndarray, names: Sequence[str], may_differ: bool, what: str
+) -> None:
+    """Raises or warns.
+
+    Args:
+        rows: int64 `[ranks, 1 + features, 2]`, equal numbers of samples
+            first.
+        names: of the features.
+        may_differ: see `Comparison`.
+        what: was compared.
+    """
+    samples = rows[:, 0, 0]
+    if (samples != samples[0]).any():
+        raise ValueError(
+            f"The ranks read different data: {what} have "
+            f"{_by_rank(samples.tolist())} samples. {REMEDY}"
+        )
+    hashes, alike = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
+    differ = (hashes != hashes[0]).any(axis=0)
+    ranks = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
+    listed = ", ".join(f"'{names[i]}'" for i in np.flatnonzero(differ)[:8])
+    # Rows that are all alike tell nothing of their order.
+    if may_differ or (~differ & ~alike).any():
+        warnings.warn(
+            f"The ranks read different values in {what}: "
+            f"{listed} of rank(s) {ranks} differ from rank 0's. That is "
+            "right where the input pipeline changes samples at random, and "
+            "wrong where ranks read samples in another order.",
+            stacklevel=1,
+        )
+        return
+    raise ValueError(
+        f"The ranks read different data: in {what} no feature "
+        f"agrees. {listed} of rank(s) {ranks} differ from rank 0's. {REMEDY}"
+    )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return ", ".join(f"{v} (rank {r})" for r, v in enumerate(values))

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All state that a step may change, and whether replicas of it are equal."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.collectives import Collectives
+
+keras = tf.keras
+
+_RANDOM = ("seed_generator_state", "StateVar")
+_ON_READ = tf.VariableSynchronization.ON_READ
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A variable of this rank, by its handle.
+
+    Attributes:
+        name: of the variable, or what is known of it.
+        handle: of the resource.
+        dtype: of the values.
+        owner: the variable, distributed if it is; None if not known.
+        trainable: whether optimizers update it.
+        is_slot: whether it is of an optimizer.
+    """
+
+    name: str
+    handle: tf.Tensor
+    dtype: tf.DType
+    owner: Any
+    trainable: bool
+    is_slot: bool
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it is the state of a random generator."""
+        return is_random(self.name)
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is this rank's part of a table or of a slot."""
+        return marks.shard_spec(self.owner) is not None
+
+    @property
+    def aggregation(self) -> tf.VariableAggregation | None:
+        """How the ranks' values are read; None if they are to be equal."""
+        if getattr(self.owner, "synchronization", None) != _ON_READ:
+            return None
+        found: tf.VariableAggregation = self.owner.aggregation
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the values take."""
+        shape = getattr(self.owner, "shape", None)
+        if shape is None or not tf.TensorShape(shape).is_fully_defined():
+            return 0
+        return int(tf.TensorShape(shape).num_elements()) * self.dtype.size
+
+    def read(self) -> np.ndarray:
+        """A copy of the values."""
+        value = tf.raw_ops.ReadVariableOp(
+            resource=self.handle, dtype=self.dtype
+        )
+        return np.array(value.numpy())
+
+    def write(self, value: np.ndarray) -> None:
+        """Puts values back.
+
+        Args:
+            value: what `read` has returned.
+        """
+        tf.raw_ops.AssignVariableOp(
+            resource=self.handle, value=tf.constant(value, self.dtype)
+        )
+
+
+def is_random(name: str) -> bool:
+    """Whether a variable is the state of a random generator, by its name."""
+    return any(part in name for part in _RANDOM)
+
+
+def slots_of(model: Any) -> Iterator[Any]:
+    """The variables of a model's optimizers.
+
+    Args:
+        model: that may have optimizers of its own besides the compiled one.
+    """
+    for found in [getattr(model, "optimizer", None), *vars(model).values()]:
+        if is_optimizer(found):
+            yield from variables_of_optimizer(found)
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Whether it is an optimizer of either Keras, old or new."""
+    legacy = getattr(keras.optimizers, "legacy", None)
+    old = getattr(legacy, "Optimizer", keras.optimizers.Optimizer)
+    return isinstance(thing, keras.optimizers.Optimizer | old)
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """The slots of an optimizer, and its counters."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
+def label_of(variable: Any) -> str:
+    """How a variable is named in a report."""
+    native = keras_internals.value_of(variable)
+    name = getattr(variable, "path", None) or getattr(native, "name", "")
+    return str(name).removesuffix(":0")
+
+
+def held_by(
+    handles: Iterable[Any],
+    variables: Iterable[Any],
+    slots: Iterable[Any],
+    others: Iterable[Any],
+) -> list[Held]:
+    """The variables that a function may change.
+
+    Args:
+        handles: that a traced function captures, in order; may be of other
+            resources.
+        variables: of Keras's models.
+        slots: of their optimizers.
+        others: of TensorFlow, that may be among these.
+    """
+    slots = list(slots)
+    are_slots = {id(slot) for slot in slots}
+    owners: dict[int, tuple[Any, str, bool]] = {}
+    extra = []
+    for variable in [*slots, *variables, *others]:
+        native, name = keras_internals.value_of(variable), label_of(variable)
+        for part in internals.components(native):
+            owner = internals.container_of(part.handle)
+            owner = native if owner is None else owner
+            entry = owner, name, id(variable) in are_slots
+            owners.setdefault(id(part.handle), entry)
+            extra.append(part.handle)
+    found: dict[int, Held] = {}
+    names = collections.Counter[str]()
+    for handle in [*handles, *extra]:
+        dtype = internals.variable_dtype(handle)
+        if dtype is None or id(handle) in found:
+            continue
+        container = internals.container_of(handle)
+        unknown = (container, label_of(container), False)
+        owner, name, is_slot = owners.get(id(handle), unknown)
+        name = name or "variable without a name"
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name} ({names[name]})"
+        trainable = bool(getattr(owner, "trainable", False)) and not is_slot
+        found[id(handle)] = Held(name, handle, dtype, owner, trainable, is_slot)
+    return list(found.values())
+
+
+class Snapshot:
+    """What variables, and vocabularies that grow, are before a trial.
+
+    Args:
+        held: the variables.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = held
+        self.before = [each.read() for each in held]
+        owners = [each.owner for each in held if each.owner is not None]
+        keys = map(marks.keys_of, owners)
+        known = {id(each): each for each in keys if each is not None}
+        self._keys = [(each, each.copy()) for each in known.values()]
+
+    def changed(self) -> dict[int, np.ndarray]:
+        """The values of those that have other values now, by index."""
+        found = {}
+        for i, each in enumerate(self.held):
+            now = each.read()
+            if now.shape != self.before[i].shape or (
+                now.tobytes() != self.before[i].tobytes()
+                if now.dtype != object
+                else (now != self.before[i]).any()
+            ):
+                found[i] = now
+        return found
+
+    def restore(self, random: bool) -> None:
+        """Makes everything what it was.
+
+        Args:
+            random: whether random generators, too, go back.
+        """
+        for i in self.changed():
+            if random or not self.held[i].is_random:
+                self.held[i].write(self.before[i])
+        for keys, copied in self._keys:
+            keys.put_back(copied)
+
+
+_LOG = logging.getLogger("tfdist_ext")
+_DIGEST_BYTES = 8
+_MOST_LINES = 20
+# Bytes of variables that are compared after an epoch: some milliseconds.
+_BYTES_OF_AN_EPOCH = 32 << 20
+# Elements of a variable for which ranks also say how far they are apart.
+_MOST_ELEMENTS = 1 << 22
+
+
+def compare_replicas(
+    variables: Iterable[Any],
+    collectives: Collectives,
+    when: str,
+    epoch: int | None = None,
+) -> None:
+    """Says which variables differ between the ranks; all ranks must call.
+
+    Tables and slots in parts, metrics and random generators are left out:
+    each rank has its own.
+
+    Args:
+        variables: of Keras or TensorFlow, the same on all ranks.
+        collectives: of the strategy.
+        when: for the message.
+        epoch: compares those whose turn it is, where they are many; None
+            compares all.
+
+    Raises:
+        ValueError: on all ranks, where they differ and `check="error"`.
+    """
+    replicas = _replicas_of(variables)
+    if epoch is not None:
+        groups = _groups_of(replicas)
+        replicas = groups[epoch % len(groups)] if groups else []
+    if collectives.check == "off" or not replicas:
+        return
+    digests = _digests_of_ranks(replicas, collectives)
+    differ = [
+        i
+        for i in range(len(replicas))
+        if (digests[:, i] != digests[0, i]).any()
+    ]
+    new = [i for i in differ if replicas[i][0] not in collectives.drifted]
+    if not new:
+        return
+    lines = [
+        f"The ranks have different values {when} of variables that are to be "
+        "equal on all of them:",
+        *(
+            _line(*replicas[i], digests[:, i], collectives)
+            for i in new[:_MOST_LINES]
+        ),
+    ]
+    if len(new) > _MOST_LINES:
+        lines.append(f"  and {len(new) - _MOST_LINES} more")
+    lines.append(
+        "Every rank trains its own model from here on. Assign variables on "
+        "all ranks alike, from what all ranks know."
+    )
+    if collectives.check == "error":
+        raise ValueError("\n".join(lines))
+    collectives.drifted.update(replicas[i][0] for i in new)
+    if collectives.group.rank == 0:
+        _LOG.warning("%s", "\n".join(lines))
+
+
+def variables_of(model: Any) -> list[Any]:
+    """The variables of a model and its optimizers."""
+    return [*model.variables, *slots_of(model)]
+
+
+def _replicas_of(variables: Iterable[Any]) -> list[tuple[str, tf.Variable]]:
+    """Names and values of the variables that are equal by design."""
+    found: dict[int, tuple[str, tf.Variable]] = {}
+    for variable in variables:
+        native = keras_internals.value_of(variable)
+        name = label_of(variable)
+        if isinstance(native, internals.MirroredVariable) and not (
+            is_random(name) or native.dtype == tf.string
+        ):
+            found.setdefault(id(native), (name, native.values[0]))
+    return list(found.values())
+
+
+def _groups_of(
+    replicas: Sequence[tuple[str, tf.Variable]],
+) -> list[list[tuple[str, tf.Variable]]]:
+    """Variables in groups that are read fast."""
+    groups: list[list[tuple[str, tf.Variable]]] = []
+    left = 0
+    for name, variable in replicas:
+        size = (variable.shape.num_elements() or 0) * variable.dtype.size
+        if not groups or size > left:
+            groups.append([])
+            left = _BYTES_OF_AN_EPOCH
+        groups[-1].append((name, variable))
+        left -= size
+    return groups
+
+
+def _digests_of_ranks(
+    replicas: Sequence[tuple[str, tf.Variable]], collectives: Collectives
+) -> np.ndarray:
+    """A number of 8 bytes for every rank and variable, in one exchange."""
+    with tf.device("CPU:0"):
+        own = tf.concat([_digest(variable) for _, variable in replicas], axis=0)
+    gathered, rows = collectives.all_gather_parts(own, "check/replicas")
+    counts = rows.numpy().tolist()
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "The ranks have different numbers of variables: "
+            f"{', '.join(map(str, counts))}, by rank. All ranks train one "
+            "model: build it alike on each."
+        )
+    flat = np.ascontiguousarray(gathered.numpy())
+    return flat.view(np.uint64).reshape(len(counts), len(replicas))
+
+
+def _digest(variable: tf.Variable) -> tf.Tensor:
+    flat = tf.reshape(variable.read_value(), [1, -1])
+    if flat.dtype in (tf.bfloat16, tf.float16):
+        flat = tf.bitcast(flat, tf.uint16)
+    return tf.fingerprint(flat)
+
+
+def _line(
+    name: str,
+    variable: tf.Variable,
+    digests: np.ndarray,
+    collectives: Collectives,
+) -> str:
+    groups: dict[int, list[int]] = {}
+    for rank, digest in enumerate(digests.tolist()):
+        groups.setdefault(digest, []).append(rank)
+    largest = max(groups.values(), key=len)
+    others = [r for ranks in groups.values() if ranks != largest for r in ranks]
+    line = f"  {name} {variable.shape}: ranks {_listed(others)} differ from "
+    line += f"ranks {_listed(largest)}"
+    elements = variable.shape.num_elements()
+    if elements and elements <= _MOST_ELEMENTS:
+        line += f", by up to {_apart(variable, collectives):.1e}"
+    return line
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (", ..." if len(ranks) > 8 else "")
+
+
+def _apart(variable: tf.Variable, collectives: Collectives) -> float:
+    """Largest distance of an element from the ranks' mean."""
+    value = tf.cast(variable.read_value(), tf.float64)
+    (total,) = collectives.all_reduce([value], "check/replicas/values")
+    mean = total / collectives.group.world_size
+    own = tf.reduce_max(tf.abs(value - mean))
+    everyone = collectives.all_gather(own[tf.newaxis], "check/replicas/apart")
+    return float(np.max(everyone.numpy()))
+
+
+class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Compares before other callbacks save what the ranks have."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Says what differs."""
+        compare_replicas(
+            variables_of(self.model),
+            self.model.distribute_strategy.collectives,
+            f"after epoch {epoch + 1}",
+            epoch,
+        )
+
+
+def compare_after_epochs(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    strategy = model.distribute_strategy
+    collectives = getattr(strategy, "collectives", None)
+    if collectives is None or collectives.check == "off":
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    callbacks = bound.arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        # The caller's own, which Keras asks to train with as it is.
+        return original(model, *args, **kwargs)
+    bound.arguments["callbacks"] = [
+        _Compare(),
+        *tf.nest.flatten(callbacks or []),
+    ]
+    return original(*bound.args, **bound.kwargs)

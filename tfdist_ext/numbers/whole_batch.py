@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives values of a Keras step the value that one process computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import pathlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.comm import exchanges
+from tfdist_ext.comm.calls import Step
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.numbers.dependence import QUOTIENTS
+from tfdist_ext.numbers.dependence import BatchDependence
+from tfdist_ext.numbers.kinds import COUNT
+from tfdist_ext.numbers.kinds import COUPLED
+from tfdist_ext.numbers.kinds import LINEAR
+from tfdist_ext.numbers.kinds import MEAN
+from tfdist_ext.numbers.kinds import ROWS
+from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.numbers.kinds import SIZES
+from tfdist_ext.numbers.kinds import STATE
+from tfdist_ext.numbers.kinds import SUM
+from tfdist_ext.numbers.kinds import UNKNOWN
+from tfdist_ext.numbers.kinds import Kind
+from tfdist_ext.numbers.kinds import number_of
+from tfdist_ext.numbers.whole_functions import Whole
+from tfdist_ext.numbers.whole_functions import WholeValues
+
+_KERAS = {"keras", "tf_keras"}
+_LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
+# Folders of code that makes ops for others.
+_BETWEEN = {"tensorflow", "tfdist_ext", "ops", "backend"}
+
+
+def line_of(op: tf.Operation) -> str:
+    """`file.py:12` of the innermost frame outside of libraries."""
+    frames: Any = op.traceback or ()
+    for frame in reversed(list(frames)):
+        parts = pathlib.PurePath(frame.filename).parts
+        if not _LIBRARIES.intersection(parts):
+            return f"{parts[-1]}:{frame.lineno}"
+    return "no line of the program is known"
+
+
+def is_of_keras(op: tf.Operation) -> bool:
+    """Whether Keras's own code has made an op, such as a regularizer's.
+
+    Of what `keras.ops` makes, who calls it counts.
+    """
+    frames: Any = op.traceback or ()
+    for frame in reversed(list(frames)):
+        parts = pathlib.PurePath(frame.filename).parts
+        if not _BETWEEN.intersection(parts):
+            return bool(_KERAS.intersection(parts))
+    return False
+
+
+Pairs = list[tuple[tf.Tensor, Any]]
+
+
+def keras_step() -> Step | None:
+    """The step of a Keras loop at several ranks that is traced or run now.
+
+    None also where every rank computes on the whole batch.
+    """
+    current = keras_loop_step()
+    if current is None or current.checking or current.whole:
+        return None
+    collectives = collectives_lib.active()
+    if collectives is None or not collectives.corrects:
+        return None
+    return current
+
+
+def keras_loop_step() -> Step | None:
+    """The step of a Keras loop at several ranks, whatever it computes on."""
+    collectives = collectives_lib.active()
+    current = collectives.step if collectives else None
+    return current if current is not None and current.weighted else None
+
+
+def share_of_rank() -> tf.Tensor:
+    """This rank's part of the step's samples, float32 in [0, 1]."""
+    collectives = collectives_lib.active()
+    assert collectives is not None and collectives.step is not None
+    known = collectives.step.shares
+    graph = _graph_of_shares()
+    if graph not in known:
+        relative = collectives.share_of_samples("batch")
+        assert relative is not None
+        known[graph] = relative / collectives.group.world_size
+    return known[graph]
+
+
+def know_share(value: tf.Tensor) -> None:
+    """Says what `share` is where an exchange has told it."""
+    step = keras_loop_step()
+    assert step is not None
+    step.shares.setdefault(_graph_of_shares(), value)
+
+
+def _graph_of_shares() -> int:
+    if tf.executing_eagerly():
+        return 0
+    return id(tf.compat.v1.get_default_graph())
+
+
+def means_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The ranks' means of numbers, weighted by their samples.
+
+    Args:
+        values: scalars; one of a rank without samples does not count.
+    """
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    parts = [value / collectives.group.world_size for value in values]
+    return collectives.all_reduce(parts, "batch/values", weighted=True)
+
+
+def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
+    """This rank's part of a divisor of all ranks, by its part of the samples.
+
+    A sum that is divided by this rank's divisor, times this: the ranks'
+    average of that is divided by the divisor of all.
+
+    Args:
+        value: float32 scalar, this rank's part of a sum.
+    """
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    own = samples()
+    total, of_all = collectives.all_reduce([value, own], "batch/divisor")
+    return tf.math.divide_no_nan(value * of_all, total * own)
+
+
+def samples() -> tf.Tensor:
+    """float32 scalar, this rank's samples in the step."""
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    return collectives.samples()
+
+
+def dependence_in(step: Step) -> BatchDependence:
+    """What tells how tensors of a step depend on its batch."""
+    if step.dependence is None:
+        samples = tf.get_static_value(step.samples)
+        step.dependence = BatchDependence(samples and int(samples))
+    dependence: BatchDependence = step.dependence
+    return dependence
+
+
+def kind_of(step: Step, value: tf.Tensor) -> Kind:
+    """How a tensor depends on the batch.
+
+    Eager scalars do not tell what they are; they count as means.
+    """
+    if tf.is_symbolic_tensor(value):
+        return dependence_in(step).of(value)
+    if marks.is_reduced(value):
+        return Kind(SAME)
+    if value.shape.rank:
+        return Kind(ROWS, 0)
+    return Kind(LINEAR, parts=frozenset([MEAN]))
+
+
+def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
+    """A scalar whose weighted mean over the ranks is one process's value.
+
+    Args:
+        value: floating scalar of the step.
+        what: names the value in warnings.
+    """
+    value = tf.convert_to_tensor(value)  # also of a variable of Keras
+    step = keras_step()
+    if step is None:
+        return value
+    kind = kind_of(step, value)
+    if kind.name == COUNT or (kind.name == LINEAR and kind.parts == {SUM}):
+        return total_of(value)
+    if kind.name in (LINEAR, SAME, STATE) and SUM not in kind.parts:
+        return value
+    if kind.name in (LINEAR, COUPLED) and kind.axis is None:
+        whole = _whole(step, value)
+        if whole is not None:
+            marks.set_reduced(whole.value)
+            return whole.value
+        kind = Kind(UNKNOWN, cause=value.op)
+    _warn(what, value, kind)
+    return value
+
+
+def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
+    """What to differentiate for a gradient that the ranks can average.
+
+    Args:
+        step: of a Keras loop.
+        target: of which the gradient is asked for; its elements are added up.
+        weight: the gradient by the target, None for 1.
+
+    Returns:
+        Tensors, and the gradients by them.
+    """
+    if weight is not None:
+        weight = _whole_weight(step, weight)
+    kind = kind_of(step, target)
+    summed = kind.name in (ROWS, COUNT) or kind.parts == {SUM}
+    if summed:
+        weight = tf.ones_like(target) if weight is None else weight
+        return [(target, total_of(weight))]
+    if kind.name in (LINEAR, SAME, STATE) and SUM not in kind.parts:
+        return [(target, weight)]
+    if kind.name in (LINEAR, COUPLED) and not internals.is_recording():
+        whole = _whole(step, target)
+        if whole is not None:
+            found = whole.gradients(weight, share_of_rank())
+            pairs = zip(whole.leaves, found, strict=True)
+            return [(leaf, grad) for leaf, grad in pairs if grad is not None]
+    if kind.name in (LINEAR, COUPLED):
+        kind = Kind(UNKNOWN, cause=target.op)
+    _warn("The gradient of a loss", target, kind)
+    return [(target, weight)]
+
+
+def _whole_weight(step: Step, weight: tf.Tensor) -> tf.Tensor:
+    """A gradient that a step gives to a tape, as one process gives it."""
+    kind = kind_of(step, weight)
+    eager = not tf.is_symbolic_tensor(weight)
+    if eager or kind.name in (ROWS, SAME, STATE):
+        return weight
+    if kind.name in (COUNT, COUPLED, LINEAR):
+        whole = _whole(step, weight)
+        if whole is not None:
+            return whole.value
+    _warn("A gradient given to a tape", weight, kind)
+    return weight
+
+
+def _whole(step: Step, value: tf.Tensor) -> Whole | None:
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    if step.whole_values is None:
+        step.whole_values = WholeValues(dependence_in(step))
+    makes: WholeValues = step.whole_values
+    return makes.of(value, share_of_rank(), collectives)
+
+
+def total_of(value: tf.Tensor) -> tf.Tensor:
+    """A sum over this rank's samples, to be averaged over the ranks."""
+    value = tf.math.divide_no_nan(value, tf.cast(share_of_rank(), value.dtype))
+    if tf.is_symbolic_tensor(value):
+        marks.set_dependence(value, MEAN)
+    return value
+
+
+def warn_of_constants(step: Step) -> None:
+    """Names constants that may be this rank's samples, or one over them."""
+    for op in dependence_in(step).by_constant:
+        kind = kind_of(step, op.outputs[0])
+        if kind.name == LINEAR and is_of_keras(op):
+            continue  # of an activity regularizer, by the batch's samples
+        numbers = [each for each in map(number_of, op.inputs) if each]
+        divides = op.type in QUOTIENTS
+        number = f"{numbers[-1]:g}" if numbers else "a constant"
+        what = (
+            f"divides by {number}, which is"
+            if divides
+            else f"multiplies by {number}, which is one over"
+        )
+        mean = divides and kind.name == LINEAR
+        taken = "this number, not a constant" if mean else "a constant"
+        _warn_once(
+            op,
+            f"Op '{op.name}' ({line_of(op)}) {what} the number of this rank's "
+            f"samples or elements. It is taken for {taken}. {_REMEDY}",
+        )
+
+
+def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
+    """Names a layer of the user's whose result mixes samples of its rank."""
+    if type(layer).__module__.split(".")[0] in _KNOWN_LAYERS:
+        return
+    _warn_once(
+        value.op,
+        f"Layer '{layer.name}' ({type(layer).__name__}, {line_of(value.op)}) "
+        "combines the samples of a batch. Each rank computes the forward pass "
+        "of its own samples, so the result may differ from one process. "
+        "Combine the samples of all ranks with tfdist_ext.losses.batch_mean, "
+        "batch_sum or gather_batch.",
+    )
+
+
+def warn_of_shard(value: tf.Tensor) -> None:
+    """Names an op that computes a gradient from a part of another one."""
+    _warn_once(
+        value.op,
+        f"Op '{value.op.name}' ({line_of(value.op)}) makes a gradient from the "
+        "gradient of a partitioned table, of which each rank has its shard, so "
+        "the result may differ from one process. Use tf.linalg.global_norm, "
+        "tf.clip_by_global_norm or tf.clip_by_norm on the gradients, which "
+        "count all shards, or `clipnorm`, `global_clipnorm` or `clipvalue` of "
+        "an optimizer of tfdist_ext.optimizers.",
+    )
+
+
+_KNOWN_LAYERS = ("keras", "keras_rs", "tf_keras", "tfdist_ext")
+_REMEDY = (
+    "Write it with tf.reduce_mean, or with tfdist_ext.losses.batch_mean, "
+    "batch_sum or gather_batch, which are exact over the whole batch."
+)
+
+
+def _warn(what: str, value: tf.Tensor, kind: Kind) -> None:
+    """Says what cannot be told to be a sum or a mean, once for each op."""
+    op = kind.cause
+    if op is None:
+        op = value.op
+    reason = "has no rule for sums over a batch that is split over ranks"
+    if kind.name in (ROWS, SIZES) or kind.axis is not None:
+        reason = "gives a value for each sample, of which a rank has a part"
+    elif kind.cause is value.op:
+        reason = "cannot be told to be a sum or a mean over the samples"
+    _warn_once(
+        op,
+        f"{what} ('{value.name}') is averaged over the ranks, which may "
+        f"differ from one process: op '{op.name}' ({op.type}, {line_of(op)}) "
+        f"{reason}. {_REMEDY}",
+    )
+
+
+def _warn_once(op: tf.Operation, text: str) -> None:
+    step = keras_step()
+    assert step is not None
+    known = dependence_in(step).warned
+    key = op.type, line_of(op)
+    if key not in known:
+        known.add(key)
+        warnings.warn(text, stacklevel=2)
+
+
+Rows = Any  # tf.Tensor or tf.RaggedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The rows of all ranks, in the order of the batch.
+
+    Attributes:
+        own: this rank's rows, of which they are gathered.
+        rows: those of all ranks.
+        sizes: int64 `[world_size]`, how many each rank has.
+        rank: of this process.
+    """
+
+    own: Rows
+    rows: Rows
+    sizes: tf.Tensor
+    rank: int
+
+    def first(self) -> tf.Tensor:
+        """int64 scalar, which row is the first of this rank."""
+        return tf.reduce_sum(self.sizes[: self.rank])
+
+    def share(self) -> tf.Tensor:
+        """This rank's part of the rows, float32 in [0, 1]."""
+        sizes = tf.cast(self.sizes, tf.float32)
+        return tf.math.divide_no_nan(sizes[self.rank], tf.reduce_sum(sizes))
+
+
+def gather(
+    collectives: Collectives, tensors: Sequence[Rows], label: str
+) -> list[Gathered]:
+    """Gathers rows of several tensors, if possible in one exchange.
+
+    Args:
+        collectives: of the strategy; all ranks must call.
+        tensors: dense `[n, ...]` with the same n, or ragged, of any dtype
+            that `any_dtype.is_known`; n may differ between the ranks.
+        label: names the exchange in errors and statistics.
+
+    Returns:
+        What is gathered of each, in order.
+    """
+    agree(collectives, [f"{label} of {_kinds(tensors)}"])
+    packed = [i for i, x in enumerate(tensors) if _is_packed(x)]
+    found: dict[int, tuple[Rows, tf.Tensor]] = {}
+    if packed:
+        rows, sizes = _gather_packed(
+            collectives, [tensors[i] for i in packed], label
+        )
+        found = {i: (each, sizes) for i, each in zip(packed, rows, strict=True)}
+    for i, x in enumerate(tensors):
+        if i not in found:
+            found[i] = exchanges.all_gather_rows(collectives, x, label)
+    rank = collectives.group.rank
+    return [Gathered(x, *found[i], rank) for i, x in enumerate(tensors)]
+
+
+def _kinds(tensors: Sequence[Rows]) -> str:
+    return ", ".join(
+        f"{x.dtype.name} [n{''.join(f', {d}' for d in x.shape[1:])}]"
+        for x in tensors
+    )
+
+
+def _is_packed(x: Rows) -> bool:
+    return isinstance(x, tf.Tensor) and x.dtype != tf.string
+
+
+def _gather_packed(
+    collectives: Collectives, tensors: Sequence[tf.Tensor], label: str
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Gathers dense tensors side by side, as the bytes of their rows."""
+    if len(tensors) == 1:
+        rows, sizes = exchanges.all_gather(collectives, tensors[0], label)
+        return [rows], sizes
+    parts = [_bytes_of(x) for x in tensors]
+    packed, sizes = collectives.all_gather_parts(tf.concat(parts, 1), label)
+    lengths = [_row_bytes(x) for x in tensors]
+    parts = tf.split(packed, tf.stack(lengths), axis=1, num=len(tensors))
+    rows = [
+        _from_bytes(part, x) for part, x in zip(parts, tensors, strict=True)
+    ]
+    return rows, sizes
+
+
+def _row_elements(x: tf.Tensor) -> int | tf.Tensor:
+    """How many elements a row has, static where it is known."""
+    if x.shape.rank is not None and None not in x.shape[1:]:
+        return functools.reduce(operator.mul, x.shape[1:], 1)
+    return tf.reduce_prod(tf.shape(x)[1:])
+
+
+def _row_bytes(x: tf.Tensor) -> int | tf.Tensor:
+    return _row_elements(x) * x.dtype.size
+
+
+def _bytes_of(x: tf.Tensor) -> tf.Tensor:
+    """uint8 `[n, bytes of a row]`."""
+    narrow = x.dtype == tf.bool or x.dtype.size == 1
+    codes = tf.cast(x, tf.uint8) if narrow else tf.bitcast(x, tf.uint8)
+    return tf.reshape(codes, [tf.shape(x)[0], _row_bytes(x)])
+
+
+def _from_bytes(codes: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """The rows whose bytes `_bytes_of` has given."""
+    shape = tf.concat([tf.shape(codes)[:1], tf.shape(like)[1:]], 0)
+    if like.dtype == tf.bool or like.dtype.size == 1:
+        rows = tf.cast(tf.reshape(codes, shape), like.dtype)
+    else:
+        shape = tf.concat([shape, [like.dtype.size]], 0)
+        rows = tf.bitcast(tf.reshape(codes, shape), like.dtype)
+    rows.set_shape([None, *like.shape[1:]])
+    return rows
+
+
+def static_row_bytes(x: Rows) -> int:
+    """Bytes of a row, 0 where that is not known before a step runs."""
+    if not _is_packed(x) or None in x.shape[1:]:
+        return 0
+    return int(_row_bytes(x))
+
+
+def connected(found: Gathered, exchanged: bool = False) -> Rows:
+    """The gathered rows; their gradient is that of this rank's own rows.
+
+    Each use of rows that are gathered once is connected for itself, so that
+    every tape that records sees it.
+
+    Args:
+        found: floating rows, or others, which have no gradient.
+        exchanged: whether the ranks compute different things from the rows.
+            Their gradients are summed then, which is an exchange; otherwise
+            they are equal.
+    """
+    own, rows = found.own, found.rows
+    if not own.dtype.is_floating:
+        return rows
+    if not isinstance(rows, tf.RaggedTensor):
+        return _connected(own, rows, found.first(), exchanged)
+    first = tf.cast(found.first(), rows.row_splits.dtype)
+    for splits in rows.nested_row_splits:
+        first = splits[first]
+    values = _connected(own.flat_values, rows.flat_values, first, exchanged)
+    return rows.with_flat_values(values)
+
+
+def _connected(
+    own: tf.Tensor, rows: tf.Tensor, first: tf.Tensor, exchanged: bool
+) -> tf.Tensor:
+    # Ranks average their gradients by their shares in Keras's loops, and sum
+    # them elsewhere.
+    share = share_of_rank() if keras_step() else None
+    start = tf.cast(first, tf.int64)
+
+    @tf.custom_gradient
+    def whole(own: tf.Tensor, rows: tf.Tensor) -> Any:
+        def gradient(upstream: Any) -> tuple[tf.Tensor, None]:
+            upstream = tf.convert_to_tensor(upstream)
+            if exchanged:
+                upstream = _sum_of_all(upstream, share)
+            part = upstream[start : start + tf.shape(own, tf.int64)[0]]
+            part = tf.ensure_shape(part, own.shape)
+            if share is not None:
+                part = tf.math.divide_no_nan(part, tf.cast(share, part.dtype))
+            return part, None
+
+        return tf.identity(rows), gradient
+
+    return whole(own, tf.stop_gradient(rows))
+
+
+def _sum_of_all(upstream: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
+    """What the rows are to the ranks together."""
+    collectives = collectives_lib.active()
+    assert collectives is not None
+    if share is not None:
+        # Of a rank without samples, no number counts.
+        share = tf.cast(share, upstream.dtype)
+        upstream = tf.math.multiply_no_nan(upstream, share)
+    return collectives.all_reduce([upstream], "losses/gradients")[0]

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers whose row updates are one op; the rate of a larger batch."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.comm.exchanges import sum_over_ranks
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.marks import shard_spec
+from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.optimizers.keras_versions import has_kernel
+from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
+from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class SGD(RowOptimizer, tf.keras.optimizers.SGD):
+    """Keras's SGD, fused and in place for sparse gradients.
+
+    Takes the arguments of `keras.optimizers.SGD`, with the same defaults.
+
+    Without momentum the result is Keras's. With momentum, updates of tables
+    are lazy: a row moves, and its momentum decays, in the steps that look it
+    up. Keras's own SGD lets every row of the table glide on in every step; it
+    trains partitioned tables too, at the cost of a pass over the shard.
+
+    Args:
+        *args: of `keras.optimizers.SGD`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.SGD`, by name.
+    """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if KERAS_3 or self.momentum:
+            super().build(variables)
+        elif not getattr(self, "_built", False):
+            # tf_keras would add momentums that it multiplies by zero.
+            self._prepare(variables)
+            super(tf.keras.optimizers.SGD, self).build(variables)
+            self.momentums = [None] * len(variables)
+            self._built = True
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        if not self.momentum:
+            optimizer_ops.apply_row_sgd(
+                variable,
+                rows,
+                grads,
+                learning_rate=learning_rate,
+                rounding_seed=self.rounding_seed(variable),
+            )
+            return
+        optimizer_ops.apply_row_momentum(
+            variable,
+            self._slot(self.momentums, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            rounding_seed=self.rounding_seed(variable),
+        )
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
+    """Keras's Adagrad, fused and in place for sparse gradients.
+
+    Takes the arguments of `keras.optimizers.Adagrad`, with the same defaults,
+    and gives the same result: a row without a gradient does not change in
+    either.
+
+    Args:
+        *args: of `keras.optimizers.Adagrad`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Adagrad`, by name.
+    """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if getattr(self, "_built", False):
+            return
+        # Older Keras 3 does not say which variable a slot belongs to, and
+        # the slot of a shard must be a shard; tf_keras rounds the initial
+        # value to the dtype of the variable.
+        self._prepare(variables)
+        super(tf.keras.optimizers.Adagrad, self).build(variables)
+        self._accumulators = [
+            self._add_slot(
+                variable, "accumulator", self.initial_accumulator_value, False
+            )
+            for variable in variables
+        ]
+        self._built = True
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        optimizer_ops.apply_row_adagrad(
+            variable,
+            self._slot(self._accumulators, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            epsilon=self.epsilon,
+            rounding_seed=self.rounding_seed(variable),
+        )
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class Adam(RowOptimizer, tf.keras.optimizers.Adam):
+    """Keras's Adam; fused and in place for sparse gradients.
+
+    Takes the arguments of `keras.optimizers.Adam`, with the same defaults,
+    and `lazy`. Dense gradients get Keras's Adam. In a table, with
+
+    - `lazy=True`, a step updates the moments and the weights of the rows it
+      looked up and nothing else; the bias correction counts all steps.
+    - `lazy=False`, the result is that of Keras's own Adam, which decays the
+      moments of every row and moves every row in every step. That takes one
+      pass over the shard and its slots in every step, without a copy; Keras's
+      own takes several, with copies.
+
+    The two are equal if every step looks up every row.
+
+    Args:
+        *args: of `keras.optimizers.Adam`, by position.
+        lazy: whether a step leaves the rows alone that it has not looked up.
+        **kwargs: of `keras.optimizers.Adam`, by name, and
+            `stochastic_rounding`, see `SGD`.
+    """
+
+    def __init__(self, *args: Any, lazy: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "lazy": self.lazy}
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        step = tf.cast(self.iterations, tf.int64) + 1
+        hats = []
+        if self.amsgrad:
+            hats = [self._slot(self._velocity_hats, variable)]
+        optimizer_ops.apply_row_adam(
+            variable,
+            self._slot(self._momentums, variable),
+            self._slot(self._velocities, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            beta_1=self.beta_1,
+            beta_2=self.beta_2,
+            epsilon=self._epsilon_hat(step),
+            step=step,
+            velocity_hats=hats,
+            all_rows=not self.lazy,
+            rounding_seed=self.rounding_seed(variable),
+        )
+
+    def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
+        if not self.lazy:
+            return tf.range(variable.shape[0], dtype=tf.int64)
+        return super()._rows_changed(gradient, variable)
+
+    def _epsilon_hat(self, step: tf.Tensor) -> Any:
+        if not getattr(self, "adaptive_epsilon", False):
+            return self.epsilon
+        beta_2 = tf.constant(self.beta_2, tf.float64)
+        power = beta_2 ** tf.cast(step, tf.float64)
+        return self.epsilon * tf.sqrt(1 - power)
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
+    """Keras's Ftrl; lazy, fused and in place for sparse gradients.
+
+    Takes the arguments of `keras.optimizers.Ftrl`, with the same defaults. A
+    learning_rate_power of -0.5, the default, is faster than others.
+
+    Dense gradients get Keras's Ftrl. In a table, a step updates the rows it
+    looked up and nothing else. The result is Keras's where a row without a
+    gradient does not change in Keras either: with a table that starts at
+    zero, a constant learning rate, and no l2_shrinkage. Otherwise Keras
+    recomputes every weight in every step: its first step sets every row
+    without a gradient to zero whatever the initial weights, and a changed
+    learning rate moves all rows at once.
+
+    Args:
+        *args: of `keras.optimizers.Ftrl`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Ftrl`, by name.
+    """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if getattr(self, "_built", False):
+            return
+        # Past Ftrl's own build for the reasons of Adagrad's.
+        self._prepare(variables)
+        super(tf.keras.optimizers.Ftrl, self).build(variables)
+        self._accumulators, self._linears = [], []
+        for variable in variables:
+            self._accumulators.append(
+                self._add_slot(
+                    variable,
+                    "accumulator",
+                    self.initial_accumulator_value,
+                    False,
+                )
+            )
+            self._linears.append(self._add_slot(variable, "linear", 0.0, False))
+        self._built = True
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        optimizer_ops.apply_row_ftrl(
+            variable,
+            self._slot(self._accumulators, variable),
+            self._slot(self._linears, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            learning_rate_power=self.learning_rate_power,
+            l1=self.l1_regularization_strength,
+            l2=self.l2_regularization_strength,
+            l2_shrinkage=self.l2_shrinkage_regularization_strength,
+            beta=self.beta,
+            rounding_seed=self.rounding_seed(variable),
+        )
+
+
+@tf.keras.utils.register_keras_serializable(package="tfdist_ext")
+class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
+    """Adagrad that keeps one accumulator per row of a matrix.
+
+    A table `[rows, dim]` needs a slot of `rows` values instead of
+    `rows * dim`. In each step, for every row r with gradient g:
+
+        a[r] += mean(g ** 2)
+        w[r] -= learning_rate * g / sqrt(a[r] + epsilon)
+
+    The accumulator is FBGEMM's, the place of epsilon Keras's. Matrices with
+    dense gradients follow the same rule, a row being an index of axis 0;
+    variables of any other rank (biases) follow ordinary Adagrad. Takes the
+    arguments of `keras.optimizers.Adagrad`, with the same defaults.
+
+    Where the columns of a table are spread over the ranks, the mean is over
+    all of them and costs one exchange of a value per touched row.
+
+    Args:
+        *args: of `keras.optimizers.Adagrad`, by position.
+        stochastic_rounding: whether weights of bfloat16 tables are rounded at
+            random, such that the expectation is exact, or to nearest.
+        **kwargs: of `keras.optimizers.Adagrad`, by name.
+    """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if getattr(self, "_built", False):
+            return
+        self._prepare(variables)
+        # Past Adagrad's own build, which would add full accumulators.
+        super(tf.keras.optimizers.Adagrad, self).build(variables)
+        self._accumulators = [
+            self._add_slot(
+                variable,
+                "accumulator",
+                self.initial_accumulator_value,
+                per_row=len(variable.shape) == 2,
+            )
+            for variable in variables
+        ]
+        self._built = True
+
+    def _update_one(
+        self, gradient: Any, variable: Any, *learning_rate: Any
+    ) -> None:
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        fused = is_bfloat16_table(variable) or (sparse and has_kernel(variable))
+        if fused or len(variable.shape) != 2:
+            super()._update_one(gradient, variable, *learning_rate)
+            return
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        rate = learning_rate[0] if learning_rate else self.learning_rate
+        variable = self._native(variable)
+        slot = self._native(self._slot(self._accumulators, variable))
+        slot.assign_add(_mean_squares(variable, gradient))
+        scale = tf.cast(rate, variable.dtype) / tf.sqrt(slot + self.epsilon)
+        variable.assign_sub(scale[:, tf.newaxis] * gradient)
+
+    def _update_rows(
+        self,
+        variable: tf.Variable,
+        rows: tf.Tensor,
+        grads: tf.Tensor,
+        learning_rate: Any,
+    ) -> None:
+        means = None
+        if _has_part_of_rows(variable):
+            rows, grads = optimizer_ops.sum_duplicate_rows(rows, grads)
+            means = _mean_squares(variable, grads)
+        optimizer_ops.apply_row_wise_adagrad(
+            variable,
+            self._slot(self._accumulators, variable),
+            rows,
+            grads,
+            learning_rate=learning_rate,
+            epsilon=self.epsilon,
+            mean_squares=means,
+            rounding_seed=self.rounding_seed(variable),
+        )
+
+
+def _has_part_of_rows(variable: tf.Variable) -> bool:
+    spec = shard_spec(variable)
+    return spec is not None and spec.column_parts > 1
+
+
+def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
+    """Means over whole rows of squared gradients, `[n]` of `[n, dim]`."""
+    spec = shard_spec(variable)
+    if spec is None or spec.column_parts == 1:
+        return tf.reduce_mean(tf.square(grads), axis=1)
+    # Ranks that hold other columns of these rows look up the same ids.
+    squares = tf.reduce_sum(tf.square(grads), axis=1)
+    label = f"{spec.table}/row-wise accumulator"
+    return sum_over_ranks(squares, label, spec.row_peers) / spec.dim
+
+
+_KINDS = {
+    kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, Ftrl)
+}
+
+# What only the model's optimizer does, for all tables.
+_OF_THE_MODEL = (
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "weight_decay",
+    "use_ema",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+def as_row_optimizer(optimizer: Any, table: str) -> Any:
+    """The optimizer of this package that a table's `optimizer` stands for.
+
+    Args:
+        optimizer: one of `tfdist_ext.optimizers`, a Keras optimizer of the
+            same name, its name, or its serialised form.
+        table: for errors.
+
+    Raises:
+        ValueError: for any other, or an option that is of the model's only.
+    """
+    found = _row_optimizer(optimizer, table)
+    for option in _OF_THE_MODEL:
+        value = getattr(found, option, None)
+        if value:
+            raise ValueError(
+                f"Table '{table}': argument `{option}` of its own optimizer "
+                "has no effect; give it to the model's, which applies it to "
+                f"all tables. Received: {option}={value!r}."
+            )
+    return found
+
+
+def _row_optimizer(optimizer: Any, table: str) -> Any:
+    if isinstance(optimizer, dict):  # of a config of keras-rs
+        optimizer = tf.keras.utils.deserialize_keras_object(optimizer)
+    if isinstance(optimizer, RowOptimizer):
+        return optimizer
+    if isinstance(optimizer, str):
+        by_name = {name.lower(): kind for name, kind in _KINDS.items()}
+        if optimizer.lower() in by_name:
+            return by_name[optimizer.lower()]()
+    elif isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        kind = _KINDS.get(type(optimizer).__name__)
+        if kind is not None:
+            return kind.from_config(optimizer.get_config())
+    raise ValueError(
+        f"Table '{table}': `optimizer` must be one of "
+        f"tfdist_ext.optimizers ({', '.join(_KINDS)}), its Keras counterpart, "
+        f"or its name. Received: {optimizer!r}."
+    )
+
+
+def attach_optimizer(variable: Any, optimizer: Any) -> None:
+    """Lets an optimizer update this table, whatever the model's is.
+
+    The model's must be one of this package: it hands the gradient on.
+
+    Args:
+        variable: the table, of TensorFlow or Keras.
+        optimizer: from `as_row_optimizer`.
+    """
+    marks.set_own_optimizer(variable, optimizer)
+
+
+keras = tf.keras
+
+_RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+def scaled_rate(
+    base: float,
+    reference_batch: int,
+    batch: int,
+    rule: str = "linear",
+    warmup_steps: int = 0,
+) -> Any:
+    """Learning rate for a global batch, from that of another one.
+
+    More ranks with as many samples each make a larger global batch, and fewer
+    steps of an epoch. "linear" suits SGD, "sqrt" Adagrad and Adam, which
+    divide by the root of summed squares.
+
+    >>> scaled_rate(0.1, reference_batch=1024, batch=8192)
+    0.8
+    >>> scaled_rate(0.1, reference_batch=1024, batch=4096, rule="sqrt")
+    0.2
+
+    Args:
+        base: rate that trains well with `reference_batch`.
+        reference_batch: samples of a step with which it does.
+        batch: samples of a step of all ranks together.
+        rule: "linear" multiplies by `batch / reference_batch`, "sqrt" by its
+            square root.
+        warmup_steps: steps in which the rate goes from `base` to its value,
+            in even parts.
+
+    Returns:
+        A float; with `warmup_steps` a Keras `LearningRateSchedule`, which
+        gives float32 scalars.
+
+    Raises:
+        ValueError: for an unknown rule, and numbers that are not positive.
+    """
+    for name, value in (
+        ("base", base),
+        ("reference_batch", reference_batch),
+        ("batch", batch),
+    ):
+        _check(name, value, value > 0 if _is_number(value) else False)
+    whole = isinstance(warmup_steps, numbers.Integral)
+    if not whole or warmup_steps < 0:
+        raise ValueError(
+            "Argument `warmup_steps` must be a whole number of at least 0. "
+            f"Received: warmup_steps={warmup_steps!r}."
+        )
+    if rule not in _RULES:
+        raise ValueError(
+            f"Argument `rule` must be one of {tuple(_RULES)}. Received: "
+            f"rule={rule!r}."
+        )
+    rate = base * _RULES[rule](batch / reference_batch)
+    return WarmUp(base, rate, warmup_steps) if warmup_steps else rate
+
+
+_Schedule: Any = keras.optimizers.schedules.LearningRateSchedule
+
+
+@keras.utils.register_keras_serializable(package="tfdist_ext")
+class WarmUp(_Schedule):
+    """Goes from one rate to another, then stays there.
+
+    Args:
+        first: rate of step 0.
+        last: rate from step `steps` on.
+        steps: in which it changes, in even parts.
+    """
+
+    def __init__(self, first: float, last: float, steps: int) -> None:
+        super().__init__()
+        self.first, self.last, self.steps = first, last, steps
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        done = tf.cast(step, tf.float32) / float(self.steps)
+        return self.first + (self.last - self.first) * tf.minimum(done, 1.0)
+
+    def get_config(self) -> dict[str, Any]:
+        """Arguments to make the schedule again."""
+        return {"first": self.first, "last": self.last, "steps": self.steps}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check(name: str, value: Any, positive: bool) -> None:
+    if not positive or not math.isfinite(value):
+        raise ValueError(
+            f"Argument `{name}` must be a positive number. Received: "
+            f"{name}={value!r}."
+        )

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Decides which rank holds which part of which table."""

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Ids of the next batch, exchanged during a step."""

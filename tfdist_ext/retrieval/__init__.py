@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The best of all candidates, each scored by the rank that has it."""

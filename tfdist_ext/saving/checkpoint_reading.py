@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TensorFlow checkpoint, read by all ranks.
+
+All read first and look at the shapes; only when every rank has all it needs
+do they exchange rows and assign. So a file that one rank cannot read, or that
+is damaged, changes no variable of any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.comm import calls
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.saving import changed_rows
+from tfdist_ext.saving.changed_rows import DeltaRows
+
+# Functions that restore an object, and what was read for them.
+Read = list[tuple[Any, dict[str, Any]]]
+# Where the adapters of TensorFlow's savers keep their variable.
+_VARIABLES = (
+    "_trackable",
+    "_mirrored_variable",
+    "_distributed_variable",
+    "_sync_on_read_variable",
+)
+
+
+def restore(
+    original: Any,
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives | None,
+    full: str | None = None,
+) -> dict[str, Any]:
+    """Restores what a saver holds; all ranks must call.
+
+    Args:
+        original: TensorFlow's method.
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy; None in one process.
+        full: path of the checkpoint since which that one has the changes.
+
+    Returns:
+        No operations: all is done.
+    """
+    read: Read = []
+    failure: Exception | None = None
+    try:
+        if full is None:
+            _read(original, saver, file_prefix, options, collectives, read)
+        else:
+            path = _text(file_prefix)
+            _read_over(original, saver, path, options, collectives, read, full)
+    except Exception as error:
+        failure = error
+    agree(failure, collectives)
+    while read:  # Values are dropped one by one, as they are assigned.
+        fn, tensors = read.pop(0)
+        fn(tensors)
+    return {}
+
+
+def agree(failure: Exception | None, collectives: Collectives | None) -> None:
+    """Raises on all ranks if one has failed; all ranks must call.
+
+    Also where an error of one rank is not told to the others at once, as in
+    Keras's `fit`.
+
+    Args:
+        failure: of this rank, or None.
+        collectives: of the strategy; None in one process.
+    """
+    if failure is not None and collectives is None:
+        raise failure
+    if collectives is None:
+        return
+    mine = f"{calls.brief_error(failure)}\n" if failure is not None else ""
+    counts = tf.constant(np.frombuffer(mine.encode(), np.uint8))
+    text, sizes = collectives.all_gather_parts(counts, "checkpoint/read")
+    if failure is not None:
+        raise failure
+    if text.shape[0]:
+        ranks = np.flatnonzero(sizes.numpy())
+        every = text.numpy().tobytes().decode(errors="replace")
+        raise tf.errors.AbortedError(
+            None, None, f"rank {ranks[0]}: {every.splitlines()[0]}"
+        )
+
+
+def _read_over(
+    original: Any,
+    saver: Any,
+    path: str,
+    options: Any,
+    collectives: Collectives | None,
+    read: Read,
+    full: str,
+) -> None:
+    """Reads what a delta has, and the rest of the full checkpoint."""
+    delta = DeltaRows(path)
+    with _only(saver, lambda key: key not in delta.keys):
+        _read(original, saver, path, options, collectives, read)
+    first = len(read)
+    with _only(saver, lambda key: key in delta.keys):
+        _read(original, saver, full, options, collectives, read)
+        _put_in_rows(saver, delta, read[first:])
+
+
+def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
+    """Replaces what has changed since in what was read."""
+    slices = {
+        (tensor.checkpoint_key, tensor.slice_spec): (
+            tensor._tensor_save_spec.slice_spec.strip()
+        )
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+    }
+    for fn, tensors in read:
+        for key, asked in saver._restore_fn_to_keys[fn]:
+            holder, place = tensors, key.partition("/.ATTRIBUTES/")[2]
+            if asked:
+                holder, place = tensors[place], asked
+            holder[place] = delta.put_into(
+                key, slices[key, asked], holder[place]
+            )
+
+
+@contextlib.contextmanager
+def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Lets a saver restore what has wanted keys, and nothing else."""
+    by_task = saver._shardable_tensors_by_task
+    functions = saver._keys_to_restore_fn
+    counted = saver._restore_fn_to_keys
+    saver._shardable_tensors_by_task = {
+        task: found
+        for task, tensors in by_task.items()
+        if (found := [each for each in tensors if wanted(each.checkpoint_key)])
+    }
+    saver._keys_to_restore_fn = {
+        key: fn for key, fn in functions.items() if wanted(key[0])
+    }
+    saver._restore_fn_to_keys = {
+        fn: found
+        for fn, keys in counted.items()
+        if (found := [key for key in keys if wanted(key[0])])
+    }
+    try:
+        yield
+    finally:
+        saver._shardable_tensors_by_task = by_task
+        saver._keys_to_restore_fn = functions
+        saver._restore_fn_to_keys = counted
+
+
+def _read(
+    original: Any,
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives | None,
+    read: Read,
+) -> None:
+    """Reads all that this rank needs into a list of functions and values."""
+    functions = saver._keys_to_restore_fn
+    counted = saver._restore_fn_to_keys
+    later = {fn: _Later(fn, read) for fn in counted}
+    _name_own_states(saver, file_prefix, collectives)
+    _fit_slices(saver, file_prefix)
+    saver._keys_to_restore_fn = {k: later[fn] for k, fn in functions.items()}
+    saver._restore_fn_to_keys = {later[fn]: k for fn, k in counted.items()}
+    # Otherwise read in a tf.function, where exchanges of arrays cannot run.
+    saver._num_unique_tasks = 1
+    try:
+        original(saver, file_prefix, options)
+    finally:
+        saver._keys_to_restore_fn = functions
+        saver._restore_fn_to_keys = counted
+    for fn, tensors in read:
+        _add_new_rows(fn, tensors)
+        _check_shapes(fn, tensors)
+
+
+def _text(file_prefix: Any) -> str:
+    path: bytes = tf.get_static_value(tf.convert_to_tensor(file_prefix))
+    return path.decode()
+
+
+class _Later:
+    """Notes what was read for a function instead of calling it."""
+
+    def __init__(self, fn: Any, read: list[tuple[Any, Any]]) -> None:
+        self._fn = fn
+        self._read = read
+
+    def __call__(self, tensors: dict[str, Any]) -> None:
+        self._read.append((self._fn, tensors))
+
+
+def _saveables(fn: Any) -> list[Any]:
+    return getattr(getattr(fn, "__self__", None), "saveables", None) or []
+
+
+def _variables(fn: Any) -> list[Any]:
+    """The objects that a saver's function restores."""
+    return [
+        getattr(saveable, name)
+        for saveable in _saveables(fn)
+        for name in _VARIABLES
+        if hasattr(saveable, name)
+    ]
+
+
+def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
+    """Leaves rows as they are by which a whole table has grown."""
+    for variable in _variables(fn):
+        inner = changed_rows.variable_of(variable)
+        if changed_rows.is_sum(inner):
+            continue  # It would ask the ranks for its value.
+        if not marks.grows(inner) or len(tensors) != 1:
+            continue
+        ((name, value),) = tensors.items()
+        rows = value.shape[0]
+        if rows < inner.shape[0]:
+            now = tf.convert_to_tensor(inner)
+            tensors[name] = tf.concat([value, now[rows:]], 0)
+
+
+def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
+    for variable in _variables(fn):
+        inner = changed_rows.variable_of(variable)
+        if not isinstance(inner, tf.Variable) or len(tensors) != 1:
+            continue
+        if changed_rows.is_shard(inner):
+            continue  # A slice of another table is refused where it is read.
+        (value,) = tensors.values()
+        if not inner.shape.is_compatible_with(value.shape):
+            raise ValueError(
+                f"Variable '{variable.name}' has shape {inner.shape}; the "
+                f"checkpoint holds values of shape {value.shape} for it. "
+                "Nothing was restored."
+            )
+
+
+def _name_own_states(
+    saver: Any, file_prefix: Any, collectives: Collectives | None
+) -> None:
+    """Lets every rank read the state that it has saved for itself."""
+    own = [
+        tensor
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+        if any(map(changed_rows.is_of_one_rank, _objects(tensor.trackable)))
+    ]
+    if not own or collectives is None:
+        return
+    group = collectives.group
+    path = _text(file_prefix)
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    for tensor in own:
+        name = tensor.checkpoint_key
+        ranks = 1 + sum(other.startswith(f"{name}/rank_") for other in saved)
+        if ranks != group.world_size:
+            raise ValueError(
+                f"The place of a dataset's iterator ('{name}') was saved by "
+                f"{ranks} ranks and cannot be restored by {group.world_size}. "
+                f"Received: path='{path}'. Restore without the iterator."
+            )
+        tensor._tensor_save_spec.name = changed_rows.name_of_rank(
+            name, group.rank
+        )
+
+
+def _fit_slices(saver: Any, file_prefix: Any) -> None:
+    """Reads slices of what has grown since it was saved."""
+    growing = [
+        (tensors, place, slicing)
+        for tensors in saver._shardable_tensors_by_task.values()
+        for place, tensor in enumerate(tensors)
+        for found in _objects(tensor.trackable)
+        if (slicing := changed_rows.slicing(found)) is not None
+    ]
+    if not growing:
+        return
+    path = _text(file_prefix)
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    for tensors, place, slicing in growing:
+        tensor = tensors[place]
+        if tensor.checkpoint_key in saved:
+            # What is read is handed out by the slice that was asked for.
+            spec = copy.copy(tensor._tensor_save_spec)
+            spec.slice_spec = slicing(tuple(saved[tensor.checkpoint_key]))
+            tensors[place] = dataclasses.replace(tensor, _tensor_save_spec=spec)
+
+
+def _objects(trackable: Any) -> list[Any]:
+    return _variables(getattr(trackable, "_restore_from_tensors", None))

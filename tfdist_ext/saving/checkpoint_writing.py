@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TensorFlow checkpoint, written by all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.saving import changed_rows
+from tfdist_ext.saving import checkpoint_files
+from tfdist_ext.saving.changed_rows import ChangedRows
+from tfdist_ext.saving.changed_rows import Entry
+
+
+def files_of(
+    saver: Any,
+    options: Any,
+    collectives: Collectives | None,
+    changed: ChangedRows | None,
+) -> list[list[Entry]]:
+    """What this rank writes, by file; all ranks must call.
+
+    Args:
+        saver: `MultiDeviceSaver` of this rank's objects.
+        options: `tf.train.CheckpointOptions`.
+        collectives: of the strategy; None in one process.
+        changed: notes what the rows are, and says which have changed.
+    """
+    rank = collectives.group.rank if collectives else 0
+    if changed is not None and changed.since_full:
+        return _changed_files(saver, rank, changed, collectives)
+    return _files(saver, options, rank, changed)
+
+
+def _files(
+    saver: Any, options: Any, rank: int, changed: ChangedRows | None
+) -> list[list[Entry]]:
+    """What this rank writes, by file; exchanges rows with the others."""
+    shards, others = _shards_and_others(saver, rank)
+    files = _split(saver, shards, None)
+    callback = options.experimental_sharding_callback if rank == 0 else None
+    files += _others(saver, others, rank, callback)
+    if changed is not None:
+        tables = list(filter(changed_rows.is_table, _flat(shards.values())))
+        noted = {tensor.checkpoint_key for tensor in tables}
+        entries = [each for each in _flat(files) if each[0] not in noted]
+        changed.note(tables, entries)
+    if callback is not None:
+        return files
+    return [_flat(files)] if files else []
+
+
+def _changed_files(
+    saver: Any,
+    rank: int,
+    changed: ChangedRows,
+    collectives: Collectives | None,
+) -> list[list[Entry]]:
+    """What this rank writes where a full checkpoint has the rest, as a file."""
+    shards, others = _shards_and_others(saver, rank)
+    tables = list(filter(changed_rows.is_table, _flat(shards.values())))
+    keys = {tensor.checkpoint_key for tensor in tables}
+    rest = {
+        task: [each for each in tensors if each.checkpoint_key not in keys]
+        for task, tensors in shards.items()
+    }
+    entries = _flat(_split(saver, rest, None))
+    entries += _flat(_others(saver, others, rank, None))
+    rows = changed.note(tables, entries)
+    shared = {
+        changed_rows.object_of(each.checkpoint_key)
+        for each in _flat(shards.values())
+    }
+    by_row = changed.objects_by_row(rows, shared, collectives)
+    fit = {each.key for each in rows}
+    by_row -= {
+        changed_rows.object_of(name) for name, *_ in entries if name not in fit
+    }
+    whole = {
+        task: [
+            each
+            for each in tensors
+            if each.checkpoint_key in keys
+            and changed_rows.object_of(each.checkpoint_key) not in by_row
+        ]
+        for task, tensors in shards.items()
+    }
+    written = _flat(_split(saver, whole, None))
+    written += [
+        e for e in entries if changed_rows.object_of(e[0]) not in by_row
+    ]
+    for each in rows:
+        if each.object in by_row:
+            written += each.entries(rank)
+    return [written] if written else []
+
+
+def _others(
+    saver: Any, others: dict[Any, list[Any]], rank: int, callback: Any
+) -> list[list[Entry]]:
+    """What is no shard, by file: rank 0's, and states of each rank's own."""
+    files = _split(saver, others, callback)
+    if rank == 0:
+        return files
+    return [
+        [
+            (changed_rows.name_of_rank(name, rank), spec, value)
+            for name, spec, value in file
+        ]
+        for file in files
+    ]
+
+
+def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def _shards_and_others(
+    saver: Any, rank: int
+) -> tuple[dict[Any, list[Any]], dict[Any, list[Any]]]:
+    """This rank's tensors by device, shards and what else it writes."""
+    shards: dict[Any, list[Any]] = {}
+    others: dict[Any, list[Any]] = {}
+    for task, tensors in saver._shardable_tensors_by_task.items():
+        for tensor in tensors:
+            found = changed_rows.trackable_of(tensor)
+            if changed_rows.is_sum(found):
+                # Read by an exchange, which needs all ranks.
+                tensor = _evaluated(tensor)
+            if changed_rows.is_shard(found):
+                shards.setdefault(task, []).append(tensor)
+            elif rank == 0 or changed_rows.is_of_one_rank(found):
+                others.setdefault(task, []).append(tensor)
+    return shards, others
+
+
+def _evaluated(tensor: Any) -> Any:
+    spec = tensor._tensor_save_spec
+    value = spec.tensor
+    spec._tensor = value
+    return tensor
+
+
+def _split(
+    saver: Any, by_task: dict[Any, list[Any]], callback: Any
+) -> list[list[Entry]]:
+    """Values and names of tensors, by file."""
+    saver._shardable_tensors_by_task = by_task
+    files = []
+    for _, shards in saver._get_shards_by_task(callback):
+        for shard in shards:
+            entries = [
+                (name, spec, value)
+                for name, slices in shard.items()
+                for spec, value in slices.items()
+                if value is not None
+            ]
+            if entries:
+                files.append(entries)
+    return files
+
+
+gfile = tf.io.gfile
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What this rank is to write of a checkpoint, in memory.
+
+    Attributes:
+        prefix: path of the checkpoint.
+        rank: of this process.
+        counts: files of every rank.
+        files: entries of this rank, by file.
+        options: `tf.train.CheckpointOptions`.
+    """
+
+    prefix: str
+    rank: int
+    counts: list[int]
+    files: list[list[Entry]]
+    options: Any
+
+    @property
+    def folder(self) -> str:
+        """Where the ranks write before all is put into place."""
+        return f"{self.prefix}_ranks"
+
+    def write(self) -> None:
+        """Writes this rank's files; no other rank is needed for that."""
+        for number, entries in enumerate(self.files):
+            path = f"{self.folder}/{self.rank}-{number}"
+            _write(path, entries, self.options)
+            checkpoint_files.sync(*_files_at(path))
+        checkpoint_files.sync(self.folder)
+
+    def put_into_place(self) -> None:
+        """Makes one checkpoint of what all ranks have written; on rank 0."""
+        parts = [
+            f"{self.folder}/{rank}-{number}"
+            for rank, count in enumerate(self.counts)
+            for number in range(count)
+        ]
+        _check_all_there(parts, self.folder)
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=parts,
+            destination_prefix=f"{self.folder}/merged",
+            delete_old_dirs=False,
+        )
+        checkpoint_files.sync(f"{self.folder}/merged.index")
+        place(f"{self.folder}/merged", self.prefix)
+
+    def clean(self) -> None:
+        """Removes this rank's files, the last rank the folder too."""
+        _clean(self.folder, self.rank)
+
+
+def save(
+    saver: Any, file_prefix: Any, options: Any, collectives: Collectives
+) -> None:
+    """Writes what a saver holds; all ranks must call.
+
+    Args:
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint; rank 0's counts.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy.
+    """
+    parts = gather(saver, file_prefix, options, collectives)
+    try:
+        if parts.rank == 0:
+            remove(parts.folder)
+            gfile.makedirs(parts.folder)
+        collectives.barrier("checkpoint/folder")
+        parts.write()
+        collectives.barrier("checkpoint/written")
+        if parts.rank == 0:
+            parts.put_into_place()
+        collectives.barrier("checkpoint/placed")
+    finally:
+        parts.clean()
+
+
+def gather(
+    saver: Any,
+    file_prefix: Any,
+    options: Any,
+    collectives: Collectives | None,
+    changed: ChangedRows | None = None,
+) -> Parts:
+    """What this rank is to write; all ranks must call.
+
+    Args:
+        saver: `MultiDeviceSaver` of this rank's objects.
+        file_prefix: path of the checkpoint; rank 0's counts.
+        options: `tf.train.CheckpointOptions` or None.
+        collectives: of the strategy; None in one process.
+        changed: what the rows are is noted there; and only those are written
+            that have changed, where it says so.
+    """
+    options = options or tf.train.CheckpointOptions()
+    rank = collectives.group.rank if collectives else 0
+    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
+    files = files_of(saver, options, collectives, changed)
+    counts = _counts(prefix, files, collectives)
+    return Parts(prefix, rank, counts, files, options)
+
+
+def copied(parts: Parts) -> Parts:
+    """The same with values of its own, which training does not change."""
+    files = [
+        [(name, spec, _copy(value)) for name, spec, value in entries]
+        for entries in parts.files
+    ]
+    return dataclasses.replace(parts, files=files)
+
+
+def _copy(value: tf.Tensor) -> tf.Tensor:
+    if marks.assembly(value) is not None:
+        return value
+    with tf.device("CPU:0"):
+        value = tf.identity(value)
+        if value.dtype == tf.string:  # nobody changes texts in place
+            return value
+        return tf.raw_ops.DeepCopy(x=value)
+
+
+def _counts(
+    prefix: str, files: list[list[Entry]], collectives: Collectives | None
+) -> list[int]:
+    """Files of every rank, in all another number than the path has now."""
+    if collectives is None:
+        if len(files) == data_files_in_use(prefix):
+            _change_number(files)
+        return [len(files)]
+    mine = tf.constant([len(files)], tf.int64)
+    counts: list[int] = (
+        collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
+    )
+    first, change = collectives.group.rank == 0, 0
+    if first and sum(counts) == data_files_in_use(prefix):
+        change = _change_number(files)
+    mine = tf.constant([change] if first else [], tf.int64)
+    counts[0] += int(collectives.all_gather(mine, "checkpoint/change")[0])
+    return counts
+
+
+def _change_number(files: list[list[Entry]]) -> int:
+    """Makes one file more of some, or one less; the difference."""
+    largest = max(files, key=len)
+    if len(largest) > 1:
+        files.append([largest.pop()])
+        return 1
+    # As a sharding callback may have it; there is more than one, as there is
+    # always the graph of the objects beside their values.
+    last = files.pop()
+    files[-1] += last
+    return -1
+
+
+def data_files_in_use(prefix: str) -> int:
+    """Data files of the checkpoint that lies at a path, 0 if there is none."""
+    if not gfile.exists(f"{prefix}.index"):
+        return 0
+    with gfile.GFile(f"{prefix}.index", "rb") as file:
+        start = file.read(16)
+    # The index begins with the entry of the empty name: two lengths of 0,
+    # the length of the header, and the header, whose first field is this,
+    # seven bits to a byte.
+    if start[:2] != b"\0\0" or start[3:4] != b"\x08":
+        return 0
+    count = 0
+    for place, byte in enumerate(start[4:]):
+        count |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return count
+
+
+def _write(path: str, entries: list[Entry], options: Any) -> None:
+    names, slices, values = zip(*entries, strict=True)
+    # Without a free file descriptor, SaveV2 ends the process with SIGSEGV where
+    # it is the first op of a thread. This raises OSError instead.
+    with open(os.devnull, "rb"):
+        pass
+    with tf.device(options.experimental_io_device or "CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=path,
+            tensor_names=list(names),
+            shape_and_slices=list(slices),
+            tensors=list(map(_assembled, values)),
+        )
+
+
+def _assembled(value: tf.Tensor) -> tf.Tensor:
+    assemble = marks.assembly(value)
+    return value if assemble is None else assemble(value)
+
+
+def _check_all_there(parts: Iterable[str], folder: str) -> None:
+    missing = [part for part in parts if not gfile.exists(f"{part}.index")]
+    if any(part.startswith(f"{folder}/0-") for part in missing):
+        raise OSError(
+            f"'{folder}', or files of rank 0 in it, were removed while the "
+            "checkpoint was written."
+        )
+    if missing:
+        raise OSError(
+            f"Rank 0 does not see what other ranks have written: {missing}. "
+            "All ranks must share the folder of a checkpoint."
+        )
+
+
+def place(merged: str, prefix: str) -> None:
+    """Gives merged files their names; the index, without which none, last."""
+    for path in _files_at(merged):
+        if not path.endswith(".index"):
+            target = prefix + path.removeprefix(merged)
+            gfile.rename(path, target, overwrite=True)
+    folder = os.path.dirname(prefix) or "."
+    checkpoint_files.sync(folder)  # the index names files that are there
+    gfile.rename(f"{merged}.index", f"{prefix}.index", overwrite=True)
+    checkpoint_files.sync(folder)
+    count = data_files_in_use(prefix)
+    for path in _files_at(prefix):
+        if not path.endswith((".index", f"-of-{count:05d}")):
+            gfile.remove(path)
+
+
+def _files_at(prefix: str) -> list[str]:
+    """The index and data files of a checkpoint, in no order."""
+    folder, name = os.path.split(prefix)
+    ending = re.compile(r"\.index|\.data-\d{5}-of-\d{5}")
+    return [
+        os.path.join(folder, found)
+        for found in gfile.listdir(folder or ".")
+        if found.startswith(name) and ending.fullmatch(found[len(name) :])
+    ]
+
+
+def _clean(folder: str, rank: int) -> None:
+    """Removes this rank's files of a save, the last rank the folder too."""
+    try:
+        for name in gfile.listdir(folder):
+            merged = rank == 0 and name.startswith("merged")
+            if merged or name.startswith(f"{rank}-"):
+                gfile.remove(f"{folder}/{name}")
+        if not gfile.listdir(folder):
+            gfile.rmtree(folder)
+    except tf.errors.OpError:
+        pass  # Another rank was faster, or the folder cannot be reached.
+
+
+def remove(folder: str) -> None:
+    """Removes a folder left by a save in which a rank died."""
+    if gfile.exists(folder):
+        gfile.rmtree(folder)

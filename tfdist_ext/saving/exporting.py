@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as SavedModels that any TensorFlow loads and serves."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import marks
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.embedding.whole_tables import row_blocks
+from tfdist_ext.saving import shared_files
+from tfdist_ext.saving.deltas import Exported
+from tfdist_ext.saving.deltas import new_export_id
+from tfdist_ext.saving.served_model import ServedModel
+from tfdist_ext.saving.served_model import Table
+from tfdist_ext.saving.served_model import our_ops
+from tfdist_ext.saving.served_table import TABLE_DTYPES
+from tfdist_ext.saving.served_table import MappedTable
+from tfdist_ext.saving.served_table import ServedTable
+from tfdist_ext.tables import checks
+
+gfile = tf.io.gfile
+_PARTS = "parts"
+_VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
+
+
+def write_model(
+    served: ServedModel,
+    signatures: Any,
+    path: str,
+    collectives: Collectives | None,
+) -> None:
+    """Writes a SavedModel; all ranks must call.
+
+    Args:
+        served: of this rank.
+        signatures: functions, by name.
+        path: of the folder, the same on all ranks.
+        collectives: of the strategy; None in one process.
+    """
+    rank = 0 if collectives is None else collectives.group.rank
+    folder = _beside(path, "writing")
+    parts = f"{folder}/{_PARTS}"
+    try:
+        if rank == 0:
+            _check_target(path, is_new=bool(mapped_tables(served)))
+            _remove(folder)
+            gfile.makedirs(parts)
+            tf.saved_model.save(served, folder, signatures)
+            for table in mapped_tables(served):
+                table.make_files(folder)
+        _barrier(collectives, "saved")
+        written = _write_tables(served, folder, rank, collectives)
+        dense = served.dense_values()
+        if rank == 0:
+            _merge(served, dense, folder, written)
+            _place(folder, path)
+        _barrier(collectives, "placed")
+    finally:
+        _clean(folder, rank)
+
+
+def _barrier(collectives: Collectives | None, label: str) -> None:
+    if collectives is not None:
+        collectives.barrier(f"export/{label}")
+
+
+def _beside(path: str, what: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    return os.path.join(folder, f".{what}-{name}")
+
+
+def _check_target(path: str, is_new: bool) -> None:
+    if not gfile.exists(path):
+        return
+    if is_new:
+        raise FileExistsError(
+            f"'{path}' is there, and a model whose tables are files is not "
+            "replaced: a server would find others than it has read. Export "
+            "to a new folder."
+        )
+    if not gfile.isdir(path) or (
+        gfile.listdir(path) and not gfile.exists(f"{path}/saved_model.pb")
+    ):
+        raise FileExistsError(
+            f"'{path}' is there and is no SavedModel, so it is not replaced. "
+            "Export to a new folder."
+        )
+
+
+def _remove(folder: str) -> None:
+    if gfile.exists(folder):
+        gfile.rmtree(folder)
+
+
+def _clean(folder: str, rank: int) -> None:
+    """Removes what a rank has left of a failure, the last one the folder.
+
+    Not what others may still be writing: they are to learn of the failure.
+    """
+    try:
+        for name in gfile.listdir(folder):
+            if rank == 0 and name.rstrip("/") != _PARTS:
+                path = f"{folder}/{name}"
+                (gfile.rmtree if gfile.isdir(path) else gfile.remove)(path)
+        mine = (f"{rank}-", "rest") if rank == 0 else f"{rank}-"
+        for name in gfile.listdir(f"{folder}/{_PARTS}"):
+            if name.startswith(mine):
+                gfile.remove(f"{folder}/{_PARTS}/{name}")
+        left = gfile.listdir(folder), gfile.listdir(f"{folder}/{_PARTS}")
+        if list(map(len, left)) == [1, 0]:
+            gfile.rmtree(folder)
+    except tf.errors.OpError:
+        pass  # There is none any more, or it cannot be reached.
+
+
+def _write_tables(
+    served: ServedModel,
+    folder: str,
+    rank: int,
+    collectives: Collectives | None,
+) -> list[str]:
+    """Writes this rank's blocks of all tables; the parts of all ranks."""
+    count = 0
+    parts = f"{folder}/{_PARTS}"
+    for table in served.tables.values():
+        for first, block in row_blocks(table.source(), collectives):
+            if count < 0:
+                continue  # the others need this rank's rows
+            encoded = table.encoded(block)
+            try:
+                if isinstance(table, MappedTable):
+                    table.write_rows(folder, first, encoded)
+                else:
+                    path = f"{parts}/{rank}-{count}"
+                    _write_slices(path, table, first, encoded)
+                    count += 1
+            except (tf.errors.NotFoundError, FileNotFoundError):
+                count = -1  # not shared, or rank 0 has failed and will say so
+    counts = [count]
+    if collectives is not None:
+        mine = tf.constant([count], tf.int64)
+        counts = collectives.all_gather(mine, "export/parts").numpy().tolist()
+    if min(counts) < 0:
+        raise OSError(
+            f"Rank {counts.index(-1)} does not see the folder '{folder}' that "
+            "rank 0 has made. All ranks must share the folder that a model "
+            "is exported to."
+        )
+    return [
+        f"{parts}/{rank}-{number}"
+        for rank, count in enumerate(counts)
+        for number in range(count)
+    ]
+
+
+def _write_slices(
+    path: str, table: ServedTable, first: int, encoded: dict[str, np.ndarray]
+) -> None:
+    sizes = (table.rows, table.dim)
+    slices = [f"{first},{len(encoded['values'])}", f"0,{table.dim}"]
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=path,
+            tensor_names=[key_of(table, name) for name in encoded],
+            shape_and_slices=[
+                " ".join(map(str, sizes[: value.ndim]))
+                + " "
+                + ":".join(slices[: value.ndim])
+                for value in encoded.values()
+            ],
+            tensors=list(encoded.values()),
+        )
+
+
+def mapped_tables(served: ServedModel) -> list[MappedTable]:
+    """The tables that are files."""
+    tables = served.tables.values()
+    return [table for table in tables if isinstance(table, MappedTable)]
+
+
+def key_of(table: Table, name: str) -> str:
+    """The name of a table's variable in the files of the SavedModel."""
+    # As TensorFlow escapes names of attributes.
+    escaped = table.table_name.replace(".", "..").replace("/", ".S")
+    return f"tables/{escaped}/{name}/{_VALUE}"
+
+
+def _merge(
+    served: ServedModel,
+    dense: Sequence[tf.Tensor],
+    folder: str,
+    parts: Sequence[str],
+) -> None:
+    """Puts the tables among the variables in place of the empty ones."""
+    missing = [part for part in parts if not gfile.exists(f"{part}.index")]
+    if missing:
+        raise OSError(
+            f"Rank 0 does not see what other ranks have written: {missing}. "
+            "All ranks must share the folder that a model is exported to."
+        )
+    variables = f"{folder}/variables/variables"
+    others = {
+        **_values_beside_tables(served, variables),
+        **{f"dense/{i}/{_VALUE}": value for i, value in enumerate(dense)},
+    }
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=f"{folder}/{_PARTS}/rest",
+            tensor_names=list(others),
+            shape_and_slices=[""] * len(others),
+            tensors=list(others.values()),
+        )
+    for old in gfile.glob(f"{variables}*"):
+        gfile.remove(old)
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=[f"{folder}/{_PARTS}/rest", *parts],
+        destination_prefix=variables,
+        delete_old_dirs=False,
+    )
+    _remove(f"{folder}/{_PARTS}")
+
+
+def _values_beside_tables(
+    served: ServedModel, variables: str
+) -> dict[str, tf.Tensor]:
+    """What is saved beside the tables, by name."""
+    written = {
+        key_of(table, name)
+        for table in served.tables.values()
+        for name in ("values", "scales")
+    }
+    reader = tf.train.load_checkpoint(variables)
+    names = set(reader.get_variable_to_shape_map()) - written
+    return {name: tf.constant(reader.get_tensor(name)) for name in names}
+
+
+def _place(folder: str, path: str) -> None:
+    """Gives the folder its name; what is there gives way at once."""
+    if not gfile.exists(path):
+        gfile.rename(folder, path)
+        return
+    old = _beside(path, "replaced")
+    _remove(old)
+    gfile.rename(path, old)
+    gfile.rename(folder, path)
+    gfile.rmtree(old)
+
+
+TableDtype = Literal["float32", "bfloat16", "int8"]
+Place = Literal["inside", "files"]
+
+
+def export(
+    model: Any,
+    path: str | os.PathLike[str],
+    table_dtype: TableDtype = "float32",
+    tables: Place = "inside",
+    *,
+    inputs: Any = None,
+    deltas: bool = False,
+) -> None:
+    """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
+
+    TensorFlow Serving, `tf.saved_model.load`, `saved_model_cli` and the C API
+    load it without this package. Every rank writes its part of the tables,
+    and needs memory for a few blocks of 64 MiB. With float32 the model predicts
+    what `predict` does, but for the order in which a sample's rows are summed.
+
+    What is loaded is called as the model is, or by its name `serve`; the
+    signature `serving_default` takes tensors by name: see docs/serving.md.
+
+    Args:
+        model: of Keras, built, or a `ShardedTopK`: its call in inference.
+        path: of the folder. A SavedModel that is there is replaced when the
+            new one is complete.
+        table_dtype: in which tables are served: "float32", "bfloat16", or
+            "int8" with a float32 scale for every row, which is 4 bytes more.
+        tables: where they are: "inside", among the variables, which a server
+            reads when it starts; or "files", which it maps into memory: it
+            starts at once, reads the rows that it looks up, and shares them
+            with other servers of its host. Such a model stays in its folder.
+        inputs: what the model takes: a nest of `tf.TensorSpec`,
+            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch. Known
+            of Functional and Sequential models, and of those of tf_keras and
+            indexes that have been called.
+        deltas: whether the model takes deltas (`export_delta`). Each rank
+            then remembers 8 bytes for every row that it has, and for every
+            key of a vocabulary that grows, 16 of a string's.
+
+    Raises:
+        ValueError: for arguments outside of these, a model whose inputs are
+            not known, or whose call does what plain ops cannot.
+        FileExistsError: if something else lies at the path; with
+            `tables="files"` if anything does.
+        OSError: if a rank cannot write, or rank 0 does not see what others
+            have written. Nothing is changed then.
+    """
+    path = os.fspath(path)
+    model, inputs = _as_model(model, inputs)
+    _check(model, path, table_dtype, tables, deltas)
+    collectives = shared_files.collectives_of(model)
+    with (
+        contextlib.nullcontext()
+        if collectives is None
+        else collectives.together(f"export to '{path}'", all_end=True)
+    ):
+        place = None
+        if tables == "files":
+            place = os.path.abspath(path)
+            place = text_of_first_rank(place, collectives, "export/place")
+        served = ServedModel(model, inputs, table_dtype, place)
+        _write(model, served, path, collectives, deltas)
+
+
+def _as_model(model: Any, inputs: Any) -> tuple[Any, Any]:
+    """A model, and what is known of its inputs, also of an index by itself."""
+    if not hasattr(model, "as_model"):
+        return model, inputs
+    model, asked = model.as_model()
+    return model, asked if inputs is None else inputs
+
+
+def _check(
+    model: Any, path: str, table_dtype: str, tables: str, deltas: bool
+) -> None:
+    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
+    if not isinstance(model, tf.keras.Model):
+        raise ValueError(
+            "Argument `model` must be a model of Keras. Received: "
+            f"{type(model).__name__}. Put the layer into a keras.Sequential."
+        )
+    checks.one_of("tables", tables, ("inside", "files"), "export")
+    if tables == "files" and (deltas or "://" in path):
+        raise ValueError(
+            "Argument `tables` must be 'inside' for a model that takes deltas, "
+            "and in file systems that cannot map files. Received: 'files' "
+            f"with deltas={deltas}, path='{path}'."
+        )
+
+
+def _write(
+    model: Any,
+    served: ServedModel,
+    path: str,
+    collectives: Collectives | None,
+    deltas: bool,
+) -> None:
+    if collectives is not None:
+        collectives.group.check_same(
+            [f"{name} {table.rows}" for name, table in served.tables.items()]
+        )
+    path = text_of_first_rank(path, collectives, "export/path")
+    exported = None
+    if deltas:
+        served.take_deltas(new_export_id(collectives))
+        exported = Exported(served, collectives)
+    with served.keys_filled(collectives):
+        write_model(served, served.signatures(), path, collectives)
+    if deltas:
+        marks.set_exported(model, exported)
+
+
+keras = tf.keras
+
+
+class _Saving(threading.local):
+    is_public: bool = False
+
+
+_saving = _Saving()
+
+
+def _has_tables(model: Any) -> bool:
+    if hasattr(model, "as_model"):
+        return True
+    return isinstance(model, keras.Model) and any(
+        getattr(layer, "looks_up_tables", False)
+        for layer in keras_internals.layers_of(model)
+    )
+
+
+def export_archive(
+    original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not _has_tables(model):
+        return original(model, filepath, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, filepath, *args, **kwargs)
+    form = bound.arguments.get("format", "tf_saved_model")
+    if form != "tf_saved_model":
+        raise ValueError(
+            f"Model '{model.name}' has sparse layers of tfdist_ext and can "
+            f"only be exported as a SavedModel. Received: format='{form}' for "
+            f"'{filepath}'. Convert what tfdist_ext.export(model, path) "
+            "writes: its ops are TensorFlow's."
+        )
+    signature = bound.arguments.get("input_signature")
+    return export(model, filepath, inputs=_one_input(signature))
+
+
+def _one_input(signature: Any) -> Any:
+    """What a model takes, of the arguments of its call."""
+    if isinstance(signature, Sequence):
+        if len(signature) != 1:
+            raise ValueError(
+                "Argument `input_signature` must have one element, the nest "
+                f"that the model takes. Received: {signature}."
+            )
+        return signature[0]
+    return signature
+
+
+def save_model(
+    original: Any,
+    obj: Any,
+    export_dir: Any,
+    signatures: Any = None,
+    options: Any = None,
+) -> Any:
+    if _has_tables(obj):
+        if signatures is not None or options is not None:
+            given = "options" if signatures is None else "signatures"
+            raise ValueError(
+                f"tf.saved_model.save of model '{obj.name}', which has sparse "
+                f"layers of tfdist_ext, takes no `{given}`. Received: "
+                f"'{export_dir}'. Call tfdist_ext.export(model, path, "
+                "inputs=...), which makes the signature `serving_default`."
+            )
+        return export(obj, export_dir)
+    _saving.is_public = True
+    try:
+        return original(obj, export_dir, signatures, options)
+    finally:
+        _saving.is_public = False
+
+
+def verify_ops(original: Any, graph_def: Any, allowed: Any) -> Any:
+    """Refuses our ops, unless they are allowed by name."""
+    if _saving.is_public and "Tfdist" not in (allowed or ()):
+        ours = our_ops(graph_def)
+        if ours:
+            raise ValueError(
+                "What is saved runs lookups in tables of tfdist_ext "
+                f"({', '.join(ours)}), and nothing without this package "
+                "could load it. Make it a keras.Model and call tfdist_ext."
+                "export(model, path). To save it all the same, pass options="
+                "tf.saved_model.SaveOptions(namespace_whitelist=['Tfdist'])."
+            )
+    return original(graph_def, allowed)

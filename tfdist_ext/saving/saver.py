@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow's ways to save and restore checkpoints, as steps of all ranks."""
+
+from __future__ import annotations
+
+import collections as collections_lib
+import contextlib
+import copy
+import enum
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext.comm.calls import brief_error
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import path_to_read
+from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.numbers import model_state
+from tfdist_ext.saving import checkpoint_reading
+from tfdist_ext.saving import checkpoint_writing
+from tfdist_ext.saving.changed_rows import ChangedRows
+from tfdist_ext.saving.changed_rows import collectives_of
+from tfdist_ext.saving.changed_rows import variable_of
+
+
+class _Acting(threading.local):
+    collectives: Collectives | None = None
+    copies: list[checkpoint_writing.Parts] | None = None
+    changed: ChangedRows | None = None
+    full: str | None = None
+
+
+_acting = _Acting()
+
+
+@contextlib.contextmanager
+def _of(collectives: Collectives | None) -> Iterator[None]:
+    """Savers used inside act for these ranks; None as in stock."""
+    before, _acting.collectives = _acting.collectives, collectives
+    try:
+        yield
+    finally:
+        _acting.collectives = before
+
+
+@contextlib.contextmanager
+def copying(
+    changed: ChangedRows | None = None,
+) -> Iterator[list[checkpoint_writing.Parts]]:
+    """What is saved inside is copied into the list instead of written.
+
+    Args:
+        changed: what has changed since a full checkpoint, None for all.
+    """
+    copies: list[checkpoint_writing.Parts] = []
+    _acting.copies, _acting.changed = copies, changed
+    try:
+        yield copies
+    finally:
+        _acting.copies = _acting.changed = None
+
+
+@contextlib.contextmanager
+def over(full: str | None) -> Iterator[None]:
+    """What is restored inside has changed since another checkpoint.
+
+    Args:
+        full: path of that one; None if there is none.
+    """
+    _acting.full = full
+    try:
+        yield
+    finally:
+        _acting.full = None
+
+
+def on_all_ranks(verb: str) -> Callable[..., Any]:
+    """A call that all ranks make, and that ends for all or for none."""
+
+    def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = collectives_of(_objects(checkpoint))
+        with _of(collectives):
+            if collectives is None:
+                return original(checkpoint, *args, **kwargs)
+            (path, *_) = [*args, *kwargs.values()]
+            _check_eager(verb, path)
+            args = tuple(map(_synchronous, args))
+            kwargs = {name: _synchronous(arg) for name, arg in kwargs.items()}
+            with collectives.together(f"{verb} '{path}'"):
+                if verb == "restore":
+                    args, kwargs = _from_first(args, kwargs, collectives)
+                if verb == "save":
+                    _compare_replicas(checkpoint, collectives)
+                result = original(checkpoint, *args, **kwargs)
+                collectives.barrier(f"checkpoint/{verb}")
+            return result
+
+    return call
+
+
+def _from_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], collectives: Collectives
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the path of rank 0, which comes first."""
+    (path, *_) = [*args, *kwargs.values()]
+    path = path_to_read(path, collectives)
+    if args:
+        return (path, *args[1:]), kwargs
+    (name, *_) = kwargs
+    return args, {**kwargs, name: path}
+
+
+def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
+    model_state.compare_replicas(
+        map(variable_of, _objects(checkpoint)),
+        collectives,
+        "before a checkpoint is saved",
+    )
+
+
+def _objects(checkpoint: Any) -> list[Any]:
+    objects: list[Any] = checkpoint._saver._graph_view.descendants()
+    return objects
+
+
+def _check_eager(verb: str, path: Any) -> None:
+    if not tf.executing_eagerly():
+        raise ValueError(
+            f"A checkpoint of several ranks cannot {verb} inside of a "
+            f"tf.function. Received: path={path}. Call it outside, or from a "
+            "callback."
+        )
+
+
+def _synchronous(argument: Any) -> Any:
+    """Checkpoint options without what cannot be done with several ranks."""
+    if not getattr(argument, "experimental_enable_async_checkpoint", False):
+        return argument
+    # A copy of all shards, and exchanges of the writing thread between those
+    # of the steps, would be needed to go on training meanwhile.
+    warnings.warn(
+        "experimental_enable_async_checkpoint has no effect with several "
+        "ranks: the checkpoint is written before the call returns.",
+        stacklevel=2,
+    )
+    options = copy.copy(argument)
+    options.experimental_enable_async_checkpoint = False
+    return options
+
+
+def save_parts(
+    original: Any, saver: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    collectives = _acting.collectives
+    if _acting.copies is not None:
+        parts = checkpoint_writing.gather(
+            saver, file_prefix, options, collectives, _acting.changed
+        )
+        return _acting.copies.append(checkpoint_writing.copied(parts))
+    if collectives is None:
+        return original(saver, file_prefix, options)
+    return checkpoint_writing.save(saver, file_prefix, options, collectives)
+
+
+def restore_parts(
+    original: Any, saver: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    collectives = _acting.collectives
+    full = _acting.full
+    if (collectives is None and full is None) or not tf.executing_eagerly():
+        return original(saver, file_prefix, options)
+    return checkpoint_reading.restore(
+        original, saver, file_prefix, options, collectives, full
+    )
+
+
+def save_managed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    collectives = collectives_of(_objects(manager.checkpoint))
+    if collectives is None:
+        return original(manager, *args, **kwargs)
+    with collectives.together(f"save into '{manager.directory}'"):
+        first = _state_of_first_rank(manager, collectives)
+        if _is_first(collectives) or not _same_folder(manager, first):
+            saved = original(manager, *args, **kwargs)
+            _state_of_first_rank(manager, collectives)
+            return saved
+        # Rank 0 alone removes old checkpoints and writes the state file; by
+        # its clock, since with others each would keep another selection.
+        with _without_files(manager):
+            saved = original(manager, *args, **kwargs)
+        first = _state_of_first_rank(manager, collectives)
+        kept = collections_lib.OrderedDict(first["kept"])
+        manager._maybe_delete = kept
+        manager._last_preserved_timestamp = first["preserved"]
+    return saved
+
+
+def _is_first(collectives: Collectives) -> bool:
+    return collectives.group.rank == 0
+
+
+def _same_folder(manager: Any, first: dict[str, Any]) -> bool:
+    return os.path.abspath(manager.directory) == first["folder"]
+
+
+def _state_of_first_rank(
+    manager: Any, collectives: Collectives
+) -> dict[str, Any]:
+    state = json.dumps(
+        {
+            "folder": os.path.abspath(manager.directory),
+            "kept": list(manager._maybe_delete.items()),
+            "preserved": manager._last_preserved_timestamp,
+        }
+    )
+    told = text_of_first_rank(state, collectives, "checkpoint/manager")
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+@contextlib.contextmanager
+def _without_files(manager: Any) -> Iterator[None]:
+    manager._sweep = manager._record_state = lambda: None
+    try:
+        yield
+    finally:
+        del manager._sweep, manager._record_state
+
+
+def refuse_by_name(original: Any, saver: Any, *args: Any, **kwargs: Any) -> Any:
+    if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
+        raise ValueError(
+            "tf.compat.v1.train.Saver knows neither ranks nor parts of a "
+            "table. Use tf.train.Checkpoint."
+        )
+    return original(saver, *args, **kwargs)
+
+
+class Phase(enum.IntEnum):
+    """How far a rank is with a checkpoint."""
+
+    WRITING = 0
+    WRITTEN = 1
+    PLACED = 2
+    FAILED = 3
+
+
+class LaterWrite:
+    """One checkpoint on its way to the disk; all ranks make and ask it.
+
+    Args:
+        checkpoint: `tf.train.Checkpoint` of this rank's objects.
+        path: of the checkpoint; rank 0's counts.
+        collectives: of the strategy; None in one process.
+        placed: called on rank 0 when the checkpoint is in its place.
+        changed: what has changed since a full checkpoint, None for all.
+
+    Attributes:
+        path: of the checkpoint.
+        phase: of this rank.
+        seconds: that the copy took, for which training has waited.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        path: str,
+        collectives: Collectives | None,
+        placed: Callable[[], None],
+        changed: ChangedRows | None = None,
+    ) -> None:
+        start = time.monotonic()
+        with copying(changed) as copies:
+            checkpoint.write(path)
+        (self._parts,) = copies
+        self.seconds = time.monotonic() - start
+        self.path = self._parts.prefix
+        self.phase = Phase.WRITING
+        self._collectives = collectives
+        self._placed = placed
+        self._failure = ""
+        self._placing = False
+        self._start(self._write)
+
+    def join(self, timeout: float) -> None:
+        """Waits for what this rank's thread does, `timeout` seconds at most."""
+        self._thread.join(timeout)
+
+    def advance(self, phases: list[int]) -> str | None:
+        """Takes the next step, once all ranks are ready for it.
+
+        Args:
+            phases: of all ranks, as they have told each other.
+
+        Returns:
+            None while it is under way, else why it failed, "" if it has not.
+        """
+        if Phase.WRITING in phases:
+            return None
+        if Phase.FAILED in phases:
+            self._parts.clean()
+            return self._failures()
+        if Phase.PLACED in phases:
+            self._parts.clean()
+            return ""
+        # What was told may be older than what the thread has done since.
+        if self._parts.rank == 0 and not self._placing:
+            self._placing = True
+            self._start(self._place)
+        return None
+
+    def _start(self, target: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                target()
+            except Exception as error:  # of a disk: training goes on
+                self._failure = brief_error(error)
+                self.phase = Phase.FAILED
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        tf.io.gfile.makedirs(self._parts.folder)
+        self._parts.write()
+        self._parts.files.clear()  # and the memory that they take
+        self.phase = Phase.WRITTEN
+
+    def _place(self) -> None:
+        self._parts.put_into_place()
+        self._placed()
+        self.phase = Phase.PLACED
+
+    def _failures(self) -> str:
+        """Why it failed, on every rank that it failed on."""
+        rank = self._parts.rank
+        mine = f"rank {rank}: {self._failure}; " if self._failure else ""
+        if self._collectives is not None:
+            text = np.frombuffer(mine.encode(), np.uint8)
+            gathered = self._collectives.all_gather(
+                tf.constant(text), "checkpoint/failures"
+            )
+            mine = gathered.numpy().tobytes().decode()
+        return mine.removesuffix("; ")

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that all ranks write, put into place once; Keras's callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import NoReturn
+
+import h5py
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.keras_internals import Backup
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.marks import part_of_index
+from tfdist_ext.marks import shard_spec
+
+
+def collectives_of(model: Any) -> Collectives | None:
+    """Those of the strategy of a model.
+
+    None with a single process, and after `close`: the model is then that of
+    this rank alone.
+    """
+    strategy = getattr(model, "distribute_strategy", None)
+    return while_open(getattr(strategy, "collectives", None))
+
+
+def while_open(collectives: Collectives | None) -> Collectives | None:
+    """None instead of what has been closed."""
+    if collectives is None or not collectives.group.is_open:
+        return None
+    return collectives
+
+
+def shards_of(model: Any) -> list[Any]:
+    """Partitioned variables of a model and of its optimizers."""
+    variables = list(model.variables)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        variables += list(optimizer.variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for own in getattr(inner, "table_optimizers", ()):
+            variables += list(own.variables)
+    return only_shards(variables)
+
+
+def only_shards(variables: Sequence[Any]) -> list[Any]:
+    """Those of some variables that are partitioned."""
+    return [v for v in variables if sharded_variable.is_shard(v)]
+
+
+@contextlib.contextmanager
+def with_methods(variables: Sequence[Any], **methods: Any) -> Iterator[None]:
+    """Gives variables other methods of these names for a while.
+
+    Layers of ours write and read whole tables by themselves; an optimizer
+    writes its variables with `numpy()` and reads them with `assign()`.
+    """
+    before = [
+        {name: vars(v)[name] for name in methods if name in vars(v)}
+        for v in variables
+    ]
+    for variable in variables:
+        for name, method in methods.items():
+            setattr(variable, name, functools.partial(method, variable))
+    try:
+        yield
+    finally:
+        for variable, own in zip(variables, before, strict=True):
+            for name in methods:
+                delattr(variable, name)
+            for name, method in own.items():
+                setattr(variable, name, method)
+
+
+def write_once(
+    collectives: Collectives,
+    filepath: Any,
+    write: Callable[[Any], Any],
+    make_folder: bool = False,
+    stays: bool | None = None,
+) -> Any:
+    """Lets all ranks write, and keeps what rank 0 wrote.
+
+    Args:
+        collectives: of the strategy; every rank must call.
+        filepath: where to: a path, or an object open for writing bytes. That
+            of rank 0 counts; nothing is written to those of other ranks.
+        write: called with where to write instead.
+        make_folder: whether the folder that is to hold the file is made.
+        stays: whether what this rank wrote does; default on rank 0 only.
+
+    Returns:
+        What `write` returned.
+
+    Raises:
+        OSError: if rank 0 cannot write. Whatever a rank fails with ends the
+            call on all of them, with nothing changed.
+    """
+    if stays is None:
+        stays = collectives.group.rank == 0
+    is_path = isinstance(filepath, str | os.PathLike)
+    what = f"'{os.fspath(filepath)}'" if is_path else "a file object"
+    with collectives.together(f"save {what}"):
+        with _place(filepath, make_folder, stays) as (own, put):
+            result = write(own)
+            collectives.barrier("file/written")
+            put()
+        # Not before rank 0's temporary folder is gone.
+        collectives.barrier("file/placed")
+    return result
+
+
+@contextlib.contextmanager
+def _place(
+    filepath: Any, make_folder: bool, stays: bool
+) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Where this rank writes, and how that is put into place."""
+    if isinstance(filepath, io.IOBase):
+        yield filepath if stays else io.BytesIO(), _nothing
+    elif stays and is_remote(filepath):
+        # Not renamed there: Keras and TensorFlow write to such places at
+        # the end, when they have everything.
+        yield str(filepath), _nothing
+    elif stays:
+        path = pathlib.Path(filepath)
+        _check_folder(path, make_folder)
+        with tempfile.TemporaryDirectory(
+            prefix=f".writing-{path.name}-", dir=path.parent
+        ) as scratch:
+            yield (
+                str(pathlib.Path(scratch) / path.name),
+                lambda: _move_all(pathlib.Path(scratch), path),
+            )
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            name = pathlib.Path(filepath).name
+            yield str(pathlib.Path(scratch) / name), _nothing
+
+
+def is_remote(filepath: Any) -> bool:
+    """Whether a path is one of TensorFlow's other file systems."""
+    return "://" in str(filepath)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_folder(path: pathlib.Path, make_folder: bool) -> None:
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"'{path}' cannot be written: there is no folder "
+            f"'{path.parent}'. Make it first."
+        )
+
+
+def _move_all(scratch: pathlib.Path, path: pathlib.Path) -> None:
+    """Moves files to beside `path`, the one of its name last.
+
+    What else is in a folder that is there already stays.
+    """
+    found = sorted(
+        scratch.rglob("*"), key=lambda p: (p.is_file(), p.name == path.name, p)
+    )
+    for source in found:
+        target = path.parent / source.relative_to(scratch)
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            os.replace(source, target)
+
+
+def refuse_for_lite(original: Any, model: Any) -> Any:
+    """TFLite takes no tables of which this rank has a part."""
+    for variable in model.variables:
+        if shard_spec(variable) is not None:
+            refuse_export(variable, "for TFLite")
+    return original(model)
+
+
+def save_once(
+    original: Any, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    found = list(tf.train.TrackableView(obj).descendants())
+    for trackable in found:
+        if shard_spec(trackable) is not None:
+            refuse_export(trackable, f"to '{export_dir}'")
+        if index := part_of_index(trackable):
+            raise ValueError(
+                f"Index '{index}' cannot be exported to '{export_dir}' by "
+                "several ranks, each of which has a part of the candidates. "
+                "Use tfdist_ext.export, of the index by itself or of a Keras "
+                "model with it: see 'Serving an index' in docs/retrieval.md."
+            )
+    strategies = {_strategy_of(trackable) for trackable in found}
+    for strategy in strategies:
+        collectives = getattr(strategy, "collectives", None)
+        if collectives is not None:
+            return write_once(
+                collectives,
+                export_dir,
+                lambda path: original(obj, path, *args, **kwargs),
+                make_folder=True,
+                stays=is_first_with(export_dir, collectives),
+            )
+    return original(obj, export_dir, *args, **kwargs)
+
+
+def is_first_with(path: Any, collectives: Collectives) -> bool:
+    """Whether no rank before this one was given the path.
+
+    All ranks have all of a model without tables. Some callers read what they
+    wrote, each from a path of its own (the TFLite converter).
+    """
+    if not isinstance(path, str | os.PathLike):  # of this process alone
+        return collectives.group.rank == 0
+    absolute = os.path.abspath(path).encode()
+    digest = hashlib.blake2b(absolute, digest_size=7).digest()
+    own = int.from_bytes(digest, "little")
+    digests = collectives.all_gather(
+        tf.constant([own], tf.int64), "export/path"
+    ).numpy()
+    return int(np.argmax(digests == own)) == collectives.group.rank
+
+
+def _strategy_of(trackable: Any) -> Any:
+    value = value_of(trackable)
+    if isinstance(value, internals.DistributedValues):
+        return value._distribute_strategy
+    return None
+
+
+def refuse_export(shard: Any, where: str) -> NoReturn:
+    """Says that a model with this shard cannot be exported, and what to do."""
+    spec = shard_spec(shard)
+    assert spec is not None
+    raise ValueError(
+        f"A model with partitioned tables cannot be exported {where} by "
+        f"{spec.world_size} ranks. Received: table '{spec.table}'. Call "
+        "tfdist_ext.export(model, path), on all ranks: it writes a SavedModel "
+        "of TensorFlow's own ops, which others convert. See docs/serving.md."
+    )
+
+
+keras = tf.keras
+
+_PROGRESS = "tfdist_training"
+
+
+def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage that acts on models of several ranks only."""
+
+    @functools.wraps(function)
+    def around(original: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives = collectives_of(callback.model)
+        call = functools.partial(original, callback, *args, **kwargs)
+        if collectives is None:
+            return call()
+        return function(collectives, call, callback, *args, **kwargs)
+
+    return around
+
+
+@_with_ranks
+def back_up(collectives: Collectives, call: Any, callback: Any) -> None:
+    """Writes weights and progress in one file, which one rename puts there.
+
+    Keras writes two, one after the other: who dies between them goes on
+    later with the new weights in an epoch that they have seen. Its second
+    file is written as well, for a process without ranks.
+    """
+    backup = Backup.of(callback)
+    first = collectives.group.rank == 0
+    if is_remote(backup.weights):
+        # Neither h5py nor a rename there; Keras's way, with its order.
+        call() if first else callback.model.save_weights(backup.weights)
+        return
+    following = os.path.join(callback.backup_dir, "next.weights.h5")
+    with collectives.together(f"back up to '{callback.backup_dir}'"):
+        if first:
+            os.makedirs(callback.backup_dir, exist_ok=True)
+        callback.model.save_weights(following, overwrite=True)
+        if first:
+            _put_backup(backup, following, callback.double_checkpoint)
+        collectives.barrier("backup/written")
+
+
+def _put_backup(backup: Backup, following: str, keep_before: bool) -> None:
+    progress = json.dumps(backup.training)
+    with h5py.File(following, "a") as file:
+        file.attrs[_PROGRESS] = progress
+    if keep_before:
+        _copy(backup.weights, backup.weights_before)
+        _copy(backup.progress, backup.progress_before)
+    os.replace(following, backup.weights)
+    with _replaced(backup.progress) as part, open(part, "w") as file:
+        file.write(progress)
+
+
+def _copy(source: str, target: str) -> None:
+    if os.path.exists(source):
+        with _replaced(target) as part:
+            shutil.copyfile(source, part)
+
+
+@contextlib.contextmanager
+def _replaced(target: str) -> Iterator[str]:
+    """Where to write what then takes the place of a file at once."""
+    yield f"{target}.part"
+    os.replace(f"{target}.part", target)
+
+
+@_with_ranks
+def restore(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    """Reads the backup; that before it if any rank cannot read the last."""
+    failure = None
+    backup = Backup.of(callback)
+    try:
+        keras_internals.read_backup(callback)
+    except OSError as error:
+        failure = error
+    failed = tf.constant([failure is not None], tf.bool)
+    flags = collectives.all_gather(tf.cast(failed, tf.int32), "backup/status")
+    if flags.numpy().any():
+        if not tf.io.gfile.exists(backup.weights_before):
+            raise failure or OSError(
+                f"The backup '{backup.weights}' could not be read on "
+                f"rank(s) {np.flatnonzero(flags.numpy()).tolist()}."
+            )
+        if collectives.group.rank == 0:
+            _copy(backup.weights_before, backup.weights)
+            _copy(backup.progress_before, backup.progress)
+        collectives.barrier("backup/previous")
+        keras_internals.read_backup(callback)
+    if os.path.exists(backup.weights):
+        with h5py.File(backup.weights) as file:
+            progress = file.attrs.get(_PROGRESS)
+        # None if a process without ranks has written it.
+        if progress is not None:
+            epoch = json.loads(progress)["epoch"]
+            keras_internals.set_initial_epoch(callback.model, epoch)
+
+
+@_with_ranks
+def remove_backup(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    collectives.barrier("backup/end")
+    if collectives.group.rank == 0:
+        call()
+    # The next `fit` of a slower rank must not find it.
+    collectives.barrier("backup/removed")
+
+
+@_with_ranks
+def make_folder(
+    collectives: Collectives,
+    call: Any,
+    callback: Any,
+    epoch: int,
+    batch: int | None,
+    logs: Any,
+    filepath: str,
+) -> bool:
+    # Keras looks whether the folder exists, then makes it: ranks may race.
+    wanted = bool(call())
+    folder = os.path.dirname(filepath)
+    if wanted and folder and not is_remote(filepath):
+        os.makedirs(folder, exist_ok=True)
+    return wanted
+
+
+@_with_ranks
+def refuse_orbax(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    raise ValueError(
+        "OrbaxCheckpoint would write each rank's part of the model to one "
+        f"place. Received: a strategy of {collectives.group.world_size} "
+        "ranks. Use ModelCheckpoint, or tf.train.CheckpointManager."
+    )
+
+
+@_with_ranks
+def log_once(
+    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+) -> None:
+    """Leaves the log of all to rank 0: the rows are the same."""
+    name = callback.filename
+    if collectives.group.rank > 0:
+        callback.filename = os.devnull
+    try:
+        call()
+    finally:
+        callback.filename = name

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done before the first step: scopes, orders of arrays, builds."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.strategy import decomposing
+from tfdist_ext.strategy import whole_values
+from tfdist_ext.strategy.loops import samples_of
+
+keras = tf.keras
+
+
+class _Now(threading.local):
+    several: bool = False  # ranks are in a loop of Keras
+
+
+_now = _Now()
+
+
+def lengths_in_loop(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    strategy = model.distribute_strategy
+    outer = _now.several
+    _now.several = getattr(strategy, "collectives", None) is not None
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        _now.several = outer
+
+
+def keep_lengths(original: Any, adapter: Any) -> tf.data.Dataset:
+    dataset = original(adapter)
+    batches = adapter.num_batches
+    if not _now.several or batches is None:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(batches))
+
+
+def shuffle_alike(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    collectives = getattr(model.distribute_strategy, "collectives", None)
+    if collectives is None:
+        return original(model, *args, **kwargs)
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    if not given.get("shuffle", True) or not _is_of_arrays(given.get("x")):
+        return original(model, *args, **kwargs)
+    with _order_of_first_rank(collectives):
+        return original(model, *args, **kwargs)
+
+
+def _is_of_arrays(x: Any) -> bool:
+    if x is None or isinstance(x, tf.data.Dataset):
+        return False
+    leaves = tf.nest.flatten(x)
+    return all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+@contextlib.contextmanager
+def _order_of_first_rank(collectives: Collectives) -> Iterator[None]:
+    """Lets TensorFlow's generator be that of rank 0; all ranks must call."""
+    own = internals.random_state()
+    text = text_of_first_rank(json.dumps(own), collectives, "order of arrays")
+    if collectives.group.rank == 0:
+        yield
+        return
+    internals.set_random_state(json.loads(text))
+    try:
+        yield
+    finally:
+        internals.set_random_state(own)
+
+
+_BATCHES = ("train_on_batch", "test_on_batch")
+_TRAINING = ("fit", "train_on_batch")
+
+
+def in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = model.distribute_strategy
+    if hasattr(strategy, "collectives"):
+        if original.__name__ in _TRAINING:
+            for optimizer in _optimizers_of(model):
+                _check_optimizer(model, optimizer)
+        if strategy.collectives is not None:
+            for metric in metrics_of(model):
+                move_metric(metric, strategy)
+            given = inspect.signature(original).bind(model, *args, **kwargs)
+            x, batch_size = map(given.arguments.get, ("x", "batch_size"))
+            whole_values.expect(samples_of(x, batch_size, strategy.world_size))
+    return original(model, *args, **kwargs)
+
+
+def _optimizers_of(model: Any) -> list[Any]:
+    """Those of `compile`, and a model's own, as those of a GAN."""
+    found = [
+        each
+        for each in vars(model).values()
+        if isinstance(each, keras.optimizers.Optimizer)
+    ]
+    inner = [getattr(each, "inner_optimizer", None) for each in found]
+    return found + [each for each in inner if each is not None]
+
+
+def _check_optimizer(model: Any, optimizer: Any) -> None:
+    strategy = model.distribute_strategy
+    made_in = keras_internals.strategy_of(optimizer)
+    if made_in is None or made_in is strategy:
+        return
+    raise ValueError(
+        f"Optimizer {optimizer.name!r} ({type(optimizer).__name__}) was "
+        f"created outside of strategy.scope(), and model {model.name!r} "
+        "inside of it. Create both in it, and call `compile`, which creates "
+        "an optimizer that is given by its name, in it as well: "
+        "`with strategy.scope(): model.compile(optimizer=..., ...)`."
+    )
+
+
+def metrics_of(model: Any) -> Iterator[Any]:
+    """All metrics that a model and its layers have, some of them twice."""
+    compiled = keras_internals.compile_config(model)
+    given = [compiled.get(key) for key in ("metrics", "weighted_metrics")]
+    yield from _metrics_in(given)
+    yield from _metrics_in(list(model.metrics))
+    for layer in keras_internals.layers_of(model):
+        yield from _metrics_in(list(vars(layer).values()))
+
+
+def _metrics_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.metrics.Metric):
+        yield value
+    elif isinstance(value, dict):
+        yield from _metrics_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _metrics_in(each)
+
+
+def move_metric(metric: Any, strategy: Any) -> None:
+    """Gives a metric states that all ranks know, for those it has.
+
+    Args:
+        metric: whose states may have been made outside of the scope.
+        strategy: in whose scope they shall be.
+
+    Raises:
+        ValueError: for states that cannot be moved.
+    """
+    outside = [
+        variable
+        for variable in metric.variables
+        if _is_outside(keras_internals.value_of(variable), strategy)
+    ]
+    if not outside:
+        return
+
+    def prepare(variable: Any) -> None:
+        if not decomposing.is_metric_class_local(type(metric)):
+            internals.read_from_first(variable)
+
+    with strategy.scope():
+        left = keras_internals.remake_states(metric, outside, prepare)
+    if left:
+        names = ", ".join(variable.name for variable in left)
+        raise ValueError(
+            f"Metric {metric.name!r} ({type(metric).__name__}) was created "
+            "outside of strategy.scope(), and its states cannot be moved into "
+            f"it: {names}. Create it inside of `with strategy.scope():`."
+        )
+
+
+def _is_outside(variable: Any, strategy: Any) -> bool:
+    if variable is None:  # made later, in the scope
+        return False
+    return not strategy.extended.variable_created_in_scope(variable)
+
+
+Nest = Any
+
+
+def build(
+    original: Any, model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "collectives"):
+        return original(model, iterator=iterator, data_batch=data_batch)
+    unbuilt = not _has_built_optimizer(model)
+    try:
+        if iterator is None:
+            return original(model, data_batch=data_batch)
+        return _build_unread(original, model, iterator)
+    except Exception as error:
+        half_built = unbuilt and _has_built_optimizer(model)
+        if half_built or not _is_built_for_own_steps(model):
+            raise
+        if strategy.collectives is not None:
+            strategy.collectives.give_up("building the model", error)
+    # Without a strategy Keras does not call a model before its own step does,
+    # which may call something else.
+    with strategy.scope():
+        if model.optimizer is not None and not _has_built_optimizer(model):
+            model.optimizer.build(model.trainable_variables)
+    return None
+
+
+def _is_built_for_own_steps(model: Any) -> bool:
+    """Whether a model with steps of its own has all of its variables."""
+    kind = type(model)
+    own = (
+        kind.train_step is not keras.Model.train_step
+        or kind.test_step is not keras.Model.test_step
+    )
+    layers = keras_internals.layers_of(model)
+    return own and all(each.built for each in layers if each is not model)
+
+
+def _build_unread(original: Any, model: Any, iterator: Any) -> None:
+    shapes = _shapes_of(iterator)
+    if shapes is None:
+        return original(model, iterator=iterator)
+    collectives = model.distribute_strategy.collectives
+    unbuilt = not _has_built_optimizer(model)
+    built = _built_layers(model)
+    try:
+        original(model, data_batch=shapes)
+        if collectives is not None:
+            collectives.barrier("model built")
+        return None
+    except Exception as error:
+        if _built_layers(model) > built:
+            # In a tf.function a table is not there when it is made there, but
+            # is when that is traced again.
+            return _build_unread(original, model, iterator)
+        no_other_way = keras_internals.first_batches(iterator) is not None
+        # Its build has failed half-way, and is not begun a second time.
+        no_other_way |= unbuilt and _has_built_optimizer(model)
+        if no_other_way:
+            raise
+        # All ranks read, or none: reading is an exchange.
+        if collectives is not None:
+            collectives.give_up("building the model", error)
+    # Of a dataset the batch size is not known, which code for eager execution
+    # may need. A second reading tells, or fails likewise.
+    return original(model, iterator=iterator)
+
+
+def _has_built_optimizer(model: Any) -> bool:
+    return bool(getattr(getattr(model, "optimizer", None), "built", False))
+
+
+def _built_layers(model: Any) -> int:
+    return sum(layer.built for layer in keras_internals.layers_of(model))
+
+
+def _shapes_of(iterator: Any) -> Nest | None:
+    """A batch of `tf.TensorSpec`, or None if only the data can tell.
+
+    Args:
+        iterator: Keras's `TFEpochIterator`.
+    """
+    element = keras_internals.dataset_of(iterator).element_spec
+    flat = [_dense(spec) for spec in tf.nest.flatten(element)]
+    first = keras_internals.first_batches(iterator)
+    if first:
+        values = [v for v in keras.tree.flatten(first[0]) if v is not None]
+        known = iter(values)
+        flat = [
+            spec and tf.TensorSpec(next(known).shape, spec.dtype)
+            for spec in flat
+        ]
+    elif not all(spec is None or _is_known(spec.shape) for spec in flat):
+        return None
+    return tf.nest.pack_sequence_as(element, flat)
+
+
+def _dense(spec: Any) -> tf.TensorSpec | None:
+    """Shape and dtype of a value of any kind; None for Keras's None."""
+    if isinstance(spec, tf.OptionalSpec):
+        return None
+    return tf.TensorSpec(spec.shape, spec.dtype)
+
+
+def _is_known(shape: tf.TensorShape) -> bool:
+    return shape.rank is not None and None not in shape.as_list()[1:]

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy's overrides behind the public methods of `tf.distribute`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm import calls as step_lib
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.numbers import whole_batch
+from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.numbers.kinds import SHARD
+from tfdist_ext.numbers.kinds import follows_from_constants
+from tfdist_ext.ops.lookup_ops import mark_unique_rows
+from tfdist_ext.optimizers import supported
+from tfdist_ext.strategy import gradients
+from tfdist_ext.strategy import input as input_lib
+from tfdist_ext.strategy.cluster import Cluster
+from tfdist_ext.strategy.gradients import ErrorFeedback
+
+Nest = Any
+
+
+class HybridParallelExtended(internals.CollectiveAllReduceExtended):
+    """Overrides for shards and for collectives through the process group.
+
+    Args:
+        container_strategy: whose overrides these are.
+        cluster_resolver: of the strategy.
+        cluster: what the resolver says, checked.
+        collectives: of the ranks; None for a process that trains alone.
+    """
+
+    # Our own control channel notices a dead peer at once.
+    _enable_check_health = False
+
+    def __init__(
+        self,
+        container_strategy: tf.distribute.Strategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        cluster: Cluster,
+        collectives: Collectives | None,
+    ) -> None:
+        self.collectives = collectives
+        self.error_feedback: ErrorFeedback | None = None
+        self._cluster = cluster
+        super().__init__(
+            container_strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=(
+                tf.distribute.experimental.CommunicationOptions()
+            ),
+        )
+
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        # Stock starts TensorFlow's server where there are several ranks.
+        internals.initialize_local(self, cluster_resolver)
+        if not self._cluster.jobs:
+            return
+        self._local_or_standalone_client_mode = False
+        self._cluster_spec = tf.train.ClusterSpec(dict(self._cluster.jobs))
+        self._task_type = self._cluster.job
+        self._task_id = self._cluster.index
+        self._id_in_cluster = self._cluster.rank
+        self._num_workers = len(self._cluster.addresses)
+        self._is_chief = self._cluster.rank == 0
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        # One replica per process: more GPUs are used by more ranks.
+        devices, kind = super()._initialize_local_devices(
+            cluster_resolver, worker_device
+        )
+        return devices[:1], kind
+
+    def _experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any
+    ) -> Any:
+        # Called in a process alone: with ranks there is more to it.
+        if self._stays_here(options) or input_lib.has_optional(dataset):
+            return input_lib.read_ahead(dataset)
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable[[Any], tf.data.Dataset], options: Any
+    ) -> Any:
+        if self._stays_here(options):
+            return input_lib.read_ahead(dataset_fn(self._make_input_context()))
+        return super()._distribute_datasets_from_function(dataset_fn, options)
+
+    def _stays_here(self, options: Any) -> bool:
+        """Whether no batch is copied to a device."""
+        return options is None and "CPU" in self.worker_devices[0]
+
+    def _create_variable(
+        self, next_creator: Callable[..., tf.Variable], **kwargs: Any
+    ) -> tf.Variable:
+        owner = kwargs.get("colocate_with")
+        spec = sharded_variable.spec_for(owner)
+        if sharded_variable.is_shard(owner):  # of a slot
+            marks.fix(owner)
+        unsynchronized = (
+            kwargs.get("synchronization") == tf.VariableSynchronization.NONE
+        )
+        local = spec is not None or unsynchronized
+        on_host = (
+            unsynchronized or sharded_variable.storage_for(owner) == "host"
+        )
+        creator = self._on_host(next_creator) if on_host else next_creator
+        if not (local and (unsynchronized or self.collectives)):
+            variable = super()._create_variable(creator, **kwargs)
+            if isinstance(variable, internals.SyncOnReadVariable):
+                for component in internals.components(variable):
+                    marks.set_per_rank(component.handle)
+            return variable
+        for name in ("colocate_with", "use_resource", "distribute_strategy"):
+            kwargs.pop(name, None)
+        kwargs["synchronization"] = tf.VariableSynchronization.NONE
+        kwargs["aggregation"] = tf.VariableAggregation.NONE
+        # A slot may start with the table's values.
+        with (
+            tf.device(self.worker_devices[0]),
+            sharded_variable.reads_allowed(),
+        ):
+            variable = creator(**kwargs)
+        if spec is not None and self.collectives is not None:
+            sharded_variable.mark(variable, spec, self.collectives)
+        return variable
+
+    def _on_host(
+        self, next_creator: Callable[..., tf.Variable]
+    ) -> Callable[..., tf.Variable]:
+        """Creates variables in the host's memory, also of ranks with a GPU."""
+        device = tf.DeviceSpec.from_string(self.worker_devices[0])
+        device = device.replace(device_type="CPU", device_index=0)
+
+        def create(**kwargs: Any) -> tf.Variable:
+            with tf.device(device):
+                return next_creator(**kwargs)
+
+        return create
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        if self.collectives is None or replica_id != 0:
+            return super()._get_variable_creator_initial_value(
+                replica_id, device, primary_var, **kwargs
+            )
+        collectives = self.collectives
+
+        def broadcast_initial_value() -> tf.Tensor:
+            value = kwargs["initial_value"]
+            value = value() if callable(value) else value
+            value = getattr(value, "wrapped_value", value)
+            value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+            return collectives.initial_value(value, str(kwargs.get("name")))
+
+        return broadcast_initial_value
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        return sharded_variable.is_shard(
+            v
+        ) or super().variable_created_in_scope(v)
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        # An optimizer that is built outside of the scope, to restore it,
+        # says by its variables which strategy it is of.
+        scope = contextlib.nullcontext()
+        if not tf.distribute.has_strategy():
+            scope = self._container_strategy().scope()
+        with scope, super().colocate_vars_with(colocate_with_variable):
+            yield
+
+    def _validate_colocate_with_variable(self, variable: Any) -> None:
+        if sharded_variable.is_shard(variable):
+            return
+        self._check_created_here(variable)
+        super()._validate_colocate_with_variable(variable)
+
+    def _check_created_here(self, variable: Any) -> None:
+        # Stock shows the values, or asserts, and names no remedy.
+        if not self.variable_created_in_scope(variable):
+            raise ValueError(
+                f"Variable {variable.name!r} {variable.shape} was created "
+                "outside of strategy.scope(). A layer makes its variables "
+                "when it is built or called first: do that, too, inside of "
+                "`with strategy.scope():`."
+            )
+
+    def _replica_ctx_update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        # Stock hands this to another thread, for replicas of other devices,
+        # and fails within a condition, as of `ema_overwrite_frequency`.
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    def _update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        self._check_created_here(var)
+        supported.check_update(var, args)
+        if self.collectives is not None and self.collectives.trial is not None:
+            self.collectives.trial.note(var, args)
+        with self._after_checks():
+            if not sharded_variable.is_shard(var):
+                return super()._update(var, fn, args, kwargs, group)
+            with tf.device(var.device), internals.UpdateContext(0):
+                result = fn(var, *args, **kwargs)
+        return tf.group(result) if group else result
+
+    @contextlib.contextmanager
+    def _after_checks(self) -> Iterator[None]:
+        # A bad id fails the step on every rank; nothing may be written
+        # before all ids of the step are known to be good.
+        current = self.collectives.step if self.collectives else None
+        checks = current.checks_here() if current else None
+        with tf.control_dependencies(checks):
+            yield
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        if self.collectives is None:
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if isinstance(value, internals.Mirrored) and mean:
+            return value
+        return self._reduce_flat(mean, [local_value(value)], "reduce")[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any
+    ) -> list[Any]:
+        if self.collectives is None:
+            return super()._batch_reduce_to(
+                reduce_op, value_destination_pairs, options
+            )
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        values = [local_value(value) for value, _ in value_destination_pairs]
+        return self._reduce_flat(mean, values, "gradients")
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Nest, options: Any = None
+    ) -> Nest:
+        if self.collectives is None:
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        if self._is_on_whole_batch():
+            return value
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        flat = tf.nest.flatten(value)
+        reduced = self._reduce_flat(mean, flat, "gradients")
+        return tf.nest.pack_sequence_as(value, reduced)
+
+    def reduce_gradients(self, values: list[Any]) -> list[Any]:
+        """Gradients of the whole batch from those of the ranks, in Keras steps.
+
+        Args:
+            values: of this rank, to be averaged over the ranks by samples;
+                tensors or IndexedSlices. Those of shards are whole already.
+
+        Returns:
+            Tensors or IndexedSlices, equal on all ranks but for shards. An
+            optimizer does not reduce them again.
+        """
+        collectives = self.collectives
+        assert collectives is not None and collectives.step is not None
+        if collectives.step.merges_rows:
+            for value in values:
+                if isinstance(value, tf.IndexedSlices):
+                    mark_unique_rows(value)
+
+        def reduce(parts: list[Any]) -> list[Any]:
+            return gradients.reduce_values(
+                *(collectives, parts, "gradients", True),
+                collectives.gradient_dtype,
+                self.error_feedback,
+            )
+
+        if internals.is_recording():
+            result = gradients.differentiable(reduce, values, collectives)
+        else:
+            result = reduce(values)
+        for value, own in zip(result, values, strict=True):
+            if marks.gradient_spec(value) is None:
+                marks.set_reduced(getattr(value, "values", value))
+                marks.set_own_part(getattr(value, "values", value), own)
+            else:
+                marks.set_dependence(value.values, SHARD)
+        return result
+
+    def _is_whole(self, value: Any) -> bool:
+        """Whether a value of a Keras step is that of the whole batch."""
+        current = whole_batch.keras_step()
+        if current is None:
+            return False
+        if marks.gradient_spec(value) is not None:
+            return False
+        value = getattr(value, "values", value)
+        if marks.is_reduced(value):
+            return True
+        if not tf.is_symbolic_tensor(value):
+            return False
+        kind = whole_batch.kind_of(current, value)
+        if kind.name == SHARD:
+            whole_batch.warn_of_shard(value)
+        return kind.name == SAME and not follows_from_constants(value)
+
+    def _reduce_flat(
+        self, mean: bool, values: list[Any], label: str
+    ) -> list[Any]:
+        """Reduces values over the ranks, except those of the whole batch."""
+        result = list(values)
+        parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
+        reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
+        for i, value in zip(parts, reduced, strict=True):
+            result[i] = value
+        return result
+
+    def _reduce_parts(
+        self, mean: bool, values: list[Any], label: str
+    ) -> list[Any]:
+        collectives = self.collectives
+        assert collectives is not None
+        current = collectives.step
+        if current is not None and current.checking:
+            return [_of_one_process(value) for value in values]
+        backward = current is not None and current.backward
+        gradients_only = (
+            label == "gradients"
+            and not backward
+            and step_lib.is_gradient_reduction(current)
+        )
+        # Means weigh by samples, so that a rank without any does not count
+        # (its batch normalisation has taken the mean of nothing). In Keras's
+        # loops gradients are means as well, whatever Keras calls them. Sums
+        # that are read, such as those of metrics, are what they are.
+        weighted = (
+            current is not None
+            and current.weighted
+            and (mean or backward or _may_be_gradients(values, gradients_only))
+        )
+        if backward:  # by what the ranks have exchanged: not a table
+            values = [tf.convert_to_tensor(value) for value in values]
+        if weighted and mean:
+            values = [_as_float(value) for value in values]
+        result = gradients.reduce_values(
+            collectives,
+            values,
+            label,
+            weighted,
+            collectives.gradient_dtype if gradients_only else tf.float32,
+            self.error_feedback if gradients_only else None,
+        )
+        if weighted and backward and not mean:
+            # The gradient of a sum over the ranks. It will be weighed by this
+            # rank's samples, though it is that of what all ranks have.
+            return [whole_batch.total_of(value) for value in result]
+        if weighted or not mean:
+            return result
+        return [
+            tf.math.divide(
+                value, tf.cast(collectives.group.world_size, value.dtype)
+            )
+            for value in result
+        ]
+
+    def _is_on_whole_batch(self) -> bool:
+        """Whether a loss or a metric computes what one process computes."""
+        current = self.collectives.step if self.collectives else None
+        return current is not None and current.whole
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> tf.Tensor:
+        if self.collectives is None or self._is_on_whole_batch():
+            # Stock refuses what comes from a replica: it names no device.
+            return tf.convert_to_tensor(local_value(value))
+        value = tf.convert_to_tensor(local_value(value))
+        current = self.collectives.step
+        if current is not None and current.checking:
+            return value
+        if axis == 0:  # of any rank, known or not
+            return self.collectives.all_gather(value, "gather")
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        gathered = self.collectives.all_gather(
+            tf.transpose(value, order), "gather"
+        )
+        return tf.transpose(gathered, order)
+
+
+def _of_one_process(value: Any) -> Any:
+    """A value where every rank has the whole batch: it is that of all."""
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:
+    # A scalar for itself is a count or the like that a step adds up.
+    alone = len(values) == 1 and tf.TensorShape(values[0].shape).rank == 0
+    return gradients_only and not alone
+
+
+def _as_float(value: Any) -> Any:
+    """A value with a mean; that of integers is float64, as in TensorFlow."""
+    if isinstance(value, tf.IndexedSlices) or not value.dtype.is_integer:
+        return value
+    return tf.cast(value, tf.float64)
+
+
+def local_value(value: Any) -> Any:
+    """The value of this rank's only replica."""
+    if isinstance(value, internals.DistributedValues):
+        return value.values[0]
+    return value

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients: dense in buckets, sparse by row, shards not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import marks
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.collectives import buckets_of
+from tfdist_ext.ops.lookup_ops import has_unique_rows
+from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
+from tfdist_ext.optimizers.row_gradients import without_duplicates
+
+
+class ErrorFeedback:
+    """All-reduce in 16 bits with error feedback, on both ways.
+
+    What rounding takes from a rank's part is added to its part of the next
+    step; the rank that sums a chunk does the same with the sum. So errors do
+    not add up over steps, whatever the rounding.
+
+    Errors are float32, 1 + 1 / world_size as many as numbers in the gradients,
+    and in no checkpoint. They are kept by label, place in the step and size: a
+    smaller last batch goes on with those of the others, but so do models of one
+    size that a program trains in turns.
+
+    Source: Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent
+    with Double-Pass Error-Compensated Compression, ICML 2019,
+    arXiv:1905.05957.
+
+    Args:
+        collectives: of the strategy; its `gradient_dtype` is what travels.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._errors: dict[tuple[str, int, str, int], tf.Variable] = {}
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
+    ) -> list[tf.Tensor]:
+        """Sums tensors over the ranks, bitwise equal on all of them.
+
+        Args:
+            tensors: float32, of static shapes.
+            label: names the exchange in errors.
+            weighted: as of `Collectives.all_reduce`.
+
+        Returns:
+            The sums, in order.
+        """
+        result = list(tensors)
+        share = None
+        if weighted and tensors:
+            share = self._collectives.share_of_samples(label)
+        for indices in buckets_of(tensors):
+            shapes = [tensors[i].shape for i in indices]
+            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
+            if share is not None:
+                # Of a rank without samples not even NaNs count.
+                flat = tf.where(share > 0, flat * share, 0)
+            total = self._sum(flat, label)
+            sizes = [shape.num_elements() for shape in shapes]
+            parts = tf.split(total, sizes)
+            for i, part, shape in zip(indices, parts, shapes, strict=True):
+                result[i] = tf.reshape(part, shape)
+        return result
+
+    def _sum(self, flat: tf.Tensor, label: str) -> tf.Tensor:
+        """A reduce-scatter and an all-gather of float32 `[n]`."""
+        collectives = self._collectives
+        ranks = collectives.group.world_size
+        size = flat.shape.num_elements()
+        chunk = -(-size // ranks)
+        flat = tf.pad(flat, [[0, ranks * chunk - size]])
+        place = label, collectives.occurrence(label)
+        sent = self._round(flat, (*place, "part", ranks * chunk))
+        splits = tf.fill([ranks], tf.constant(chunk, tf.int64))
+        parts, _ = collectives.all_to_all(sent, splits, label)
+        parts = tf.cast(tf.reshape(parts, [ranks, chunk]), tf.float32)
+        total = tf.reduce_sum(parts, axis=0)
+        total = self._round(total, (*place, "sum", chunk))
+        gathered = collectives.all_gather(total, label)
+        return tf.cast(gathered[:size], tf.float32)
+
+    def _round(
+        self, exact: tf.Tensor, key: tuple[str, int, str, int]
+    ) -> tf.Tensor:
+        kept = self._error(key)
+        exact += kept
+        rounded = tf.cast(exact, self._collectives.gradient_dtype)
+        error = exact - tf.cast(rounded, tf.float32)
+        # What is infinite or no number ends with its step.
+        error = tf.where(tf.math.is_finite(error), error, 0)
+        # A step that fails because of a bad id changes nothing.
+        step = self._collectives.step
+        with tf.control_dependencies(step.checks_here() if step else None):
+            kept.assign(error)
+        return rounded
+
+    def _error(self, key: tuple[str, int, str, int]) -> tf.Variable:
+        if key not in self._errors:
+            label, occurrence, kind, size = key
+            with tf.init_scope():
+                self._errors[key] = tf.Variable(
+                    tf.zeros([size]),
+                    trainable=False,
+                    name=f"error_of_{kind}/{label}/{occurrence}",
+                    synchronization=tf.VariableSynchronization.NONE,
+                )
+        return self._errors[key]
+
+
+# Below this size a table's whole gradient travels faster than its rows, with
+# those of all other small tables.
+_SMALL_TABLE_BYTES = 256 << 10
+
+
+def reduce_values(
+    collectives: Collectives,
+    values: list[Any],
+    label: str,
+    weighted: bool,
+    wire_dtype: tf.DType = tf.float32,
+    error_feedback: ErrorFeedback | None = None,
+) -> list[Any]:
+    """Sums values over the ranks, or takes their mean.
+
+    Args:
+        collectives: of the strategy.
+        values: tensors, IndexedSlices or Python numbers. Those of shards
+            have a marked `dense_shape`: they are sums over all ranks already
+            and do not travel.
+        label: names the exchange in errors.
+        weighted: take means, every rank weighed by its samples in the step.
+        wire_dtype: in which float32 travels. Parts and sums are rounded to
+            it; they are added up in float32.
+        error_feedback: sums dense float32 instead, and keeps what is lost.
+
+    Returns:
+        The results, in order. IndexedSlices hold a row as often as those of
+        one process with the whole batch, whose optimizer may square each.
+    """
+    result = list(values)
+    round_to = {tf.float32: wire_dtype}
+    dense: dict[int, tf.Tensor] = {}
+    small: dict[int, tf.Tensor] = {}
+    for i, value in enumerate(values):
+        if not isinstance(value, tf.IndexedSlices):
+            dense[i] = tf.convert_to_tensor(value)
+        elif marks.gradient_spec(value) is not None:
+            # A layer that was called twice has given some rows twice.
+            result[i] = tf.IndexedSlices(
+                *reversed(sum_duplicate_rows(value.indices, value.values)),
+                value.dense_shape,
+            )
+        elif has_unique_rows(value) and _is_small(value):
+            small[i] = _as_table(value)
+        else:
+            rows = (collectives, value, label, weighted, round_to)
+            result[i] = _gather_rows(*rows)
+    totals = _sum_dense(
+        collectives, dense, label, weighted, round_to, error_feedback
+    )
+    totals |= _sum_dense(
+        collectives, small, f"{label}/small tables", weighted, round_to, None
+    )
+    for i, total in totals.items():
+        result[i] = _as_slices(total, values[i]) if i in small else total
+    return result
+
+
+def differentiable(
+    reduce: Callable[[list[Any]], list[Any]],
+    values: list[Any],
+    collectives: Collectives,
+) -> list[Any]:
+    """Gradients of the whole batch that a tape can differentiate again.
+
+    Args:
+        reduce: makes them from those of the ranks.
+        values: of this rank; those of shards are returned as they are.
+        collectives: of the strategy.
+    """
+    result = list(values)
+    dense = [
+        i
+        for i, value in enumerate(values)
+        if not isinstance(value, tf.IndexedSlices)
+        or marks.gradient_spec(value) is None
+    ]
+
+    if not dense:
+        return result
+
+    @tf.custom_gradient
+    def reduced(*parts: tf.Tensor) -> Any:
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            ranks = collectives.group.world_size
+            return collectives.all_reduce(
+                [each / tf.cast(ranks, each.dtype) for each in upstream],
+                "gradients/second",
+                weighted=True,
+            )
+
+        return reduce(list(parts)), backward
+
+    found = reduced(*(tf.convert_to_tensor(values[i]) for i in dense))
+    found = found if isinstance(found, list | tuple) else [found]
+    for i, value in zip(dense, found, strict=True):
+        result[i] = value
+    return result
+
+
+def _sum_dense(
+    collectives: Collectives,
+    dense: Mapping[int, tf.Tensor],
+    label: str,
+    weighted: bool,
+    round_to: Mapping[tf.DType, tf.DType],
+    error_feedback: ErrorFeedback | None,
+) -> dict[int, tf.Tensor]:
+    """The sums of tensors, by the same numbers; see `reduce_values`."""
+    result: dict[int, tf.Tensor] = {}
+    if weighted:
+        # Before the wire, which may hold no number as large as their sum.
+        ranks = collectives.group.world_size
+        dense = {
+            i: value / tf.constant(ranks, value.dtype)
+            if value.dtype.is_floating
+            else value
+            for i, value in dense.items()
+        }
+    if error_feedback is not None:
+        chosen = [
+            i
+            for i, value in dense.items()
+            if value.dtype == tf.float32 and value.shape.is_fully_defined()
+        ]
+        sums = error_feedback.all_reduce(
+            [dense[i] for i in chosen], label, weighted
+        )
+        result = dict(zip(chosen, sums, strict=True))
+    for floating in (True, False):
+        chosen = [
+            i
+            for i, value in dense.items()
+            if value.dtype.is_floating == floating and i not in result
+        ]
+        parts = [
+            tf.cast(dense[i], round_to.get(dense[i].dtype, dense[i].dtype))
+            for i in chosen
+        ]
+        sums = collectives.all_reduce(parts, label, weighted and floating)
+        for i, total in zip(chosen, sums, strict=True):
+            result[i] = tf.cast(total, dense[i].dtype)
+    return result
+
+
+def _is_small(slices: tf.IndexedSlices) -> bool:
+    shape = slices.dense_shape
+    shape = None if shape is None else tf.get_static_value(shape)
+    if shape is None:
+        return False
+    return int(shape.prod()) * slices.dtype.size <= _SMALL_TABLE_BYTES
+
+
+def _as_table(slices: tf.IndexedSlices) -> tf.Tensor:
+    """The gradient of a whole table `[rows, width + 1]`.
+
+    The last column is not 0 for rows of the slices: a lazy rule leaves alone
+    what no rank has looked up.
+    """
+    rows = int(tf.get_static_value(slices.dense_shape)[0])
+    width = int(tf.get_static_value(slices.dense_shape)[1:].prod())
+    flat = tf.reshape(slices.values, [-1, width])
+    flat = tf.pad(flat, [[0, 0], [0, 1]], constant_values=1)
+    table = tf.math.unsorted_segment_sum(flat, slices.indices, rows)
+    return tf.ensure_shape(table, [rows, width + 1])
+
+
+def _as_slices(table: tf.Tensor, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The rows of `_as_table`, summed, that any rank has looked up."""
+    touched = tf.where(table[:, -1] > 0)[:, 0]
+    shape = tf.get_static_value(slices.dense_shape)
+    values = tf.reshape(tf.gather(table[:, :-1], touched), [-1, *shape[1:]])
+    indices = tf.cast(touched, slices.indices.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _gather_rows(
+    collectives: Collectives,
+    slices: tf.IndexedSlices,
+    label: str,
+    weighted: bool,
+    round_to: Mapping[tf.DType, tf.DType],
+) -> tf.IndexedSlices:
+    rows = slices.values
+    share = collectives.share_of_samples(label) if weighted else None
+    if share is not None:
+        share = share / collectives.group.world_size
+        rows = rows * tf.cast(share, rows.dtype)
+    sent = tf.cast(rows, round_to.get(rows.dtype, rows.dtype))
+    gathered = tf.IndexedSlices(
+        tf.cast(collectives.all_gather(sent, f"{label}/rows"), rows.dtype),
+        collectives.all_gather(slices.indices, f"{label}/indices"),
+        slices.dense_shape,
+    )
+    if has_unique_rows(slices):
+        return without_duplicates(gathered)
+    return gathered

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits a dataset by sample over the ranks, equally many steps on each."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import prefetched_ids
+from tfdist_ext.numbers import data_digest
+
+# Datasets that have names of their own at a time. A program may make any
+# number of them, one in every `fit`, and what a name is exchanged by stays.
+_DATASETS = 64
+
+
+class DatasetNames:
+    """Numbers that count on all ranks alike."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def next(self, collectives: Collectives) -> str:
+        """A name, the same on all ranks, which must all ask for it.
+
+        Args:
+            collectives: of the strategy.
+        """
+        # A rank that has failed where others went on has named fewer.
+        numbers = collectives.all_gather(
+            tf.constant([self._number], tf.int64), "input/number"
+        )
+        self._number = int(numbers[0]) % _DATASETS + 1
+        return f"input{self._number}"
+
+
+def compare_pipelines(
+    dataset: tf.data.Dataset, may_part: bool, collectives: Collectives
+) -> bool:
+    """Refuses a dataset that ranks of one host cache in one file.
+
+    Each rank reads the whole dataset, and would write all of the file.
+
+    Args:
+        dataset: of this rank; all ranks must call.
+        may_part: whether this rank's data may differ from that of others
+            after the first batch.
+        collectives: of the strategy.
+
+    Returns:
+        Whether that of any rank may.
+
+    Raises:
+        ValueError: on all ranks, naming the file and the ranks.
+    """
+    files = [
+        str(pathlib.Path(name).absolute())
+        for name in internals.cache_files(dataset)
+    ]
+    told = [socket.gethostname(), files, may_part]
+    text = json.dumps(told).encode() + b"\n"
+    own = tf.constant(np.frombuffer(text, np.uint8))
+    gathered = collectives.all_gather(own, "dataset").numpy().tobytes()
+    ranks = [json.loads(line) for line in gathered.splitlines()]
+    _check_files([(host, names) for host, names, _ in ranks])
+    return any(may for _, _, may in ranks)
+
+
+def _check_files(of_ranks: Sequence[tuple[str, list[str]]]) -> None:
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, names) in enumerate(of_ranks):
+        for name in set(names):
+            users.setdefault((host, name), []).append(rank)
+    for (_, name), ranks in users.items():
+        if len(ranks) > 1:
+            raise ValueError(
+                f"Ranks {ranks} cache a dataset in one file, '{name}', and "
+                "each of them would write all of it. Give each rank a file "
+                "of its own: `dataset.cache(f'{path}-{strategy.rank}')`. Or "
+                "cache in memory: `dataset.cache()`."
+            )
+
+
+Nest = Any
+_Policy = tf.data.experimental.AutoShardPolicy
+_INFINITE = int(tf.data.INFINITE_CARDINALITY)
+
+
+def distribute(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    """This rank's part of a dataset batched by the global batch size.
+
+    With the policies AUTO and DATA every rank reads the same dataset and
+    keeps its slice of every batch: the ranks together see exactly the
+    batches that one process would see. FILE gives every rank its own files,
+    OFF its own dataset; both keep the global batch size.
+
+    Args:
+        dataset: yields global batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
+
+    Returns:
+        A dataset of local batches, the same number of them on every rank:
+        a rank whose data ends first yields batches of zero samples.
+    """
+    rank, world_size = collectives.group.rank, collectives.group.world_size
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (_Policy.FILE, _Policy.OFF):
+        batch = internals.batch_size_of(dataset)
+        if batch < 0:
+            raise ValueError(
+                f"Dataset with auto_shard_policy={policy.name} has no fixed "
+                "batch size, so it cannot be cut into per-rank batches. "
+                "Batch it with `.batch(global_batch_size)` as the last step "
+                "or use `strategy.distribute_datasets_from_function`."
+            )
+        if batch < world_size:
+            raise ValueError(
+                f"Dataset with auto_shard_policy={policy.name} has batches of "
+                f"{batch}, fewer samples than the {world_size} ranks. Batch "
+                "it by the global batch size, or use the policy DATA."
+            )
+        _require_cut_by_tensorflow(dataset, policy)
+        if policy == _Policy.FILE:
+            dataset = internals.shard_by_file(dataset, world_size, rank)
+        local = dataset.rebatch(
+            [(rank + 1) * batch // world_size - rank * batch // world_size]
+        ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
+    else:
+        batches.check_lengths(dataset.element_spec, "The dataset")
+        return _slices(dataset, collectives, name)
+    return equal_steps(local, collectives, name)
+
+
+def _slices(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    rank, world_size = collectives.group.rank, collectives.group.world_size
+    op_types = internals.op_types(dataset)
+    compared = data_digest.Comparison(
+        collectives, name, data_digest.draws_random_numbers(op_types)
+    )
+    pure = data_digest.is_pure(op_types)
+    may_part = internals.may_change_order(dataset) or not pure
+    later = compare_pipelines(dataset, may_part, collectives)
+    names: list[str] = []
+
+    def cut(index: tf.Tensor, batch: Nest) -> Nest:
+        compared.compare_first(index, batch)
+        part = batches.slice_of_rank(batch, rank, world_size)
+        if not later:
+            return part
+        names[:] = data_digest.names_of(batch)
+        return index, compared.digest_of_some(index, batch), part
+
+    def compare(index: tf.Tensor, digest: tf.Tensor, part: Nest) -> Nest:
+        compared.compare_some(index, digest, names)
+        return part
+
+    local = dataset.enumerate().map(
+        cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+    options = tf.data.Options()
+    policy = dataset.options().experimental_external_state_policy
+    if policy is None and pure:
+        # The comparison has no state that a saved iterator would need.
+        options.experimental_external_state_policy = (
+            tf.data.experimental.ExternalStatePolicy.IGNORE
+        )
+    local = local.with_options(options)
+    return equal_steps(
+        local, collectives, name, True, compare if later else None
+    )
+
+
+def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
+    """Refuses values that only we can cut by samples, see `empty_batches`."""
+    if any(
+        hasattr(spec, "empty") for spec in tf.nest.flatten(dataset.element_spec)
+    ):
+        raise ValueError(
+            "A dataset with ids of a layer's `preprocess` cannot be cut into "
+            f"per-rank batches with auto_shard_policy={policy.name}. Use the "
+            "policy DATA, or call `preprocess` on what "
+            "`strategy.distribute_datasets_from_function` makes."
+        )
+
+
+def _single(arguments: tuple[Any, ...]) -> Nest:
+    return arguments if len(arguments) > 1 else arguments[0]
+
+
+def _in_own_memory(*batch: Nest) -> Nest:
+    return batches.in_own_memory(_single(batch))
+
+
+def has_optional(dataset: tf.data.Dataset) -> bool:
+    """Whether there are `tf.experimental.Optional` in a dataset.
+
+    Keras 3 makes them of the None in (x, y, None) of a generator.
+    """
+    flat = tf.nest.flatten(dataset.element_spec)
+    return any(isinstance(spec, tf.OptionalSpec) for spec in flat)
+
+
+def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset for one process alone, read while a step runs.
+
+    It stays one of plain tf.data. Stock's iterators for devices are made of a
+    dozen functions, which are traced for every loop, and ask a thread and
+    several ops at every step.
+
+    Args:
+        dataset: of any batches.
+    """
+    return dataset if internals.reads_ahead(dataset) else dataset.prefetch(1)
+
+
+def own_batches(
+    dataset: tf.data.Dataset, collectives: Collectives, name: str
+) -> tf.data.Dataset:
+    """A dataset of per-rank batches that a rank has made for itself.
+
+    Args:
+        dataset: yields local batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
+
+    Returns:
+        The batches, as many on every rank.
+    """
+    copies = dataset.map(_in_own_memory, synchronous=True)
+    return equal_steps(copies, collectives, name)
+
+
+def equal_steps(
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    same_data: bool = False,
+    finish: Callable[..., Nest] | None = None,
+) -> tf.data.Dataset:
+    """Pads a local dataset with empty batches to the longest rank's length.
+
+    Args:
+        dataset: this rank's batches.
+        collectives: of the strategy.
+        name: the same on all ranks, for tags and errors.
+        same_data: whether all ranks read one dataset.
+        finish: makes a batch of an element when a step asks for it; None
+            where elements are batches.
+
+    Returns:
+        A dataset with the same number of batches on every rank.
+
+    Raises:
+        ValueError: if the dataset is infinite on some ranks only, or
+            lengths of `same_data` differ.
+    """
+    steps = collectives.all_gather(
+        tf.reshape(dataset.cardinality(), [1]), f"{name}/cardinality"
+    ).numpy()
+    if (steps == _INFINITE).any():
+        if (steps != _INFINITE).any():
+            raise ValueError(
+                "The dataset is infinite on some ranks and ends on others. "
+                f"Batches per rank: {steps.tolist()} (-1: infinite, -2: "
+                "unknown). Repeat it on all ranks or on none."
+            )
+        return _finished(dataset, finish)
+    if same_data and (steps != steps[0]).any():
+        raise ValueError(
+            "The ranks read different data. Batches per rank: "
+            f"{steps.tolist()} (-2: unknown). {data_digest.REMEDY}"
+        )
+    if (steps >= 0).all():
+        longest = int(steps.max())
+        if int(steps.min()) == longest:
+            return _finished(dataset, finish)
+        return _finished(
+            dataset.concatenate(batches.empty_like(dataset)).take(longest),
+            finish,
+        )
+    return _until_all_end(dataset, collectives, name, finish)
+
+
+def _until_all_end(
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    finish: Callable[..., Nest] | None,
+) -> tf.data.Dataset:
+    def ask(has_data: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
+        count = tf.reshape(tf.cast(has_data, tf.int32), [1])
+        total = collectives.all_reduce([count], f"{name}/has_data")[0]
+        return total[0] > 0, batch
+
+    flag = tf.data.Dataset.from_tensors
+    marked = tf.data.Dataset.zip((flag(True).repeat(), dataset))
+    empty = tf.data.Dataset.zip((flag(False), batches.empty_like(dataset)))
+    # Asked when the step asks for its batch, never ahead of it: an iterator
+    # that is dropped half-way leaves no question open on some ranks only.
+    # Synchronous: tf.data would make an own thread run ahead of a plain map.
+    return _finished(
+        marked.prefetch(tf.data.AUTOTUNE)
+        .concatenate(empty.repeat())
+        .map(ask, synchronous=True)
+        .take_while(lambda any_data, _: any_data)
+        .map(lambda _, batch: batch, synchronous=True),
+        finish,
+    )
+
+
+def _finished(
+    dataset: tf.data.Dataset, finish: Callable[..., Nest] | None
+) -> tf.data.Dataset:
+    if finish is not None:
+        dataset = dataset.map(finish, synchronous=True)
+    dataset = prefetched_ids.with_next(dataset)
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_distribute.auto_shard_policy = _Policy.OFF
+    if dataset.options().autotune.enabled is None:
+        # The end of an iterator can wait for its autotuner's next round, up
+        # to a minute: TensorFlow wakes it before it marks it cancelled. All
+        # ranks would wait along. AUTOTUNE then means as many calls as cores,
+        # and a prefetch buffer that grows by need.
+        options.autotune.enabled = False
+    return dataset.with_options(options)

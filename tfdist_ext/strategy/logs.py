@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalars that a step returns, and results of metrics, as in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext import keras_internals
+from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.comm.calls import Step
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.numbers import whole_batch
+from tfdist_ext.numbers.kinds import COUPLED
+from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.numbers.kinds import STATIC
+from tfdist_ext.numbers.kinds import SUM
+from tfdist_ext.patching import Need
+from tfdist_ext.patching import extend
+from tfdist_ext.patching import stage
+
+keras = tf.keras
+
+# Numbers of a metric that the ranks exchange in every step, at most.
+_MOST_NUMBERS = 16384
+
+
+def watch_results(model: Any) -> None:
+    """Lets the metrics of a model say which tensors are their results.
+
+    Args:
+        model: whose step is about to be run; None of a step of no model.
+    """
+    if not keras_internals.KERAS_3 or not isinstance(model, keras.Model):
+        return
+    for metric in _metrics_of(model):
+        extend(type(metric), "result", stage(_result, Need.STRATEGY))
+
+
+def _metrics_of(owner: Any) -> list[Any]:
+    """Metrics of a model, also those that a metric consists of."""
+    found = []
+    for metric in owner.metrics:
+        inner = getattr(metric, "metrics", None)
+        found += [metric] if inner is None else _metrics_of(metric)
+    return found
+
+
+def _result(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(metric, *args, **kwargs)
+    if whole_batch.keras_step() is None:
+        return result
+    flat = [
+        tf.convert_to_tensor(value)
+        if isinstance(value, keras.Variable)
+        else value
+        for value in tf.nest.flatten(result)
+    ]
+    for index, value in enumerate(flat):
+        if tf.is_tensor(value):
+            marks.set_result_of(value, metric, index)
+    return tf.nest.pack_sequence_as(result, flat)
+
+
+def states_of(metric: Any) -> list[tf.Tensor] | None:
+    """What a rank adds to the states of all ranks; None if that is unknown.
+
+    Args:
+        metric: of Keras 3.
+
+    Returns:
+        A tensor for each of its variables. Those that are equal on all ranks
+        are not to be added up, see `is_summed`.
+    """
+    variables = [keras_internals.value_of(v) for v in metric.variables]
+    numbers = sum(v.shape.num_elements() or 0 for v in variables)
+    if numbers > _MOST_NUMBERS:
+        warnings.warn(
+            f"Metric '{metric.name}' has states of {numbers} numbers, too "
+            "many to be exchanged in every step. What a step logs of it is "
+            "the average of the ranks' results; at the end of an epoch, and "
+            "of `model.get_metrics_result()`, it is that of all samples.",
+            stacklevel=2,
+        )
+        return None
+    if any(_is_averaged(v) for v in variables):
+        return None
+    return [internals.components(v)[0].read_value() for v in variables]
+
+
+def is_summed(metric: Any) -> list[bool]:
+    """Whether each state of a metric is the sum of the ranks' states."""
+    variables = [keras_internals.value_of(v) for v in metric.variables]
+    return [
+        isinstance(v, internals.SyncOnReadVariable)
+        and v.aggregation == tf.VariableAggregation.SUM
+        for v in variables
+    ]
+
+
+def _is_averaged(variable: Any) -> bool:
+    return (
+        isinstance(variable, internals.SyncOnReadVariable)
+        and variable.aggregation == tf.VariableAggregation.MEAN
+    )
+
+
+def result_of_states(metric: Any, states: Sequence[tf.Tensor]) -> list[Any]:
+    """The leaves of a metric's result, had it these states."""
+    return list(tf.nest.flatten(metric.stateless_result(states)))
+
+
+Nest = Any
+# Of booleans as integers too.
+_REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "All": tf.reduce_min,
+    "Any": tf.reduce_max,
+    "Max": tf.reduce_max,
+    "Min": tf.reduce_min,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What the ranks add up for some of the values.
+
+    Attributes:
+        own: tensors of this rank.
+        finish: makes the values of the sums.
+        places: where the values are in the nest.
+    """
+
+    own: Sequence[tf.Tensor]
+    finish: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+    places: Sequence[int]
+
+
+def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
+    """What a step returns, its scalars as those of one process.
+
+    Args:
+        outputs: of a step of Keras's loops, on this rank.
+        collectives: of the strategy, whose scope this is.
+
+    Returns:
+        The same nest. Tensors that are not scalars are as they were.
+    """
+    step = collectives.step
+    assert step is not None
+    if step.checking:  # every rank has the whole batch
+        return outputs
+    flat = [_as_tensor(value) for value in tf.nest.flatten(outputs)]
+    places = [i for i, value in enumerate(flat) if _is_scalar(value)]
+    parts = _of_metrics(flat, places)
+    others = set(places).difference(*(part.places for part in parts))
+    names = batches.names_of(outputs)
+    means: dict[int, tf.Tensor] = {}
+    for i in sorted(others):
+        name = f"'{names[i]}', which a step returns,"
+        if flat[i].dtype.is_floating:
+            flat[i] = whole_batch.averageable(flat[i], name)
+            if not marks.is_reduced(flat[i]):
+                means[i] = flat[i]
+        elif _is_count(flat[i], step):
+            parts.append(_Parts([flat[i]], list, [i]))
+        else:
+            flat[i] = _of_integer(flat[i], name, collectives)
+    parts += _of_means(means)
+    _exchange(parts, flat, collectives)
+    for i in places:
+        marks.set_reduced(flat[i])
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def _as_tensor(value: Any) -> Any:
+    """A variable, or an integer that may be a fixed size, as a tensor."""
+    variable = tf.is_tensor(value) and not isinstance(
+        value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+    )
+    if variable or type(value) is int:
+        return tf.convert_to_tensor(value)
+    return value
+
+
+def _is_scalar(value: Any) -> bool:
+    return (
+        isinstance(value, tf.Tensor)
+        and value.shape.rank == 0
+        and (
+            value.dtype.is_floating
+            or value.dtype.is_integer
+            or value.dtype == tf.bool
+        )
+        and not marks.is_reduced(value)
+    )
+
+
+def _exchange(
+    parts: Sequence[_Parts], flat: list[Any], collectives: Collectives
+) -> None:
+    sent = [tensor for part in parts for tensor in part.own]
+    sums = iter(collectives.all_reduce(sent, "logs"))
+    for part in parts:
+        values = part.finish([next(sums) for _ in part.own])
+        for i, value in zip(part.places, values, strict=True):
+            flat[i] = value
+
+
+def _of_metrics(flat: Sequence[Any], places: Sequence[int]) -> list[_Parts]:
+    """Results of metrics by the states of all ranks."""
+    of_metric: dict[int, tuple[Any, list[int], list[int]]] = {}
+    for i in places:
+        metric, index = marks.result_of(flat[i]) or (None, 0)
+        if metric is not None:
+            known = of_metric.setdefault(id(metric), (metric, [], []))
+            known[1].append(i)
+            known[2].append(index)
+    parts = []
+    for metric, where, indices in of_metric.values():
+        states = states_of(metric)
+        if states is not None:
+            parts.append(_of_metric(metric, states, where, indices))
+    return parts
+
+
+def _of_metric(
+    metric: Any,
+    states: Sequence[tf.Tensor],
+    where: Sequence[int],
+    indices: Sequence[int],
+) -> _Parts:
+    summed = is_summed(metric)
+    own = [
+        state for state, is_sum in zip(states, summed, strict=True) if is_sum
+    ]
+
+    def finish(sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rest = iter(sums)
+        pairs = zip(states, summed, strict=True)
+        total = [next(rest) if is_sum else state for state, is_sum in pairs]
+        result = result_of_states(metric, total)
+        return [result[index] for index in indices]
+
+    return _Parts(own, finish, where)
+
+
+def _of_means(means: Mapping[int, tf.Tensor]) -> list[_Parts]:
+    """Averages over the ranks, weighted by their samples."""
+    parts = []
+    for dtype in (tf.float32, tf.float64):
+        chosen = {
+            i: value
+            for i, value in means.items()
+            if (value.dtype == tf.float64) == (dtype == tf.float64)
+        }
+        if chosen:
+            parts.append(_of_means_in(dtype, chosen))
+    return parts
+
+
+def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
+    samples = tf.cast(whole_batch.samples(), dtype)
+    # Of a rank without samples a mean is no number.
+    own = [
+        tf.where(samples > 0, tf.cast(value, dtype) * samples, 0)
+        for value in means.values()
+    ]
+
+    def finish(sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        *totals, count = sums
+        return [
+            tf.cast(tf.math.divide_no_nan(total, count), value.dtype)
+            for total, value in zip(totals, means.values(), strict=True)
+        ]
+
+    return _Parts([*own, samples], finish, list(means))
+
+
+def _is_count(value: tf.Tensor, step: Step) -> bool:
+    """Whether an integer is certainly a sum over the samples."""
+    if not value.dtype.is_integer or not tf.is_symbolic_tensor(value):
+        return False
+    kind = whole_batch.kind_of(step, value)
+    return kind.name == STATIC or kind.over_ranks == SUM
+
+
+def _of_integer(
+    value: tf.Tensor, name: str, collectives: Collectives
+) -> tf.Tensor:
+    """An integer or a boolean that is no sum over the samples."""
+    step = collectives.step
+    assert step is not None
+    if _is_constant(value):
+        return _of_constant(value, name, collectives)
+    kind = None
+    if tf.is_symbolic_tensor(value):
+        kind = whole_batch.kind_of(step, value)
+        if kind.name == SAME:
+            return value
+    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    everyone = collectives.all_gather(tf.reshape(number, [1]), "logs/integers")
+    reduce = None
+    if kind is not None and kind.name == COUPLED and kind.axis is None:
+        reduce = _REDUCTIONS.get(kind.over_ranks)
+    if reduce is None:
+        _warn_of_integer(value, name, "that of rank 0")
+    whole = everyone[0] if reduce is None else reduce(everyone)
+    return tf.cast(whole, value.dtype)
+
+
+def _of_constant(
+    value: tf.Tensor, name: str, collectives: Collectives
+) -> tf.Tensor:
+    """A number that is the same on all ranks, or a size that a graph fixes."""
+    step = collectives.step
+    assert step is not None
+    samples = tf.get_static_value(step.samples)
+    if samples is None:
+        return value
+    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    everyone = collectives.all_gather(tf.reshape(number, [1]), "logs/sizes")
+    own = tf.get_static_value(value)
+    multiple = own and samples > 1 and own % samples == 0
+    if own is None or own == samples or multiple:
+        _warn_of_integer(
+            value, name, "that of rank 0, or the sum if they differ"
+        )
+    alike = tf.reduce_all(everyone == everyone[0])
+    whole = tf.where(alike, everyone[0], tf.reduce_sum(everyone))
+    return tf.cast(whole, value.dtype)
+
+
+def _warn_of_integer(value: tf.Tensor, name: str, logged: str) -> None:
+    warnings.warn(
+        f"{name} is of dtype {value.dtype.name}, and cannot be told to be a "
+        "sum over the samples or the same for every part of the batch. What "
+        f"is logged is {logged}. Return a float that is a mean or a sum over "
+        "the samples (tf.cast first, then tf.reduce_mean or tf.reduce_sum), "
+        "or the result of a metric of Keras.",
+        stacklevel=2,
+    )
+
+
+def _is_constant(value: tf.Tensor) -> bool:
+    """Whether a tensor of a graph follows from constants of it alone."""
+    if not tf.is_symbolic_tensor(value):
+        return False
+    return all(op.type == "Const" for op in _sources(value))
+
+
+def _sources(value: tf.Tensor) -> list[tf.Operation]:
+    """The ops without inputs that a tensor of a graph is computed from."""
+    known, found, pending = set(), [], [value.op]
+    while pending:
+        op = pending.pop()
+        if op.name in known:
+            continue
+        known.add(op.name)
+        if not op.inputs:
+            found.append(op)
+        pending += [each.op for each in op.inputs]
+    return found

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train_on_batch` and the like of Keras 3 take a global batch, as `fit` does.
+
+Keras 3 gives every rank the whole of it. Each rank takes its samples here,
+as tf_keras does by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.strategy import loops
+from tfdist_ext.strategy import predictions
+from tfdist_ext.strategy import refused
+
+keras = tf.keras
+Nest = Any
+_FUNCTIONS = {"train_on_batch": "train", "test_on_batch": "test"}
+
+
+def step_on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    collectives = _collectives_of(model)
+    if collectives is None:
+        return original(model, *args, **kwargs)
+    refused.check_recurrent(model, collectives.group.world_size)
+    kind = _FUNCTIONS[original.__name__]
+    getattr(model, f"make_{kind}_function")()
+    attribute = f"{kind}_function"
+    function = getattr(model, attribute)
+    setattr(
+        model,
+        attribute,
+        functools.partial(
+            _run_on_slice, function, collectives, original.__name__
+        ),
+    )
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        setattr(model, attribute, function)
+
+
+def _run_on_slice(
+    function: Callable[[Any], Any],
+    collectives: Collectives,
+    name: str,
+    batches: Any,
+) -> Any:
+    """Runs Keras's function of a loop on this rank's samples of a batch."""
+    part = _slice(next(iter(batches)), collectives, name)
+    return function(iter(_dataset_of(part)))
+
+
+def predict_on_batch(
+    original: Any, model: Any, x: Nest, *args: Any, **kwargs: Any
+) -> Any:
+    collectives = _collectives_of(model)
+    if collectives is None:
+        return original(model, x, *args, **kwargs)
+    refused.check_recurrent(model, collectives.group.world_size)
+    (part,) = _slice((x,), collectives, original.__name__)
+    spec = tf.nest.map_structure(_spec_of, (part,))
+    predictions.trace_for(model, spec)
+    return original(model, part, *args, **kwargs)
+
+
+def _collectives_of(model: Any) -> Collectives | None:
+    return getattr(model.distribute_strategy, "collectives", None)
+
+
+def _slice(batch: Nest, collectives: Collectives, name: str) -> Nest:
+    """This rank's samples of a batch that all ranks have.
+
+    Raises:
+        ValueError: if the ranks have different batches, or values of a batch
+            different numbers of samples.
+    """
+    values = tf.nest.map_structure(_as_tensor, _with_arrays(batch))
+    names = batches.names_of(values)
+    flat = tf.nest.flatten(values)
+    described = {
+        key: _describe(value)
+        for key, value in zip(names, flat, strict=True)
+        if value is not None
+    }
+    loops.compare_texts(collectives, {"method": name, **described})
+    batches.check_lengths(values, f"The batch of `{name}`")
+    group = collectives.group
+    present = [value for value in flat if value is not None]
+    with tf.device("CPU:0"):
+        cut = iter(batches.slice_of_rank(present, group.rank, group.world_size))
+    parts = [None if value is None else next(cut) for value in flat]
+    return tf.nest.pack_sequence_as(values, parts)
+
+
+def _with_arrays(batch: Nest) -> Nest:
+    """The same batch, lists of Python's numbers as arrays."""
+    return type(batch)(
+        np.asarray(part)
+        if isinstance(part, list) and loops.is_numbers(part)
+        else part
+        for part in batch
+    )
+
+
+def _as_tensor(value: Any) -> Any:
+    composite = isinstance(value, tf.__internal__.CompositeTensor)
+    return value if value is None or composite else tf.convert_to_tensor(value)
+
+
+def _describe(value: Any) -> str:
+    parts = tf.nest.flatten(value, expand_composites=True)
+    shape = getattr(value, "shape", None)
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        array = part.numpy()
+        known = array.tolist() if array.dtype == object else None
+        digest.update(
+            array.tobytes() if known is None else repr(known).encode()
+        )
+    return f"{value.dtype.name}{shape} #{digest.hexdigest()}"
+
+
+def _spec_of(value: Any) -> Any:
+    """What describes batches of any size, None of None."""
+    if value is None:
+        return None
+    spec = tf.type_spec_from_value(value)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec
+
+
+def _dataset_of(batch: Nest) -> tf.data.Dataset:
+    """A dataset of one batch that does not tell its size.
+
+    A step is traced once for batches of all sizes then, on all ranks.
+    """
+    dataset = tf.data.Dataset.from_tensors(batch)
+    values = [v for v in tf.nest.flatten(batch) if v is not None]
+    if not all(isinstance(value, tf.Tensor) for value in values):
+        return dataset
+    specs = tf.nest.map_structure(
+        lambda spec, value: _spec_of(value) or spec, dataset.element_spec, batch
+    )
+    with tf.device("CPU:0"):
+        variant = tf.raw_ops.TensorDataset(
+            components=values,
+            output_shapes=[_spec_of(value).shape for value in values],
+        )
+    return tf.data.experimental.from_variant(variant, specs)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `predict` returns of a batch, and its step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import batches
+from tfdist_ext import marks
+from tfdist_ext.comm import calls
+from tfdist_ext.comm import exchanges
+from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.numbers import whole_batch
+from tfdist_ext.numbers.kinds import COUPLED
+from tfdist_ext.numbers.kinds import LINEAR
+from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.strategy import logs
+
+Nest = Any
+_LABEL = "gather"
+
+
+class NoRowsError(ValueError):
+    """An output has no row for each sample."""
+
+    # So that AutoGraph, which looks at it, can make another with more text.
+    __init__ = Exception.__init__
+
+
+def concatenate(original: Any, value: Any, strategy: Any) -> Any:
+    if marks.is_reduced(value):
+        return value
+    return original(value, strategy)
+
+
+def outputs_of(
+    fn: Callable[..., Any], outputs: Nest, collectives: Collectives
+) -> Nest:
+    """What a step of Keras's loops returns for the whole batch.
+
+    Args:
+        fn: the step.
+        outputs: of it, on this rank.
+        collectives: of the strategy, whose scope this is.
+    """
+    outputs = logs.of_whole_batch(outputs, collectives)
+    if "make_predict_function" in calls.role_of(fn):
+        return of_all_ranks(outputs, collectives)
+    return outputs
+
+
+def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
+    """What a model predicts for the whole batch, on every rank.
+
+    Args:
+        outputs: of a step of `predict` on this rank, a nest of tensors,
+            RaggedTensors and SparseTensors; what is reduced already stays.
+        collectives: of the strategy, whose scope this is.
+
+    Raises:
+        NoRowsError: for an output that has no rows for samples and depends on
+            them; naming it.
+    """
+    step = collectives.step
+    assert step is not None
+    flat = list(tf.nest.flatten(outputs))
+    names = batches.names_of(outputs)
+    for i, value in enumerate(flat):
+        if not _is_value(value) or marks.is_reduced(value):
+            continue
+        if not step.checking:
+            value = _of_all_ranks(value, names[i], collectives)
+        flat[i] = value
+        marks.set_reduced(value)
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+
+
+def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
+    step = collectives.step
+    assert step is not None
+    parts = tf.nest.flatten(value, expand_composites=True)
+    kinds = [whole_batch.kind_of(step, part) for part in parts]
+    if all(kind.name == SAME for kind in kinds):
+        return value
+    if not isinstance(value, tf.Tensor):
+        return _rows(value, collectives)
+    kind = kinds[0]
+    if kind.name in (LINEAR, COUPLED) and kind.axis is None:
+        if value.dtype.is_floating:
+            return _mean(value, name, collectives)
+    elif kind.axis in (None, 0) and _may_have_rows(value):
+        return _rows(_with_a_row_each(value, name), collectives)
+    raise NoRowsError(_no_rows(value, name))
+
+
+def _may_have_rows(value: tf.Tensor) -> bool:
+    """Whether a tensor may have a row for each sample, by its shape."""
+    if value.shape.rank is None:
+        return True
+    rows = value.shape[0] if value.shape.rank else 0
+    samples = tf.get_static_value(whole_batch.samples())
+    return rows is None or samples in (None, rows)
+
+
+def _with_a_row_each(value: tf.Tensor, name: str) -> tf.Tensor:
+    """The tensor, once it is known that it has a row for each sample.
+
+    Of SparseTensors the number of samples is not known when the step is traced,
+    that of the rows of a result may be.
+    """
+    samples = whole_batch.samples()
+    rows = value.shape[0] if value.shape.rank else None
+    if rows is None or tf.get_static_value(samples) is not None:
+        return value
+    check = tf.debugging.assert_equal(
+        samples, tf.constant(rows, samples.dtype), _no_rows(value, name)
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.identity(value)
+
+
+def _no_rows(value: tf.Tensor, name: str) -> str:
+    return (
+        f"`predict` gets an output '{name}' of shape {value.shape} whose first "
+        "dimension is not that of the samples, so the ranks cannot make that "
+        "of the whole batch of theirs. Return one row for each sample from "
+        "`call` (tf.transpose, tf.expand_dims), or call the model itself on "
+        "the whole batch: `model(x)`."
+    )
+
+
+def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
+    """Averages a function of sums and means over the samples, if it is one."""
+    part = whole_batch.averageable(value, f"Output '{name}' of `predict`")
+    if marks.is_reduced(part):
+        return part
+    ranks = tf.constant(collectives.group.world_size, part.dtype)
+    (mean,) = collectives.all_reduce([part / ranks], _LABEL, weighted=True)
+    return mean
+
+
+def _rows(value: Any, collectives: Collectives) -> Any:
+    return exchanges.all_gather_rows(collectives, value, _LABEL)[0]
+
+
+keras = tf.keras
+
+
+class _Now(threading.local):
+    model: Any = None  # which predicts
+
+
+_now = _Now()
+
+
+def trace_for(model: Any, spec: Any) -> None:
+    """Makes a model's function of `predict`, for batches of any size.
+
+    Args:
+        model: of Keras 3.
+        spec: of the batches.
+    """
+    outer, _now.model = _now.model, model
+    model.distribute_strategy.distributed_spec = spec
+    try:
+        model.make_predict_function()
+    finally:
+        _now.model = outer
+
+
+def predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = model.distribute_strategy
+    if getattr(strategy, "collectives", None) is None:
+        return original(model, *args, **kwargs)
+    outer, _now.model = _now.model, model
+    strategy.distributed_spec = None
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        _now.model = outer
+
+
+def make_predict_function(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    before = model.predict_function
+    made = original(model, *args, **kwargs)
+    function = model.predict_function
+    if (
+        _now.model is model
+        and function is not before
+        and isinstance(function, tf.types.experimental.PolymorphicFunction)
+        and model.steps_per_execution == 1
+    ):
+        _trace(function, model.distribute_strategy)
+    return made
+
+
+def _trace(function: Any, strategy: Any) -> None:
+    """Traces a step for what the dataset of the loop gives.
+
+    Args:
+        function: that Keras calls with a list of one batch.
+        strategy: which has distributed the dataset.
+    """
+    spec, collectives = strategy.distributed_spec, strategy.collectives
+    if spec is None or not any(map(_varies, tf.nest.flatten(spec))):
+        return
+    try:
+        function.get_concrete_function([spec])
+        collectives.barrier("step of predict traced")
+    except NoRowsError:
+        raise
+    except Exception as error:
+        # A model that needs to know the size, or an error of the model's own,
+        # which the first batch meets again. All ranks do the same.
+        collectives.give_up("tracing a step of predict", error)
+
+
+def _varies(spec: Any) -> bool:
+    """Whether batches differ in size; not of Keras's None."""
+    if isinstance(spec, tf.OptionalSpec):
+        return False
+    shape = tf.TensorShape(spec.shape)
+    return shape.rank is not None and shape.rank > 0 and shape[0] is None

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and callbacks that would train wrongly, refused with the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext import keras_internals
+from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.optimizers import supported
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer of Horovod, which would sum gradients again.
+
+    Args:
+        optimizer: of a model, or None; also within that of a loss scale.
+
+    Raises:
+        ValueError: it is one; says what to do.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if _of_horovod(inner):
+        raise ValueError(
+            "hvd.DistributedOptimizer exchanges gradients that the strategy "
+            "has exchanged already (or, with Keras 3, does nothing). Give "
+            f"`compile` the {type(inner).__name__} itself; engine='horovod' "
+            "lets Horovod carry the exchanges."
+        )
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuses callbacks of Horovod, whose work the strategy does.
+
+    Args:
+        callbacks: what `fit` is given: one, several or None.
+
+    Raises:
+        ValueError: naming the first of them; says what to do.
+    """
+    for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
+        if _of_horovod(callback):
+            raise ValueError(
+                f"Callback hvd.callbacks.{type(callback).__name__} does again "
+                "what the strategy does: it gives all ranks the same initial "
+                "values, averages metrics, and needs no larger learning rate. "
+                "Leave it out."
+            )
+
+
+def _of_horovod(thing: Any) -> bool:
+    modules = [base.__module__ for base in type(thing).__mro__]
+    return any(name.partition(".")[0] == "horovod" for name in modules)
+
+
+keras = tf.keras
+
+
+def check_recurrent(model: Any, ranks: int) -> None:
+    """Refuses a model with stateful recurrent layers.
+
+    Args:
+        model: about to be trained, evaluated or asked to predict.
+        ranks: their number, more than one.
+
+    Raises:
+        ValueError: naming the first such layer.
+    """
+    for layer in keras_internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ValueError(
+                f"Layer '{layer.name}' ({type(layer).__name__}) has "
+                "stateful=True: it keeps a state for each sample of a batch of "
+                f"fixed size. Each of the {ranks} ranks has a part of every "
+                "batch only, so the states of one rank are not those of the "
+                "batch. Use stateful=False (and pass states on by "
+                "return_state=True and initial_state=...), or train this model "
+                "in one process."
+            )
+
+
+def compile_without_xla(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(model, *args, **kwargs)
+    if model.jit_compile and _is_beyond_xla(model):
+        warnings.warn(
+            "XLA cannot compile what several ranks exchange, nor the lookups "
+            "of tfdist_ext.layers. Proceeding with `jit_compile=False`.",
+            stacklevel=3,
+        )
+        model.jit_compile = False
+    return result
+
+
+def _is_beyond_xla(model: Any) -> bool:
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "collectives"):
+        return False
+    return strategy.collectives is not None or not all(
+        getattr(layer, "supports_jit", True)
+        for layer in keras_internals.layers_of(model)
+    )
+
+
+def check_model(model: Any) -> None:
+    """Refuses an optimizer that would train a model wrongly on ranks.
+
+    It is done in a step because a wrapper of an optimizer (a loss scale) is
+    not seen where the optimizer updates its variables.
+
+    Args:
+        model: whose step runs; None, or something else, in a step of the
+            user's.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    check_optimizer(optimizer)
+    supported.check_accumulation(optimizer)
+    variables = getattr(model, "trainable_variables", ())
+    if optimizer and any(map(sharded_variable.is_shard, variables)):
+        supported.check_supported(optimizer)
+
+
+def check_in_one_process(model: Any) -> None:
+    """Refuses an optimizer that fails under a strategy of any size.
+
+    Args:
+        model: see `check`.
+
+    Raises:
+        ValueError: saying what to do instead.
+    """
+    supported.check_accumulation(getattr(model, "optimizer", None))

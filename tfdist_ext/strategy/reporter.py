@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank tells its launcher, and the error that it ends with."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pathlib
+import re
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist_ext.comm.process_group import ProcessGroup
+from tfdist_ext.launch import live_stats
+
+_LOG = logging.getLogger("tfdist_ext")
+
+
+class Reporter:
+    """A thread that writes this rank's figures about once a second.
+
+    Args:
+        group: of the rank; None with a single process.
+        file: of the rank; None where nobody asks for figures.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, file: live_stats.RankFile | None
+    ) -> None:
+        self._group = group
+        self._file = file
+        if file is None:
+            return
+        self._began = time.monotonic()
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Steps that are run by a graph pass no Python.
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=[file], daemon=True
+        )
+        self._thread.start()
+        # Before that of the group, which is older.
+        atexit.register(self.close)
+
+    def count_step(self) -> None:
+        """Counts a step, in each run of the graph where this is called."""
+        if self._file is None:
+            return
+        with tf.device("CPU:0"):
+            tf.raw_ops.AssignAddVariableOp(
+                resource=self._steps.handle, value=tf.constant(1, tf.int64)
+            )
+
+    def close(self) -> None:
+        """Ends the thread; does nothing the second time."""
+        atexit.unregister(self.close)
+        if self._file is not None:
+            self._end.set()
+            self._thread.join()
+            self._file.close()
+            self._file = None
+
+    def _run(self, file: live_stats.RankFile) -> None:
+        try:
+            while True:
+                file.write(self._figures())
+                if self._end.wait(live_stats.SECONDS):
+                    return
+        except (OSError, tf.errors.OpError) as error:
+            _LOG.warning("--stats hears no more of this rank: %s", error)
+
+    def _figures(self) -> live_stats.Figures:
+        sent = 0
+        waited: tuple[float, ...] = (0.0,)
+        if self._group is not None:
+            stats = self._group.stats()
+            sent, waited = stats.bytes_sent, stats.waited
+        return live_stats.Figures(
+            self._began,
+            time.monotonic(),
+            int(self._steps.numpy()),
+            sent,
+            waited,
+            _memory(),
+        )
+
+
+def start_reporter(
+    group: ProcessGroup | None, environment: Mapping[str, str]
+) -> Reporter:
+    """Starts to report, where the launcher asks for it.
+
+    Args:
+        group: of the rank; None with a single process.
+        environment: of the process. It may be one that a rank has started,
+            which goes unreported.
+    """
+    file = None
+    if path := environment.get(live_stats.VARIABLE):
+        with contextlib.suppress(OSError):
+            file = live_stats.RankFile(path)
+    return Reporter(group, file)
+
+
+def _memory() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_LIBRARIES = ("keras", "tf_keras", "tensorflow")
+# What TensorFlow puts before the reason.
+_PLACE = re.compile(r"\{\{function_node [^}]*\}\} *")
+_HEAD = re.compile(
+    r"\s|$|Graph execution error|Detected at node|\d+ root error|node "
+    r"|<stack traces unavailable>"
+)
+
+_before: Any = None
+_name = ""
+
+
+def shorten_tracebacks(name: str) -> None:
+    """Shows errors that end this process in short form from now on.
+
+    Args:
+        name: of this rank, put before the reason; "" for none.
+    """
+    global _before, _name
+    _name = name
+    if _before is None:
+        _before, sys.excepthook = sys.excepthook, _show
+
+
+def _show(kind: Any, error: Any, traceback: Any) -> None:
+    filtered = tf.debugging.is_traceback_filtering_enabled()
+    if filtered and issubclass(kind, Exception):
+        print(f"{_name}{reason_of(error)}", file=sys.stderr)
+        _shorten(error)
+        traceback = error.__traceback__
+    _before(kind, error, traceback)
+
+
+def reason_of(error: BaseException) -> str:
+    """The kind of an error and the line of its message that says why."""
+    lines = _PLACE.sub("", str(error)).splitlines()
+    found = next((line for line in lines if not _HEAD.match(line)), "")
+    return f"{type(error).__name__}: {found}"
+
+
+def _shorten(error: BaseException | None) -> None:
+    """Leaves out frames, also of the errors that have led to this one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = without_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def without_frames(
+    traceback: types.TracebackType | None,
+) -> types.TracebackType | None:
+    """A traceback without frames of this package, Keras and TensorFlow.
+
+    All of it where there are no others.
+    """
+    frames = []
+    part = traceback
+    while part is not None:
+        frames.append(part)
+        part = part.tb_next
+    kept = [each for each in frames if not _is_left_out(each)]
+    shown: types.TracebackType | None = None
+    for each in reversed(kept):
+        shown = types.TracebackType(
+            shown, each.tb_frame, each.tb_lasti, each.tb_lineno
+        )
+    return shown or traceback
+
+
+def _is_left_out(part: types.TracebackType) -> bool:
+    frame = part.tb_frame
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    path = pathlib.Path(frame.f_code.co_filename)
+    return module in _LIBRARIES or _PACKAGE in path.parents
