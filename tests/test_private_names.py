@@ -234,7 +234,7 @@ def test_private_keras_is_listed_and_in_one_file() -> None:
     found = foreign_private_names()
     del found["tensorflow_internals"]
     used = {package: names for package, names in found.items() if names}
-    known = used.pop("keras_internals") | used.pop("keras_objects")
+    known = used.pop("keras_internals")
     assert known == PRIVATE_KERAS
     assert used == PRIVATE_ELSEWHERE, (
         "Add a function to keras_internals.py for what is private in Keras, "

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist_ext import batches
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.strategy import input
@@ -167,7 +167,7 @@ def test_sparse_and_prefetched_ids():
             tf.SparseTensor(indices, values, [16, 8]),
             prefetched_ids.bundle(
                 [[Ids(values, splits, weights)]],
-                [layouts.dense(tf.constant([16], tf.int64), [16])],
+                [id_layout.dense(tf.constant([16], tf.int64), [16])],
             ),
         )
 

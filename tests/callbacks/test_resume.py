@@ -17,7 +17,7 @@ from tests.recording import Recorder
 from tfdist_ext.callbacks import EmbeddingMonitor
 from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import resume
-from tfdist_ext.callbacks import resume as notice_lib
+from tfdist_ext.callbacks import resume as resume_lib
 from tfdist_ext.callbacks import saved_run
 from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving import checkpoint_writing
@@ -130,9 +130,10 @@ def test_generators_go_on():
 
 
 PROGRAM = """
-import ctypes, runpy, signal, sys, threading, time
+import ctypes, signal, threading, time
+from tfdist_ext.callbacks.resume import PreemptionSignals
 
-notice = runpy.run_path(sys.argv[1])["Notice"]()
+notice = PreemptionSignals()
 
 def tell():
     while not notice.signal:
@@ -153,7 +154,7 @@ with notice.heeding([signal.SIGTERM]):
 def test_a_second_signal_ends_at_once():
     """Also while the main thread is in a call that does not end."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, notice_lib.__file__],
+        [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -413,7 +414,7 @@ def test_a_signal_on_a_full_disk_says_what_is_lost(
         full_disk.append(True)
     with pytest.raises(SystemExit) as end:
         run(strategy, tmp_path, 8, StopAt(3))
-    assert end.value.code == notice_lib.NOT_SAVED == 74
+    assert end.value.code == resume_lib.NOT_SAVED == 74
     told = capsys.readouterr().err
     assert "got SIGTERM; step 10 could not be saved: rank 0: OSErr" in told
     last = "4 steps are lost" if before else "no checkpoint in"

@@ -27,7 +27,7 @@ def given(monkeypatch):
     """What a test gives as resolver is what was read."""
     monkeypatch.setattr(cluster_lib, "read", lambda given: given)
     # Not of this process, which other tests share.
-    monkeypatch.setattr(bootstrap.host_share, "take", lambda _: None)
+    monkeypatch.setattr(bootstrap, "take_share_of_host", lambda _: None)
     monkeypatch.delenv("TFDIST_SECRET", raising=False)
 
 

@@ -54,7 +54,7 @@ def _connected(
     """Gives a group its ranks' GPUs, which are numbered as the ranks are.
 
     Args:
-        group: the ranks; `gpu_ops.library` must return what `load` does.
+        group: the ranks; `group_ops.library` must return what `load` does.
         nccl: value of `gpus.NCCL_VARIABLE`.
         device: of this rank, instead of its number where that is -1.
 

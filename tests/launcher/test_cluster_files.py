@@ -24,7 +24,7 @@ from tests.process import slurm_of_one_node
 FILES = pathlib.Path(__file__).parents[2] / "examples" / "clusters"
 PROGRAM = """
 import json, os
-from tfdist_ext.launcher import launched
+from tfdist_ext.launch import launched
 
 config = json.loads(os.environ.get("TF_CONFIG", "null"))
 found = launched.read(os.environ) if config is None else None

@@ -125,9 +125,11 @@ def test_a_rank_that_could_not_save_decides_the_exit_code(program) -> None:
 
 
 STARTED = """
-import subprocess
-from tfdist_ext.launcher import local_ranks
+import signal, subprocess
+from tfdist_ext.launch import local_ranks
 
+for each in (signal.SIGINT, signal.SIGQUIT):  # a shell's background job ignores
+    signal.signal(each, signal.SIG_DFL)
 popen, functions = subprocess.Popen, []
 
 def noting(*args, preexec_fn=None, **kwargs):
@@ -167,7 +169,7 @@ def test_no_python_runs_between_fork_and_exec() -> None:
 
 ASKED_TO_STOP = """
 import os, signal
-from tfdist_ext.launcher import local_ranks
+from tfdist_ext.launch import local_ranks
 
 def ranks():
     for rank in range(9):

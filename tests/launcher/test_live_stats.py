@@ -143,7 +143,7 @@ def test_one_process_of_a_rank_reports(tmp_path: pathlib.Path) -> None:
 
 
 REPORTS = """
-from tfdist_ext.launcher import live_stats
+from tfdist_ext.launch import live_stats
 
 file = live_stats.RankFile(os.environ["TFDIST_STATS_FILE"])
 for step in range(1000):

@@ -16,7 +16,7 @@ import mmap
 import pathlib
 import numpy as np
 import tensorflow as tf
-from tfdist_ext.ops import init_ops, optimizer_ops
+from tfdist_ext.ops import lookup_ops, optimizer_ops
 
 def huge():
     lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -30,7 +30,7 @@ given = huge() - before
 control.close()
 
 before = huge()
-block = init_ops.init_rows(
+block = lookup_ops.init_rows(
     rows=2**20, row_part=0, row_parts=1, local_rows=2**20, first_column=0,
     local_dim=16, seed=0, distribution="constant", a=1.0,
 )

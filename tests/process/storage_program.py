@@ -100,7 +100,7 @@ class Model(keras.Model):
         return self.top(tf.concat(found, 1))
 
     def expected(self, on_host):
-        """Where each table lies, by variable."""
+        """Where each table is, by variable."""
         places = {name: place for name, (*_, place) in TABLES.items()}
         places |= {"grown": DEVICE, "lone": DEVICE, "linear": HOST}
         tables = {

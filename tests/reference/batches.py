@@ -5,7 +5,7 @@ import tensorflow as tf
 
 
 def slice_of_rank(parts, kinds, rank, world_size):
-    """See `batch_ops.slice_of_rank`."""
+    """See `collective_ops.slice_of_rank`."""
     rest, found = iter(parts), []
     for kind in kinds:
         count = 3 if kind < 0 else 1 + kind

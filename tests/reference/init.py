@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function of `init_ops.py`, made of stock TensorFlow ops."""
+"""The function of `lookup_ops.py`, made of stock TensorFlow ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def init_rows(
     a: float = 0.0,
     b: float = 0.0,
 ) -> tf.Tensor:
-    """See `init_ops.init_rows`."""
+    """See `lookup_ops.init_rows`."""
     ids = tf.range(rows, dtype=tf.int64)
     columns = tf.range(first_column, first_column + local_dim, dtype=tf.int64)
     bits = reference_random.bits(

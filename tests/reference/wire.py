@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `wire_ops.py`, made of stock TensorFlow ops."""
+"""The functions of `id_ops.py`, made of stock TensorFlow ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def to_wire(
     rounding: Rounding = "nearest",
     seed: tf.Tensor | int = 0,
 ) -> tf.Tensor:
-    """See `wire_ops.to_wire`."""
+    """See `id_ops.to_wire`."""
     if rounding == "nearest" or dtype == tf.float32:
         return tf.cast(x, dtype)
     return _to_wire(x, tf.cast(seed, tf.int64), dtype)
@@ -44,7 +44,7 @@ def from_wire(
     rounding: Rounding = "nearest",
     seed: tf.Tensor | int = 0,
 ) -> tf.Tensor:
-    """See `wire_ops.from_wire`."""
+    """See `id_ops.from_wire`."""
     dtype = x.dtype
 
     @tf.custom_gradient

@@ -215,7 +215,7 @@ def test_checks_go_on_while_it_waits(free_port):
 
 LITTLE = """
 import os, resource, socket, sys, time
-from tfdist_ext.rendezvous import connector, listener
+from tfdist_ext.comm import connector, listener
 from tfdist_ext.comm.handshake import Job
 job = Job("ranks", b"0123456789abcdef" * 2)
 used = len(os.listdir("/proc/self/fd")) - 1

@@ -123,7 +123,7 @@ class Heartbeats:
         told = np.array([[*mine, self._propose()]], np.int64)
         if self._collectives is not None:
             told = self._collectives.all_gather(
-                tf.constant(told), "resume/beat"
+                tf.constant(told), "resume/heartbeat"
             ).numpy()
         self._due, self._steps = int(told[0, -1]), 0
         self._last = time.monotonic()
@@ -157,8 +157,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
     only until its part is copied; a thread writes it. Every slice has a
     checksum, and a checkpoint that is torn is left out for the one before.
 
-    On a notice, as SIGTERM is, all ranks save before the same step and raise
-    `SystemExit(143)` out of `fit`; a second one ends the process at once.
+    On a preemption signal, such as SIGTERM, all ranks save before the same step
+    and raise `SystemExit(143)` out of `fit`; a second one ends the process.
     If that save fails, as on a full disk, it is `SystemExit(74)`.
 
     Args:
@@ -171,7 +171,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             what has changed since the full one: rows of tables and slots.
             They are made and read faster if few rows are trained between.
             The one at the end of training is full.
-        signals: that are a notice.
+        signals: that announce a preemption.
 
     Attributes:
         seconds: that training has waited for copies, and at its end for what

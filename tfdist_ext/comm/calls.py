@@ -91,14 +91,14 @@ class CallLock:
         return f"dataset {self._numbers[graph]}"
 
     @contextlib.contextmanager
-    def turn(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def hold(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Ops made inside run when no other call of the place is under way.
 
         Args:
             place: what has one set of tags.
 
         Yields:
-            To be given the results: the next turn begins after them.
+            To be given the results: the next call begins after them.
         """
         for graph in dataset_functions():
             self._places[graph] = place
@@ -321,7 +321,7 @@ def is_gradient_reduction(step: Step | None) -> bool:
 
 
 # Functions within steps that have tags of their own at a time: every tag has
-# buffers. Those that share them take turns.
+# buffers. Those that share them run one at a time.
 _FUNCTIONS = 64
 
 
@@ -333,11 +333,11 @@ class Tags:
     the order of the program.
 
     Args:
-        turns: of the calls outside of steps.
+        call_lock: of the calls outside of steps.
     """
 
-    def __init__(self, turns: CallLock) -> None:
-        self._turns = turns
+    def __init__(self, call_lock: CallLock) -> None:
+        self._call_lock = call_lock
         self._labels: weakref.WeakKeyDictionary[
             tf.Graph, collections.Counter[str]
         ] = weakref.WeakKeyDictionary()
@@ -388,7 +388,7 @@ class Tags:
 
     def _role(self, step: Step | None) -> str:
         if step is None:
-            return self._turns.role()
+            return self._call_lock.role()
         function = step.inner_function()
         if function is None:
             return step.role

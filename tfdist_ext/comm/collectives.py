@@ -76,7 +76,7 @@ class Collectives:
     Attributes:
         group: the process group that carries the exchanges.
         gradient_dtype: in which gradients of mirrored variables travel.
-        turns: of the calls outside of steps.
+        call_lock: of the calls outside of steps.
         machine: what plans are made for, once it is measured.
         gpus: what tables may have of them, the same on all ranks.
         loop: of Keras, the outermost that runs.
@@ -95,8 +95,8 @@ class Collectives:
         self.gradient_dtype = gradient_dtype
         self._steps: list[Step] = []
         self._stepping_thread = 0
-        self.turns = calls.CallLock()
-        self._tags = Tags(self.turns)
+        self.call_lock = calls.CallLock()
+        self._tags = Tags(self.call_lock)
         self.machine: Machine | None = None
         self.gpus = TableGpus(reason="the ranks were started without")
         self.loop: Loop | None = None
@@ -308,7 +308,7 @@ class Collectives:
     def one_call(
         self, label: str
     ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
-        """Several exchanges that belong together, see `calls.Turns`.
+        """Several exchanges that belong together, see `calls.CallLock`.
 
         Steps come one after the other by themselves; functions and loops
         within a step may be run several times at once.
@@ -322,7 +322,7 @@ class Collectives:
         if self.step is not None and not self.step.inner_graphs():
             yield lambda results: None
             return
-        with self.turns.turn(self._tags.place(self.step, label)) as end:
+        with self.call_lock.hold(self._tags.place(self.step, label)) as end:
             yield end
 
     def occurrence(self, label: str) -> int:

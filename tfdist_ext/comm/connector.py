@@ -290,8 +290,8 @@ class _Attempt:
         elif self.connection.getsockname() == self.connection.getpeername():
             raise handshake.StrangerError("it is this very socket")
 
-    def _send(self, turn: handshake.Turn) -> None:
-        message, self._wanted = turn
+    def _send(self, move: handshake.Move) -> None:
+        message, self._wanted = move
         # Some hundred bytes always fit into the buffer of a new connection.
         if self.connection.send(message) < len(message):
             raise handshake.StrangerError("it does not read")

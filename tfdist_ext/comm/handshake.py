@@ -86,7 +86,7 @@ _STRONG = re.compile(rb"(?:[0-9a-f]{2}){16,}|(?:[0-9A-F]{2}){16,}")
 _SCRYPT = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 
 # What a side does next: bytes to send, and how many it then waits for.
-Turn = tuple[bytes, int]
+Move = tuple[bytes, int]
 
 
 class Verdict(enum.IntEnum):
@@ -124,7 +124,7 @@ class Job:
 
     Attributes:
         name: of the job; whatever else must be equal everywhere is part of it.
-        secret: that strangers do not know; may be empty.
+        secret: that only processes of the job know; may be empty.
         salt: common to the jobs of one start, by which the same secret has
             another key in other starts.
     """
@@ -169,7 +169,7 @@ def _scrypt(secret: bytes, salt: bytes) -> bytes:
 
 def listen(
     job: Job, check: Callable[[int], Verdict]
-) -> Generator[Turn, bytes, int]:
+) -> Generator[Move, bytes, int]:
     """The listener's side, without any socket: it may talk to many at once.
 
     Args:
@@ -215,7 +215,7 @@ def listen(
     return int(number)
 
 
-def connect(job: Job, number: int) -> Generator[Turn, bytes, None]:
+def connect(job: Job, number: int) -> Generator[Move, bytes, None]:
     """The connector's side, without any socket.
 
     Args:

@@ -151,7 +151,7 @@ class _Handshake:
     connection: socket.socket
     name: str
     deadline: float
-    talk: Generator[handshake.Turn, bytes, int]
+    talk: Generator[handshake.Move, bytes, int]
     wanted: int = 0
     received: bytes = b""
 
@@ -351,8 +351,8 @@ class Listener:
             self._reject(each)
         return None
 
-    def _answer(self, each: _Handshake, turn: handshake.Turn) -> None:
-        answer, each.wanted = turn
+    def _answer(self, each: _Handshake, move: handshake.Move) -> None:
+        answer, each.wanted = move
         # Some hundred bytes always fit into the buffer of a new connection.
         if answer and each.connection.send(answer) < len(answer):
             raise handshake.StrangerError("it does not read")

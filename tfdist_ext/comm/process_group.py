@@ -114,7 +114,7 @@ class ProcessGroup:
             all_reduce: "direct", "ring" or "tree" for every `all_reduce`, the
                 same on all ranks; by default each is chosen by its bytes.
             most_early: bytes that another rank may send before this one asks
-                for them; by default as many as `early_bytes.default_limit`.
+                for them; by default as many as `default_early_bytes`.
 
         Raises:
             ValueError: a bad argument.

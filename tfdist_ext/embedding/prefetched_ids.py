@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfdist_ext import batches
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 
 Nest = Any
 
@@ -49,7 +49,7 @@ class PrefetchedIds(
             where `with_next` has not been.
         position: int64 `[2]`: a number of the iterator, and of its batch.
         counts: number of lists of each feature.
-        outlines: how the results of each feature lie.
+        layouts: the layout of the results of each feature.
         which: of those in an element of the dataset.
     """
 
@@ -61,7 +61,7 @@ class PrefetchedIds(
         @property
         def shape(self: Any) -> tf.TensorShape:
             """The shape that Keras sees, see `PrefetchedIds.shape`."""
-            return _shape_for_keras(self.outlines)
+            return _shape_for_keras(self.layouts)
 
         def empty(self: Any) -> PrefetchedIds:
             """A batch of zero samples."""
@@ -73,21 +73,21 @@ class PrefetchedIds(
                 tuple(tf.zeros([0], each.dtype) for each in self.now.weights),
                 tf.zeros([], tf.int64),
             )
-            outlines = tuple(layouts.empty(each) for each in self.outlines)
+            layouts = tuple(id_layout.empty(each) for each in self.layouts)
             position = tf.zeros([2], tf.int64)
-            return PrefetchedIds(now, (), position, self.counts, outlines)
+            return PrefetchedIds(now, (), position, self.counts, layouts)
 
     now: IdLists
     ahead: typing.Tuple[IdLists, ...]  # noqa: UP006
     position: tf.Tensor
     counts: typing.Tuple[int, ...]  # noqa: UP006
-    outlines: typing.Tuple[Layout, ...]  # noqa: UP006
+    layouts: typing.Tuple[Layout, ...]  # noqa: UP006
     which: int = 0
 
     @property
     def shape(self) -> tf.TensorShape:
         """The shape that Keras sees: a batch of lists of any numbers of ids."""
-        return _shape_for_keras(self.outlines)
+        return _shape_for_keras(self.layouts)
 
     @property
     def dtype(self) -> tf.DType:
@@ -104,21 +104,21 @@ class PrefetchedIds(
         parts = [
             _cut(
                 part,
-                layouts.lists_before(each, start),
-                layouts.lists_before(each, stop),
+                id_layout.lists_before(each, start),
+                id_layout.lists_before(each, stop),
             )
             for lists, each in zip(
-                of_features(self.now, self.counts), self.outlines, strict=True
+                of_features(self.now, self.counts), self.layouts, strict=True
             )
             for part in lists
         ]
         lists = _id_lists(parts, tf.cast(stop - start, tf.int64))
-        outlines = tuple(layouts.cut(o, start, stop) for o in self.outlines)
-        return PrefetchedIds(lists, (), self.position, self.counts, outlines)
+        layouts = tuple(id_layout.cut(o, start, stop) for o in self.layouts)
+        return PrefetchedIds(lists, (), self.position, self.counts, layouts)
 
 
-def _shape_for_keras(outlines: Sequence[Any]) -> tf.TensorShape:
-    return tf.TensorShape([*layouts.static_shape(outlines[0]), None])
+def _shape_for_keras(layouts: Sequence[Any]) -> tf.TensorShape:
+    return tf.TensorShape([*id_layout.static_shape(layouts[0]), None])
 
 
 @tf.experimental.dispatch_for_api(tf.shape, {"input": PrefetchedIds})
@@ -132,15 +132,15 @@ def _shape(
 
 
 def bundle(
-    ids: Sequence[Sequence[Ids]], outlines: Sequence[Layout]
+    ids: Sequence[Sequence[Ids]], layouts: Sequence[Layout]
 ) -> PrefetchedIds:
     """What `preprocess` of a layer returns.
 
     Args:
         ids: per feature, the lists whose results are summed.
-        outlines: how the results of each feature lie.
+        layouts: the layout of the results of each feature.
     """
-    first = outlines[0]
+    first = layouts[0]
     samples = first.count
     if first.splits:
         samples = tf.size(first.splits[0], tf.int64) - 1
@@ -149,7 +149,7 @@ def bundle(
         (),
         tf.zeros([2], tf.int64),
         tuple(map(len, ids)),
-        tuple(outlines),
+        tuple(layouts),
     )
 
 
@@ -250,7 +250,7 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
             ahead,
             position,
             last.counts,
-            last.outlines,
+            last.layouts,
             next(number),
         )
 

@@ -146,7 +146,7 @@ def clock_offsets(
     all. A message arrives after it was sent, so that a round bounds the
     difference of two clocks from both sides; of many the closest count.
 
-    >>> offsets([[0, 1000]], [[30, 1010]])
+    >>> clock_offsets([[0, 1000]], [[30, 1010]])
     [(0.0, 0.0), (990.0, 20.0)]
 
     Args:

@@ -12,18 +12,18 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.comm import collectives as collectives_lib
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.feature_configs import FeatureConfigs
-from tfdist_ext.layers.feature_configs import GrowingTables
+from tfdist_ext.layers.feature_configs import DynamicTables
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan
@@ -36,7 +36,7 @@ Nest = Any
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
-class DistributedEmbedding(GrowingTables):
+class DistributedEmbedding(DynamicTables):
     """Looks up all features of a model, and reduces each per sample.
 
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
@@ -252,9 +252,9 @@ class DistributedEmbedding(GrowingTables):
             output.set_shape([None, feature.spec.dim])
         return self._configs.pack(
             [
-                layouts.arranged(tf.cast(rows, self.compute_dtype), each)
+                id_layout.arranged(tf.cast(rows, self.compute_dtype), each)
                 for rows, each in zip(
-                    outputs, self._outlines(inputs), strict=True
+                    outputs, self._layouts(inputs), strict=True
                 )
             ]
         )
@@ -262,10 +262,10 @@ class DistributedEmbedding(GrowingTables):
     def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
         return self._configs.ids(inputs, weights, self.name)
 
-    def _outlines(self, inputs: Nest) -> list[Layout]:
+    def _layouts(self, inputs: Nest) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
-            return list(inputs.outlines)
-        return self._configs.outlines(inputs, self.name)
+            return list(inputs.layouts)
+        return self._configs.layouts(inputs, self.name)
 
     def preprocess(
         self, inputs: Nest, weights: Nest = None, training: bool = False
@@ -293,7 +293,7 @@ class DistributedEmbedding(GrowingTables):
         del training
         if self.prefetch_ids:
             return prefetched_ids.bundle(
-                self._ids(inputs, weights), self._outlines(inputs)
+                self._ids(inputs, weights), self._layouts(inputs)
             )
         return (
             inputs if weights is None else {"ids": inputs, "weights": weights}

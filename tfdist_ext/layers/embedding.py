@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
@@ -83,7 +83,7 @@ class Embedding(OneTable):
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" gives zeros.
         max_norm: the longest that a row may be, see `TableConfig`.
-        storage: where the table lies, see `TableConfig`.
+        storage: where the table is, see `TableConfig`.
         **kwargs: of a Keras layer; and how ids and numbers travel, see
             `FullSparse`.
 
@@ -224,13 +224,13 @@ class Embedding(OneTable):
         if is_symbolic_build():
             if self.prefetch_ids:
                 inputs = inputs[..., 0]
-            (layout,) = self._outlines(inputs)
-            return layouts.zeros(layout, self.output_dim)
-        (layout,) = self._outlines(inputs)
+            (layout,) = self._layouts(inputs)
+            return id_layout.zeros(layout, self.output_dim)
+        (layout,) = self._layouts(inputs)
         (rows,) = self._look_up(inputs)
         rows.set_shape([None, self.output_dim])
         rows = tf.cast(rows, self.compute_dtype)
-        found = layouts.arranged(rows, layout)
+        found = id_layout.arranged(rows, layout)
         if self.embeddings_regularizer is not None and not self._is_whole:
             self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
@@ -258,9 +258,9 @@ class Embedding(OneTable):
         ids = _as_array(inputs)
         return [[sparse_inputs.ids_of(ids, None, self.name, kept=True)]]
 
-    def _outlines(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
-            return list(inputs.outlines)
+            return list(inputs.layouts)
         return [sparse_inputs.layout_of(_as_array(inputs), True, self.name)]
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
@@ -269,8 +269,8 @@ class Embedding(OneTable):
         if not self.mask_zero:
             return None
         if prefetched_ids.is_prefetched(inputs):
-            (layout,), ids = inputs.outlines, inputs.now.values[0]
-            return layouts.arranged(tf.not_equal(ids, 0), layout)
+            (layout,), ids = inputs.layouts, inputs.now.values[0]
+            return id_layout.arranged(tf.not_equal(ids, 0), layout)
         if KERAS_3 and isinstance(inputs, keras.KerasTensor):
             return keras.ops.not_equal(inputs, 0)
         if isinstance(inputs, tf.SparseTensor):

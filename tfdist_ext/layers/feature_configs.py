@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.embedding.key_shard import KeyShard
-from tfdist_ext.embedding.layouts import Layout
 from tfdist_ext.layers import sparse_inputs
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.optimizers import rules
@@ -164,7 +164,7 @@ class FeatureConfigs:
             for v, w in zip(self._values(inputs, layer), given, strict=True)
         ]
 
-    def outlines(self, inputs: Nest, layer: str) -> list[Layout]:
+    def layouts(self, inputs: Nest, layer: str) -> list[Layout]:
         """How the results of every feature lie, see `ids`."""
         return [
             sparse_inputs.layout_of(v.ids, v.kept, v.name, v.length)
@@ -190,9 +190,9 @@ class FeatureConfigs:
             )
         return self.pack(
             [
-                layouts.zeros(each, dim)
+                id_layout.zeros(each, dim)
                 for each, dim in zip(
-                    self.outlines(inputs, layer), self.dims, strict=True
+                    self.layouts(inputs, layer), self.dims, strict=True
                 )
             ]
         )
@@ -297,7 +297,7 @@ def _with_lists(nest: Nest) -> Nest:
     return nest
 
 
-class GrowingTables(SparseLayer):
+class DynamicTables(SparseLayer):
     """Base of layers some of whose tables may have a `DynamicVocabulary`.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.keras_internals import converted
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
@@ -83,7 +83,7 @@ class FullSparse(OneTable):
         prefetch_ids: exchange ids a step ahead, see `preprocess`.
         out_of_range: "error" raises on every rank, "ignore" drops the id.
         max_norm: the longest that a row may be, see `TableConfig`.
-        storage: where the table lies, see `TableConfig`.
+        storage: where the table is, see `TableConfig`.
         **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
             `wire_packing`, which say how results travel: see
             `tfdist_ext.embedding.feature.Wire`.
@@ -199,19 +199,19 @@ class FullSparse(OneTable):
             `[batch, units]` in the layer's compute dtype.
         """
         if is_symbolic_build():
-            return layouts.zeros(self._outlines(inputs)[0], self.units)
+            return id_layout.zeros(self._layouts(inputs)[0], self.units)
         (pooled,) = self._look_up(inputs)
-        return self.finish(pooled, self._outlines(inputs)[0])
+        return self.finish(pooled, self._layouts(inputs)[0])
 
     def _ids(self, inputs: Any) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
 
-    def _outlines(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
-            return list(inputs.outlines)
-        return [self.outline_of(inputs)]
+            return list(inputs.layouts)
+        return [self.layout_of(inputs)]
 
-    def outline_of(self, inputs: Any) -> Layout:
+    def layout_of(self, inputs: Any) -> Layout:
         """How the results of the inputs lie (for `SharedExchange`)."""
         while isinstance(inputs, list | tuple):
             inputs = inputs[0]
@@ -227,7 +227,7 @@ class FullSparse(OneTable):
             inputs, self.input_dim, self.binary_values, self.name
         )
 
-    def finish(self, pooled: tf.Tensor, lies: Layout) -> Any:
+    def finish(self, pooled: tf.Tensor, layout: Layout) -> Any:
         """Bias and activation, laid out (for `SharedExchange`)."""
         if self.bias is not None:
             # The variable itself: Keras 3 would round it in mixed precision.
@@ -235,7 +235,7 @@ class FullSparse(OneTable):
         pooled.set_shape([None, self.units])
         activation = converted(self.activation)
         found = activation(tf.cast(pooled, self.compute_dtype))
-        return layouts.arranged(found, lies)
+        return id_layout.arranged(found, layout)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         """`(batch, units)`, or that of sequences."""

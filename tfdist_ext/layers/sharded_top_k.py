@@ -124,7 +124,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     Exact, as `tfrs.layers.factorized_top_k.BruteForce` and
     `keras_rs.layers.BruteForceRetrieval`, whose methods it has. Candidates are
-    the rows of a table, wherever it lies, as they are at each search; or rows
+    the rows of a table, wherever it is, as they are at each search; or rows
     that a tower has computed, a part of them on every rank. Queries travel to
     the candidates and the k best of each rank back, equal scores in the order
     of one process.

@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.comm import collectives as collectives_lib
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.full_sparse import FullSparse
@@ -125,17 +125,17 @@ class SharedExchange(SparseLayer):
         if is_symbolic_build() and self.prefetch_ids:
             samples = tf.shape(inputs)[0]
             return [tf.zeros([samples, layer.units]) for layer in self.layers]
-        outlines = self._outlines(inputs)
+        layouts = self._layouts(inputs)
         if is_symbolic_build():
             return [
-                layouts.zeros(each, layer.units)
-                for layer, each in zip(self.layers, outlines, strict=True)
+                id_layout.zeros(each, layer.units)
+                for layer, each in zip(self.layers, layouts, strict=True)
             ]
         pooled = self._look_up(inputs)
         return [
             layer.finish(value, each)
             for layer, value, each in zip(
-                self.layers, pooled, outlines, strict=True
+                self.layers, pooled, layouts, strict=True
             )
         ]
 
@@ -150,12 +150,12 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _outlines(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Any) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
-            return list(inputs.outlines)
+            return list(inputs.layouts)
         self._require_one_for_each(inputs)
         return [
-            layer.outline_of(value)
+            layer.layout_of(value)
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 

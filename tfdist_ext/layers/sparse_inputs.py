@@ -9,15 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.embedding import layouts
+from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 
 Sizes = Sequence[int | None]
 
 
 def layout_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Layout:
-    """The outline of the results of a feature.
+    """The layout of the results of a feature.
 
     Args:
         ids: a tensor, a RaggedTensor or a SparseTensor, as the lists of
@@ -40,7 +40,7 @@ def layout_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Layout:
         return Layout(shape[0], tf.zeros([0], tf.int64), ())
     if not kept:
         shape, static = shape[:-1], static[:-1]
-    return layouts.dense(shape, static)
+    return id_layout.dense(shape, static)
 
 
 def _of_ragged(

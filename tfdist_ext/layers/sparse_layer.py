@@ -23,7 +23,7 @@ from tfdist_ext.embedding import whole_tables
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
-from tfdist_ext.embedding.layouts import Layout
+from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.layers import sparse_inputs
@@ -92,9 +92,9 @@ def storage_of(
     plan: ShardingPlan | None,
     collectives: Collectives | None,
 ) -> checks.Storage:
-    """Where a table lies: as it was asked for, or as a plan has decided.
+    """Where a table is: as it was asked for, or as a plan has decided.
 
-    Without either parts lie on the hosts, and what a rank has whole lies
+    Without either parts are on the hosts, and what a rank has whole is
     where its other weights do.
 
     Args:
@@ -183,7 +183,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Lists of ids whose results are summed, for every feature."""
         raise NotImplementedError(type(self).__name__)
 
-    def _outlines(self, inputs: Any) -> Sequence[Layout]:
+    def _layouts(self, inputs: Any) -> Sequence[Layout]:
         """How the results of every feature lie.
 
         Args:
@@ -254,7 +254,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """
         if self.prefetch_ids:
             return prefetched_ids.bundle(
-                self._ids(inputs), self._outlines(inputs)
+                self._ids(inputs), self._layouts(inputs)
             )
         return inputs
 

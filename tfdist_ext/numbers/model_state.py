@@ -236,7 +236,7 @@ def compare_replicas(
         variables: of Keras or TensorFlow, the same on all ranks.
         collectives: of the strategy.
         when: for the message.
-        epoch: compares those whose turn it is, where they are many; None
+        epoch: compares some of them, where they are many; None
             compares all.
 
     Raises:

@@ -385,7 +385,7 @@ def gather(
     Args:
         collectives: of the strategy; all ranks must call.
         tensors: dense `[n, ...]` with the same n, or ragged, of any dtype
-            that `any_dtype.is_known`; n may differ between the ranks.
+            that `exchanges.can_gather`; n may differ between the ranks.
         label: names the exchange in errors and statistics.
 
     Returns:

@@ -161,7 +161,7 @@ def merge_ids(
     out_of_range: OutOfRange = "error",
     layer: str = "",
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Merges lists of ids for a table that lies on this rank alone.
+    """Merges lists of ids for a table that this rank alone has.
 
     Args:
         ids: lists of int32 or int64 `[n_i]`.

@@ -136,7 +136,7 @@ class RowOptimizer(KerasDifferences):
     A subclass defines `_update_rows`.
     """
 
-    # Optimizers of single tables, see `table_optimizers.py`.
+    # Optimizers of single tables, see `rules.attach_optimizer`.
     table_optimizers: Sequence[Any] = ()
 
     def __init__(

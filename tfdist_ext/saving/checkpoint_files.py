@@ -70,7 +70,7 @@ class Checkpoint:
         return self if self.since is None else Checkpoint(self.since)
 
     def path(self, folder: str) -> str:
-        """Where it lies."""
+        """Where it is."""
         return f"{folder}/{self.name}"
 
 

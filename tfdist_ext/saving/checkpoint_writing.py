@@ -329,7 +329,7 @@ def _change_number(files: list[list[Entry]]) -> int:
 
 
 def data_files_in_use(prefix: str) -> int:
-    """Data files of the checkpoint that lies at a path, 0 if there is none."""
+    """Data files of the checkpoint at a path, 0 if there is none."""
     if not gfile.exists(f"{prefix}.index"):
         return 0
     with gfile.GFile(f"{prefix}.index", "rb") as file:

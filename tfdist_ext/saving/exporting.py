@@ -302,7 +302,7 @@ def export(
     Raises:
         ValueError: for arguments outside of these, a model whose inputs are
             not known, or whose call does what plain ops cannot.
-        FileExistsError: if something else lies at the path; with
+        FileExistsError: if something else is at the path; with
             `tables="files"` if anything does.
         OSError: if a rank cannot write, or rank 0 does not see what others
             have written. Nothing is changed then.

@@ -264,7 +264,7 @@ class ServedModel(tf.Module):
 
     Args:
         model: of Keras.
-        inputs: see `signature.inputs_of`.
+        inputs: see `inputs_of`.
         table_dtype: of the tables.
         folder: where tables are files, None to have them in variables.
 

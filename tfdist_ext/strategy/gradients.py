@@ -28,7 +28,7 @@ class ErrorFeedback:
     Errors are float32, 1 + 1 / world_size as many as numbers in the gradients,
     and in no checkpoint. They are kept by label, place in the step and size: a
     smaller last batch goes on with those of the others, but so do models of one
-    size that a program trains in turns.
+    size that a program trains alternately.
 
     Source: Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent
     with Double-Pass Error-Compensated Compression, ICML 2019,

@@ -186,7 +186,7 @@ def _slices(
 
 
 def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
-    """Refuses values that only we can cut by samples, see `empty_batches`."""
+    """Refuses values that only we can cut, see `batches.empty_like`."""
     if any(
         hasattr(spec, "empty") for spec in tf.nest.flatten(dataset.element_spec)
     ):

@@ -335,13 +335,13 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if marks.is_distributed(dataset):
             return dataset
         with self.collectives.together("distribute a dataset", own_first=True):
-            self.collectives.turns.check_input(dataset)
+            self.collectives.call_lock.check_input(dataset)
             local = input_lib.distribute(
                 dataset, self.collectives, self._names.next(self.collectives)
             )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
-        self.distributed_spec = local.element_spec  # for `predicting`
+        self.distributed_spec = local.element_spec  # for `predictions`
         return local
 
     def distribute_datasets_from_function(
@@ -367,7 +367,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         with self.collectives.together("distribute a dataset", own_first=True):
             dataset = dataset_fn(self.extended._make_input_context())
-            self.collectives.turns.check_input(dataset)
+            self.collectives.call_lock.check_input(dataset)
             local = input_lib.own_batches(
                 dataset, self.collectives, self._names.next(self.collectives)
             )

@@ -4,8 +4,8 @@
 W ranks, b samples per rank, f bytes of a number on the wire. A table of N
 rows and d columns in R x C cells has N/R rows per row part; a cell has w of
 the columns. A feature has z ids per sample, z' of them unique; the b z ids
-of a rank's batch ask for u unique rows (`popularity.py`). Of a sequence, whose
-rows are not combined, every id counts as a sample.
+of a rank's batch ask for u unique rows (`problem.Popularity`). Of a sequence,
+whose rows are not combined, every id counts as a sample.
 
 Per row part and source rank, S results are asked for with n ids in I bytes:
 

@@ -268,7 +268,7 @@ def is_storage_decided(problem: Problem) -> bool:
 def decide_storage(
     problem: Problem, loads: Mapping[str, Load]
 ) -> dict[str, Storage]:
-    """Where each table lies, by name.
+    """Where each table is, by name.
 
     Args:
         problem: the tables, what was asked of them and the GPUs' memory.

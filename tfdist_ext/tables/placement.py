@@ -27,13 +27,13 @@ MOST_RANKS = 1 << 14
 class TablePlacement:
     """Which ranks hold which part of a table.
 
-    A table is cut into `row_parts` x `column_parts` cells; cell (i, j) lies
+    A table is cut into `row_parts` x `column_parts` cells; cell (i, j) is
     on `ranks[i * column_parts + j]`. Table-wise, row-wise and column-wise are
     the grids 1 x 1, W x 1 and 1 x W. A data-parallel table has no cells: it
     is on every rank.
 
     Attributes:
-        row_parts: number of parts of the rows (rotated mod, `rotated_mod.py`).
+        row_parts: number of parts of the rows (rotated mod, `part_of`).
         column_parts: number of contiguous ranges of columns.
         ranks: distinct ranks, one per cell; empty for data_parallel.
         deduplicate: a batch asks for each unique row once and pools on its

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every table of a model lives: `plan(...)` makes a `ShardingPlan`.
 
-No TensorFlow here. `reduction.py` reduces configurations to the numbers of
-`problem.py`, `cost.py` has the model of bytes, time and memory, `balance.py`
-chooses.
+No TensorFlow here. `problem.py` reduces configurations to numbers, `cost.py`
+has the model of bytes, time and memory, `balance.py` chooses.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class ShardingPlan:
         return self.placements[table]
 
     def storage_of(self, table: str) -> Storage:
-        """Where the table of that name lies: "device" or "host".
+        """Where the table of that name is: "device" or "host".
 
         Raises:
             ValueError: if there is none.
@@ -321,7 +320,7 @@ def plan(
         read_bytes_per_second: of a rank, reading rows of a table at random.
         memory_limit: bytes of weights and slots per rank.
         device_memory: how many of these may be on a rank's GPU, see
-            `storage.py`; None leaves all tables on the hosts.
+            `decide_storage`; None leaves all tables on the hosts.
         bytes_slack: share of bytes to send beyond the least, if that saves
             time; math.inf plans for time alone.
         slots_per_weight: numbers the optimizer keeps per weight, or its name.

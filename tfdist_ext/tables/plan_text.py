@@ -53,7 +53,7 @@ class Figures:
 
     @functools.cached_property
     def storages(self) -> Mapping[str, Storage]:
-        """Where each table lies, by name.
+        """Where each table is, by name.
 
         Raises:
             ValueError: if what was asked for cannot be.

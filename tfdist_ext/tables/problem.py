@@ -263,7 +263,7 @@ class FeatureNumbers:
         name: of the feature.
         table: index of its table.
         hotness: mean ids per list, whose rows are summed.
-        exponent: how skewed its ids are, see `popularity.py`.
+        exponent: how skewed its ids are, see `Popularity`.
         lists: mean lists per sample. One, but of sequences.
     """
 

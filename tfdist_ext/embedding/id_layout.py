@@ -19,7 +19,7 @@ class Layout(tf.experimental.BatchableExtensionType):
 
     Attributes:
         count: int64 scalar, size of the dimension before `inner`: the batch,
-            or what lies in the ragged ones.
+            or what is in the ragged ones.
         inner: int64 `[m]`, sizes of the dimensions that follow it.
         sizes: these as far as they are known, -1 for others.
         splits: row splits of ragged dimensions, the outermost first.
@@ -35,12 +35,12 @@ class Layout(tf.experimental.BatchableExtensionType):
 
     @property
     def lists_per_sample(self) -> tf.Tensor:
-        """int64 scalar; of what lies in ragged dimensions, if there are any."""
+        """int64 scalar; of what is in ragged dimensions, if there are any."""
         return tf.reduce_prod(self.inner)
 
 
 def dense(shape: tf.Tensor, static: tf.TensorShape) -> Layout:
-    """The outline of results `[*shape, dim]`.
+    """The layout of results `[*shape, dim]`.
 
     Args:
         shape: int64 `[1 + m]`.
@@ -50,70 +50,70 @@ def dense(shape: tf.Tensor, static: tf.TensorShape) -> Layout:
     return Layout(shape[0], shape[1:], sizes)
 
 
-def arranged(rows: tf.Tensor, outline: Layout) -> Any:
+def arranged(rows: tf.Tensor, layout: Layout) -> Any:
     """Results where they belong.
 
     Args:
         rows: `[n, ...]`, a result for each list.
-        outline: of the ids.
+        layout: of the ids.
 
     Returns:
         A tensor or a RaggedTensor `[..., *rows.shape[1:]]`.
     """
     last = rows.shape[1:]
-    if outline.sizes:
-        shape = [outline.count[tf.newaxis], outline.inner]
+    if layout.sizes:
+        shape = [layout.count[tf.newaxis], layout.inner]
         rows = tf.reshape(rows, tf.concat([*shape, last], 0))
-        known = [None if size < 0 else size for size in outline.sizes]
+        known = [None if size < 0 else size for size in layout.sizes]
         rows.set_shape([None, *known, *last])
-    if not outline.splits:
+    if not layout.splits:
         return rows
     ragged = tf.RaggedTensor.from_nested_row_splits(
-        rows, outline.splits, validate=False
+        rows, layout.splits, validate=False
     )
-    if not outline.pad:
+    if not layout.pad:
         return ragged
-    shape = [None if size < 0 else size for size in outline.pad]
+    shape = [None if size < 0 else size for size in layout.pad]
     return ragged.to_tensor(shape=[None, *shape, *last])
 
 
-def zeros(outline: Layout, dim: int) -> Any:
+def zeros(layout: Layout, dim: int) -> Any:
     """Results of zeros, without a lookup."""
-    lists = outline.count * tf.reduce_prod(outline.inner)
-    return arranged(tf.zeros([lists, dim]), outline)
+    lists = layout.count * tf.reduce_prod(layout.inner)
+    return arranged(tf.zeros([lists, dim]), layout)
 
 
-def cut(outline: Layout, start: Any, stop: Any) -> Layout:
-    """The outline of some samples in a row."""
+def cut(layout: Layout, start: Any, stop: Any) -> Layout:
+    """The layout of some samples in a row."""
     splits = []
-    for each in outline.splits:
+    for each in layout.splits:
         part = each[start : stop + 1]
         start, stop = part[0], part[-1]
         splits.append(part - start)
     count = tf.cast(stop - start, tf.int64)
-    inner, sizes = outline.inner, outline.sizes
-    return Layout(count, inner, sizes, tuple(splits), outline.pad)
+    inner, sizes = layout.inner, layout.sizes
+    return Layout(count, inner, sizes, tuple(splits), layout.pad)
 
 
-def lists_before(outline: Layout, sample: Any) -> tf.Tensor:
+def lists_before(layout: Layout, sample: Any) -> tf.Tensor:
     """int64 scalar, the number of the first list of a sample."""
-    for splits in outline.splits:
+    for splits in layout.splits:
         sample = splits[sample]
-    return tf.cast(sample, tf.int64) * outline.lists_per_sample
+    return tf.cast(sample, tf.int64) * layout.lists_per_sample
 
 
 def empty(like: Any) -> Layout:
     """That of a batch of zero samples.
 
     Args:
-        like: an outline, or what a dataset says of one.
+        like: a layout, or what a dataset says of one.
     """
     inner = tf.constant([max(size, 0) for size in like.sizes], tf.int64)
     splits = tuple(tf.zeros([1], tf.int64) for _ in like.splits)
     return Layout(tf.zeros([], tf.int64), inner, like.sizes, splits, like.pad)
 
 
-def static_shape(outline: Any) -> Sequence[int | None]:
+def static_shape(layout: Any) -> Sequence[int | None]:
     """The shape of results but their last dimension, as far as known."""
-    ragged = [None] * len(outline.splits)
-    return [None, *ragged, *(None if s < 0 else s for s in outline.sizes)]
+    ragged = [None] * len(layout.splits)
+    return [None, *ragged, *(None if s < 0 else s for s in layout.sizes)]
