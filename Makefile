@@ -121,7 +121,7 @@ WITH_ASAN = TFDIST_LIBRARY=$(CURDIR)/tfdist_ext/ops/_tfdist_ops_asan.so \
 	    $(shell $(CXX) -print-file-name=$(lib)))"
 test-asan: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
-	$(WITH_ASAN) $(PYTEST) tests/ops tests/collectives \
+	$(WITH_ASAN) $(PYTEST) tests/ops tests/comm \
 	    -m 'not process and not fault'
 
 # Horovod beside the environment: its launcher alone, and all of it, built for
@@ -150,9 +150,9 @@ FUZZ_INPUTS = 1000000
 fuzz: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_FUZZ_INPUTS=$(FUZZ_INPUTS) $(WITH_ASAN) $(BIN)/python -m pytest \
-	    tests/rendezvous/test_handshake.py tests/ops/test_malformed_ids.py \
-	    tests/collectives/test_damaged_messages.py \
-	    tests/planner/test_damaged_plans.py
+	    tests/comm/test_handshake.py tests/ops/test_malformed_ids.py \
+	    tests/comm/test_damaged_messages.py \
+	    tests/tables/test_damaged_plans.py
 
 # Random faults in a job that must come to the weights of one without any.
 SOAK ?= --minutes 60 --ranks 4 --seed 1
@@ -173,7 +173,7 @@ test-tsan: build
 	LD_PRELOAD="$(foreach lib,libtsan.so libstdc++.so.6,\
 	    $(shell $(CXX) -print-file-name=$(lib)))" \
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_collective_ops.py \
-	    tests/ops/test_collective_errors.py tests/collectives
+	    tests/ops/test_collective_errors.py tests/comm
 
 # What tests run of the package's Python and C++, in whatever process. Not seen:
 # processes that are killed, Python that autograph has converted or that runs in

@@ -19,7 +19,7 @@ TESTS = pathlib.Path(__file__).parent
 TIERS = {"process": "process", "numbers": "process", "fault": "fault"}
 # Half a minute each: single tests, and kernels that are compiled for a CPU.
 SLOW = (
-    "collectives/test_gpu_exchange.py",
+    "comm/test_gpu_exchange.py",
     "cuda_on_cpu/test_emulation.py",
     "cuda_on_cpu/test_gpu_decoding.py",
     "cuda_on_cpu/test_gpu_ops.py",

@@ -22,8 +22,8 @@ from tfdist_ext.embedding.id_layout import Layout
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import symbolic
 from tfdist_ext.layers import sparse_layer
-from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.layers.feature_configs import DynamicTables
+from tfdist_ext.layers.feature_configs import FeatureConfigs
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.launcher import launcher
+from tests.launch import launcher
 
 HOST = "127.0.0.1"
 

@@ -10,8 +10,8 @@ import signal
 
 import pytest
 
-from tests.launcher.launcher import launch
-from tests.launcher.launcher import started
+from tests.launch.launcher import launch
+from tests.launch.launcher import started
 from tfdist_ext.launch import live_stats
 from tfdist_ext.launch.live_stats import Figures
 

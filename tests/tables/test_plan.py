@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from tests.planner import planned
-from tests.planner.planned import MEDIUM
-from tests.planner.planned import plan_workload
+from tests.tables import planned
+from tests.tables.planned import MEDIUM
+from tests.tables.planned import plan_workload
 from tfdist_ext.tables import load as load_lib
 from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables import problem

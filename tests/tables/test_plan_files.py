@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from tests.planner import planned
-from tests.planner.planned import MEDIUM
-from tests.planner.planned import plan_workload
+from tests.tables import planned
+from tests.tables.planned import MEDIUM
+from tests.tables.planned import plan_workload
 from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.placement import TablePlacement
 

@@ -15,10 +15,10 @@ import sys
 
 import pytest
 
-from tests.launcher.launcher import LAUNCHER
-from tests.launcher.launcher import LIMIT
-from tests.launcher.launcher import environment
-from tests.launcher.launcher import launch
+from tests.launch.launcher import LAUNCHER
+from tests.launch.launcher import LIMIT
+from tests.launch.launcher import environment
+from tests.launch.launcher import launch
 from tfdist_ext.comm import listener
 from tfdist_ext.launch import launch_options
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import workloads
-from tests.planner import planned
+from tests.tables import planned
 from tfdist_ext.tables import cost
 from tfdist_ext.tables import load as load_lib
 from tfdist_ext.tables import placement as rows_lib

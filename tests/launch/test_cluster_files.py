@@ -17,8 +17,8 @@ import sys
 import pytest
 import yaml
 
-from tests.launcher.launcher import LIMIT
-from tests.launcher.launcher import environment
+from tests.launch.launcher import LIMIT
+from tests.launch.launcher import environment
 from tests.process import slurm_of_one_node
 
 FILES = pathlib.Path(__file__).parents[2] / "examples" / "clusters"

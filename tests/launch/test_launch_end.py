@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from tests.launcher.launcher import LIMIT
-from tests.launcher.launcher import check_all_dead
-from tests.launcher.launcher import launch
-from tests.launcher.launcher import read_pids
-from tests.launcher.launcher import started
+from tests.launch.launcher import LIMIT
+from tests.launch.launcher import check_all_dead
+from tests.launch.launcher import launch
+from tests.launch.launcher import read_pids
+from tests.launch.launcher import started
 from tfdist_ext.launch import launch_options
 
 SLEEPER = """

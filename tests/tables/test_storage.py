@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.planner import planned
+from tests.tables import planned
 from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.table_config import TableConfig
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests import fuzzing
-from tests.planner import planned
+from tests.tables import planned
 from tfdist_ext.tables import plan as plan_lib
 from tfdist_ext.tables.placement import TablePlacement
 
