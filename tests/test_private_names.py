@@ -89,7 +89,7 @@ PRIVATE_KERAS = {
 # Private names of others that cannot be fenced, by package.
 PRIVATE_ELSEWHERE = {
     "callbacks": {"_exit"},  # of os
-    "launcher": {"_exit"},  # of os
+    "launch": {"_exit"},  # of os
     # Whether a variable is one that is read by an exchange.
     "marks": {"_get_cross_replica"},
     # What subclasses of Keras's optimizers find in themselves.
@@ -108,9 +108,9 @@ PRIVATE_ELSEWHERE = {
         "_velocity_hats",
     },
     # TensorFlow's way for a variable to save itself by its own rules.
-    "sharding": {"_restore_from_tensors", "_serialize_to_tensors"},
+    "embedding": {"_restore_from_tensors", "_serialize_to_tensors"},
     # TensorFlow's savers and managers of checkpoints, which are wrapped.
-    "checkpoints": {
+    "saving": {
         "_distribute_strategy",
         "_distributed_variable",
         "_get_shards_by_task",
@@ -132,9 +132,8 @@ PRIVATE_ELSEWHERE = {
         "_trackable",
         "_var_list",
     },
-    "saving": {"_distribute_strategy"},
     # What a subclass of TensorFlow's strategy finds in itself.
-    "distribute": {
+    "strategy": {
         "_container_strategy",
         "_make_input_context",
     },
