@@ -20,8 +20,7 @@ PRIVATE = pathlib.Path("tfdist_ext/tensorflow_internals.py")
 # What is used of TensorFlow's private modules. Every new release may break
 # these, so the list should shrink, and a new entry needs a reason in PRIVATE.
 PRIVATE_MODULES = {
-    "tensorflow.python.autograph.core.config",
-    "tensorflow.python.autograph.core.config_lib",
+    "tensorflow.python.autograph.impl.conversion",
     "tensorflow.python.checkpoint.functional_saver",
     "tensorflow.python.data.experimental.ops.distribute",
     "tensorflow.python.data.ops.cache_op",
@@ -32,7 +31,6 @@ PRIVATE_MODULES = {
     "tensorflow.python.distribute.values",
     "tensorflow.python.eager.context",
     "tensorflow.python.eager.record",
-    "tensorflow.python.framework.func_graph",
     "tensorflow.python.ops.control_flow_util",
     "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.saved_model.save",

@@ -7,14 +7,14 @@ imported here, so that the list stays short and every addition is noticed.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import config as autograph_config
-from tensorflow.python.autograph.core import config_lib as autograph_rules
+from tensorflow.python.autograph.impl import conversion
 from tensorflow.python.checkpoint import functional_saver
 from tensorflow.python.data.experimental.ops import distribute as data_ops
 from tensorflow.python.data.ops import cache_op
@@ -25,19 +25,19 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
-from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.saved_model import save
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
+_PACKAGE = __name__.partition(".")[0]
+# The module: AutoGraph asks one function of it what to convert.
+autograph_conversion = conversion
 CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 )
-DistributedValues = values.DistributedValues
 DistributedVariable = values.DistributedVariable
-FuncGraph = func_graph.FuncGraph
 Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable
 # What `tf.is_tensor` knows, and Keras takes as an input.
@@ -46,7 +46,6 @@ MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec
 # The module: tf.saved_model.save and tf_keras end in one function of it.
 saved_model_save = save
-Strategy = distribute_lib.Strategy
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
 # Attributes of ops in a GraphDef: with what an op is to be placed, and that it
@@ -59,25 +58,20 @@ VERIFY_OPS = "_verify_ops"
 WRITE_IN_REPLICA = "_update_replica"
 
 
-def keep_as_written(package: str) -> None:
-    """Lets AutoGraph leave a package alone, as it does TensorFlow and Keras.
+def calls_as_written(
+    original: Callable[..., bool], function: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """Whether AutoGraph leaves a function alone: also those of this package.
 
     It would convert each function that a traced one calls: seconds at the
     start of every program. `do_not_convert` would also end the conversion of
     what is the user's below such a function: of a layer's `call`, or of what
     `strategy.run` runs.
-
-    Args:
-        package: whose functions have no `if` or loop over tensors.
     """
-    rule = autograph_rules.DoNotConvert(package)
-    autograph_config.CONVERSION_RULES = (
-        rule,
-        *autograph_config.CONVERSION_RULES,
-    )
-
-
-keep_as_written(__name__.partition(".")[0])
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    if package == _PACKAGE and not isinstance(function, functools.partial):
+        return True
+    return original(function, *args, **kwargs)
 
 
 def global_seed() -> int | None:
@@ -195,7 +189,7 @@ def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
     """
     found: list[tf.Graph] = []
     graph: Any = current_graph()
-    while isinstance(graph, FuncGraph) and graph is not outer:
+    while isinstance(graph, tf.__internal__.FuncGraph) and graph is not outer:
         found.insert(0, graph)
         graph = graph.outer_graph
     return found
@@ -211,7 +205,9 @@ def captured(value: tf.Tensor) -> tf.Tensor:
         The tensor outside of all graphs that capture it, or the outermost
         symbolic one; `value` if it is not captured.
     """
-    while tf.is_symbolic_tensor(value) and isinstance(value.graph, FuncGraph):
+    while tf.is_symbolic_tensor(value) and isinstance(
+        value.graph, tf.__internal__.FuncGraph
+    ):
         pairs = value.graph.captures
         outer = next((out for out, inner in pairs if inner is value), None)
         if outer is None:
@@ -222,7 +218,7 @@ def captured(value: tf.Tensor) -> tf.Tensor:
 
 def is_function(graph: Any) -> bool:
     """Whether a graph is a `tf.function`'s, not of a branch or a loop of it."""
-    return type(graph) is FuncGraph
+    return type(graph) is tf.__internal__.FuncGraph
 
 
 def at_every_call(
@@ -330,7 +326,7 @@ def components(value: Any) -> list[tf.Variable]:
     Args:
         value: of TensorFlow: a variable, one that is distributed, or anything.
     """
-    if isinstance(value, DistributedValues):
+    if isinstance(value, tf.distribute.DistributedValues):
         return [each for each in value.values if isinstance(each, tf.Variable)]
     return [value] if isinstance(value, tf.Variable) else []
 

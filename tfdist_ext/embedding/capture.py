@@ -20,7 +20,6 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfdist_ext import marks
-from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
@@ -267,7 +266,7 @@ def shared(
         forget: is called with the graph of the capture afterwards, to remove
             tensors of it that layers have kept.
     """
-    graph = internals.FuncGraph("capture")
+    graph = tf.__internal__.FuncGraph("capture")
     capture = _Capture(graph)
     reason = None
     try:

@@ -55,6 +55,14 @@ _OPTIMIZER = "a hook of Keras's optimizers around updates, for strategies"
 def training_rows() -> list[Hook]:
     """The rows for the Keras that is in use."""
     return [
+        hook(
+            internals.autograph_conversion,
+            "is_allowlisted",
+            "AutoGraph does not convert this package, as it does not convert "
+            "Keras: that would take seconds at the start of every program.",
+            "a public list of packages that AutoGraph leaves alone",
+            stage(internals.calls_as_written, *Need),
+        ),
         *_loops(),
         *_functions(),
         *_batches(),

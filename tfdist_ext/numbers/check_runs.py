@@ -346,7 +346,7 @@ def _named(outputs: Nest, name: str = "") -> list[tuple[str, Any]]:
     elif isinstance(outputs, list | tuple):
         parts = list(enumerate(outputs))
     else:
-        if isinstance(outputs, internals.DistributedValues):
+        if isinstance(outputs, tf.distribute.DistributedValues):
             outputs = outputs.values[0]
         return [(name or "result", outputs)]
     prefix = f"{name}/" if name else ""

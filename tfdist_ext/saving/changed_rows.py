@@ -24,7 +24,7 @@ from tfdist_ext.tables import placement
 
 def variable_of(trackable: Any) -> Any:
     """TensorFlow's variable of one of Keras's; anything else as it is."""
-    if isinstance(trackable, internals.DistributedValues):
+    if isinstance(trackable, tf.distribute.DistributedValues):
         return trackable
     return value_of(trackable)
 
@@ -32,7 +32,7 @@ def variable_of(trackable: Any) -> Any:
 def collectives_of(objects: Iterable[Any]) -> Collectives | None:
     """The ranks that share any of the objects, None if none is shared."""
     for found in map(variable_of, objects):
-        if isinstance(found, internals.DistributedValues):
+        if isinstance(found, tf.distribute.DistributedValues):
             strategy = found._distribute_strategy
             collectives = getattr(strategy, "collectives", None)
         else:
@@ -45,7 +45,7 @@ def collectives_of(objects: Iterable[Any]) -> Collectives | None:
 def is_shard(trackable: Any) -> bool:
     """Whether it is a part of a partitioned table or slot."""
     found = variable_of(trackable)
-    if isinstance(found, internals.DistributedValues):
+    if isinstance(found, tf.distribute.DistributedValues):
         return False
     return marks.collectives_of_shard(found) is not None
 
@@ -53,7 +53,7 @@ def is_shard(trackable: Any) -> bool:
 def slicing(trackable: Any) -> Any:
     """How what grows is read of a smaller checkpoint, None of all else."""
     found = variable_of(trackable)
-    if isinstance(found, internals.DistributedValues):
+    if isinstance(found, tf.distribute.DistributedValues):
         return None
     return marks.slicing(found)
 

@@ -502,7 +502,7 @@ def _variables(
     # What is distributed first: its components are among the descendants.
     candidates.sort(
         key=lambda each: (
-            not isinstance(value_of(each), internals.DistributedValues)
+            not isinstance(value_of(each), tf.distribute.DistributedValues)
         )
     )
     for owner in map(value_of, candidates):

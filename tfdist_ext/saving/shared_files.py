@@ -23,7 +23,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
-from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.keras_internals import Backup
@@ -245,7 +244,7 @@ def is_first_with(path: Any, collectives: Collectives) -> bool:
 
 def _strategy_of(trackable: Any) -> Any:
     value = value_of(trackable)
-    if isinstance(value, internals.DistributedValues):
+    if isinstance(value, tf.distribute.DistributedValues):
         return value._distribute_strategy
     return None
 

@@ -432,6 +432,6 @@ def _as_float(value: Any) -> Any:
 
 def local_value(value: Any) -> Any:
     """The value of this rank's only replica."""
-    if isinstance(value, internals.DistributedValues):
+    if isinstance(value, tf.distribute.DistributedValues):
         return value.values[0]
     return value

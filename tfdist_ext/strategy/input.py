@@ -331,7 +331,10 @@ def _finished(
     dataset = prefetched_ids.with_next(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
-    options.experimental_distribute.auto_shard_policy = _Policy.OFF
+    # Another policy stays: TensorFlow warns of each change of an option.
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _Policy.AUTO:
+        options.experimental_distribute.auto_shard_policy = _Policy.OFF
     if dataset.options().autotune.enabled is None:
         # The end of an iterator can wait for its autotuner's next round, up
         # to a minute: TensorFlow wakes it before it marks it cancelled. All

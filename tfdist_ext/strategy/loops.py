@@ -128,7 +128,7 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
 
     # Under this name layers know that it is never run, and it is no step.
     def scratch_graph(values: Nest) -> Nest:
-        return internals.Strategy.run(strategy, call, args=(values,))
+        return tf.distribute.Strategy.run(strategy, call, args=(values,))
 
     try:
         tf.function(scratch_graph, autograph=False).get_concrete_function(

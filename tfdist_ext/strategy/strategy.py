@@ -166,7 +166,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         extended = extended_lib.HybridParallelExtended(
             self, resolver, cluster, self.collectives
         )
-        internals.Strategy.__init__(self, extended)
+        tf.distribute.Strategy.__init__(self, extended)
         self._names = DatasetNames()
         hold(Need.STRATEGY, self)
         hold(Need.VARIABLES, extended)
