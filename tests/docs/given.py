@@ -116,18 +116,6 @@ def sharding(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     }
 
 
-def loops(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
-    return {"losses": tf.constant([1.0, 2.0]), "n": 4}
-
-
-def tables(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
-    return {
-        "features": feature_configs(),
-        "data": samples(),
-        "DistributedEmbedding": DistributedEmbedding,
-    }
-
-
 def migrating(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     """No names, but a stand-in for Horovod, which is not installed.
 
@@ -178,9 +166,7 @@ OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
     "docs/data_path.md": data_path,
     "docs/migrating.md": migrating,
     "docs/monitoring.md": monitoring,
+    "docs/optimizers.md": nothing,
     "docs/sharding.md": sharding,
-    "docs/sharp_bits.md": nothing,
-    "docs/sharp_bits_loops.md": loops,
-    "docs/sharp_bits_tables.md": tables,
     "docs/tuning.md": sharding,
 }
