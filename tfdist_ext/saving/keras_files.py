@@ -260,6 +260,8 @@ def _refuse_parts(copied: Any) -> None:
         f"{spec.world_size} ranks hold a part each of table '{spec.table}'. "
         "For a second model, make it again under strategy.scope() on all "
         "ranks, by keras.models.clone_model(model) or as you made the first, "
-        "and then again.set_weights(model.get_weights()). To keep or send "
-        "one, save it: see docs/checkpoints.md."
+        "and copy layer by layer: whole tables by "
+        "layer.set_weights([strategy.gather_table(other)]), other layers by "
+        "layer.set_weights(other.get_weights()). To keep or send one, save "
+        "it: see docs/checkpoints.md."
     )
