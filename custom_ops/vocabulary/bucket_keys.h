@@ -162,8 +162,9 @@ class BucketKeys : public Vocabulary {
   }
 
   void Clear() {
-    first_ = FirstBucket(options_.rank);
-    buckets_.assign(FirstBucket(options_.rank + 1) - first_, {});
+    const auto [first, end] = OwnBuckets(buckets());
+    first_ = first;
+    buckets_.assign(end - first, {});
     for (size_t i = 0; i < buckets_.size(); ++i) {
       Bucket& bucket = buckets_[i];
       bucket.limit = Limit(first_ + i);
@@ -177,9 +178,11 @@ class BucketKeys : public Vocabulary {
   void Advance() {
     ++now_;
     if (options_.steps_to_live == 0) return;
-    // One bucket a step: the others' keys have expired as well, their rows are
-    // taken back when it is their turn, or when they are needed.
-    const int64_t turn = now_ % buckets();
+    // One bucket in so many steps: keys of others have expired as well, their
+    // rows are taken back when it is their turn, or when they are needed.
+    const int64_t every = std::max<int64_t>(slots() / kSlotsPerStep, 1);
+    if (now_ % every != 0) return;
+    const int64_t turn = now_ / every % buckets();
     if (turn >= first_ && turn < first_ + static_cast<int64_t>(buckets_.size()))
       Sweep(turn - first_);
   }
@@ -314,7 +317,7 @@ class BucketKeys : public Vocabulary {
         ++totals_.admitted;
         row = Row(first_ + bucket, entry->slot());
       } else if (!options_.full_shares) {
-        return Full(first_ + bucket);
+        return FullBucket(bucket);
       } else if (!entry) {
         candidates->push_back(asking);
       }
@@ -323,6 +326,15 @@ class BucketKeys : public Vocabulary {
       }
     }
     return absl::OkStatus();
+  }
+
+  absl::Status FullBucket(int64_t bucket) const {
+    int64_t rows = 0, used = 0;
+    for (const Bucket& each : buckets_) {
+      rows += each.limit;
+      used += each.free.used();
+    }
+    return Full(first_ + bucket, used, rows);
   }
 
   // Takes rows from keys that are not of this step, if it may, until `wanted`
@@ -436,6 +448,8 @@ class BucketKeys : public Vocabulary {
   // A bucket that is full takes back this share of its rows at once: to look
   // for them costs as much as to look for one.
   static constexpr int64_t kShare = 16;
+  // Slots that a search for expired keys looks at in a step, on average.
+  static constexpr int64_t kSlotsPerStep = 4096;
 
   tensorflow::mutex mutex_;
   int64_t first_ = 0;

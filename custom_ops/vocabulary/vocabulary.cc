@@ -59,13 +59,16 @@ std::vector<int32_t> Vocabulary::TakeResets() {
   return taken;
 }
 
-absl::Status Vocabulary::Full(int64_t bucket) const {
+absl::Status Vocabulary::Full(int64_t bucket, int64_t used,
+                              int64_t rows) const {
   const bool evicts = options_.evict != VocabularyOptions::Evict::kNone;
   return absl::FailedPreconditionError(Message(
       "Table '", options_.name, "': no row is left for a new key. Bucket ",
-      bucket, " of ", buckets(), " has given all of its ", Limit(bucket),
-      " rows, of a capacity of ", options_.capacity, ", and ",
-      evicts ? "all of them are to keys of this batch. " : "evicts no keys. ",
+      bucket, " of ", buckets(), " is full: all of its ", Limit(bucket),
+      " rows, of a capacity of ", options_.capacity, ", have keys",
+      evicts ? " of this batch. " : ", and none is evicted. ", "In all, rank ",
+      options_.rank, " of ", options_.world_size, " has keys in ", used,
+      " of its ", rows, " rows (", 100 * used / rows, " %). ",
       "Give DynamicVocabulary a larger capacity (a checkpoint is restored "
       "into it), evict='lru' or 'lfu', or full='shared_row'."));
 }

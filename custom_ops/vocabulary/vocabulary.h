@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -24,7 +25,8 @@ namespace tfdist {
 // 1 + s * B + b of the table; row 0 is shared by keys that have none. A table
 // that grows keeps its rows.
 //
-// Rank r of W owns the buckets from r * B / W up to (r + 1) * B / W.
+// Rank r of W owns the buckets from n * B / W up to (n + 1) * B / W, where n is
+// r - first_rank modulo W.
 struct VocabularyOptions {
   enum class Evict { kNone, kLru, kLfu };
 
@@ -39,6 +41,7 @@ struct VocabularyOptions {
   bool unadmitted_shares = false;
   int64_t rank = 0;
   int64_t world_size = 1;
+  int64_t first_rank = 0;
 
   // What keys without a row get.
   int32_t Unadmitted() const { return unadmitted_shares ? 0 : -1; }
@@ -79,11 +82,17 @@ class Vocabulary : public tensorflow::ResourceBase {
   int bits() const { return bits_; }
   HashKey hash_key() const { return {{hash_key_[0], hash_key_[1]}}; }
   int64_t buckets() const { return int64_t{1} << bits_; }
-  int64_t FirstBucket(int64_t rank) const {
-    return rank * buckets() / options_.world_size;
+  // The first bucket of this rank, of so many in all, and the end of its own.
+  std::pair<int64_t, int64_t> OwnBuckets(int64_t buckets) const {
+    const int64_t size = options_.world_size;
+    const int64_t n = (options_.rank + size - options_.first_rank) % size;
+    return {n * buckets / size, (n + 1) * buckets / size};
   }
   int64_t OwnerOf(int64_t bucket) const {
-    return ((bucket + 1) * options_.world_size - 1) >> bits_;
+    const int64_t size = options_.world_size;
+    const int64_t n = ((bucket + 1) * size - 1) >> bits_;
+    const int64_t rank = options_.first_rank + n;
+    return rank < size ? rank : rank - size;
   }
   // Rows of the first bucket, no other has more; and room for candidates.
   int64_t slots() const { return Limit(0); }
@@ -134,8 +143,9 @@ class Vocabulary : public tensorflow::ResourceBase {
     return static_cast<int32_t>(1 + slot * buckets() + bucket);
   }
 
-  // Why keys find no rows, or cannot be read.
-  absl::Status Full(int64_t bucket) const;
+  // Why keys find no rows, or cannot be read. `used` of the `rows` of all
+  // buckets of this rank have keys.
+  absl::Status Full(int64_t bucket, int64_t used, int64_t rows) const;
   absl::Status Misdirected() const;
   absl::Status DoesNotFit() const;
   absl::Status Damaged() const;

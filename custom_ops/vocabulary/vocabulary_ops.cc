@@ -55,6 +55,7 @@ REGISTER_OP("Tfdist>Vocabulary")
     .Attr("unadmitted: {'zeros', 'shared_row'} = 'zeros'")
     .Attr("rank: int >= 0 = 0")
     .Attr("world_size: int >= 1 = 1")
+    .Attr("first_rank: int >= 0 = 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
@@ -72,6 +73,7 @@ steps_to_live: steps after which a key that was not seen expires; 0 for never.
 full: what a key gets if there is no row for it.
 unadmitted: what a key gets that occurred less often than min_count.
 rank, world_size: of this process, and the number of ranks.
+first_rank: which owns the first buckets.
 )doc");
 
 class VocabularyOp : public OpKernel {
@@ -90,6 +92,7 @@ class VocabularyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("unadmitted", &unadmitted));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("rank", &options_.rank));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("world_size", &options_.world_size));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("first_rank", &options_.first_rank));
     const int64_t buckets = options_.buckets;
     OP_REQUIRES(
         ctx,
@@ -97,14 +100,15 @@ class VocabularyOp : public OpKernel {
             buckets <= options_.capacity && buckets <= kMostBuckets &&
             (buckets & (buckets - 1)) == 0 &&
             options_.rank < options_.world_size &&
+            options_.first_rank < options_.world_size &&
             min_count <= std::numeric_limits<uint32_t>::max(),
         InvalidArgument(
             "a vocabulary needs words of 1 or 2, capacity <= ", kMostCapacity,
             ", buckets that are a power of two, at most capacity "
             "and ",
-            kMostBuckets,
-            ", and rank < world_size. Received: ", options_.capacity, ", ",
-            buckets, ", ", options_.rank, " of ", options_.world_size));
+            kMostBuckets, ", and rank and first_rank < world_size. Received: ",
+            options_.capacity, ", ", buckets, ", ", options_.rank, " and ",
+            options_.first_rank, " of ", options_.world_size));
     options_.min_count = min_count;
     options_.evict = evict == "lru"   ? VocabularyOptions::Evict::kLru
                      : evict == "lfu" ? VocabularyOptions::Evict::kLfu
@@ -170,9 +174,9 @@ class ExportKeysOp : public OpKernel {
   static absl::Status Allocate(OpKernelContext* ctx, int first,
                                const Vocabulary& vocabulary, int64_t slots,
                                KeyArrays* arrays) {
-    const int64_t rank = vocabulary.options().rank;
-    const int64_t buckets =
-        vocabulary.FirstBucket(rank + 1) - vocabulary.FirstBucket(rank);
+    const auto [first_bucket, end] =
+        vocabulary.OwnBuckets(vocabulary.buckets());
+    const int64_t buckets = end - first_bucket;
     Tensor* outputs[3];
     TF_RETURN_IF_ERROR(AllocateOutput(
         ctx, first, {buckets, slots, vocabulary.words()}, &outputs[0]));
@@ -235,11 +239,10 @@ class ImportKeysOp : public OpKernel {
             ". Give DynamicVocabulary at least the capacity that was "
             "saved."));
     const auto& options = vocabulary->options();
-    const int64_t first = options.rank * buckets / options.world_size;
-    const int64_t own =
-        (options.rank + 1) * buckets / options.world_size - first;
+    const auto [first, end] = vocabulary->OwnBuckets(buckets);
     OP_REQUIRES_OK(ctx, CheckHashKey(ctx->input(2)));
-    for (int i : {4, 7}) OP_REQUIRES_OK(ctx, Check(ctx, i, own, *vocabulary));
+    for (int i : {4, 7})
+      OP_REQUIRES_OK(ctx, Check(ctx, i, end - first, *vocabulary));
     const HashKey hash_key = HashKeyOf(ctx->input(2));
     if (hash_key.IsZero()) {
       LOG(WARNING) << "Table '" << options.name << "': its keys are of an "

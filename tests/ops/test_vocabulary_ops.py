@@ -47,11 +47,11 @@ def config_of(rule):
 class World:
     """The ranks of a world, each with its part of a vocabulary."""
 
-    def __init__(self, config, world_size, hash_key=HASH_KEY):
+    def __init__(self, config, world_size, hash_key=HASH_KEY, first_rank=0):
         self.hash_key = tf.constant(hash_key, tf.int64)
         self.handles = [
             vocabulary_ops.vocabulary(
-                "t", config, self.hash_key, rank, world_size
+                "t", config, self.hash_key, rank, world_size, first_rank
             )
             for rank in range(world_size)
         ]
@@ -139,6 +139,7 @@ def test_ranks_hand_out_the_rows_of_one_process(rule):
     distinct = config.capacity // 2 if rule == "plain" else 300
     expected = Vocabulary(config)
     worlds = [World(config, size) for size in (1, 2, 3)]
+    worlds.append(World(config, 3, first_rank=2))
     for step, keys in enumerate(batches(1, distinct, 40, words=words)):
         advance = step % 5 > 0  # a second lookup of the step
         wanted = expected.learn(keys, advance)
@@ -197,11 +198,16 @@ def test_a_larger_vocabulary_keeps_the_rows_and_a_smaller_one_refuses():
     keys = np.arange(40)
     world = World(DynamicVocabulary(40), 2)
     rows = world.rows(keys)
-    larger = World(DynamicVocabulary(9000), 3)  # would have two buckets
+    larger = World(InFourBuckets(9000), 3)  # keeps the one that was saved
     larger.import_(world.export(), step=1)
     np.testing.assert_array_equal(larger.rows(keys), rows)
     more = larger.rows(np.arange(5000))
     assert len(set(more)) == 5000 and more.max() == 5000
+    four = World(InFourBuckets(40_000), 2)  # a new one has one bucket
+    rows = four.rows(np.arange(1000))
+    again = World(DynamicVocabulary(40_000), 3)
+    again.import_(four.export(), step=1)
+    np.testing.assert_array_equal(again.rows(np.arange(1000)), rows)
     with pytest.raises(tf.errors.InvalidArgumentError, match="capacity of 39"):
         World(DynamicVocabulary(39), 1).import_(world.export(), step=1)
 
@@ -220,9 +226,46 @@ def test_a_full_vocabulary_ends_the_step_on_every_rank():
         Vocabulary(config).learn(keys)
     with pytest.raises(
         tf.errors.FailedPreconditionError,
-        match=r"Table 't': no row is left.*capacity of 10.*shared_row",
+        match=r"Table 't': no row is left.*Bucket 0 of 1 is full.*"
+        r"capacity of 10.*rank 1 of 2 has keys in 10 of its 10 rows "
+        r"\(100 %\).*shared_row",
     ):
         World(config, 2).rows(keys)
+
+
+@pytest.mark.parametrize("capacity", [100_000, 131_072, 1_000_000])
+def test_random_keys_fill_97_percent_of_a_vocabulary(capacity):
+    keys = np.random.default_rng(5).integers(
+        -(2**63), 2**63, capacity * 97 // 100
+    )
+    for secret in (1, 2, 3):
+        world = World(DynamicVocabulary(capacity), 1, hash_key=(secret, 0))
+        rows = world.rows(keys)
+        assert len(set(rows)) == len(keys) and rows.min() > 0
+
+
+def test_no_bucket_is_full_sooner_at_any_capacity():
+    """Chernoff's bound, which docs/vocabularies.md explains."""
+    fill = 0.97
+    for power in range(10, 31):
+        for capacity in (2**power - 2, 2**power, 3 * 2 ** (power - 1)):
+            buckets = DynamicVocabulary(capacity).buckets
+            least = capacity // buckets
+            bound = buckets * np.exp(-least * (fill - 1 - np.log(fill)))
+            assert buckets == 1 or bound < 1e-9
+
+
+def test_keys_of_large_buckets_expire_every_few_steps():
+    config = DynamicVocabulary(3 * 4096, steps_to_live=1)
+    expected, world = Vocabulary(config), World(config, 2)
+    expired = []
+    for step in range(7):
+        keys = np.arange(10) + 10 * step
+        wanted = expected.learn(keys)
+        np.testing.assert_array_equal(world.rows(keys), wanted)
+        assert world.resets == sorted(expected.resets)
+        expired.append(len(world.resets))
+    assert expired == [0, 0, 10, 0, 0, 30, 0]  # a sweep each 3 steps
 
 
 def test_the_hash_is_sip_hash():
@@ -246,7 +289,7 @@ def test_nobody_can_choose_keys_of_one_bucket_or_rank():
     config = DynamicVocabulary(1_000_000)
     keys = chosen_keys(20_000)
     with pytest.raises(tf.errors.FailedPreconditionError, match="Bucket 0"):
-        World(config, 1, hash_key=(0, 0)).rows(keys)
+        World(InFourBuckets(40_000), 1, hash_key=(0, 0)).rows(keys)
     # Nor fingerprints, of which one word is FarmHash, which anybody computes.
     texts = np.column_stack([np.ones_like(keys), keys])
     strings = DynamicVocabulary(1_000_000, key_dtype="string")
@@ -263,7 +306,7 @@ def test_nobody_can_choose_keys_of_one_bucket_or_rank():
 
 
 def test_damaged_keys_are_refused():
-    world = World(DynamicVocabulary(9000), 1)  # of two buckets
+    world = World(InFourBuckets(9000), 1)
     world.rows(np.arange(100))
     arrays = world.export()
     arrays[0] = arrays[0][::-1]

@@ -181,6 +181,13 @@ def save(strategy, folder, case):
     model.fit(dataset(0, 7), verbose=0)
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     saver.write(str(folder / case))
+    files = {}
+    model.embedding.save_own_variables(files)
+    for name, keys in model.embedding.get_vocabularies().items():
+        # In order of the buckets, whichever ranks own them.
+        bucket, slot = np.nonzero(files[f"keys of {name}: counts"])
+        rows = 1 + slot * InBuckets.buckets + bucket
+        np.testing.assert_array_equal(np.sort(rows), keys["rows"])
     noted = {f"a/{k}": v for k, v in values_of(model).items()}
     batches = list(dataset(4, 3))  # some of whose keys have no rows
     tfdist_ext.export(

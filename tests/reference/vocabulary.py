@@ -15,6 +15,7 @@ import numpy as np
 from tfdist_ext.tables.table_config import DynamicVocabulary
 
 _SHARE = 16  # of a full bucket, that gives up its rows at once
+_SLOTS_PER_STEP = 4096  # that a search for expired keys looks at
 
 
 @dataclasses.dataclass
@@ -91,8 +92,9 @@ class Vocabulary:
         self.resets = []
         if advance:
             self.now += 1
-            if self.config.steps_to_live:
-                self._sweep(self.now % self.count)
+            every = max(self._limit(0) // _SLOTS_PER_STEP, 1)
+            if self.config.steps_to_live and self.now % every == 0:
+                self._sweep(self.now // every % self.count)
         asked = collections.Counter(_tuples(keys))
         by_bucket = collections.defaultdict(list)
         for key in sorted(asked):

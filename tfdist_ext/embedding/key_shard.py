@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys have which rows of a table, of the buckets that a rank owns.
 
-Rank r of W owns the buckets from `r * B // W` up to `(r + 1) * B // W`; the
-key in slot s of bucket b has row `1 + s * B + b` of the whole table. So the
-keys of all ranks, `[B, slots]`, lie in a checkpoint as parallel slices beside
-the table, whatever its placement is.
+Rank r of W owns the buckets from `n * B // W` up to `(n + 1) * B // W`, where
+n is `r - first_rank` modulo W; the key in slot s of bucket b has row
+`1 + s * B + b` of the whole table. So the keys of all ranks, `[B, slots]`, lie
+in a checkpoint as parallel slices beside the table, whatever its placement is.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class KeyShard(tf.Module):
         config: the rules of the vocabulary.
         initializer: of Keras, of the table.
         collectives: of the strategy, None in one process.
+        order: of the table among those of its layer. Each has its first
+            buckets on another rank, so that tables with few buckets are not
+            all on the same one.
 
     Raises:
         ValueError: if keys may lose their rows, and the initializer cannot
@@ -62,6 +65,7 @@ class KeyShard(tf.Module):
         config: DynamicVocabulary,
         initializer: Any,
         collectives: Collectives | None,
+        order: int = 0,
     ) -> None:
         super().__init__(name=f"keys_of_{_identifier(spec.table)}")
         self._spec = spec
@@ -73,7 +77,8 @@ class KeyShard(tf.Module):
             world_size = collectives.group.world_size
             marks.set_collectives(self, collectives)
             marks.set_slicing(self, self._slice_in)
-        self.slices = KeySlices(config, rank, world_size)
+        first_rank = order % world_size
+        self.slices = KeySlices(config, rank, world_size, first_rank)
         self._initial: tuple[str, float, float] | None = None
         if config.takes_back:
             self._initial = initial_rows.describe_rows(initializer, spec)
@@ -91,7 +96,7 @@ class KeyShard(tf.Module):
                 )
             self._seed, hash_key = numbers[0], numbers[1:]
             self.handle = vocabulary_ops.vocabulary(
-                spec.table, config, hash_key, rank, world_size
+                spec.table, config, hash_key, rank, world_size, first_rank
             )
         checkpoint_slices.save_by(self, self._saved, self._restore)
         self.steps = KeySteps()
@@ -100,7 +105,9 @@ class KeyShard(tf.Module):
         self._exported = _Exported()
         self.texts: KeyTexts | None = None
         if config.keep_text:
-            self.texts = KeyTexts(spec.table, self.handle, collectives)
+            self.texts = KeyTexts(
+                spec.table, self.handle, self.slices, collectives
+            )
 
     def attach(self, variable: Any) -> None:
         """Says that this is of a table.
@@ -240,7 +247,7 @@ class KeyShard(tf.Module):
                 value = self._collectives.all_gather(
                     value, f"{self._spec.table}/{name}"
                 )
-            found[name] = value.numpy()
+            found[name] = self.slices.in_order(value.numpy())
         return found
 
     def take(self, saved: Mapping[str, Any]) -> None:

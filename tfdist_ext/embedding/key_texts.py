@@ -31,11 +31,13 @@ class KeySlices:
         config: the rules of the vocabulary.
         rank: of this process.
         world_size: the number of ranks.
+        first_rank: which owns the first buckets.
     """
 
     config: DynamicVocabulary
     rank: int
     world_size: int
+    first_rank: int = 0
 
     def owned(self, buckets: int) -> tuple[int, int]:
         """The first bucket of this rank, and the one after the last.
@@ -43,8 +45,28 @@ class KeySlices:
         Args:
             buckets: of all ranks.
         """
-        first = self.rank * buckets // self.world_size
-        return first, (self.rank + 1) * buckets // self.world_size
+        n = (self.rank - self.first_rank) % self.world_size
+        size = self.world_size
+        return n * buckets // size, (n + 1) * buckets // size
+
+    def owners(self, bucket: np.ndarray, buckets: int) -> np.ndarray:
+        """Which ranks own buckets.
+
+        Args:
+            bucket: numbers of some.
+            buckets: of all ranks.
+        """
+        n = ((bucket + 1) * self.world_size - 1) // buckets
+        return (n + self.first_rank) % self.world_size
+
+    def in_order(self, gathered: Any) -> np.ndarray:
+        """Puts an array `[buckets, ...]` in order of the buckets.
+
+        Args:
+            gathered: of all ranks, in order of the ranks.
+        """
+        first, _ = dataclasses.replace(self, rank=0).owned(len(gathered))
+        return np.roll(gathered, first, 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,14 +127,19 @@ class KeyTexts:
     Args:
         table: its name.
         handle: of its vocabulary.
+        slices: of its buckets.
         collectives: of the strategy, None in one process.
     """
 
     def __init__(
-        self, table: str, handle: tf.Tensor, collectives: Collectives | None
+        self,
+        table: str,
+        handle: tf.Tensor,
+        slices: KeySlices,
+        collectives: Collectives | None,
     ) -> None:
         self._label, self._handle = f"{table}/texts", handle
-        self._collectives = collectives
+        self._slices, self._collectives = slices, collectives
 
     def own(self, buckets: int) -> Texts:
         """Those of keys that this rank owns; all ranks call.
@@ -124,8 +151,7 @@ class KeyTexts:
         if self._collectives is None:
             return rows, texts
         group = self._collectives.group
-        bucket = (rows - 1) % buckets
-        owners = ((bucket + 1) * group.world_size - 1) // buckets
+        owners = self._slices.owners((rows - 1) % buckets, buckets)
         theirs = np.flatnonzero(owners != group.rank)
         theirs = theirs[np.argsort(owners[theirs], kind="stable")]
         got = send(

@@ -334,6 +334,7 @@ class DynamicTables(SparseLayer):
                     table.vocabulary,
                     initializer,
                     self._collectives,
+                    order=len(self._keys),
                 )
                 self._keys[table.name] = keys
                 setattr(self, f"keys_{table.name}", keys)

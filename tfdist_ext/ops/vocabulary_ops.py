@@ -26,6 +26,7 @@ def vocabulary(
     hash_key: tf.Tensor,
     rank: int,
     world_size: int,
+    first_rank: int = 0,
 ) -> tf.Tensor:
     """A new vocabulary, which lives as long as its handle does.
 
@@ -35,6 +36,7 @@ def vocabulary(
         hash_key: int64 `[2]`, the secret of its hash, the same on all ranks.
         rank: of this process.
         world_size: number of ranks.
+        first_rank: which owns the first buckets.
 
     Returns:
         A resource scalar.
@@ -52,6 +54,7 @@ def vocabulary(
         unadmitted=config.unadmitted,
         rank=rank,
         world_size=world_size,
+        first_rank=first_rank,
     )
 
 

@@ -351,7 +351,7 @@ class ServedKeys(tf.Module):
             full = tf.constant(now.full)
             if collectives is not None:
                 full = exchanges.all_gather(collectives, full, f"{label}/full")
-                full = full[0]
+                full = self._source().slices.in_order(full[0].numpy())
             self.full.assign(full)
             assert self.hash_key is not None
             self.hash_key.assign(now.hash_key)

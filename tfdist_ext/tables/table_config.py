@@ -17,8 +17,9 @@ from tfdist_ext.tables.placement import TablePlacement
 
 # Rows are numbers of 32 bits, and one is shared.
 MOST_KEYS = (1 << 31) - 2
-# So many rows fill to about 95 % before the first bucket is full.
-_ROWS_OF_BUCKET = 4096
+# Of so many rows a bucket, at least 97 % of all have keys before one is full:
+# docs/vocabularies.md derives it.
+_ROWS_OF_BUCKET = 65536
 _MOST_BUCKETS = 1024
 
 
