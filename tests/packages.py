@@ -6,6 +6,7 @@
 # `patching` imports `hooks`, whose table it installs, by name at run time.
 PACKAGES = {
     "version": set(),
+    "thread_context": set(),
     "tables": set(),
     "patching": set(),
     "tensorflow_internals": set(),
@@ -52,6 +53,7 @@ PACKAGES = {
         "patching",
         "tables",
         "tensorflow_internals",
+        "thread_context",
     },
     "numbers": {
         "batches",
@@ -81,6 +83,7 @@ PACKAGES = {
         "patching",
         "tables",
         "tensorflow_internals",
+        "thread_context",
     },
     "saving": {
         "comm",
@@ -90,6 +93,7 @@ PACKAGES = {
         "numbers",
         "tables",
         "tensorflow_internals",
+        "thread_context",
     },
     "layers": {
         "comm",

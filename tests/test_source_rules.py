@@ -105,6 +105,15 @@ def test_only_ops_know_the_shared_library() -> None:
     assert users <= {"tfdist_ext/ops/library.py"}
 
 
+def test_one_object_has_the_state_of_a_thread() -> None:
+    users = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if "threading.local" in path.read_text()
+    }
+    assert users == {"thread_context.py"}
+
+
 def test_only_marks_spells_attributes_set_on_other_objects() -> None:
     spelled = re.compile(r"\b_tfdist_(?!ops\b)\w+")
     wrong = [

@@ -6,13 +6,10 @@ What computes the ids is copied out of a trace of the model, ahead of it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import TypeVar
@@ -20,10 +17,12 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.thread_context import current
 
 # Stateful ops that may be run once more, or earlier: they change nothing.
 _HARMLESS = {
@@ -209,21 +208,15 @@ class _Replay:
         return self._answers[index]
 
 
-class _Thread(threading.local):
-    trace: _Capture | _Replay | None = None
-
-
-_thread = _Thread()
-
-
 def is_active() -> bool:
     """Whether this thread traces a call for a capture, or after one."""
-    return _thread.trace is not None
+    return current.capture is not None
 
 
 def answer_of(lookup: Lookup) -> Answers | None:
     """The answer to a lookup of a captured call, None if it has none yet."""
-    return None if _thread.trace is None else _thread.trace.answer(lookup)
+    trace: _Capture | _Replay | None = current.capture
+    return None if trace is None else trace.answer(lookup)
 
 
 def known_answer(features: Sequence[Feature]) -> Answers | None:
@@ -235,17 +228,8 @@ def known_answer(features: Sequence[Feature]) -> Answers | None:
     Returns:
         None if the lookup is to be made, with its ids.
     """
-    trace = _thread.trace
+    trace = current.capture
     return trace.known(features) if isinstance(trace, _Replay) else None
-
-
-@contextlib.contextmanager
-def _tracing(trace: _Capture | _Replay) -> Iterator[None]:
-    _thread.trace = trace
-    try:
-        yield
-    finally:
-        _thread.trace = None
 
 
 def shared(
@@ -273,7 +257,7 @@ def shared(
         with (
             collectives.capturing(graph),
             graph.as_default(),
-            _tracing(capture),
+            thread_context.setting(capture=capture),
         ):
             call()
     except Exception as error:  # where the call is wrong, it raises it below
@@ -290,7 +274,8 @@ def shared(
         answers.update(zip(indices, found, strict=True))
     if not answers:
         return call()
-    with _tracing(_Replay(capture.lookups, answers)):
+    replay = _Replay(capture.lookups, answers)
+    with thread_context.setting(capture=replay):
         return call()
 
 

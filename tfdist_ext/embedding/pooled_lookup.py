@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from typing import TypeVar
 
@@ -16,6 +14,7 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import capture
 from tfdist_ext.embedding import exchange
@@ -34,6 +33,7 @@ from tfdist_ext.embedding.rows_of_keys import rows_of_keys
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.thread_context import current
 
 
 def refuse_gradient(
@@ -79,31 +79,19 @@ Answer = Callable[[Lookup], list[tf.Tensor]]
 RowsOf = Callable[[tf.Tensor], tf.Tensor]
 
 
-class _Now(threading.local):
-    answer: Answer | None = None
-
-
-_now = _Now()
-
-
-@contextlib.contextmanager
-def answering(answer: Answer) -> Iterator[None]:
+def answering(answer: Answer) -> AbstractContextManager[None]:
     """Lookups of this thread inside are answered by `answer`."""
-    before, _now.answer = _now.answer, answer
-    try:
-        yield
-    finally:
-        _now.answer = before
+    return thread_context.setting(answer=answer)
 
 
 def is_asked() -> bool:
     """Whether this thread traces a model that leaves the ranks."""
-    return _now.answer is not None
+    return current.answer is not None
 
 
 def answer_of(lookup: Lookup) -> list[tf.Tensor] | None:
     """The answer to a lookup of a model that leaves, None of all others."""
-    return None if _now.answer is None else _now.answer(lookup)
+    return None if current.answer is None else current.answer(lookup)
 
 
 def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext import thread_context
 from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import is_fixed
@@ -23,6 +24,7 @@ from tfdist_ext.marks import shard_spec
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.thread_context import current
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -31,21 +33,9 @@ if TYPE_CHECKING:
 _READS = ("value", "sparse_read", "gather_nd")
 
 
-class _Allowed(threading.local):
-    by: int = 0
-
-
-_reads_allowed = _Allowed()
-
-
-@contextlib.contextmanager
-def reads_allowed() -> Iterator[None]:
+def reads_allowed() -> AbstractContextManager[None]:
     """Kernels read inside, by this thread, give this rank's part."""
-    _reads_allowed.by += 1
-    try:
-        yield
-    finally:
-        _reads_allowed.by -= 1
+    return thread_context.setting(reads_allowed=current.reads_allowed + 1)
 
 
 def read_parts(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +54,7 @@ def _checked(
 ) -> Callable[..., Any]:
     @functools.wraps(read)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not _reads_allowed.by and not internals.is_updating():
+        if not current.reads_allowed and not internals.is_updating():
             spec = shard_spec(variable)
             assert spec is not None
             raise ValueError(
@@ -98,26 +88,19 @@ def fingerprints(rows: tf.Tensor) -> np.ndarray:
     return numbers
 
 
-class _Pending(threading.local):
-    spec: ShardSpec | None = None
-    storage: Storage | None = None
-
-
-_pending = _Pending()
-
-
 @contextlib.contextmanager
 def creating(spec: ShardSpec) -> Iterator[None]:
     """Variables created inside are this rank's part of a table."""
-    _pending.spec = spec if spec.partitioned else None
-    _pending.storage = spec.storage
     # Under a strategy, `extended.py` goes before that.
     on_host = spec.storage == "host" and not spec.partitioned
-    try:
-        with tf.device("CPU:0") if on_host else contextlib.nullcontext():
-            yield
-    finally:
-        _pending.spec = _pending.storage = None
+    with (
+        thread_context.setting(
+            new_shard=spec if spec.partitioned else None,
+            new_storage=spec.storage,
+        ),
+        tf.device("CPU:0") if on_host else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def storage_for(colocate_with: Any) -> Storage:
@@ -127,7 +110,7 @@ def storage_for(colocate_with: Any) -> Storage:
         colocate_with: see `spec_for`.
     """
     spec = shard_spec(colocate_with)
-    return _pending.storage or (spec.storage if spec else "device")
+    return current.new_storage or (spec.storage if spec else "device")
 
 
 def spec_for(colocate_with: Any) -> ShardSpec | None:
@@ -137,7 +120,7 @@ def spec_for(colocate_with: Any) -> ShardSpec | None:
         colocate_with: the variable it belongs to, given by optimizers for
             slots, or None.
     """
-    return _pending.spec or shard_spec(colocate_with)
+    return current.new_shard or shard_spec(colocate_with)
 
 
 def is_shard(variable: Any) -> bool:
@@ -158,7 +141,7 @@ def mark(
     )
     if matches:
         hold(variable, spec, collectives)
-        if _pending.spec is not None:  # slots are in nobody's hands
+        if current.new_shard is not None:  # slots are in nobody's hands
             refuse_read(variable)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
+from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.embedding.whole_tables import row_blocks
@@ -29,6 +29,7 @@ from tfdist_ext.saving.served_table import TABLE_DTYPES
 from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables import checks
+from tfdist_ext.thread_context import current
 
 gfile = tf.io.gfile
 _PARTS = "parts"
@@ -375,13 +376,6 @@ def _write(
 keras = tf.keras
 
 
-class _Saving(threading.local):
-    is_public: bool = False
-
-
-_saving = _Saving()
-
-
 def _has_tables(model: Any) -> bool:
     if hasattr(model, "as_model"):
         return True
@@ -438,16 +432,13 @@ def save_model(
                 "inputs=...), which makes the signature `serving_default`."
             )
         return export(obj, export_dir)
-    _saving.is_public = True
-    try:
+    with thread_context.setting(public_save=True):
         return original(obj, export_dir, signatures, options)
-    finally:
-        _saving.is_public = False
 
 
 def verify_ops(original: Any, graph_def: Any, allowed: Any) -> Any:
     """Refuses our ops, unless they are allowed by name."""
-    if _saving.is_public and "Tfdist" not in (allowed or ()):
+    if current.public_save and "Tfdist" not in (allowed or ()):
         ours = our_ops(graph_def)
         if ours:
             raise ValueError(

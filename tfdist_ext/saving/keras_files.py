@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import inspect
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext import thread_context
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import path_to_read
@@ -21,6 +21,7 @@ from tfdist_ext.marks import shard_spec
 from tfdist_ext.numbers import model_state
 from tfdist_ext.saving import shared_files
 from tfdist_ext.saving.shared_files import write_once
+from tfdist_ext.thread_context import current
 
 keras = tf.keras
 
@@ -179,13 +180,6 @@ def export_archive(save: _Save) -> None:
     write_once(save.collectives, save.filepath, save.write)
 
 
-class _Reading(threading.local):
-    depth = 0
-
-
-_reading = _Reading()
-
-
 def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Reads by a function that takes a path, or a model and a path.
 
@@ -199,16 +193,15 @@ def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = shared_files.while_open(collectives_lib.active())
     if collectives is None:
         return original(*args, **kwargs)
-    _reading.depth += 1
-    try:
-        with collectives.together("load a file of Keras", all_end=True):
-            if _reading.depth == 1 and "filepath" in bound.arguments:
-                path = bound.arguments["filepath"]
-                path = path_to_read(path, collectives)
-                bound.arguments["filepath"] = path
-            return original(*bound.args, **bound.kwargs)
-    finally:
-        _reading.depth -= 1
+    outer = current.reading_files
+    with (
+        thread_context.setting(reading_files=outer + 1),
+        collectives.together("load a file of Keras", all_end=True),
+    ):
+        if not outer and "filepath" in bound.arguments:
+            path = path_to_read(bound.arguments["filepath"], collectives)
+            bound.arguments["filepath"] = path
+        return original(*bound.args, **bound.kwargs)
 
 
 def refuse_tables(

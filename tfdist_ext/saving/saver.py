@@ -14,11 +14,13 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import thread_context
 from tfdist_ext.comm.calls import brief_error
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import path_to_read
@@ -29,26 +31,7 @@ from tfdist_ext.saving import checkpoint_writing
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import collectives_of
 from tfdist_ext.saving.changed_rows import variable_of
-
-
-class _Acting(threading.local):
-    collectives: Collectives | None = None
-    copies: list[checkpoint_writing.Parts] | None = None
-    changed: ChangedRows | None = None
-    full: str | None = None
-
-
-_acting = _Acting()
-
-
-@contextlib.contextmanager
-def _of(collectives: Collectives | None) -> Iterator[None]:
-    """Savers used inside act for these ranks; None as in stock."""
-    before, _acting.collectives = _acting.collectives, collectives
-    try:
-        yield
-    finally:
-        _acting.collectives = before
+from tfdist_ext.thread_context import current
 
 
 @contextlib.contextmanager
@@ -61,25 +44,17 @@ def copying(
         changed: what has changed since a full checkpoint, None for all.
     """
     copies: list[checkpoint_writing.Parts] = []
-    _acting.copies, _acting.changed = copies, changed
-    try:
+    with thread_context.setting(copies=copies, changed=changed):
         yield copies
-    finally:
-        _acting.copies = _acting.changed = None
 
 
-@contextlib.contextmanager
-def over(full: str | None) -> Iterator[None]:
+def over(full: str | None) -> AbstractContextManager[None]:
     """What is restored inside has changed since another checkpoint.
 
     Args:
         full: path of that one; None if there is none.
     """
-    _acting.full = full
-    try:
-        yield
-    finally:
-        _acting.full = None
+    return thread_context.setting(full=full)
 
 
 def on_all_ranks(verb: str) -> Callable[..., Any]:
@@ -87,7 +62,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
 
     def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = collectives_of(_objects(checkpoint))
-        with _of(collectives):
+        with thread_context.setting(savers=collectives):
             if collectives is None:
                 return original(checkpoint, *args, **kwargs)
             (path, *_) = [*args, *kwargs.values()]
@@ -159,12 +134,12 @@ def _synchronous(argument: Any) -> Any:
 def save_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
-    collectives = _acting.collectives
-    if _acting.copies is not None:
+    collectives = current.savers
+    if current.copies is not None:
         parts = checkpoint_writing.gather(
-            saver, file_prefix, options, collectives, _acting.changed
+            saver, file_prefix, options, collectives, current.changed
         )
-        return _acting.copies.append(checkpoint_writing.copied(parts))
+        return current.copies.append(checkpoint_writing.copied(parts))
     if collectives is None:
         return original(saver, file_prefix, options)
     return checkpoint_writing.save(saver, file_prefix, options, collectives)
@@ -173,8 +148,8 @@ def save_parts(
 def restore_parts(
     original: Any, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
-    collectives = _acting.collectives
-    full = _acting.full
+    collectives = current.savers
+    full = current.full
     if (collectives is None and full is None) or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
     return checkpoint_reading.restore(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,38 +13,30 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
 from tfdist_ext.strategy.loops import samples_of
+from tfdist_ext.thread_context import current
 
 keras = tf.keras
-
-
-class _Now(threading.local):
-    several: bool = False  # ranks are in a loop of Keras
-
-
-_now = _Now()
 
 
 def lengths_in_loop(
     original: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     strategy = model.distribute_strategy
-    outer = _now.several
-    _now.several = getattr(strategy, "collectives", None) is not None
-    try:
+    several = getattr(strategy, "collectives", None) is not None
+    with thread_context.setting(in_loop_of_ranks=several):
         return original(model, *args, **kwargs)
-    finally:
-        _now.several = outer
 
 
 def keep_lengths(original: Any, adapter: Any) -> tf.data.Dataset:
     dataset = original(adapter)
     batches = adapter.num_batches
-    if not _now.several or batches is None:
+    if not current.in_loop_of_ranks or batches is None:
         return dataset
     return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext import batches
 from tfdist_ext import marks
+from tfdist_ext import thread_context
 from tfdist_ext.comm import calls
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.collectives import Collectives
@@ -19,6 +19,7 @@ from tfdist_ext.numbers.kinds import COUPLED
 from tfdist_ext.numbers.kinds import LINEAR
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.strategy import logs
+from tfdist_ext.thread_context import current
 
 Nest = Any
 _LABEL = "gather"
@@ -154,13 +155,6 @@ def _rows(value: Any, collectives: Collectives) -> Any:
 keras = tf.keras
 
 
-class _Now(threading.local):
-    model: Any = None  # which predicts
-
-
-_now = _Now()
-
-
 def trace_for(model: Any, spec: Any) -> None:
     """Makes a model's function of `predict`, for batches of any size.
 
@@ -168,24 +162,18 @@ def trace_for(model: Any, spec: Any) -> None:
         model: of Keras 3.
         spec: of the batches.
     """
-    outer, _now.model = _now.model, model
     model.distribute_strategy.distributed_spec = spec
-    try:
+    with thread_context.setting(predicting=model):
         model.make_predict_function()
-    finally:
-        _now.model = outer
 
 
 def predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     if getattr(strategy, "collectives", None) is None:
         return original(model, *args, **kwargs)
-    outer, _now.model = _now.model, model
     strategy.distributed_spec = None
-    try:
+    with thread_context.setting(predicting=model):
         return original(model, *args, **kwargs)
-    finally:
-        _now.model = outer
 
 
 def make_predict_function(
@@ -195,7 +183,7 @@ def make_predict_function(
     made = original(model, *args, **kwargs)
     function = model.predict_function
     if (
-        _now.model is model
+        current.predicting is model
         and function is not before
         and isinstance(function, tf.types.experimental.PolymorphicFunction)
         and model.steps_per_execution == 1
