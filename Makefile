@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two commands do everything on a fresh Debian or Ubuntu machine:
 #   make demo    train on 2 ranks and write report.png
-#   make test    all tests
+#   make test    the tests of every day; make test-all runs the others too
 # Choices: PY=python3.12 (the Python that makes the environment), TF=2.18.1
 # (another TensorFlow, in an environment of its own), TFDIST_CUDA=0 or 1.
 
@@ -31,13 +31,13 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help demo test test-fast test-process test-fault test-ports \
+.PHONY: help demo test test-all test-fast test-process test-fault test-ports \
     test-numbers test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
-	@echo 'Also: build lint format docs test-fast test-process test-fault' \
+	@echo 'Also: build lint format docs test-all test-fast test-process test-fault' \
 	    'test-ports test-numbers test-keras test-install test-asan test-tsan' \
 	    'test-horovod fuzz soak coverage wheel bench' \
 	    'gpu-check clean'
@@ -47,7 +47,10 @@ demo:
 	$(BIN)/tfdist-run -n 2 examples/ctr.py --report report.png
 
 test: build
-	$(PYTEST)
+	$(PYTEST) -m 'not extended'
+
+test-all: test
+	$(PYTEST) -m extended
 
 test-fast: build
 	$(PYTEST) -m 'not process and not fault and not slow'

@@ -28,6 +28,12 @@ SLOW = (
 )
 
 
+# Of the tests that start ranks, `make test` runs those at 2 ranks with Keras 3,
+# and of the compared programs those with this in their names.
+EVERYDAY = {"ranks": 2, "keras": 3}
+EVERYDAY_PROGRAMS = "-tables-uneven-"
+
+
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -104,8 +110,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(TIERS[path.parts[0]])
         if str(path) in SLOW:
             item.add_marker("slow")
+        if not _is_everyday(item, path):
+            item.add_marker("extended")
         item.add_marker(pytest.mark.xdist_group(_group(item, path)))
     items.sort(key=_place)
+
+
+def _is_everyday(item: pytest.Item, path: pathlib.Path) -> bool:
+    """Whether `make test` runs a test; `make test-all` runs the others too."""
+    tier = TIERS.get(path.parts[0])
+    if tier is None:
+        return not {"slow", "process", "fault"} & _marks(item)
+    if tier == "fault" or not EVERYDAY.items() <= _arguments(item).items():
+        return False
+    return path.parts[0] != "numbers" or EVERYDAY_PROGRAMS in item.name
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
 
 
 def _group(item: pytest.Item, path: pathlib.Path) -> str:
