@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two commands do everything on a fresh Debian or Ubuntu machine:
 #   make demo    train on 2 ranks and write report.png
-#   make test    the tests of every day; make test-all runs the others too
+#   make test    most tests; make test-all runs the slow ones too
 # Choices: PY=python3.12 (the Python that makes the environment), TF=2.18.1
 # (another TensorFlow, in an environment of its own), TFDIST_CUDA=0 or 1.
 

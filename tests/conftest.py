@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_everyday(item: pytest.Item, path: pathlib.Path) -> bool:
-    """Whether `make test` runs a test; `make test-all` runs the others too."""
+    """Whether `make test` runs a test; only `make test-all` runs the others."""
     tier = TIERS.get(path.parts[0])
     if tier is None:
         return not {"slow", "process", "fault"} & _marks(item)
