@@ -85,7 +85,8 @@ void AllReduce::ReadWeights() {
     equal = equal && weights_[rank] == weights_[0];
   }
   scale_ = total > 0 ? static_cast<float>(world_size / total) : 0;
-  // The common case, full batches everywhere, is a plain sum.
+  // If all weights are equal, as with full batches on all ranks, a plain sum is
+  // enough.
   if (equal && total > 0) weights_.clear();
 }
 
@@ -105,7 +106,8 @@ void AllReduce::RunSmall() {
 
 AllReduce::Chunk AllReduce::ChunkOf(int rank) const {
   const int world_size = operation_.group->world_size();
-  // Whole cache lines, so that no line is written by two phases at once.
+  // Chunks are multiples of a cache line, so that two phases never write to the
+  // same line.
   const size_t unit = 64 / options_.element_bytes;
   const size_t units = (options_.count + unit - 1) / unit;
   const auto boundary = [&](size_t r) {
@@ -156,8 +158,8 @@ void AllReduce::AwaitPart(int peer, Incoming* message, const char* stage) {
   operation_.AwaitBytes(peer, message, message->header.bytes, stage);
 }
 
-// Sums are expected in the output, which may be the input: what a peer has
-// summed has left.
+// Expects the sums in the output, which may be the input: this rank has already
+// sent the elements that a peer has summed.
 void AllReduce::PostLarge() {
   ProcessGroup& group = *operation_.group;
   const size_t size = options_.element_bytes;

@@ -14,31 +14,34 @@
 
 namespace tfdist {
 
-// The sum over ranks of `count` elements from `input` to `output`, which may be
-// the same memory. Every rank gets the same bits: each element is summed on one
-// rank, or by all in the same order. AllReduceChoice says which form is taken,
-// of n bytes on W ranks:
+// Sums `count` elements over all ranks, from `input` to `output`, which may be
+// the same memory. Every rank gets the same bits, because each element is
+// summed on one rank, or by all ranks in the same order. AllReduceChoice
+// selects one of these forms, for n bytes on W ranks:
 //
-// Direct, small: everyone sends all to everyone. Communication steps: 1. Bytes
-// on the wire per rank: (W-1) n.
+// Direct, small: every rank sends all its elements to every peer. Communication
+// steps: 1. Bytes on the wire per rank: (W-1) n.
 //
 // Direct, large: a direct reduce-scatter, then an all-gather. The elements are
-// divided into one *chunk* per rank, and chunks into *segments*. Everyone sends
-// chunk j to rank j; rank j sums segment after segment, as they come, in rank
-// order, and sends each sum to everyone at once, so both phases overlap.
-// Communication steps: 2. Bytes on the wire per rank: 2 (W-1)/W n.
+// divided into one *chunk* per rank, and chunks into *segments*. Every rank
+// sends its elements of chunk j to rank j. Rank j sums one segment after
+// another as they arrive, in rank order, and sends each sum to every peer at
+// once, so that both phases overlap. Communication steps: 2. Bytes on the wire
+// per rank: 2 (W-1)/W n.
 //
-// Ring: the same chunks go round. Chunk j starts on rank j+1; each rank adds
-// its part and sends it on, and rank j sends the sum round once more. The ranks
-// first tell each other what they do, in headers alone. Communication steps:
-// 1 + 2 (W-1). Bytes on the wire per rank: as direct, but all to the next rank:
-// where hosts have several ranks, few of them leave the host.
+// Ring: the same chunks pass from each rank to the next. Chunk j starts on rank
+// j+1. Each rank adds its part and sends the partial sum on. Rank j completes
+// the sum, which then passes around the ring once more. Before the first chunk,
+// the ranks exchange headers to check that all do the same. Communication
+// steps: 1 + 2 (W-1). Bytes on the wire per rank: as in the direct form, but
+// all to the next rank. Where hosts have several ranks, only a small part of
+// these bytes leaves the host.
 //
-// Tree: see TreeSteps. Communication steps: log2 W, and two more where W is no
+// Tree: see TreeSteps. Communication steps: log2 W, and two more if W is not a
 // power of two. Bytes on the wire per rank: n log2 W.
 //
-// In ring and tree, 16-bit floats travel as float until their sum is whole, so
-// that it is rounded once in any form.
+// In the ring and tree forms, 16-bit floats are sent as float until their sum
+// is complete, so that the sum is rounded once in every form.
 class AllReduce {
  public:
   struct Options {
@@ -57,7 +60,7 @@ class AllReduce {
 
   AllReduce(Operation& operation, const Options& options);
 
-  // Whether Post is short.
+  // Whether Post takes so little time that it may run on TensorFlow's thread.
   bool posts_inline() const;
   void SetError(const std::string& error) { exchange_.SetError(error); }
   void Post();
@@ -69,13 +72,13 @@ class AllReduce {
     size_t count = 0;
     size_t segments = 0;
   };
-  // Elements of one.
+  // A range of elements.
   struct Segment {
     size_t begin = 0;
     size_t count = 0;
   };
 
-  // all_reduce.cc
+  // Defined in all_reduce.cc.
   Header MakeHeader() const;
   void ReadWeights();
   void RunSmall();
@@ -92,7 +95,7 @@ class AllReduce {
                      const std::vector<const uint8_t*>& scattered,
                      size_t offset);
 
-  // all_reduce_ring.cc
+  // Defined in all_reduce_ring.cc.
   void RunRing();
   Chunk ChunkBefore(int steps) const;
   uint32_t RingPart(int step, size_t segment) const;
@@ -101,7 +104,7 @@ class AllReduce {
   void PassPartialSums(int step);
   void PassSums(int step);
 
-  // all_reduce_tree.cc
+  // Defined in all_reduce_tree.cc.
   void PostTree();
   void RunTree();
   void BeginTreeStep(size_t index);
@@ -112,9 +115,9 @@ class AllReduce {
   const SumFunction sum_;
   const PartialSum partial_;
   const AllReduceForm form_;
-  const bool small_;  // and direct
+  const bool small_;  // the small direct form
   Exchange exchange_;
-  std::vector<float> weights_;  // empty: plain sum
+  std::vector<float> weights_;  // by rank; empty: plain sum
   float scale_ = 1;
 
   struct Part {
@@ -125,9 +128,10 @@ class AllReduce {
 
   std::vector<TreeStep> tree_;
   std::vector<std::unique_ptr<Exchange>> swaps_;  // by step of a tree
-  const uint8_t* sums_ = nullptr;  // of those whose parts have come
-  double total_weight_ = 0;        // likewise
-  std::string error_;              // likewise
+  // Sums over the ranks whose parts have arrived.
+  const uint8_t* sums_ = nullptr;
+  double total_weight_ = 0;  // sum of the weights of the same ranks
+  std::string error_;        // errors of the same ranks
 };
 
 }  // namespace tfdist

@@ -10,17 +10,17 @@ namespace {
 
 constexpr const char* kNames[] = {"direct", "ring", "tree"};
 
-// The cost model, in seconds and bytes; docs/decisions.md has where the numbers
-// come from. A step is a message on its way and the threads that it wakes.
+// The cost model, in seconds and bytes. docs/decisions.md explains the numbers.
+// A step is the time of one message, including the threads that it wakes.
 constexpr double kStep = 50e-6;
 constexpr double kStepOverNetwork = 100e-6;
-constexpr double kMessage = 15e-6;      // for who sends or receives it
-constexpr double kMemoryRate = 3e9;     // of a rank's bytes on one host
-constexpr double kNetworkRate = 1.2e9;  // of a host: 10 Gbit/s
+constexpr double kMessage = 15e-6;   // for the sender and for the receiver
+constexpr double kMemoryRate = 3e9;  // bytes per second of a rank, on one host
+constexpr double kNetworkRate = 1.2e9;  // bytes per second of a host: 10 Gbit/s
 
-// The direct form in one step saves another, and messages, and costs bytes on
-// the wire: so many are worth it. Neither it nor a tree is worth sums of more
-// that do not overlap the transfer.
+// The small direct form saves a step and messages, but costs extra bytes on the
+// wire. It is used up to kSmallExtraBytes extra bytes, and, like the tree, only
+// below kSmallBytes, because their sums do not overlap the transfer.
 constexpr size_t kSmallExtraBytes = size_t{64} << 10;
 constexpr size_t kSmallBytes = size_t{256} << 10;
 
@@ -40,7 +40,8 @@ std::optional<AllReduceForm> FindForm(const std::string& name) {
 std::vector<TreeStep> TreeSteps(int rank, int world_size) {
   int doubling = 1;
   while (2 * doubling <= world_size) doubling *= 2;
-  const int pairs = world_size - doubling;  // that act as one rank
+  // Pairs of ranks that act as one rank.
+  const int pairs = world_size - doubling;
   uint32_t last = 2;
   for (int bit = 1; bit < doubling; bit *= 2) ++last;
   const bool paired = rank < 2 * pairs;
@@ -94,7 +95,7 @@ int AllReduceChoice::Neighbours(int rank) const {
 }
 
 bool AllReduceChoice::IsSmall(size_t bytes) const {
-  // (W-1) n - 2 (W-1)/W n; two ranks send the same either way.
+  // (W-1) n - 2 (W-1)/W n. Two ranks send the same bytes in both direct forms.
   const size_t extra =
       bytes * (world_size_ - 1) * (world_size_ - 2) / world_size_;
   return bytes < kSmallBytes && extra <= kSmallExtraBytes;
@@ -117,7 +118,7 @@ AllReduceForm AllReduceChoice::Choose(size_t bytes, size_t growth) const {
       IsSmall(bytes) ? Seconds(1, others, others * n, crossings_.direct * n)
                      : Seconds(2, 2 * others, 2 * others * chunk,
                                2 * crossings_.direct * chunk);
-  // Half of what goes round are partial sums.
+  // Half of the chunks in the ring are partial sums.
   const double round = others * (chunk + partial / ranks);
   const double ring =
       Seconds(1 + 2 * others, 3 * others, round, crossings_.ring * round);

@@ -10,8 +10,8 @@
 
 namespace tfdist {
 
-// Adds what the ranks must agree on of the tensors that they sum, the inputs of
-// an op but its last.
+// Adds the size, dtype and shapes of the tensors to sum, which the ranks must
+// agree on. These tensors are all inputs of the op except the last.
 inline void DescribeInputs(tensorflow::OpKernelContext* ctx,
                            AllReduce::Options& options) {
   for (int i = 0; i + 1 < ctx->num_inputs(); ++i) {
@@ -26,7 +26,8 @@ inline void DescribeInputs(tensorflow::OpKernelContext* ctx,
   options.element_bytes = tensorflow::DataTypeSize(ctx->input(0).dtype());
 }
 
-// Says what is wrong with this rank's weight; empty if nothing is.
+// Reads this rank's weight into `options`. Returns the error of an invalid
+// weight, or "".
 inline std::string ReadWeight(const tensorflow::Tensor& weight,
                               AllReduce::Options& options) {
   if (weight.NumElements() != 1) {

@@ -55,8 +55,8 @@ struct AllReduceCall {
     if (outputs.size() > 1) Unpack();
   }
 
-  // Several tensors travel as one: packed into scratch memory, summed in
-  // place, and unpacked.
+  // Packs several tensors into scratch memory, where they are summed in place
+  // as one tensor. They are unpacked afterwards.
   void Pack(size_t bytes) {
     std::shared_ptr<uint8_t> memory =
         operation->group->scratch().Acquire(bytes);

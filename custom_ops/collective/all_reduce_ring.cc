@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// An all_reduce around a ring: see AllReduce.
+// The ring form of all_reduce; see AllReduce.
 #include "custom_ops/collective/all_reduce.h"
 #include "custom_ops/collective/process_group.h"
 
 namespace tfdist {
 
-// In step s, from 1 on, a rank receives the chunk of the rank s + 1 before it,
-// summed over those in between, adds its own part and sends it on in step s
-// + 1. In step W - 1 its own chunk is whole. In step W - 1 + s it receives the
-// sums of the rank s before it.
+// In step s, counted from 1, a rank receives the chunk of the rank s + 1 before
+// it, summed over the ranks in between. It adds its own part and sends the
+// chunk in step s + 1. In step W - 1 its own chunk is complete. In step W - 1 +
+// s it receives the sums of the rank s before it.
 void AllReduce::RunRing() {
   const int world_size = operation_.group->world_size();
   ExpectRing();
@@ -30,7 +30,7 @@ AllReduce::Chunk AllReduce::ChunkBefore(int steps) const {
 
 uint32_t AllReduce::RingPart(int step, size_t segment) const {
   const Chunk last =
-      ChunkOf(operation_.group->world_size() - 1);  // the longest
+      ChunkOf(operation_.group->world_size() - 1);  // the longest chunk
   return static_cast<uint32_t>(1 + step * (last.segments + 1) + segment);
 }
 
@@ -61,7 +61,7 @@ void AllReduce::ExpectRing() {
   }
 }
 
-// This rank's part of a segment as a partial sum.
+// Returns this rank's part of a segment as a partial sum.
 const void* AllReduce::StartOfRing(const Segment& segment) {
   if (weights_.empty() && partial_.bytes == options_.element_bytes) {
     return Input(segment.begin);

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// An all_reduce along a tree: see AllReduce and TreeSteps.
+// The tree form of all_reduce; see AllReduce and TreeSteps.
 #include "custom_ops/collective/all_reduce.h"
 #include "custom_ops/collective/process_group.h"
 #include "custom_ops/common/message.h"
 
 namespace tfdist {
 
-// A rank hears only some others. What one of those that it does not hear does
-// in place of the same would keep it waiting: so it looks out for the first
-// message of the other forms, which goes to all ranks. A rank that finds a
-// difference sends that message itself: then all hear all, and name the same
-// two. An error goes on from rank to rank in place of a sum.
+// In the tree form, a rank receives messages from only some ranks. If one of
+// the other ranks runs a different operation, this rank would wait until its
+// timeout. So it also watches for the first message of the other forms, which
+// is sent to all ranks. A rank that detects a difference sends this message
+// itself. All ranks then compare all headers and name the same pair. An error
+// is passed from rank to rank in place of a sum.
 void AllReduce::PostTree() {
   exchange_.ExpectNone();
   std::shared_ptr<uint8_t> own =
@@ -74,7 +75,8 @@ void AllReduce::EndTreeStep(size_t index) {
   if (result) {
     total_weight_ = weight;
   } else {
-    // The lower rank's first, so that both get the same.
+    // The sums of the lower rank come first, so that both ranks get the same
+    // bits.
     const bool lower = operation_.group->rank() < step.peer;
     const void* const both[] = {lower ? sums_ : theirs, lower ? theirs : sums_};
     partial_.sum(theirs, both, nullptr, 2, 1, options_.count);

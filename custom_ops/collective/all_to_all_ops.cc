@@ -85,7 +85,7 @@ struct AllToAllCall {
       if (peer != rank) exchange->ReceiveInto(peer, place);
       place += rows(peer) * row_bytes;
     }
-    CopyOwn(own_place);  // while the peers' rows travel
+    CopyOwn(own_place);  // while the rows of the peers arrive
     exchange->AwaitPayloads();
     exchange->AwaitSent();
   }

@@ -9,8 +9,8 @@
 
 namespace tfdist {
 
-// Says what is wrong with what is sent to each rank; empty if nothing is. Reads
-// `splits`, and of `input` the shape.
+// Returns what is wrong with the send splits of an all_to_all, or "". Reads the
+// values of `splits` and the shape of `input`.
 inline std::string CheckSplits(const tensorflow::Tensor& input,
                                const tensorflow::Tensor& splits,
                                int world_size) {

@@ -41,7 +41,7 @@ REGISTER_OP("Tfdist>Barrier")
 
 namespace {
 
-// The root sends its shape as the first bytes of the payload.
+// The payload of the root starts with its shape.
 struct BroadcastCall {
   OpKernelContext* ctx;
   std::shared_ptr<Operation> operation;

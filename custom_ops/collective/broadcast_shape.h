@@ -10,7 +10,7 @@
 
 namespace tfdist {
 
-// A shape as the root of a broadcast sends it.
+// The wire format of a shape, as the root of a broadcast sends it.
 constexpr int kMaxDims = 15;
 constexpr size_t kShapeBytes = (kMaxDims + 1) * sizeof(int64_t);
 

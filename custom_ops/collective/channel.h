@@ -8,8 +8,9 @@
 
 namespace tfdist {
 
-// The state of one tag on this rank. Operations of one tag run one after
-// another; `waiting` holds those that came while one was running.
+// The state of one tag on this rank. Operations of the same tag run one after
+// another. `waiting` holds operations that were started while another one was
+// running.
 struct Channel {
   uint64_t calls = 0;
   bool busy = false;

@@ -8,21 +8,21 @@
 
 namespace tfdist {
 
-// Nanoseconds of a steady clock.
+// Returns the time of a steady clock, in nanoseconds.
 inline int64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-// Nanoseconds of so many seconds, at most about a century: whoever gives a
-// timeout of 1e12 wants none, and sums with it shall not overflow.
+// Converts seconds to nanoseconds, at most about a century. A user may pass a
+// timeout of 1e12 to mean no timeout; sums with the result must not overflow.
 inline int64_t Nanoseconds(double seconds) {
   return static_cast<int64_t>(std::min(seconds * 1e9, 4e18));
 }
 
-// How long a number that another thread changes has stayed the same, in time
-// that this process has run: see ProcessGroup::CountTime.
+// Measures how long a number that another thread changes has stayed the same,
+// in time that this process has run. See ProcessGroup::CountTime.
 struct Unchanged {
   int64_t number = -1;
   int64_t lasted = 0;  // nanoseconds

@@ -14,14 +14,16 @@
 
 namespace tfdist {
 
-// Attributes every collective op has, for REGISTER_OP. Such an op is also
-// stateful, or TensorFlow would evaluate it once if its inputs are constant,
-// and declared to communicate, or it would call our UnavailableError internal.
+// Attributes of every collective op, for REGISTER_OP. Such an op must also be
+// stateful, because TensorFlow evaluates a stateless op with constant inputs
+// only once. It must also be declared to communicate, because TensorFlow
+// otherwise reports our UnavailableError as an internal error.
 #define TFDIST_COLLECTIVE_ATTRS \
   Attr("group: int").Attr("tag: int >= 0").Attr("label: string = ''")
 
-// What collective kernels share. A kernel checks its inputs, makes a call
-// object that lives until `done`, and hands post and body to the group.
+// Base class of collective kernels. A kernel checks its inputs, creates a call
+// object that lives until `done`, and passes the call's Post and Run to the
+// group.
 class CollectiveOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CollectiveOp(tensorflow::OpKernelConstruction* ctx)
@@ -32,16 +34,17 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
                 tensorflow::errors::InvalidArgument(
                     "tag must be in [0, 2^62), received ", tag_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("label", &label_));
-    // Not the name of the node, which may differ between ranks.
+    // The name of the node is not used, because it may differ between ranks.
     if (label_.empty()) label_ = Message("tag ", tag_);
   }
 
  protected:
-  // Messages of at most this many bytes are posted on TensorFlow's own thread:
-  // that takes less time than handing them to another.
+  // Messages of at most this many bytes are posted on TensorFlow's own thread,
+  // because that takes less time than a switch to another thread.
   static constexpr size_t kPostInline = size_t{64} << 10;
 
-  // Null, with the context's status set, if the group does not exist.
+  // Returns null, and sets the status of the context, if the group does not
+  // exist.
   std::shared_ptr<Operation> NewOperation(tensorflow::OpKernelContext* ctx,
                                           Kind kind) const {
     std::shared_ptr<ProcessGroup> group = FindGroup(group_);
@@ -54,8 +57,8 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
     return std::make_shared<Operation>(std::move(group), kind, tag_, label_);
   }
 
-  // Runs `call->Post()` and `call->Run()`. Ends early if TensorFlow has given
-  // up the step: another op of it has failed on this rank.
+  // Runs `call->Post()` and `call->Run()`. Ends early if TensorFlow cancels the
+  // step because another op of the step has failed on this rank.
   template <typename Call>
   static void Start(tensorflow::OpKernelContext* ctx,
                     std::shared_ptr<Call> call, bool post_inline,
@@ -75,7 +78,7 @@ class CollectiveOp : public tensorflow::AsyncOpKernel {
         [ctx, manager, token,
          done = std::move(done)](const absl::Status& status) {
           if (manager != nullptr) manager->DeregisterCallback(token);
-          // Texts of peers are in it.
+          // The message may contain text from peers, which need not be UTF-8.
           if (!status.ok()) {
             ctx->SetStatus({status.code(), AsUtf8(status.message())});
           }
@@ -101,12 +104,13 @@ inline std::shared_ptr<ProcessGroup> GroupOf(tensorflow::OpKernelContext* ctx) {
   return group;
 }
 
-// Ends the operation like an unexpected error when an output cannot be made.
+// Throws an error that fails the group if `status` is not OK, for example if an
+// output cannot be allocated.
 inline void CheckOk(const absl::Status& status) {
   if (!status.ok()) throw OperationError(status, true);
 }
 
-// Identifies the dimensions of a shape from `first` on.
+// Returns a hash of the dimensions of `shape` from index `first`.
 inline uint64_t HashShape(const tensorflow::TensorShape& shape, int first,
                           uint64_t seed = 0) {
   uint64_t hash = seed * 31 + static_cast<uint64_t>(shape.dims());
@@ -117,7 +121,7 @@ inline uint64_t HashShape(const tensorflow::TensorShape& shape, int first,
   return hash;
 }
 
-// "rows of [2,3]"
+// Sets the hash and the text of the shape of one row, such as "rows of [2,3]".
 inline void SetRowShape(Header& header, const tensorflow::TensorShape& shape) {
   header.shape_hash = HashShape(shape, 1);
   tensorflow::TensorShape row;

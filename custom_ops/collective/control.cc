@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a group notices, explains and spreads a failure, and how it ends.
+// Detects failures, explains them to the peers, and closes the group.
 #include <algorithm>
 #include <cmath>
 
@@ -14,30 +14,31 @@ namespace {
 
 // How long peers may take to answer a goodbye.
 constexpr std::chrono::milliseconds kAnswerTime{2000};
-// Until the end of a connection has been read by the transport's thread too.
+// How long to wait until the transport's thread has read the end of a
+// connection.
 constexpr std::chrono::milliseconds kNoticeTime{1500};
-// Timeouts that a rank may spend outside of all collectives, alive, while
-// others wait for it: reading, saving and tracing take what they take.
+// Multiple of the timeout that a live rank may spend outside of all collectives
+// while peers wait for it. Reading, saving and tracing may take long.
 constexpr int kMostTimeoutsOutside = 5;
-// Timeouts that an operation waits for a rank which sends it nothing, while
-// bytes of other operations move.
+// Multiple of the timeout that an operation waits for a rank that sends it
+// nothing, while bytes of other operations move.
 constexpr int kMostMoving = 20;
-// After a cut of the network the system may send again only so much later.
+// After a network interruption, the system may take this long to retransmit.
 constexpr int64_t kRetransmission = 2'000'000'000;
-// How long a peer that has said goodbye may keep silent and stay connected.
+// How long a peer that has said goodbye may be silent but still connected.
 constexpr int64_t kGoodbyeTime = 3'000'000'000;
-// Of the time between two ticks more does not count: see CountTime.
+// Limit of the time that counts between two ticks; see CountTime.
 constexpr int64_t kLongestTick = 500'000'000;
 
-// How long an operation goes on that TensorFlow has cancelled: most often all
-// ranks see the same error in the same step, and are in step afterwards if each
-// ends what it has begun.
+// How long an operation continues after TensorFlow has cancelled it. Usually
+// all ranks see the same error in the same step. They remain in step if each
+// completes the operations that it has begun.
 constexpr int64_t kMostTimeCancelled = 1'000'000'000;
 
 // Codes of a pong.
 constexpr int32_t kInside = 0;
 constexpr int32_t kOutside = 1;  // in no collective
-constexpr int32_t kMoving = 2;   // in one, and its bytes move
+constexpr int32_t kMoving = 2;   // in a collective whose bytes move
 
 }  // namespace
 
@@ -47,7 +48,7 @@ void ProcessGroup::SendControl(int peer, const ControlFrame& frame) {
   } catch (const ProtocolError& error) {
     Fail(peer, absl::StatusCode::kInternal, NotUnderstood(peer, error.what()));
   } catch (const std::exception&) {
-    // The peer is gone; the transport's thread finds out by itself.
+    // The connection is lost. The transport's thread detects this itself.
   }
 }
 
@@ -164,7 +165,7 @@ void ProcessGroup::OnLost(int peer, const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
   peers_[peer].lost = true;
   changed_.notify_all();
-  // After a goodbye only operations that still need the peer fail (OnTick).
+  // After a goodbye, only operations that still need the peer fail; see OnTick.
   if (closed_ || (peers_[peer].said_goodbye && error.empty())) return;
   const std::string reason =
       error.empty() ? GoneReason(peer) : NotUnderstood(peer, error);
@@ -177,7 +178,8 @@ void ProcessGroup::OnLost(int peer, const std::string& error) {
 
 void ProcessGroup::OnBrokenPeer(int peer) {
   std::unique_lock<std::mutex> lock(mutex_);
-  // The peer may have told whose death made it leave, just before it left.
+  // Before the peer left, it may have sent the reason, such as the death of
+  // another rank.
   changed_.wait_for(lock, kNoticeTime,
                     [&] { return failed() || peers_[peer].lost; });
   if (failed()) return;
@@ -188,7 +190,7 @@ void ProcessGroup::OnBrokenPeer(int peer) {
 
 void ProcessGroup::OnBrokenDevice(const std::string& reason) {
   {
-    // A death is seen by its connections too, which say whose it is.
+    // If a peer has died, its connections report this too, and name the peer.
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, kNoticeTime, [&] { return failed(); });
   }
@@ -265,9 +267,9 @@ std::shared_ptr<Operation> ProcessGroup::NotWantedAnyMore() const {
   return nullptr;
 }
 
-// Time counts while this process runs. When it was stopped, and the others
-// perhaps too, or what they have sent is still to be read, the time between two
-// ticks says nothing about them.
+// Counts time only while this process runs. If this process was stopped, the
+// peers may have been stopped too, or their messages may be unread. The time
+// between two such ticks says nothing about the peers.
 void ProcessGroup::CountTime() {
   const int64_t now = Now();
   const int64_t passed = std::min(now - last_tick_, kLongestTick);
@@ -283,7 +285,7 @@ void ProcessGroup::CountTime() {
   }
 }
 
-// Asked for by every operation that begins.
+// Requested by every operation that begins.
 bool ProcessGroup::OnTick() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_ || failed() || running_.empty()) return false;
@@ -330,7 +332,8 @@ bool ProcessGroup::OnTick() {
   return true;
 }
 
-// When an operation began, or the rank it waits for last sent or took bytes.
+// Returns when the operation began, or when the rank that it waits for last
+// sent or received bytes.
 int64_t ProcessGroup::LastMoved(const Operation& operation) const {
   const int peer = operation.waiting_for();
   const bool known = peer >= 0 && peer != rank();
@@ -361,10 +364,10 @@ std::vector<int> ProcessGroup::SilentPeers() const {
   return ranks;
 }
 
-// Who has not been heard of for so long is the one to blame: the peer that
-// `operation` waits for may itself wait for the silent one. For the same reason
-// any peer outside of the collectives is given time, and more of it while bytes
-// move or are on their way.
+// Blames a silent peer first, because the peer that `operation` waits for may
+// itself wait for the silent one. For the same reason, a peer outside of all
+// collectives gets more time, and all peers get more while bytes move or are in
+// flight.
 void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (failed() || running_.count(operation) == 0) return;

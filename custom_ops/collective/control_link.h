@@ -13,40 +13,41 @@
 
 namespace tfdist {
 
-// Control frames between this rank and one peer, over a connection of their
-// own. Frames are copied, and leave as the system takes them.
+// Control frames between this rank and one peer, over a separate connection.
+// Frames are copied into a queue and sent when the system accepts them.
 class ControlLink {
  public:
   explicit ControlLink(Socket socket) : socket_(std::move(socket)) {}
 
   int fd() const { return socket_.fd(); }
-  // Returns whether something is left for OnWritable. Throws ConnectionLost,
-  // and ProtocolError for a peer that does not read. An abort, of which a group
-  // sends one, always finds room.
+  // Returns whether frames are left for OnWritable. Throws ConnectionLost, and
+  // ProtocolError if the peer does not read its frames. The queue always has
+  // space for an abort, because a group sends only one.
   bool Send(const ControlFrame& frame);
 
-  // For the thread of the connections; both throw ConnectionLost. `take` gets
-  // the frames that have come; returns whether there may be more than it took
-  // in one turn.
+  // For the transport's thread; both throw ConnectionLost. `take` is called
+  // with each frame that has arrived. OnReadable returns whether there may be
+  // more frames than one call reads.
   bool OnReadable(const std::function<void(ControlFrame&)>& take);
   bool OnWritable();
 
-  // Of the clock of Now(), when something came last.
+  // When something arrived last; see Now().
   int64_t last_heard() const { return last_heard_.load(); }
 
  private:
-  // A peer that does not read its control frames any more is worth no memory.
+  // Limit of queued frames. A peer that does not read its frames must not use
+  // more memory.
   static constexpr size_t kMostWaiting = 4096;
-  static constexpr int kTurn = 64;  // frames
+  static constexpr int kTurn = 64;  // frames per call of OnReadable
 
   bool Write();
 
   Socket socket_;
-  std::mutex mutex_;  // guards what is on its way out
+  std::mutex mutex_;  // guards queue_ and offset_
   std::deque<ControlFrame> queue_;
-  size_t offset_ = 0;  // of the first
+  size_t offset_ = 0;  // bytes of the first frame that are sent
 
-  ControlFrame frame_;  // on its way in
+  ControlFrame frame_;  // the frame that is being received
   size_t received_ = 0;
   std::atomic<int64_t> last_heard_{0};
 };

@@ -12,7 +12,7 @@ namespace tfdist {
 
 namespace {
 
-constexpr int kMostParts = 32;  // of one call of the system
+constexpr int kMostParts = 32;  // limit of parts per system call
 
 iovec Part(const void* data, size_t bytes) {
   return {const_cast<void*>(data), bytes};
@@ -23,14 +23,14 @@ iovec Part(const void* data, size_t bytes) {
 bool DataLink::Send(Outgoing* message) {
   std::unique_lock<std::mutex> lock(mutex_);
   queue_.push_back(message);
-  if (writing_) return false;  // whoever writes takes it along
-  // Behind others it leaves in its turn.
+  if (writing_) return false;  // the thread that writes sends it too
+  // A queued message is sent after those before it.
   return queue_.size() > 1 || WriteQueue(lock);
 }
 
 bool DataLink::OnWritable() {
   std::unique_lock<std::mutex> lock(mutex_);
-  room_ = true;  // also for who writes and has just found none
+  room_ = true;  // also tells a thread that writes and has just found no space
   return !writing_ && WriteQueue(lock);
 }
 
@@ -82,7 +82,7 @@ bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
   return !broken_ && !queue_.empty();
 }
 
-// What of the queue leaves by the next call of the system.
+// Collects the part of the queue that the next system call sends.
 int DataLink::Gather(iovec* parts) {
   int count = 0;
   for (const Outgoing* message : queue_) {
@@ -103,7 +103,7 @@ int DataLink::Gather(iovec* parts) {
   return count;
 }
 
-// Takes what has left out of the queue.
+// Removes from the queue what is sent.
 void DataLink::Leave(size_t written) {
   Moved();
   ++writes_;
@@ -115,7 +115,7 @@ void DataLink::Leave(size_t written) {
     written -= part;
     if (message->offset < message->size()) break;
     queue_.pop_front();
-    // From here on the message may be gone.
+    // The sender may release the message from here on.
     const std::shared_ptr<Progress> sender = std::move(message->sender);
     message->sent.store(true, std::memory_order_release);
     if (sender != nullptr) sender->Advance();
@@ -125,7 +125,7 @@ void DataLink::Leave(size_t written) {
 bool DataLink::TakeBack(Outgoing* message, bool broken) {
   std::unique_lock<std::mutex> lock(mutex_);
   broken_ = broken_ || broken;
-  // Who writes now reads the message.
+  // A thread that is writing still reads the message.
   if (broken_) written_.wait(lock, [&] { return !writing_; });
   const auto found = std::find(queue_.begin(), queue_.end(), message);
   if (found == queue_.end()) return true;
@@ -146,7 +146,7 @@ bool DataLink::OnReadable() {
   return true;
 }
 
-// Takes a header out of what is staged; false if there is none yet.
+// Takes a header from the staged bytes. Returns false if it is incomplete.
 bool DataLink::TakeHeader() {
   if (end_ - begin_ < sizeof(Header)) return false;
   Header header;
@@ -168,8 +168,9 @@ bool DataLink::TakeHeader() {
   return true;
 }
 
-// What is staged first, then from the connection, past the payload into the
-// staging memory: most often the next header comes by the same call.
+// Reads the payload, first from the staged bytes and then from the connection.
+// The read continues past the payload into the staging memory, because the same
+// system call usually returns the next header as well.
 size_t DataLink::ReadPayload() {
   uint8_t* memory = inbox_.Claim(current_);
   size_t got = std::min<uint64_t>(end_ - begin_, left_);
@@ -195,7 +196,7 @@ size_t DataLink::ReadPayload() {
   left_ -= got;
   Incoming* message = current_;
   if (left_ == 0) current_ = nullptr;
-  inbox_.Advance(message, got);  // afterwards it may be gone
+  inbox_.Advance(message, got);  // the message may be released afterwards
   return taken;
 }
 

@@ -17,25 +17,26 @@
 
 namespace tfdist {
 
-// A message on its way out. The sender keeps payload and this until `sent`.
+// A message to send. The sender must not release the payload or this object
+// before `sent` is true.
 struct Outgoing {
   Header header;
   const uint8_t* payload = nullptr;
-  uint64_t offset = 0;  // bytes of header and payload that have left
+  uint64_t offset = 0;  // bytes of header and payload that are sent
   std::atomic<bool> sent{false};
   std::shared_ptr<Progress> sender;
 
   uint64_t size() const { return sizeof(Header) + header.bytes; }
 };
 
-// The messages between this rank and one peer, over a connection of their own,
-// or through memory if they share some: the connection then only tells when the
-// peer ends.
+// The messages between this rank and one peer, over a separate connection or
+// through shared memory. With shared memory, the connection only reports the
+// end of the peer.
 //
-// A message leaves on the caller's thread if nothing waits before it and the
-// system takes it, and otherwise when the connection can be written to again.
-// What waits leaves together, many messages in one call of the system: also
-// what others hand over while one thread writes, which takes it along.
+// A message is sent on the caller's thread if the queue is empty and the system
+// accepts it. Otherwise it is sent when the connection becomes writable. One
+// system call sends many queued messages. The thread that writes also sends
+// messages that other threads add to the queue meanwhile.
 class DataLink {
  public:
   DataLink(Socket socket, std::unique_ptr<SharedRings> rings,
@@ -47,40 +48,42 @@ class DataLink {
 
   Inbox& inbox() { return inbox_; }
   int fd() const { return socket_.fd(); }
-  // Null where there is no memory of both.
+  // Null without shared memory.
   const SharedRings* rings() const { return rings_.get(); }
 
-  // Hands a message over; it may be sent already when this returns. Returns
-  // whether something is left for OnWritable.
+  // Sends a message or adds it to the queue. Returns whether something is left
+  // for OnWritable. The message may already be sent when this returns.
   bool Send(Outgoing* message);
-  // Takes a message back unless it has begun to leave: then it must stay until
-  // it is sent, and this returns false. `broken` takes it in any case, and
-  // nothing leaves afterwards.
+  // Removes a message from the queue. Returns false if a part of the message is
+  // sent already: the message must then remain valid until it is sent. With
+  // `broken`, removes it in any case, and nothing is sent afterwards.
   bool TakeBack(Outgoing* message, bool broken);
 
-  // For the thread of the connections; throw ConnectionLost, and ProtocolError
-  // for what no peer of this build sends. OnReadable returns whether more may
-  // have come than it took in one turn.
+  // For the transport's thread. These functions throw ConnectionLost, and
+  // ProtocolError for data that no peer of this build sends. OnReadable returns
+  // whether there may be more data than one call reads.
   bool OnReadable();
-  bool OnWritable();  // whether more is left
-  // Something has come over the connection beside the memory: its end.
+  bool OnWritable();  // returns whether more is left
+  // With shared memory: the connection has become readable, which means that it
+  // has ended.
   void OnEnd();
 
   bool InFlight() const { return socket_.InFlight(); }
-  // Of the clock of Now(), when bytes moved last, in either direction.
+  // When bytes were last sent or received; see Now().
   int64_t last_moved() const { return last_moved_.load(); }
-  // How often messages left, some of them together.
+  // Number of writes. One write may send several messages.
   int64_t writes() const { return writes_.load(); }
 
  private:
   static constexpr size_t kStaged = size_t{64} << 10;
-  // Bytes read at a time into a payload, and per turn of a connection.
+  // Bytes to read at a time into a payload, and bytes to read per call of
+  // OnReadable.
   static constexpr size_t kRead = size_t{1} << 20;
   static constexpr size_t kTurn = size_t{4} << 20;
 
   size_t Write(const iovec* parts, int count);
   size_t Read(const iovec* parts, int count);
-  // Lets go of the mutex while it writes. Returns whether something is left.
+  // Releases the mutex while it writes. Returns whether something is left.
   bool WriteQueue(std::unique_lock<std::mutex>& lock);
   int Gather(iovec* parts);
   void Leave(size_t written);
@@ -93,20 +96,20 @@ class DataLink {
   const std::unique_ptr<SharedRings> rings_;
   Inbox inbox_;
 
-  std::mutex mutex_;  // guards what is on its way out
+  std::mutex mutex_;  // guards the members up to broken_
   std::condition_variable written_;
   std::deque<Outgoing*> queue_;
-  size_t leaving_ = 0;  // of the queue, with the thread that writes
+  size_t leaving_ = 0;  // messages at the front that a thread is writing
   bool writing_ = false;
-  bool room_ = true;  // as far as known
+  bool room_ = true;  // false once the system accepts no more bytes
   bool broken_ = false;
   std::atomic<int64_t> writes_{0};
 
-  // Of the thread of the connections.
+  // Used by the transport's thread only.
   std::vector<uint8_t> staged_;
-  size_t begin_ = 0, end_ = 0;  // of what is staged and not yet taken
+  size_t begin_ = 0, end_ = 0;  // the part of staged_ that is not processed yet
   Incoming* current_ = nullptr;
-  uint64_t left_ = 0;  // bytes of its payload to come
+  uint64_t left_ = 0;  // bytes of its payload that are still to come
   std::atomic<int64_t> last_moved_{0};
 };
 

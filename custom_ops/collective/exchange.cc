@@ -17,12 +17,12 @@ namespace tfdist {
 namespace {
 
 constexpr size_t kLongestError = 2000;
-// That must be the same on all ranks.
+// Flags that must be the same on all ranks.
 constexpr uint16_t kFlags = kWeightedFlag | kDeviceFlag;
-// How long a mismatch waits for the headers of those who may agree.
+// After a mismatch, how long to wait for the headers of the other ranks.
 constexpr int64_t kMismatchWait = 1'000'000'000;
 
-// Whether every rank says how many rows it sends.
+// Whether each rank chooses how many rows it sends.
 bool ByRow(Kind kind) {
   return kind == Kind::kAllToAll || kind == Kind::kAllGather;
 }
@@ -118,7 +118,8 @@ std::string Exchange::AwaitAgreement() {
       "receive header");
   bool errors = !error_.empty();
   for (const auto& [peer, message] : expected_) {
-    if (!operation_.HasHeader(peer, message)) continue;  // another one differs
+    // The wait ended early, because another header differs.
+    if (!operation_.HasHeader(peer, message)) continue;
     CheckHeader(peer);
     errors = errors || (message->header.flags & kErrorFlag) != 0;
   }
@@ -149,8 +150,9 @@ void Exchange::CheckHeader(int peer) {
   }
 }
 
-// All ranks shall give the same reason, whoever sees it first: that of the
-// first two in their order. So all headers are looked at that come.
+// All ranks must report the same reason, whichever rank detects it first. The
+// reason is the first pair of ranks, in rank order, whose headers differ. So
+// all available headers are compared.
 void Exchange::Disagree() {
   ProcessGroup& group = *operation_.group;
   header_.call = operation_.channel->calls;
@@ -202,7 +204,8 @@ void Exchange::CheckBytes(int peer) {
   throw OperationError(group.FailureOf(operation_), true);
 }
 
-// All messages are taken in first, so that the ranks stay in step.
+// Receives all messages before it returns the error, so that the ranks remain
+// in step.
 std::string Exchange::TakeErrors() {
   std::string text = error_;
   std::vector<const uint8_t*> payloads(messages_.size());

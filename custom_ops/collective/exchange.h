@@ -13,70 +13,79 @@
 
 namespace tfdist {
 
-// One message to and from each peer, the core of every collective.
+// One message to and from each peer: the core of every collective.
 //
-// A rank posts its messages, then awaits the headers, learns from them how much
-// comes, says where it shall go, and awaits the payloads:
+// A rank first posts its messages. It then waits for the headers of its peers,
+// which give the sizes of their payloads, chooses the memory for these
+// payloads, and waits for them:
 //
 //   post:  ExpectAll(); for each peer: Send(peer, data, bytes)
 //   body:  AwaitHeaders(); ReceiveInto(peer, memory)...; AwaitPayloads();
 //          AwaitSent();
 //
-// Communication steps: one, of any size. Bytes on the wire: sizeof(Header) per
-// message and the payload.
+// Communication steps: one, for any size. Bytes on the wire: sizeof(Header) per
+// message, and the payload.
 class Exchange {
  public:
-  // `header` is what all ranks must agree on; its `bytes` is set per message,
-  // its `part` says which messages of the operation these are.
+  // `header` holds the values that all ranks must agree on. Its `bytes` is set
+  // for each message. Its `part` identifies the messages of this exchange among
+  // those of the operation.
   Exchange(Operation& operation, Header header);
 
-  // A user error on this rank, known before the exchange: peers get it in place
-  // of a payload, and the exchange ends with it on every rank. The text names
-  // the ranks.
+  // Sets a user error of this rank that is known before the exchange. Peers
+  // receive the error in place of a payload, and the exchange ends with the
+  // error on every rank. The text names the ranks that have the error.
   void SetError(const std::string& error);
-  // The same of an error that names its rank.
+  // Sets an error whose text already names its rank.
   void PassError(const std::string& error);
   const std::string& error() const { return error_; }
 
-  // How many bytes every peer must send, where it is not for it to say.
+  // Sets the number of bytes that every peer must send, if the peers may not
+  // choose it.
   void SetExpectedBytes(uint64_t bytes) { expected_bytes_ = bytes; }
 
-  // Those peers this rank shall hear, once each.
+  // Adds the peers that this rank receives from. Add each peer at most once.
   void Expect(int peer);
   void ExpectAll();
-  // No peer shall send any; waits of the operation end once one does.
+  // Declares that no peer may send a message of this part. Waits of the
+  // operation end once a peer sends one.
   void ExpectNone();
-  // Posts a message; `data` must stay until AwaitSent.
+  // Posts a message. `data` must remain valid and unchanged until AwaitSent
+  // returns.
   void Send(int peer, const void* data, size_t bytes) {
     Post(peer, data, bytes, 0);
   }
-  // The same of rows of `agreed` bytes.
+  // Posts a message of `rows` rows of `agreed` bytes each.
   void SendRows(int peer, const void* data, int64_t rows) {
     Post(peer, data, rows * header_.agreed, rows);
   }
   void SendToAll(const void* data, size_t bytes);
-  // No rows of these messages are in them: their number, for each peer.
+  // Announces the number of rows to each peer, for rows that are sent outside
+  // of these messages.
   void SetRowsElsewhere() { header_.flags |= kDeviceFlag; }
   void AnnounceRows(int peer, int64_t rows) { Post(peer, nullptr, 0, rows); }
 
-  // Awaits and checks the headers of all expected peers. Throws the error of
-  // any rank that has one, after taking in all messages; and a Stray where a
-  // part other than 0 differs, for the exchange of part 0 to Disagree.
+  // Waits for the headers of all expected peers and checks them. Throws the
+  // error of any rank that has one, after all messages have arrived. If a
+  // header of a part other than 0 differs, throws Stray: the exchange of part 0
+  // then calls Disagree.
   void AwaitHeaders();
-  // The same, but returns the error; empty if there is none.
+  // Like AwaitHeaders, but returns the error; empty if there is none.
   std::string AwaitAgreement();
   [[noreturn]] void Throw(const std::string& error) const;
-  // Ends the group with what the ranks do instead of the same; one differs.
+  // Fails the group with an error that names two ranks whose headers differ,
+  // and what each of them does. Requires that a header differs.
   [[noreturn]] void Disagree();
   const Header& header(int peer) const { return messages_[peer]->header; }
-  // Puts a payload into `memory`, of header(peer).bytes bytes.
+  // Receives the payload of `peer`, of header(peer).bytes bytes, into `memory`.
   void ReceiveInto(int peer, void* memory);
-  // The same into memory of its own, which may still be filled.
+  // Receives the payload of `peer` into scratch memory and returns that memory.
+  // The payload is complete only after AwaitPayloads.
   uint8_t* Receive(int peer);
   void AwaitPayloads();
-  // Awaits so many bytes of one payload.
+  // Waits until `bytes` bytes of the payload of `peer` have arrived.
   void AwaitBytes(int peer, uint64_t bytes, const char* stage);
-  // Awaits that all has been sent: `data` may change from then on.
+  // Waits until all messages are sent. `data` may change afterwards.
   void AwaitSent() { operation_.AwaitSent("send"); }
 
  private:
@@ -90,7 +99,7 @@ class Exchange {
   Header header_;
   std::string error_;
   std::optional<uint64_t> expected_bytes_;
-  std::vector<Incoming*> messages_;  // by peer, null where none is expected
+  std::vector<Incoming*> messages_;  // by peer; null where none is expected
   std::vector<std::pair<int, Incoming*>> expected_;
   std::vector<int> receiving_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a rank leaves a generation, and what it and the others know of it.
+// Leaving a generation, and the reasons for it.
 #include <algorithm>
 
 #include "custom_ops/collective/process_group.h"
@@ -9,7 +9,8 @@ namespace tfdist {
 
 namespace {
 
-// Generations whose end is known and that some rank has not left yet.
+// Limit of generations that have ended on this rank or a peer but that some
+// rank has not left yet.
 constexpr size_t kMostCauses = 1024;
 
 }  // namespace
@@ -23,7 +24,7 @@ void ProcessGroup::Leave(const std::string& reason) {
     if (failed() || closing_ || !started_) return;
     leave.nonce = generation_++;
     told_ = false;
-    // The first cause is everybody's.
+    // The first reason applies to all ranks.
     const auto cause =
         causes_.emplace(leave.nonce, Message(RankName(rank()), ": ", reason));
     SetText(leave.text, cause.first->second.c_str());

@@ -63,7 +63,8 @@ struct AllReduceGpuCall : GpuCall {
                         static_cast<size_t>(inputs[i].NumElements())});
     }
     RunInTurn([&](NcclCommunicator& nccl, const CudaStream& stream) {
-      // What has no weight is not read: NaNs of it do not count.
+      // A rank of weight 0 adds zeros instead of its input, so that its NaNs
+      // have no effect.
       for (Tensor* output : outputs) {
         if (factor == 0) stream.Zero(output->data(), output->TotalBytes());
       }
@@ -84,8 +85,8 @@ struct AllReduceGpuCall : GpuCall {
   }
 
  private:
-  // What this rank's inputs are multiplied with. Full batches everywhere, the
-  // common case, are a plain sum.
+  // Returns the factor for this rank's inputs. If all weights are equal, as
+  // with full batches on all ranks, a plain sum is enough.
   float Factor() {
     equal_ = true;
     if (!options.weighted) return 1;
@@ -103,7 +104,7 @@ struct AllReduceGpuCall : GpuCall {
     return total > 0 ? options.weight * world_size / total : 0;
   }
 
-  bool equal_ = true;  // weights
+  bool equal_ = true;  // whether all weights are equal
 };
 
 class AllReduceGpuOp : public CollectiveOp {
@@ -119,8 +120,8 @@ class AllReduceGpuOp : public CollectiveOp {
     const int count = ctx->num_inputs() - 1;
     call->outputs.resize(count);
     for (int i = 0; i < count; ++i) {
-      // Keeps inputs alive, and outputs are not in their place: what a rank
-      // without weight adds is zeros, written to its outputs.
+      // The inputs stay alive, and outputs are separate memory, because a rank
+      // of weight 0 writes zeros to its outputs.
       call->inputs.push_back(ctx->input(i));
       OP_REQUIRES_OK_ASYNC(
           ctx,

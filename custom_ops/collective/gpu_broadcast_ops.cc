@@ -14,11 +14,12 @@ using tensorflow::Tensor;
 
 namespace {
 
-// Over NCCL only the shape is in the root's messages; and all ranks hear each
-// other, since work of NCCL begins when all are there.
+// With NCCL, the messages of the root contain only the shape. All ranks wait
+// for messages of all peers, because NCCL work may begin only when all ranks
+// have arrived.
 struct BroadcastGpuCall : GpuCall {
   int root = 0;
-  std::vector<uint8_t> message;  // the root's
+  std::vector<uint8_t> message;  // the root's message
 
   bool at_root() const { return operation->group->rank() == root; }
 

@@ -12,13 +12,14 @@
 
 namespace tfdist {
 
-// Ids and all that is packed for the wire stay with the host, which makes them.
+// The dtypes of GPU kernels. Ids and packed wire formats remain on the host,
+// which makes them.
 inline constexpr tensorflow::DataType kGpuTypes[] = {
     tensorflow::DT_HALF, tensorflow::DT_BFLOAT16, tensorflow::DT_FLOAT,
     tensorflow::DT_DOUBLE};
 
-// For REGISTER_KERNEL_BUILDER. Tests run these kernels on a CPU, with stand-ins
-// for CUDA and NCCL.
+// The device of GPU kernels, for REGISTER_KERNEL_BUILDER. Tests run these
+// kernels on a CPU, with stand-ins for CUDA and NCCL.
 #ifdef TFDIST_EMULATED
 #define TFDIST_ON_GPU            \
   Device(tensorflow::DEVICE_CPU) \
@@ -29,32 +30,36 @@ inline constexpr tensorflow::DataType kGpuTypes[] = {
   Device(tensorflow::DEVICE_GPU).TypeConstraint("T", kGpuTypes)
 #endif
 
-// The stream of TensorFlow's kernels on the op's device.
+// Returns the CUDA stream of TensorFlow's kernels on the op's device.
 cudaStream_t StreamOf(tensorflow::OpKernelContext* ctx);
 
-// What the calls of collectives between GPUs share.
+// Common part of the collective calls between GPUs.
 //
-// Over NCCL: the ranks tell each other by messages what they do and how many
-// rows go where, as on a CPU, then run it in turn (see GpuLinks). Communication
-// steps: two of messages without rows, and NCCL's. Otherwise the same messages
-// as on a CPU carry the rows, from and to pinned memory.
+// With NCCL, the ranks first agree by messages on the operation and on the
+// number of rows for each rank, as on a CPU. They then run the operation in its
+// turn (see GpuLinks). Communication steps: two of messages without rows, and
+// those of NCCL. Without NCCL, the same messages as on a CPU carry the rows,
+// from and to pinned memory.
 struct GpuCall {
-  // False, with the context's status set, if the group knows no GPU.
+  // Returns false, and sets the status of the context, if the group has no GPU
+  // connections.
   bool Prepare(tensorflow::OpKernelContext* context,
                std::shared_ptr<Operation> of);
 
-  // Called first by both Post and Run, which different threads may run.
+  // Must be called first in both Post and Run, which may run on different
+  // threads.
   void Enter() const { links->Enter(); }
-  // What our stream is given from now on comes after all that TensorFlow's has
-  // been given: its memory may still be in use there.
+  // Orders later work on our stream after all work that is now on TensorFlow's
+  // stream, because that work may still use the same memory.
   void FollowTensorFlow() const;
-  // Copies of tensors one after another, and back. They block.
+  // Copy tensors to one block of host memory, and back. Both functions block.
   std::shared_ptr<uint8_t> ToHost(
       const std::vector<tensorflow::Tensor>& tensors);
   void ToDevice(const uint8_t* data,
                 const std::vector<tensorflow::Tensor*>& tensors);
 
-  // Over NCCL: at the end of Post, and once all ranks agree.
+  // For NCCL: ExpectTurn is called at the end of Post, RunInTurn once all ranks
+  // agree.
   void ExpectTurn();
   void RunInTurn(const GpuLinks::Work& begin);
 
@@ -65,7 +70,7 @@ struct GpuCall {
   bool over_nccl = false;
 
  private:
-  static constexpr uint32_t kTurnPart = 1;  // of the call's messages
+  static constexpr uint32_t kTurnPart = 1;  // of the messages of the call
 
   cudaStream_t theirs_ = nullptr;
   Incoming* turn_ = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a group learns of the GPUs of its ranks; in CUDA builds.
+// Setting up the GPUs of a group, in CUDA builds.
 #if TFDIST_CUDA
 #include <vector>
 
@@ -18,7 +18,8 @@ using tensorflow::Tensor;
 using tensorflow::tstring;
 using tensorflow::shape_inference::InferenceContext;
 
-// A library that emulates GPUs may be loaded beside one for GPUs.
+// A library that emulates GPUs may be loaded in the same process as one for
+// GPUs, so its ops need other names.
 #ifdef TFDIST_EMULATED
 #define TFDIST_GPU_OFFER "TfdistEmulated>GpuOffer"
 #define TFDIST_GROUP_GPUS "TfdistEmulated>GroupGpus"

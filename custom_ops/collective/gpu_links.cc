@@ -46,7 +46,8 @@ void GpuLinks::Run(Operation& operation, int64_t turn, const Work& begin) {
     EndTurn(operation.generation);
     const auto over = [&] {
       const bool ended = end.Over();
-      (void)nccl_->Ready();  // an error ends the stream's work too
+      // An error of NCCL also ends the work on the stream.
+      (void)nccl_->Ready();
       return ended;
     };
     operation.AwaitDevice(over, "exchange over NCCL");
@@ -67,7 +68,8 @@ std::shared_ptr<uint8_t> GpuLinks::Pinned(Operation& operation, size_t bytes) {
   return memory;
 }
 
-// Memory that a GPU still writes must not be let go, so what fails is ended.
+// After a failure, the running work is aborted, because memory that a GPU still
+// writes must not be released.
 void GpuLinks::Guard(Operation& operation, const std::function<void()>& work) {
   const auto end = [&] {
     if (nccl_ != nullptr && operation.group->failed()) nccl_->Abort();

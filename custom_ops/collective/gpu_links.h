@@ -13,13 +13,14 @@
 
 namespace tfdist {
 
-// This rank's GPU as a group uses it: a stream of its own, pinned host memory
-// and, where all ranks have it, a communicator of NCCL. Without one, data is
-// copied to the host, exchanged there, and copied back.
+// The GPU of this rank as a group uses it: a separate stream, pinned host
+// memory and, if all ranks have NCCL, a communicator. Without a communicator,
+// data is copied to the host, exchanged there, and copied back.
 //
-// Operations of a group run in any order, those of NCCL must not. So ranks
-// agree first, by messages, that all are in an operation; then rank 0 gives it
-// a *turn*, and every rank begins work of NCCL by turns.
+// Operations of a group may run in any order, but NCCL requires the same order
+// on all ranks. So the ranks first agree by messages that all have started an
+// operation. Rank 0 then assigns the operation a *turn* (a number), and every
+// rank begins its NCCL work in the order of the turns.
 class GpuLinks {
  public:
   // `nccl` may be null. Throws CudaError.
@@ -31,19 +32,20 @@ class GpuLinks {
   // Must be called on each thread before any use of CUDA.
   void Enter() const { UseDevice(device_); }
 
-  // On rank 0: the next turn of a generation.
+  // Returns the next turn of a generation. For rank 0 only.
   int64_t GiveTurn(uint32_t generation);
-  // Begins work of NCCL in its turn and awaits its end, guarded.
+  // Begins NCCL work in its turn and waits for its end. Errors are handled as
+  // in Guard.
   using Work = std::function<void(NcclCommunicator&, const CudaStream&)>;
   void Run(Operation& operation, int64_t turn, const Work& begin);
-  // Does what may fail for reasons of CUDA or NCCL. If it does, so does the
-  // group; nothing is under way afterwards.
+  // Runs work that may fail with an error of CUDA or NCCL. If it fails, the
+  // group fails too, and no GPU work is running afterwards.
   void Guard(Operation& operation, const std::function<void()>& work);
-  // Awaits all that the stream has been given.
+  // Waits for all work on the stream.
   void AwaitStream(Operation& operation, const char* stage);
 
  private:
-  // Turns of the newest generation; older ones have left.
+  // Turns of the newest generation. Operations of older generations have ended.
   struct Turns {
     uint32_t generation = 0;
     int64_t next = 0;

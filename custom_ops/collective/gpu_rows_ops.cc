@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// all_to_all and all_gather between GPUs: each rank says how many of its rows
-// it sends to each.
+// all_to_all and all_gather between GPUs. Each rank announces how many of its
+// rows it sends to each rank.
 #if TFDIST_CUDA
 #include <cstring>
 #include <vector>
@@ -18,7 +18,7 @@ namespace {
 
 struct RowsCall : GpuCall {
   struct Piece {
-    uint64_t begin = 0;  // in the input, bytes
+    uint64_t begin = 0;  // offset in the input, in bytes
     int64_t rows = 0;
   };
   std::vector<Piece> sent;  // by rank
@@ -114,13 +114,13 @@ struct RowsCall : GpuCall {
   }
 };
 
-// What all_to_all and all_gather do alike.
+// Common part of all_to_all and all_gather.
 class RowsOp : public CollectiveOp {
  public:
   using CollectiveOp::CollectiveOp;
 
  protected:
-  // Null if that failed.
+  // Returns null, and sets the status of the context, on an error.
   std::shared_ptr<RowsCall> NewCall(OpKernelContext* ctx, Kind kind) const {
     auto call = std::make_shared<RowsCall>();
     if (!call->Prepare(ctx, NewOperation(ctx, kind))) return nullptr;

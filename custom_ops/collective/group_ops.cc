@@ -167,7 +167,7 @@ class GroupOpenOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    // All descriptors are owned before anything can fail.
+    // Take ownership of all descriptors before anything can fail.
     std::vector<FileDescriptor> sockets = Own(ctx->input(1));
     std::vector<FileDescriptor> shared = Own(ctx->input(2));
     GroupOptions options = options_;
@@ -341,7 +341,7 @@ class GroupStatsOp : public OpKernel {
 struct CheckPlanCall {
   std::shared_ptr<Operation> operation;
   std::unique_ptr<Exchange> exchange;
-  std::string plan;  // each entry with its terminating zero
+  std::string plan;  // each entry with its terminating zero byte
 
   void Post() {
     exchange->ExpectAll();

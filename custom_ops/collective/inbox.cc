@@ -12,10 +12,11 @@ namespace tfdist {
 
 namespace {
 
-// A payload of so few bytes has come with its header, as good as always: its
-// receiver hears of both at once.
+// A payload of at most this size almost always arrives with its header. The
+// receiver is then notified only once, for both.
 constexpr uint64_t kWithHeader = uint64_t{64} << 10;
-// A rank is ahead of another by the exchanges of a step, or by broadcasts.
+// Limit of messages without a receiver. A rank may be ahead of another by the
+// exchanges of a step, or by broadcasts.
 constexpr size_t kMostMessages = size_t{1} << 17;
 
 }  // namespace
@@ -68,7 +69,7 @@ bool Inbox::Give(Incoming* message, void* memory, uint64_t bytes) {
   if (message->early == nullptr) return true;
   const std::shared_ptr<uint8_t> early = std::move(message->early);
   const uint64_t size = message->received;
-  message->busy = size > 0;  // nobody else writes meanwhile
+  message->busy = size > 0;  // no other thread may write meanwhile
   lock.unlock();
   if (size == 0) return true;
   std::memcpy(memory, early.get(), size);
@@ -127,7 +128,7 @@ Incoming* Inbox::Begin(const Header& header) {
 
 uint8_t* Inbox::Claim(Incoming* message) {
   std::unique_lock<std::mutex> lock(mutex_);
-  idle_.wait(lock, [&] { return !message->busy; });  // a copy of Give
+  idle_.wait(lock, [&] { return !message->busy; });  // Give may be copying
   uint8_t* memory = message->memory;
   if (memory == nullptr) {
     if (message->early == nullptr) CountEarly(message);

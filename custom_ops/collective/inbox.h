@@ -14,66 +14,73 @@
 
 namespace tfdist {
 
-// Who is told when something that it waits for has come or gone. Called from
-// the thread of the connections, with no lock held.
+// Receives a notification when a message has arrived or is sent. Advance is
+// called from the transport's thread, with no lock held.
 class Progress {
  public:
   virtual ~Progress() = default;
   virtual void Advance() = 0;
 };
 
-// One message from a peer, from when it is expected or its header comes, to
-// when its receiver takes it out.
+// One message from a peer. It exists from the time when it is expected or its
+// header arrives, until its receiver removes it.
 struct Incoming {
   Header header;
-  uint8_t* memory = nullptr;       // where the receiver wants the payload
-  uint64_t wanted = 0;             // bytes that it has there
-  std::shared_ptr<uint8_t> early;  // what came before it said so
-  uint64_t early_bytes = 0;        // of it, those that count; see Inbox
-  uint64_t received = 0;           // bytes of the payload
+  uint8_t* memory = nullptr;  // the receiver's memory for the payload
+  uint64_t wanted = 0;        // size of this memory in bytes
+  // Payload that came before `memory` was known.
+  std::shared_ptr<uint8_t> early;
+  uint64_t early_bytes = 0;  // bytes of it that count; see Inbox
+  uint64_t received = 0;     // bytes of the payload that have arrived
   bool header_here = false;
-  bool busy = false;       // somebody writes to its memory
-  bool abandoned = false;  // what is on its way is for nobody
+  bool busy = false;       // a thread writes to its memory
+  bool abandoned = false;  // no receiver will take this message
   std::shared_ptr<Progress> receiver;
 
   bool complete() const { return header_here && received == header.bytes; }
 };
 
-// The messages of one peer that have come or are expected, by what they are of.
+// The messages of one peer that have arrived or are expected, by generation,
+// tag, call and part.
 //
-// A payload goes straight into the receiver's memory. Until the receiver knows
-// where it wants it (it may need all headers first, or not have begun at all),
-// it is kept in scratch memory, and what has come by then is copied over. No
-// message ever waits for another one's receiver, so none can wait for ever. The
-// payloads that are kept so may have `most_early` bytes in all.
+// A payload is received directly into the receiver's memory. The receiver may
+// not know this memory yet, for example because it needs all headers first or
+// has not started. Until then the payload is stored in scratch memory and is
+// copied later. No message waits for the receiver of another message, so there
+// is no deadlock. At most `most_early` bytes of such early payloads are stored.
 class Inbox {
  public:
   Inbox(ScratchPool& scratch, uint64_t most_early)
       : scratch_(scratch), most_early_(most_early) {}
 
-  // For receivers. `Expect` returns a message that may have come already;
-  // it stays until `Remove`, which waits until nobody writes to its memory.
+  // For receivers. `Expect` returns a message, which may have arrived already.
+  // The message exists until `Remove`, which waits until no thread writes to
+  // its memory.
   Incoming* Expect(uint32_t generation, int64_t tag, uint64_t call,
                    uint32_t part, std::shared_ptr<Progress> receiver);
   void Remove(Incoming* message);
   bool HasHeader(const Incoming* message);
-  // Bytes of the payload that are where they belong.
+  // Returns the number of payload bytes that are in their final memory.
   uint64_t Received(const Incoming* message);
-  // Where the payload shall go, once. A header that says another number of
-  // bytes is an error of the peer: false if it is here, see Begin if it comes.
+  // Sets the memory for the payload; to be called once. A header with another
+  // number of bytes is an error of the peer. Returns false if such a header has
+  // arrived already; if it arrives later, Begin reports it.
   bool Give(Incoming* message, void* memory, uint64_t bytes);
-  // Takes the whole payload as it lies in scratch memory; once, in place of
-  // Give. It may still be on its way.
+  // Takes the entire payload in its scratch memory; to be called once, instead
+  // of Give. The payload may still be incomplete.
   std::shared_ptr<uint8_t> TakeEarly(Incoming* message);
-  // Forgets messages of generations before this one, also those to come.
+  // Discards messages of generations before `generation`, including those that
+  // arrive later.
   void Retire(uint32_t generation);
 
-  // For the thread of the connections. `Begin` finds or makes the message of a
-  // header; null for a second one of the same, or of another size than there is
-  // memory for. Between `Claim`, which says where the next bytes go, and
-  // `Advance` the memory stays as it is. Begin and Claim throw ProtocolError
-  // where too many messages, or bytes, wait for receivers. Both must follow a
-  // header that has bytes, if of none: its receiver may hear of it only then.
+  // For the transport's thread. `Begin` finds or creates the message of a
+  // header. It returns null for a second header of the same message, and for a
+  // size that differs from the receiver's memory. `Claim` returns the memory
+  // for the next bytes; this memory remains valid until `Advance`. Begin and
+  // Claim throw ProtocolError if too many messages, or bytes, have no receiver.
+  // If the payload is not empty, the caller must call Claim and Advance after
+  // Begin, even if it has no bytes of it yet: Begin may leave it to Advance to
+  // notify the receiver.
   Incoming* Begin(const Header& header);
   uint8_t* Claim(Incoming* message);
   void Advance(Incoming* message, uint64_t bytes);
@@ -84,18 +91,18 @@ class Inbox {
     return {header.generation, header.tag, header.call, header.part};
   }
   uint8_t* EarlyMemory(Incoming* message);
-  // With mutex_ held. The bytes of a payload that nobody has asked for count,
-  // until somebody does or it is for nobody.
+  // Require mutex_. The bytes of a payload count towards the limit until the
+  // receiver calls Give or TakeEarly, or the message is discarded.
   void CountEarly(Incoming* message);
   void UncountEarly(Incoming* message);
 
   ScratchPool& scratch_;
   const uint64_t most_early_;
-  uint64_t early_bytes_ = 0;  // that count, of all messages
+  uint64_t early_bytes_ = 0;  // sum of the early_bytes of all messages
   std::mutex mutex_;
   std::condition_variable idle_;
   std::map<Key, std::unique_ptr<Incoming>> messages_;
-  uint32_t generation_ = 0;  // older messages are for nobody
+  uint32_t generation_ = 0;  // older messages are discarded
 };
 
 }  // namespace tfdist

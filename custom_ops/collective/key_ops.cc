@@ -41,7 +41,8 @@ REGISTER_OP("Tfdist>GroupAwaitKey")
 
 namespace {
 
-// A scalar string input; nothing, with the context's status set, otherwise.
+// Returns a scalar string input. Returns nothing, and sets the status of the
+// context, if the input is not a scalar.
 std::optional<std::string> TextOf(OpKernelContext* ctx, int input) {
   const Tensor& text = ctx->input(input);
   if (text.NumElements() == 1) return std::string(text.flat<tstring>()(0));

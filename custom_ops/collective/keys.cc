@@ -11,7 +11,7 @@ namespace tfdist {
 
 namespace {
 
-// Of a group, a kilobyte each.
+// Limit of keys of a group, of up to 1 kB each.
 constexpr size_t kMostKeys = 4096;
 constexpr double kSlice = 0.5;  // seconds
 
@@ -23,7 +23,8 @@ ControlFrame KeyFrame(Control type, int rank, uint64_t nonce) {
   return frame;
 }
 
-// Key and value, each terminated; false if they do not fit.
+// Stores key and value, each with a terminating zero byte. Returns false if
+// they do not fit.
 bool SetPair(ControlFrame& frame, const std::string& key,
              const std::string& value) {
   if (key.size() + value.size() + 2 > sizeof(frame.text)) return false;
@@ -102,7 +103,7 @@ absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
   return absl::DeadlineExceededError(Message(what, " within ", seconds, " s"));
 }
 
-// On rank 0: keeps the key if it is new, and then tells all.
+// Runs on rank 0: stores the key if it is new, and then sends it to all ranks.
 absl::Status ProcessGroup::Insert(const std::string& key,
                                   const std::string& value) {
   {
@@ -138,7 +139,7 @@ void ProcessGroup::OnKey(int peer, ControlFrame& frame) {
   if (peer != 0) throw ProtocolError("it answers for rank 0 about a key");
   std::lock_guard<std::mutex> lock(mutex_);
   if (frame.type == Control::kInserted) {
-    // Its request may be over.
+    // The caller may have stopped waiting for this request.
     const auto request = inserted_.find(frame.nonce);
     if (request != inserted_.end()) request->second = frame.code == 0;
   } else if (keys_.size() < kMostKeys) {

@@ -14,7 +14,7 @@ namespace {
 constexpr int kSum = 0;
 constexpr int kScalarOnHost = 1;
 
-// A factor in the dtype that it multiplies: NCCL wants it so, which rounds it.
+// A factor, rounded to the dtype that it multiplies, as NCCL requires.
 struct Scalar {
   Scalar(float factor, NcclType type) {
     if (type == kNcclDouble) {
@@ -65,7 +65,8 @@ ncclComm* NcclCommunicator::Open() const {
   return comm_;
 }
 
-// A group of calls belongs to the thread, and must end whatever happens in it.
+// Runs calls as one NCCL group. The group belongs to the thread, so it must be
+// ended even after an error.
 void NcclCommunicator::Together(const std::function<void()>& calls) const {
   Check(nccl_.GroupStart(), "ncclGroupStart");
   try {
@@ -135,7 +136,7 @@ void NcclCommunicator::AllReduce(const std::vector<Summed>& tensors,
             "ncclAllReduce");
     }
   });
-  // NCCL has read it.
+  // NCCL has read the factor by now.
   if (factor != nullptr)
     Check(nccl_.RedOpDestroy(op, comm), "ncclRedOpDestroy");
 }

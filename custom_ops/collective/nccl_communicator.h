@@ -18,15 +18,16 @@ class NcclError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// This rank's end of a communicator of NCCL. Nothing here waits: what is begun
-// goes on by itself, and Ready says whether NCCL has taken it. Work on a stream
-// begins only then.
+// This rank's NCCL communicator. No function here waits: work continues in the
+// background, and Ready says whether NCCL has accepted it. Work may be put on a
+// stream only then.
 //
-// Ranks must begin the same things in the same order. Calls may come from any
+// All ranks must begin the same work in the same order. Calls may come from any
 // thread; all throw NcclError.
 class NcclCommunicator {
  public:
-  // So many bytes from `data` to a rank, or from it into `memory`.
+  // A message of `bytes` bytes from `data` to `peer`, or from `peer` into
+  // `memory`.
   struct Sent {
     int peer;
     const void* data;
@@ -45,23 +46,25 @@ class NcclCommunicator {
 
   static std::string NewId(const NcclLibrary& nccl);
 
-  // `id` is that of rank 0.
+  // `id`: the id that rank 0 has created.
   NcclCommunicator(const NcclLibrary& nccl, int rank, int world_size,
                    const std::string& id);
   ~NcclCommunicator() { Abort(); }
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Begins to connect, once. The thread's device is that of the communicator.
+  // Begins to connect; to be called once. The current CUDA device must be the
+  // device of the communicator.
   void Connect();
   bool Ready();
-  // All at once; those of no bytes are left out.
+  // Sends and receives all messages in one NCCL group. Messages of 0 bytes are
+  // left out.
   void Exchange(const std::vector<Sent>& sent,
                 const std::vector<Received>& received, CUstream_st* stream);
-  // The sums over ranks; of `*factor` times the input if there is one.
+  // Sums tensors over ranks. With `factor`, sums `*factor` times the input.
   void AllReduce(const std::vector<Summed>& tensors, NcclType type,
                  const float* factor, CUstream_st* stream);
-  // Ends what is under way, with no result, and all that comes.
+  // Ends running work without a result. Later calls fail.
   void Abort();
 
  private:
@@ -73,7 +76,7 @@ class NcclCommunicator {
   const int rank_;
   const int world_size_;
   NcclId id_ = {};
-  std::mutex mutex_;  // guards the next two, and calls
+  std::mutex mutex_;  // guards the next two members and calls of NCCL
   ncclComm* comm_ = nullptr;
   bool aborted_ = false;
 };

@@ -38,7 +38,8 @@ bool FindAll(void* handle, NcclLibrary* nccl) {
 
 }  // namespace
 
-// Stays loaded: its threads may run until the process ends.
+// The library is never unloaded, because its threads may run until the process
+// ends.
 const NcclLibrary* NcclLibrary::Load(const std::vector<std::string>& files,
                                      std::string* error) {
   error->clear();

@@ -10,8 +10,9 @@ struct CUstream_st;
 
 namespace tfdist {
 
-// As much of NCCL's interface as is used, declared here: neither its header nor
-// its library is there when this is built. 2.14 and later.
+// The part of NCCL's interface that this package uses, for NCCL 2.14 and later.
+// It is declared here because the build has neither NCCL's header nor its
+// library.
 struct ncclComm;
 struct NcclId {
   char bytes[128];
@@ -27,7 +28,8 @@ enum NcclType : int {
   kNcclDouble = 8,
   kNcclBfloat16 = 9,
 };
-// The config of 2.14, which later ones fill up.
+// The configuration struct of NCCL 2.14. Later versions fill in the fields that
+// it lacks.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned int magic = 0xcafebeef;
@@ -38,12 +40,12 @@ struct NcclConfig {
 struct NcclLibrary {
   static constexpr int kOldest = 21400;
 
-  // Loads the first of `files` that is there; null, and why in `error`, where
-  // none is or it is too old.
+  // Loads the first of `files` that exists. Returns null, and sets `error`, if
+  // none exists or the version is too old.
   static const NcclLibrary* Load(const std::vector<std::string>& files,
                                  std::string* error);
 
-  // "2.27.7"
+  // Returns, for example, "2.27.7".
   std::string Version() const;
 
   int version = 0;

@@ -17,7 +17,7 @@ using std::chrono_literals::operator""us;
 
 namespace {
 
-// How long an operation between GPUs may go on after it was aborted.
+// How long an operation between GPUs may continue after it was aborted.
 constexpr int64_t kMostTimeAborted = 1'000'000'000;
 
 }  // namespace
@@ -133,8 +133,8 @@ void Operation::AwaitSent(const char* stage) {
   }
 }
 
-// Each header that comes has `missing` asked again, so that `peer_` is in the
-// end whose came last.
+// `missing` is called again after each header, so `peer_` is finally the rank
+// whose header arrived last.
 void Operation::WaitForRanks(const char* stage,
                              const std::function<int()>& missing) {
   const int first = missing();
@@ -164,7 +164,7 @@ void Operation::AwaitDevice(const std::function<bool()>& over,
   int64_t end = 0;
   for (int looks = 0; !over(); ++looks) {
     std::unique_lock<std::mutex> lock(mutex_);
-    // The first exchanges of a step are over within microseconds.
+    // The first exchanges of a step complete within microseconds.
     const auto pause = looks < 64 ? 1us : looks < 1024 ? 20us : 500us;
     if (!aborted_) {
       changed_.wait_for(lock, pause);
@@ -190,7 +190,7 @@ void Operation::Wait(const char* stage, const std::function<int()>& missing) {
   changed_.wait(lock, [&] { return Over() || aborted_ || HasStray(); });
   const bool over = Over();
   missing_ = nullptr;
-  if (over) return;  // what is there counts, whoever has left since
+  if (over) return;  // a complete wait succeeds even if a rank has left since
   lock.unlock();
   if (HasStray()) throw Stray();
   throw OperationError(group->FailureOf(*this), group->failed());
@@ -247,7 +247,8 @@ void Operation::Release() {
   tensors_.clear();
 }
 
-// Wakes who waits only for what it waits for: a wake costs more than a look.
+// Wakes the waiting thread only if its wait is over, because waking a thread
+// takes more time than this check.
 void Operation::Advance() {
   {
     std::lock_guard<std::mutex> lock(mutex_);

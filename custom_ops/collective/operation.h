@@ -25,8 +25,8 @@ namespace tfdist {
 class ProcessGroup;
 struct Channel;
 
-// Ends an operation with a status. `group_lost` says whether the group cannot
-// go on.
+// Ends an operation with a status. `group_lost` says whether the group fails
+// too.
 class OperationError : public std::exception {
  public:
   OperationError(absl::Status status, bool group_lost)
@@ -37,46 +37,51 @@ class OperationError : public std::exception {
   const bool group_lost;
 };
 
-// One call of a collective on this rank, from post to done. Owns its messages
-// and a reference to every tensor they point into.
+// One call of a collective on this rank, from post to done. It owns its
+// messages and a reference to every tensor that they point into.
 class Operation : public Progress,
                   public std::enable_shared_from_this<Operation> {
  public:
   Operation(std::shared_ptr<ProcessGroup> group, Kind kind, int64_t tag,
             std::string label);
 
-  // Sends a header and the payload that it tells the size of. Both throw
-  // OperationError when the group fails.
+  // Sends a header, and a payload of `header.bytes` bytes. Send and Expect
+  // throw OperationError when the group fails.
   void Send(int peer, const Header& header, const void* payload);
-  // The message `part` of this call from a peer, which may have come already.
+  // Returns the message `part` of this call from `peer`. It may have arrived
+  // already.
   Incoming* Expect(int peer, uint32_t part);
-  // Where its payload shall go; or that it stays where it comes to.
+  // Give sets the memory for the payload. TakeEarly leaves the payload in the
+  // scratch memory into which it is received.
   void Give(int peer, Incoming* message, void* memory, uint64_t bytes);
   uint8_t* TakeEarly(int peer, Incoming* message);
 
-  // Block; throw OperationError when the group fails, or a rank leaves, first.
-  // `stage` must be a string literal.
+  // The functions below block. They throw OperationError if the group fails or
+  // a rank leaves first. `stage` must be a string literal.
   void AwaitHeader(int peer, Incoming* message, const char* stage);
-  // Until all of them are here, by peer; or one that `ends` says ends it.
+  // Waits for the headers of all `messages`, given by peer, or until `ends`
+  // returns true for one of them.
   void AwaitHeaders(const std::vector<std::pair<int, Incoming*>>& messages,
                     const std::function<bool(const Header&)>& ends,
                     const char* stage);
   bool HasHeader(int peer, const Incoming* message) const;
-  // Whether a header comes until then, of the clock of Now(); what else ends it
-  // throws likewise.
+  // Returns whether the header arrives before `end`, in nanoseconds of Now().
+  // Throws like AwaitHeader.
   bool AwaitHeaderUntil(int64_t end, int peer, Incoming* message);
-  // Until so many bytes of the payload are there.
+  // Waits until `bytes` bytes of the payload have arrived.
   void AwaitBytes(int peer, Incoming* message, uint64_t bytes,
                   const char* stage);
   void AwaitSent(const char* stage);
-  // Looks again and again until it is over: nobody tells when a GPU is ready.
-  // All ranks are in it: what is aborted meanwhile may still end for a moment,
-  // and if it does not the group fails, as the ranks are not in step.
+  // Polls `over` until it returns true, because CUDA does not notify when a GPU
+  // is ready. All ranks take part in the operation at this point. An aborted
+  // operation may therefore still complete within a short time. If it does not,
+  // the ranks are out of step and the group fails.
   void AwaitDevice(const std::function<bool()>& over, const char* stage);
-  // Since when it waits for a GPU, and so for all ranks; of Now(), or 0.
+  // When the wait for a GPU, and so for all ranks, began; see Now(). 0 if there
+  // is no such wait.
   int64_t on_device_since() const { return on_device_since_; }
-  // Waits end with `Stray` once any of these messages, which no rank sends that
-  // does the same as this one, has a header.
+  // Waits end with `Stray` once any of these messages has a header. A rank that
+  // runs the same operation as this rank sends none of them.
   struct Stray {};
   void ExpectNone(std::vector<std::pair<int, Incoming*>> strays) {
     strays_ = std::move(strays);
@@ -88,23 +93,25 @@ class Operation : public Progress,
     scratch_.push_back(std::move(scratch));
   }
 
-  // Lets messages and tensors go: nobody reads or writes them afterwards. Waits
-  // for messages that have begun to leave, unless the group has failed, and for
-  // all of an operation that is given up: peers that do not know want them.
+  // Releases messages and tensors; no thread reads or writes them afterwards.
+  // Waits for messages that are partly sent, unless the group has failed. If
+  // the operation is given up, waits for all its messages, because peers that
+  // do not know of it need them.
   void Release();
 
-  // Something has come or gone.
+  // Wakes the wait of this operation: a message has arrived or is sent.
   void Advance() override;
-  // Ends the wait of this operation, now and at its next one.
+  // Ends the current wait of this operation, or else its next one.
   void Abort();
-  // Says that nobody here wants its result any more, of which the peers do not
-  // know; and ends it for that reason.
+  // Cancel records that this rank no longer needs the result; the peers do not
+  // know of this. GiveUp ends the operation for that reason.
   void Cancel();
   void GiveUp();
   bool cancelled() const { return cancelled_; }
   bool given_up() const;
 
-  // "all_to_all 'layer emb/ids' (tag 2, stage receive header, rank 1)"
+  // Returns, for example, "all_to_all 'layer emb/ids' (tag 2, stage receive
+  // header, rank 1)".
   std::string Describe() const;
   std::string Name() const;
 
@@ -112,22 +119,23 @@ class Operation : public Progress,
   const Kind kind;
   const int64_t tag;
   const std::string label;
-  const int64_t start;      // of the clock of Now()
-  uint32_t generation = 0;  // of the group when the operation was asked for
+  const int64_t start;      // nanoseconds; see Now()
+  uint32_t generation = 0;  // of the group when the operation was started
   std::shared_ptr<Channel> channel;
-  // In time that this process has run, guarded by the group's mutex: since the
-  // rank that it waits for moved bytes, since it began, since it was cancelled.
+  // Times that count only while this process runs, guarded by the group's
+  // mutex: since the awaited rank moved bytes, since the operation began, and
+  // since it was cancelled.
   Unchanged moved;
   int64_t waited = 0;
   int64_t unwanted = 0;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
-  // The same by peer, before Release.
+  // Bytes by peer. To be called before Release.
   std::vector<int64_t> SentTo() const;
   std::vector<int64_t> ReceivedFrom() const;
 
   int waiting_for() const;
-  // Whether it waits for something of `peer` that has not come.
+  // Whether the operation waits for something that `peer` has not sent.
   bool WaitsFor(int peer) const;
 
  private:
@@ -139,26 +147,28 @@ class Operation : public Progress,
     int peer;
     Outgoing message;
   };
-  // Until `missing` returns -1; else it returns the peer that is waited for.
+  // Waits until `missing` returns -1. Otherwise `missing` returns the peer that
+  // the operation waits for.
   void Wait(const char* stage, const std::function<int()>& missing);
-  // The same for ranks to come to the operation, which the group counts.
+  // Like Wait, but the group counts the time as a wait for peers.
   void WaitForRanks(const char* stage, const std::function<int()>& missing);
-  // With the mutex held: whether what is waited for is there.
+  // Requires the mutex. Whether the wait is over.
   bool Over();
   void CountHeader(const Incoming* message);
   bool HasStray() const;
 
-  mutable std::mutex mutex_;  // guards the next six
+  mutable std::mutex mutex_;  // guards the members up to missing_
   std::condition_variable changed_;
   bool aborted_ = false;
   bool given_up_ = false;
   int peer_ = -1;
   const char* stage_ = "start";
-  const std::function<int()>* missing_ = nullptr;  // of the wait
+  // The condition of the current wait.
+  const std::function<int()>* missing_ = nullptr;
 
   std::atomic<bool> cancelled_{false};
   std::atomic<int64_t> on_device_since_{0};
-  std::deque<Sent> sent_;  // messages do not move
+  std::deque<Sent> sent_;  // a deque, because messages must not move
   std::vector<Received> received_;
   std::vector<std::pair<int, Incoming*>> strays_;
   std::vector<tensorflow::Tensor> tensors_;

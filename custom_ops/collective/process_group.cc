@@ -15,7 +15,8 @@ namespace tfdist {
 
 namespace {
 
-// Of what nobody has taken, 100 bytes each.
+// Limit of recorded operations that are not taken yet. Each uses about 100
+// bytes.
 constexpr size_t kMostTraced = 1 << 20;
 
 bool DebugRequested() {
@@ -86,7 +87,8 @@ void ProcessGroup::Run(std::shared_ptr<Operation> operation, bool post_inline,
     } else {
       operation->generation = generation_;
       operation->channel = Acquire(*operation);
-      if (running_.empty()) last_tick_ = Now();  // none has come meanwhile
+      // There are no ticks without operations.
+      if (running_.empty()) last_tick_ = Now();
       running_.insert(operation);
       transport_.Tick();
       if (operation->channel->busy) {
@@ -106,8 +108,8 @@ void ProcessGroup::Begin(std::shared_ptr<Operation> operation, bool post_inline,
                          std::function<void()> post, std::function<void()> body,
                          std::function<void(absl::Status)> done) {
   Debug(*operation, "start");
-  // What `task` throws becomes a status. An error nobody expected may have
-  // left messages half way, so it ends the group.
+  // Converts an exception of `task` to a status. After an unexpected exception,
+  // messages may be partly sent, so the group fails.
   auto guarded = [operation](const std::function<void()>& task) {
     try {
       task();

@@ -15,9 +15,10 @@ struct Registry {
 
 Registry& TheRegistry();
 
-// A forked process has no part in the groups of the process it came from: it
-// closes its copies of the connections, or the peers would not see that one
-// die. The groups themselves, whose threads it lacks, it never touches again.
+// A forked process is not a member of the groups of its parent. It closes its
+// copies of the connections, because the peers could otherwise not detect the
+// death of the parent. It never uses the groups themselves, because it lacks
+// their threads.
 void PrepareFork() { TheRegistry().mutex.lock(); }
 void AfterForkInParent() { TheRegistry().mutex.unlock(); }
 void AfterForkInChild() {

@@ -9,11 +9,13 @@
 
 namespace tfdist {
 
-// Memory that survives a step: fresh pages cost more than the copy into them.
+// Memory that is reused between steps, because new pages cost more time than
+// the copy into them.
 class ScratchPool {
  public:
   ScratchPool();
-  // At least `bytes` bytes, aligned to 64; goes back when released.
+  // Returns at least `bytes` bytes, aligned to 64. The memory returns to the
+  // pool when it is released.
   std::shared_ptr<uint8_t> Acquire(size_t bytes);
 
  private:

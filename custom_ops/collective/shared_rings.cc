@@ -19,7 +19,8 @@ namespace tfdist {
 namespace {
 
 constexpr size_t kPage = 4096;
-// The other rank may go on after so many bytes, while more are copied.
+// After this many bytes the counter moves, so that the peer can continue while
+// more bytes are copied.
 constexpr uint64_t kChunk = uint64_t{64} << 10;
 
 std::system_error Error(const char* what) {
@@ -72,7 +73,8 @@ uint8_t* SharedRings::Bytes(Ring* ring) const {
 void SharedRings::Wake(std::atomic<uint32_t>& waits) const {
   if (waits.load(std::memory_order_seq_cst) != 0 && waits.exchange(0) != 0) {
     const char byte = 0;
-    // Where it is full the peer is about to look; where it is closed, gone.
+    // If the bell is full, the peer is about to check it. If it is closed, the
+    // peer is gone.
     (void)!send(bell(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
@@ -141,7 +143,7 @@ size_t SharedRings::Read(const iovec* parts, int count) {
       data += size;
       left -= size;
       in_->read.store(read_, std::memory_order_seq_cst);
-      // A writer that waits goes on when half of the room is free.
+      // Wakes a waiting writer only when half of the ring is free.
       if (unread - size <= capacity_ / 2) Wake(in_->writer_waits);
     }
   }

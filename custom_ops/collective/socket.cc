@@ -19,12 +19,12 @@ namespace tfdist {
 
 namespace {
 
-// Of Linux 6.15 and newer; headers may be older.
+// TCP_RTO_MAX_MS of Linux 6.15 and later. The build's headers may be older.
 constexpr int kTcpRtoMaxMilliseconds = 44;
 
-// Seconds after which a connection whose data nobody acknowledges, or whose
-// peer answers no probe, is broken: after the group's timeout, which names who
-// is silent, and not before a minute.
+// Returns the seconds after which a connection is broken if the peer
+// acknowledges no data or answers no probe. This is later than the group's
+// timeout, whose error names the silent rank, and at least a minute.
 double UserTimeout(double timeout) {
   return std::min(std::max(60.0, timeout + 30), 1e6);
 }
@@ -36,7 +36,7 @@ void Check(int result, const char* what) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // Not every kind of socket has every option.
+  // Errors are ignored, because some kinds of socket lack some options.
   setsockopt(fd, level, name, &value, sizeof(value));
 }
 
@@ -63,17 +63,18 @@ Socket::Socket(FileDescriptor descriptor, double timeout)
   Check(fcntl(fd, F_SETFL, flags | O_NONBLOCK), "cannot set O_NONBLOCK");
   Check(fcntl(fd, F_SETFD, FD_CLOEXEC), "cannot set FD_CLOEXEC");
   SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A peer whose host died, or was cut off, is found out by these.
+  // These detect a peer whose host has died or is unreachable.
   SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 20);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 10);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
-  // While a link is cut the system sends again after doubled pauses, so that
-  // after a cut of 8 s it may wait 8 s more. Keep the pauses below a second;
-  // older systems do so at first.
+  // While the network is interrupted, the system doubles the pause before each
+  // retransmission. After an interruption of 8 s, it may wait 8 s more. These
+  // options limit the pauses to a second; older systems do so only for the
+  // first ones.
   SetOption(fd, IPPROTO_TCP, kTcpRtoMaxMilliseconds, 1000);
   SetOption(fd, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1);
-  // Shorter pauses would make it give up sooner.
+  // The shorter pauses would otherwise make the system give up earlier.
   SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT,
             static_cast<int>(UserTimeout(timeout) * 1e3));
 }

@@ -12,19 +12,19 @@
 
 namespace tfdist {
 
-// The peer has closed the connection, or it broke.
+// The peer has closed the connection, or the connection is broken.
 class ConnectionLost : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The peer sends what no peer of this build sends.
+// The peer has sent data that no peer of this build sends.
 class ProtocolError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A file descriptor, closed with the object; -1 is none.
+// An owned file descriptor, closed by the destructor; -1 means none.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd = -1) : fd_(fd) {}
@@ -46,17 +46,17 @@ class FileDescriptor {
 // A connected stream socket.
 class Socket {
  public:
-  // Makes it non-blocking, closed on exec, without delay. A connection over TCP
-  // survives a cut that is shorter than `timeout` seconds, and goes on a second
-  // after it. Throws std::system_error if it is not a connected socket (any
-  // more).
+  // Makes the socket non-blocking, close-on-exec and without delay. A TCP
+  // connection survives a network interruption of less than `timeout` seconds
+  // and continues within a second after it. Throws std::system_error if `fd` is
+  // not a connected socket, or no longer.
   Socket(FileDescriptor fd, double timeout);
 
   int fd() const { return fd_.get(); }
-  // Both return 0 where the system cannot go on now, and throw ConnectionLost.
+  // Both return 0 if the call would block, and throw ConnectionLost.
   size_t Write(const iovec* parts, int count);
   size_t Read(const iovec* parts, int count);
-  // Whether the peer's system has not got all that was written.
+  // Whether the peer's system has not yet acknowledged all written bytes.
   bool InFlight() const;
 
  private:

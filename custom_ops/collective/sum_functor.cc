@@ -11,11 +11,11 @@ namespace tfdist {
 
 namespace {
 
-// Elements summed at a time: the accumulators stay in the first-level cache,
+// Elements summed at a time. The accumulators fit into the first-level cache,
 // and `out` is written only after all inputs of the block have been read.
 constexpr size_t kBlock = 1024;
 
-// How numbers of a type are summed: in themselves, or in float.
+// Accumulators for elements of a type: of the same type, or float.
 template <typename T>
 struct Summed {
   using Sum = T;
@@ -45,8 +45,9 @@ template <>
 struct Summed<Eigen::bfloat16>
     : SummedInFloat<Eigen::bfloat16, WidenBfloat16, NarrowToBfloat16> {};
 
-// Not cloned for other processors, whose fused multiply-add rounds otherwise:
-// where every rank sums all, the ranks must get the same bits.
+// Not cloned for other processors, because their fused multiply-add rounds
+// differently. Where every rank computes all sums, the ranks must get the same
+// bits.
 template <typename T>
 void Sum(void* out, const void* const* inputs, const float* weights,
          int input_count, float scale, size_t count) {

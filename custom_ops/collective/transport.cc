@@ -18,8 +18,8 @@ namespace {
 
 constexpr uint64_t kWake = ~uint64_t{0};
 constexpr int64_t kEndedConnectionWait = 1'000'000'000;
-// Of a peer that is lost so many turns are read: more than the system keeps of
-// what it has sent, and an end to one that goes on sending.
+// Number of reads from a lost peer. This is more than the system buffers, and
+// it limits the reads from a peer that continues to send.
 constexpr int kLastTurns = 64;
 
 int CheckFd(int fd, const char* what) {
@@ -68,9 +68,9 @@ void Transport::Start(TransportListener* listener) {
     Watch(link->control.fd(), TagOf(peer, Source::kControl), EPOLLIN, true);
     const SharedRings* rings = link->data.rings();
     if (rings == nullptr) continue;
-    // Every byte that comes is an event.
+    // Edge-triggered: every byte on the bell is an event.
     Watch(rings->bell(), TagOf(peer, Source::kBell), EPOLLIN | EPOLLET, true);
-    link->more = more_ = true;  // there may be something already
+    link->more = more_ = true;  // the peer may have written already
   }
   thread_ = std::thread(&Transport::Loop, this);
 }
@@ -140,13 +140,14 @@ void Transport::Watch(int fd, uint64_t tag, uint32_t events, bool anew) {
   event.data.u64 = tag;
   const int operation = anew ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
   const int result = epoll_ctl(poller_.get(), operation, fd, &event);
-  // Of a connection that is lost meanwhile nothing is watched any more.
+  // EPOLL_CTL_MOD may fail, because a lost connection is not watched any more.
   if (anew) CheckFd(result, "epoll_ctl");
 }
 
 void Transport::Wake() {
   const uint64_t one = 1;
-  if (write(wake_.get(), &one, sizeof(one)) < 0) return;  // it is awake
+  // The counter is full, so the thread is awake.
+  if (write(wake_.get(), &one, sizeof(one)) < 0) return;
 }
 
 void Transport::Loop() {
@@ -170,7 +171,7 @@ void Transport::Loop() {
     if (ending_) LoseWhoIsSilent();
     if (ticking_ && Now() - last_tick >= kTickMilliseconds * 1'000'000) {
       last_tick = Now();
-      ticking_ = false;  // whoever asks from now on wakes this thread
+      ticking_ = false;  // a call of Tick from now on wakes this thread
       if (listener_->OnTick()) ticking_ = true;
     }
   }
@@ -180,7 +181,7 @@ void Transport::Serve(int peer, Source source, uint32_t events) {
   Link& link = *links_[peer];
   if (link.lost) return;
   try {
-    // What has come first: it may say why the peer is gone.
+    // Read first, because the data may contain the reason why the peer is gone.
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
       if (source == Source::kControl) {
         ReadControl(peer);
@@ -207,7 +208,7 @@ void Transport::ReadData(int peer, Source source) {
   if (source == Source::kData && rings != nullptr) return link.data.OnEnd();
   if (source == Source::kBell) rings->ClearBell();
   const bool more = link.data.OnReadable();
-  // Of a connection the system tells again.
+  // For a connection, the system reports remaining data again.
   if (more && source == Source::kBell) link.more = more_ = true;
 }
 
@@ -224,21 +225,21 @@ void Transport::ReadMore() {
 void Transport::WriteMore(int peer, Source source) {
   Link& link = *links_[peer];
   if (source == Source::kBell) {
-    link.data.OnWritable();  // the bell tells when there is room again
+    link.data.OnWritable();  // the bell rings when there is space again
     return;
   }
   const bool control = source == Source::kControl;
   const int fd = control ? link.control.fd() : link.data.fd();
-  // Watched for no more before looking: whoever adds something in between
-  // watches again.
+  // Stop watching for writability before the check. A thread that adds a
+  // message in between starts watching again.
   Watch(fd, TagOf(peer, source), EPOLLIN, false);
   const bool left =
       control ? link.control.OnWritable() : link.data.OnWritable();
   if (left) Watch(fd, TagOf(peer, source), EPOLLIN | EPOLLOUT, false);
 }
 
-// Those whose connection for messages has ended, while the other one has said
-// nothing about it for a while.
+// Loses peers whose connection for messages has ended, if their control
+// connection gives no reason within kEndedConnectionWait.
 void Transport::LoseWhoIsSilent() {
   ending_ = false;
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
@@ -260,11 +261,11 @@ bool Transport::ReadControl(int peer) {
 void Transport::Lose(int peer, const std::string& why) {
   Link& link = *links_[peer];
   link.lost = true;
-  // One connection may end while the other still holds what the peer said or
-  // sent before it went.
+  // One connection may end while the other still contains data that the peer
+  // sent before its end.
   try {
     for (int i = 0; i < kLastTurns && link.data.OnReadable(); ++i) continue;
-  } catch (const std::exception&) {  // its end
+  } catch (const std::exception&) {  // the end of the connection
   }
   try {
     for (int i = 0; i < kLastTurns && ReadControl(peer); ++i) continue;

@@ -16,19 +16,21 @@
 
 namespace tfdist {
 
-// What a transport tells, on its own thread and with no lock held.
+// Receives the events of a transport, on the transport's thread and with no
+// lock held.
 class TransportListener {
  public:
   virtual ~TransportListener() = default;
   virtual void OnControl(int peer, ControlFrame& frame) = 0;
-  // Once per peer; nothing comes from it afterwards. `why` is empty where its
-  // connections have ended, and says what it has sent if that makes no sense.
+  // Called once per peer; nothing arrives from the peer afterwards. `why` is
+  // empty if the connections have ended. Otherwise it describes the invalid
+  // data that the peer has sent.
   virtual void OnLost(int peer, const std::string& why) = 0;
-  // Every `kTick` since anybody has asked for it, until it returns false.
+  // Called every kTickMilliseconds after Tick(), until it returns false.
   virtual bool OnTick() = 0;
 };
 
-// A peer's connections cannot be used.
+// The connections of a peer cannot be used.
 class BadConnection : public std::runtime_error {
  public:
   BadConnection(int peer, const std::string& why)
@@ -38,41 +40,44 @@ class BadConnection : public std::runtime_error {
 
 // The connections to all peers, and the one thread that serves them.
 //
-// Nothing is global, and nothing listens: sockets come connected, from whoever
-// has made sure of who is at the other end.
+// This class has no global state and does not listen. The caller passes
+// connected sockets and has already authenticated the peers.
 class Transport {
  public:
   struct Pair {
-    FileDescriptor data, control;  // none at this rank's own place
-    SharedRings::Files shared;     // none where there is no `memory`
+    FileDescriptor data, control;  // not open for this rank itself
+    SharedRings::Files shared;     // not open without shared memory
   };
   static constexpr int kTickMilliseconds = 50;
 
-  // `most_early` is of each Inbox. Throws BadConnection and std::system_error.
+  // `most_early` is the limit of each Inbox. Throws BadConnection and
+  // std::system_error.
   Transport(std::vector<Pair> sockets, double timeout, ScratchPool& scratch,
             uint64_t most_early);
   ~Transport();
 
-  // Begins to listen. `listener` must outlive Stop. Throws std::system_error.
+  // Starts the thread. `listener` must outlive Stop. Throws std::system_error.
   void Start(TransportListener* listener);
-  // Ends the thread; what was not sent is lost. Not on the thread itself.
+  // Ends the thread; messages that are not sent are lost. Must not be called on
+  // the thread itself.
   void Stop();
-  // In a forked process, where the thread is not: closes what is open there.
+  // Closes the copies of the connections in a forked process, which does not
+  // have the thread.
   void CloseInChild();
 
   Inbox& inbox(int peer) { return links_[peer]->data.inbox(); }
-  // Throw ConnectionLost; see DataLink and ControlLink.
+  // These functions throw ConnectionLost; see DataLink and ControlLink.
   void Send(int peer, Outgoing* message);
   bool TakeBack(int peer, Outgoing* message, bool broken);
   void SendControl(int peer, const ControlFrame& frame);
-  // When anything came from a peer last, and when bytes of messages moved.
+  // When anything last arrived from a peer, and when message bytes last moved.
   int64_t last_heard(int peer) const;
   int64_t last_moved(int peer) const { return links_[peer]->data.last_moved(); }
-  // Whether bytes of messages are on their way to any peer's system.
+  // Whether the system of any peer has not yet acknowledged bytes of messages.
   bool InFlight() const;
-  // How often messages left for any peer, one or many together.
+  // Number of writes to all peers. One write may send several messages.
   int64_t writes() const;
-  // Has OnTick called from now on.
+  // Starts the calls of OnTick.
   void Tick();
 
  private:
@@ -83,16 +88,17 @@ class Transport {
           control(std::move(control)) {}
     DataLink data;
     ControlLink control;
-    // Of the transport's thread: lost, or when the connection for messages has
-    // ended. The other may still tell why.
+    // Used by the transport's thread. `data_ended` is the time when the
+    // connection for messages ended; the control connection may still deliver
+    // the reason.
     bool lost = false;
     int64_t data_ended = 0;
-    // Memory may hold more than was read in one turn.
+    // Memory may hold more than one call of OnReadable has read.
     bool more = false;
   };
 
   void Loop();
-  // What is watched of a peer.
+  // What the thread watches of a peer.
   enum class Source : uint64_t { kData, kControl, kBell };
   static uint64_t TagOf(int peer, Source source);
 
@@ -110,7 +116,8 @@ class Transport {
   FileDescriptor poller_, wake_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ticking_{false};
-  // Of the thread: a connection has ended, or holds more; see Link.
+  // Used by the thread. Whether any connection has ended, or any may hold more
+  // data; see Link.
   bool ending_ = false;
   bool more_ = false;
   TransportListener* listener_ = nullptr;

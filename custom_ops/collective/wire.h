@@ -7,16 +7,16 @@
 
 namespace tfdist {
 
-// What travels between two ranks. All ranks run the same build on machines of
-// the same byte order; `magic` catches anything else.
+// The protocol between two ranks. All ranks run the same build on machines of
+// the same byte order; `magic` detects anything else.
 //
-// Two connections join a pair of ranks. One carries messages of collectives,
-// each a Header and its payload; the other control frames, which therefore
-// never queue behind payload. Nothing is asked for before it is sent: whoever
-// is not ready for a message yet keeps it (see Inbox).
+// Each pair of ranks has two connections. One carries messages of collectives,
+// each a Header and its payload. The other carries control frames, which
+// therefore never wait behind a payload. A rank sends messages without a
+// request. A rank that is not ready for a message stores it (see Inbox).
 
 constexpr uint32_t kMagic = 0x74664435;  // "tfD5"
-// More than any tensor: a longer payload is no message of ours.
+// Larger than any tensor. A header with a longer payload is invalid.
 constexpr uint64_t kMostBytes = uint64_t{1} << 44;
 
 enum class Kind : uint16_t {
@@ -46,12 +46,12 @@ inline const char* KindName(Kind kind) {
   return "unknown";
 }
 
-// The payload is the text of a user error on the sending rank, which every
-// receiver raises as well.
+// The payload is the text of a user error on the sending rank. Every receiver
+// raises this error too.
 constexpr uint16_t kErrorFlag = 1;
-// The sender weighs its tensors.
+// The sender sums its tensors with a weight.
 constexpr uint16_t kWeightedFlag = 2;
-// The rows travel between GPUs, not in messages.
+// The rows are sent between GPUs, not in messages.
 constexpr uint16_t kDeviceFlag = 4;
 
 struct Header {
@@ -59,51 +59,57 @@ struct Header {
   Kind kind = Kind::kBarrier;
   uint16_t flags = 0;
   int64_t tag = 0;     // of the exchange
-  uint64_t call = 0;   // how many calls this tag has had on the rank
-  uint64_t bytes = 0;  // payload of this message
-  int64_t rows = 0;    // in it, of an all_to_all or all_gather
-  // Messages of another generation (see ProcessGroup::Leave) never match.
+  uint64_t call = 0;   // number of calls of this tag on the rank
+  uint64_t bytes = 0;  // of the payload of this message
+  int64_t rows = 0;    // rows in the payload, for all_to_all and all_gather
+  // Messages of another generation never match; see ProcessGroup::Leave.
   uint32_t generation = 0;
-  uint32_t part = 0;  // of the call: 0 is the first message
+  uint32_t part = 0;  // of the call; 0 is the first message
   int32_t dtype = 0;
-  int32_t root = 0;         // of a broadcast; the form of an all_reduce
-  uint64_t agreed = 0;      // must be equal on all ranks: row bytes, or total
+  int32_t root = 0;  // root of a broadcast, or form of an all_reduce
+  // Must be equal on all ranks: bytes of a row, or in total.
+  uint64_t agreed = 0;
   uint64_t shape_hash = 0;  // must be equal on all ranks
   double weight = 1;        // of this rank in a weighted all_reduce
   char label[72] = {};      // for the error of a mismatch
-  char shapes[40] = {};     // likewise
+  char shapes[40] = {};     // for the error of a mismatch
 };
 static_assert(sizeof(Header) == 192, "the header is part of the protocol");
 
-// The tag of the library itself; those of the `tag` attribute are below.
+// The tag of the library's own exchange. Values of the `tag` attribute are
+// smaller.
 constexpr int64_t kPlanTag = int64_t{1} << 62;
 
 enum class Control : uint32_t {
-  kPing = 2,     // are you alive, and what are you waiting for?
-  kPong = 3,     // `text` says it; `code` is 1 for a rank in no collective
-  kAbort = 4,    // the group failed: `rank` is the culprit, `text` the reason
-  kGoodbye = 5,  // this rank closes its group in good order; `text` says why if
-                 // its program has failed
-  kLeave = 6,    // this rank takes no further part in a generation: `rank` is
-                 // whose failure made it leave, `text` the reason
-  // The store of keys that rank 0 keeps. `text` holds key and value, each
-  // terminated; `nonce` is the request's number.
-  kInsert = 7,    // to rank 0: unless the key has a value, give it this one
-  kInserted = 8,  // answer: `code` is 1 if the key has had a value
-  kValue = 9,     // to all: the key has this value
+  kPing = 2,  // asks whether the peer is alive and what it waits for
+  // Answers a ping in `text`; `code` is 1 for a rank in no collective.
+  kPong = 3,
+  kAbort = 4,  // the group failed: `rank` is the culprit, `text` the reason
+  // The rank closes its group in good order; `text` is the error of its
+  // program, if any.
+  kGoodbye = 5,
+  // The rank leaves a generation: `rank` is the rank that failed, `text` the
+  // reason.
+  kLeave = 6,
+  // The key-value store on rank 0. `text` holds key and value, each terminated
+  // by a zero byte. `nonce` is the number of the request.
+  kInsert = 7,    // to rank 0: set this value unless the key has a value
+  kInserted = 8,  // answer: `code` is 1 if the key had a value
+  kValue = 9,     // to all ranks: the key has this value
 };
 
 struct ControlFrame {
   uint32_t magic = kMagic;
   Control type = Control::kPing;
   int32_t rank = -1;
-  int32_t code = 0;    // absl::StatusCode of an abort; see kPong
-  uint64_t nonce = 0;  // the generation in a leave, the ping's number else
+  int32_t code = 0;  // absl::StatusCode of an abort; see kPong
+  // Generation of a leave; otherwise the number of the ping.
+  uint64_t nonce = 0;
   char text[1000] = {};
 };
 static_assert(sizeof(ControlFrame) == 1024, "part of the protocol");
 
-// Copies `text`, cut to fit and terminated.
+// Copies `text`, truncated if necessary, with a terminating zero byte.
 template <size_t N>
 inline void SetText(char (&field)[N], const char* text) {
   size_t i = 0;
@@ -111,7 +117,8 @@ inline void SetText(char (&field)[N], const char* text) {
   field[i] = '\0';
 }
 
-// The text of a field that came from the network: never read past its end.
+// Returns the text of a field that came from the network. Terminates it, so
+// that it is never read past its end.
 template <size_t N>
 inline const char* GetText(char (&field)[N]) {
   field[N - 1] = '\0';
