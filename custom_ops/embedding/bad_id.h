@@ -9,9 +9,9 @@
 
 namespace tfdist {
 
-// The first id that the `out_of_range="error"` policy refuses.
+// The first invalid id under the policy `out_of_range="error"`.
 struct BadId {
-  // Of a feature of unique ids: they are those of all samples.
+  // The sample of a feature of unique ids, whose ids belong to all samples.
   static constexpr int64_t kNoSample = -1;
 
   bool found = false;
@@ -20,8 +20,8 @@ struct BadId {
   int64_t id = 0;
 };
 
-// The error for it. Made from what all ranks know, so that all ranks raise the
-// same text.
+// Returns the error for `bad_id`. The text depends only on values that all
+// ranks know, so that all ranks raise the same error.
 absl::Status BadIdError(const std::string& layer, int64_t rank,
                         const BadId& bad_id, int64_t vocabulary_size);
 

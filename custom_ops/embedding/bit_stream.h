@@ -13,14 +13,15 @@ namespace tfdist {
 
 // Bits are packed from the least significant bit of each byte upwards. A Rice
 // code of parameter k writes value >> k as that many zeros and a one, then the
-// low k bits: near optimal for gaps between randomly spread rows.
+// low k bits. This is near optimal for gaps between randomly distributed rows.
 
-// Writes bits to memory the caller has sized exactly.
+// Writes bits to memory of exactly the required size.
 class BitWriter {
  public:
   explicit BitWriter(uint8_t* out) : out_(out) {}
 
-  // Appends the low `count` (0..63) bits of `value`; higher bits must be zero.
+  // Appends the low `count` (0 to 63) bits of `value`. Higher bits must be
+  // zero.
   void Put(uint64_t value, int count) {
     word_ |= value << fill_;
     const int fill = fill_ + count;
@@ -47,7 +48,7 @@ class BitWriter {
     }
   }
 
-  // Writes what is pending, padded to a whole byte; returns the end.
+  // Writes the remaining bits, padded to a byte. Returns the end.
   uint8_t* Finish() {
     const int bytes = (fill_ + 7) / 8;
     std::memcpy(out_, &word_, bytes);
@@ -60,11 +61,12 @@ class BitWriter {
   int fill_ = 0;
 };
 
-// Bits that PeekBits() has for sure.
+// The number of bits that PeekBits() always returns.
 constexpr int kPeekBits = 57;
 
-// The bits of [data, data + size) from `position` on, kPeekBits of them and
-// some more; zeros follow the end of the data, nothing outside of it is read.
+// Returns the bits of [data, data + size) from `position`: kPeekBits bits and
+// possibly more. Bits after the end of the data are zero; nothing outside of
+// the data is read.
 TFDIST_INLINE uint64_t PeekBits(const uint8_t* data, size_t size,
                                 uint64_t position) {
   const size_t byte = position / 8;
@@ -77,7 +79,7 @@ TFDIST_INLINE uint64_t PeekBits(const uint8_t* data, size_t size,
   return word >> (position % 8);
 }
 
-// How many zeros are below the lowest one; `word` is not 0.
+// Returns the number of zeros below the lowest one. `word` must not be 0.
 TFDIST_INLINE int TrailingZeros(uint64_t word) {
 #if defined(__CUDA_ARCH__)
   return __ffsll(static_cast<long long>(word)) - 1;
@@ -86,14 +88,15 @@ TFDIST_INLINE int TrailingZeros(uint64_t word) {
 #endif
 }
 
-// Reads what BitWriter wrote. Never reads outside [data, data + size): past the
-// end, bits are zero and `ok()` turns false.
+// Reads what BitWriter wrote. Never reads outside of [data, data + size). After
+// the end, bits are zero and `ok()` returns false.
 class BitReader {
  public:
   TFDIST_INLINE BitReader(const uint8_t* data, size_t size)
       : data_(data), size_(size), end_(uint64_t{8} * size) {}
 
-  // The value of one Rice code, or 0 with ok() false when the bits run out.
+  // Returns the value of one Rice code. At the end of the bits, returns 0 and
+  // ok() becomes false.
   TFDIST_INLINE uint64_t GetRice(int k) {
     uint64_t word = Peek();
     uint64_t quotient = 0;
@@ -118,7 +121,7 @@ class BitReader {
 
   TFDIST_INLINE bool ok() const { return ok_; }
 
-  // Bytes touched so far, the last one counted whole.
+  // Bytes read so far, including the last, partly read byte.
   TFDIST_INLINE size_t bytes_read() const { return (position_ + 7) / 8; }
 
  private:
@@ -141,23 +144,24 @@ class BitReader {
   bool ok_ = true;
 };
 
-// How a list of numbers is coded: `base` is subtracted, then Rice codes of
-// parameter k follow; kConstant says that all numbers equal `base`.
+// The code of a list of numbers: `base` is subtracted from each number, which
+// is then written as a Rice code of parameter k. kConstant means that all
+// numbers equal `base`.
 struct RiceCode {
   static constexpr int kConstant = 63;
   static constexpr int kMaxK = 48;
 
   uint64_t base = 0;
   int k = kConstant;
-  uint64_t bits = 0;  // of the whole list
+  uint64_t bits = 0;  // of the entire list
 
-  // The next number of a list.
+  // Returns the next number of a list.
   TFDIST_INLINE uint64_t Next(BitReader* reader) const {
     return k == kConstant ? base : base + reader->GetRice(k);
   }
 };
 
-// Bits of a part of a list.
+// Returns the number of bits of a part of a list.
 template <typename T>
 uint64_t RiceBits(const T* values, size_t count, const RiceCode& code) {
   if (code.k == RiceCode::kConstant) return 0;
@@ -166,7 +170,8 @@ uint64_t RiceBits(const T* values, size_t count, const RiceCode& code) {
   return bits;
 }
 
-// The cheapest Rice code for values[0, count), found from their mean.
+// Returns the shortest Rice code for values[0, count), estimated from their
+// mean.
 template <typename T>
 RiceCode ChooseRice(const T* values, size_t count, uint64_t base) {
   RiceCode code;
@@ -187,7 +192,7 @@ RiceCode ChooseRice(const T* values, size_t count, uint64_t base) {
   return code;
 }
 
-// As above with the smallest value as base; equal values cost nothing.
+// Like ChooseRice, with the smallest value as base. Equal values take no bits.
 template <typename T>
 RiceCode ChooseRiceWithBase(const T* values, size_t count) {
   if (count == 0) return RiceCode();

@@ -9,7 +9,7 @@
 namespace tfdist {
 namespace {
 
-// Samples that are finished before the next ones are begun: their part of the
+// Number of samples that are computed at a time, so that their part of the
 // result stays in the cache while the sections are added.
 constexpr int64_t kSamplesAtOnce = 128;
 
@@ -41,7 +41,7 @@ TFDIST_CLONES
 void CombineCpu(const CombineColumns& columns, const float* parts, int64_t dim,
                 int64_t begin, int64_t end, float* out) {
   out += columns.column;
-  std::vector<int64_t> next;  // row of every section
+  std::vector<int64_t> next;  // the next row of each section
   for (const CombineSection& section : columns.sections) {
     next.push_back(std::lower_bound(section.sample_ids,
                                     section.sample_ids + section.samples,

@@ -5,8 +5,9 @@
 namespace tfdist {
 namespace {
 
-// A group of threads works on the columns of one sample at a time, each of its
-// threads on every group-th column: neighbours read and write neighbours.
+// A group of threads computes the columns of one sample at a time. Each thread
+// computes every group-th column, so that adjacent threads access adjacent
+// memory.
 __global__ void CombineKernel(GpuCombine args, int group) {
   for (int64_t s = FirstUnit(group); s < args.segments;
        s += UnitStride(group)) {
@@ -19,7 +20,8 @@ __global__ void CombineKernel(GpuCombine args, int group) {
     const int64_t end = args.row_splits[s + 1];
     for (int64_t column = threadIdx.x % group; column < block.width;
          column += group) {
-      // The first is no summand: a sum with 0 would lose its sign.
+      // The sum starts with the first row, because adding it to 0 would change
+      // -0 to +0.
       float sum = begin < end ? args.parts[args.firsts[begin] + column] : 0;
       for (int64_t i = begin + 1; i < end; ++i) {
         sum += args.parts[args.firsts[i] + column];
@@ -29,8 +31,8 @@ __global__ void CombineKernel(GpuCombine args, int group) {
   }
 }
 
-// A group of threads works on one row of what goes back at a time, each of its
-// threads on every group-th column.
+// A group of threads computes one row of the gradient at a time. Each thread
+// computes every group-th column.
 __global__ void CombineGradKernel(GpuCombineGrad args, int group) {
   for (int64_t i = FirstUnit(group); i < args.entries; i += UnitStride(group)) {
     const GpuCombineSection section =

@@ -7,16 +7,17 @@
 
 namespace tfdist {
 
-// What one owner sent for one feature: row k belongs to the columns of that
-// owner in sample sample_ids[k] of the result.
+// The results of one owner for one feature. Row k belongs to this owner's
+// columns of sample sample_ids[k].
 struct CombineSection {
   const int32_t* sample_ids;  // [samples], strictly ascending
   int64_t samples;
-  int64_t first_value;  // of the matrix [samples, width] in the flat values
+  // Where the matrix [samples, width] starts in the flat values.
+  int64_t first_value;
 };
 
-// One range of columns of a feature's result and the owners that hold them: the
-// row parts, whose sections are summed.
+// A range of columns of a feature's result, and the sections of the owners that
+// hold these columns. The owners hold row parts, whose results are summed.
 struct CombineColumns {
   int64_t feature;
   int64_t column;
@@ -24,20 +25,21 @@ struct CombineColumns {
   std::vector<CombineSection> sections;
 };
 
-// Sums the sections for samples [begin, end), in their order, zeros for a
-// sample of no section. `out` is the result [*, dim] of the feature. Every
-// number of the result is written when it is first met, not filled with zeros.
+// Sums the sections for samples [begin, end), in the order of the sections.
+// Samples without a section get zeros. `out` is the result [*, dim] of the
+// feature. The first section to reach a sample overwrites `out`, so `out` need
+// not be zero before.
 void CombineCpu(const CombineColumns& columns, const float* parts, int64_t dim,
                 int64_t begin, int64_t end, float* out);
 
-// The reverse for rows [begin, end) of a section: parts = out * scale, and 0
-// for scale 0 whatever is in `out`.
+// The gradient of CombineCpu, for rows [begin, end) of a section: parts = out *
+// scale. If scale is 0, parts is 0 for any value of `out`.
 void CombineGradCpu(const CombineColumns& columns,
                     const CombineSection& section, const float* out,
                     int64_t dim, float scale, int64_t begin, int64_t end,
                     float* parts);
 
-// Whether ids ascend strictly and are in [0, limit).
+// Whether ids are strictly ascending and in [0, limit).
 bool AscendingBelow(const int32_t* ids, int64_t count, int64_t limit);
 
 }  // namespace tfdist

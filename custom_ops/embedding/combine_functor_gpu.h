@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// combine_functor.h for a GPU: all features in one launch, all pointers in
-// device memory.
+// The GPU version of combine_functor.h: one launch for all features. All
+// pointers are device memory.
 #ifndef TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_FUNCTOR_GPU_H_
 #define TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_FUNCTOR_GPU_H_
 
@@ -13,14 +13,15 @@ namespace tfdist {
 struct GpuCombineBlock {
   int64_t first_segment;
   int64_t width;
-  int64_t dim;  // of the result, from one sample to the next
-  float* out;   // where the columns of the first sample begin
+  int64_t dim;  // columns of the result
+  float* out;   // the first of these columns in the first sample
 };
 
-// Segment s is the sum of the rows that begin at parts[firsts[i]], i in
-// [row_splits[s], row_splits[s + 1]), in this order; zeros for none.
+// Segment s is the sum of the rows that begin at parts[firsts[i]], for i in
+// [row_splits[s], row_splits[s + 1]), in this order. A segment without rows is
+// zero.
 struct GpuCombine {
-  // Ascending by first_segment, from 0 on. None is empty.
+  // Ascending by first_segment, from 0. No block is empty.
   const GpuCombineBlock* blocks;
   int64_t block_count;
   int64_t widest;  // width of the widest block
@@ -30,19 +31,20 @@ struct GpuCombine {
   const float* parts;
 };
 
-// What one owner sent for one range of columns: a section of combine_functor.h.
+// The results of one owner for one range of columns: a section of
+// combine_functor.h.
 struct GpuCombineSection {
   int64_t first_entry;
   int64_t first_value;
   int64_t width;
-  int64_t dim;        // of the gradient, from one sample to the next
-  const float* grad;  // where the columns of sample 0 begin
+  int64_t dim;        // columns of the gradient
+  const float* grad;  // the first of these columns in sample 0
 };
 
-// Row k of a section is scale times the columns of sample_ids[first_entry + k];
-// zeros for scale 0, whatever these are.
+// Row k of a section is scale times the columns of sample
+// sample_ids[first_entry + k]. If scale is 0, the row is 0 for any gradient.
 struct GpuCombineGrad {
-  // Ascending by first_entry, from 0 on. None is empty.
+  // Ascending by first_entry, from 0. No section is empty.
   const GpuCombineSection* sections;
   int64_t section_count;
   int64_t widest;  // width of the widest section
@@ -52,8 +54,8 @@ struct GpuCombineGrad {
   float* values;
 };
 
-// Each is one launch on `stream`, a cudaStream_t, without waiting. Return a
-// cudaError_t.
+// Each function launches one kernel on `stream`, a cudaStream_t, and does not
+// wait. Both return a cudaError_t.
 int CombineGpu(const GpuCombine& args, void* stream);
 int CombineGradGpu(const GpuCombineGrad& args, void* stream);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Combine and its gradient on a GPU: numbers are there, samples on the host.
+// Combine and its gradient on a GPU. The numbers are in device memory, the
+// sample_ids in host memory.
 #include <algorithm>
 #include <vector>
 
@@ -13,8 +14,8 @@ namespace {
 
 using tensorflow::OpKernelContext;
 
-// The rows of all samples of a range of columns, one after the other; a sample
-// has those of the sections in their order.
+// Appends the rows of all samples for a range of columns, one sample after
+// another. The rows of a sample are in the order of the sections.
 void AddSegments(const CombineColumns& columns, int64_t samples,
                  std::vector<int64_t>* row_splits,
                  std::vector<int64_t>* firsts) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Combine and its gradient but for the numbers, which are added where they are.
+// Combine and its gradient without the sums, which differ between CPU and GPU.
 #ifndef TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_KERNEL_H_
 #define TFDIST_CUSTOM_OPS_EMBEDDING_COMBINE_KERNEL_H_
 
@@ -14,21 +14,21 @@
 
 namespace tfdist {
 
-// What a feature gets: [samples, dim].
+// The result of one feature: [samples, dim].
 struct CombineResult {
   float* out;
   int64_t samples;
   int64_t dim;
 };
 
-// The gradient of that.
+// The gradient of such a result: [samples, dim].
 struct CombineGradient {
   const float* grad;
   int64_t dim;
 };
 
-// What Combine and its gradient share: the plan, and how the columns of all
-// features are cut.
+// Common part of Combine and its gradient: the plan, and the ranges of columns
+// of all features.
 class CombineBase : public tensorflow::OpKernel {
  public:
   explicit CombineBase(tensorflow::OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -43,8 +43,8 @@ class CombineBase : public tensorflow::OpKernel {
   }
 
  protected:
-  // The columns of all features with the sections they get. `limits` has the
-  // samples of every feature.
+  // Finds the column ranges of all features and their sections. `limits`
+  // contains the number of samples of each feature.
   absl::Status FindColumns(const tensorflow::Tensor& sample_ids,
                            const tensorflow::Tensor& sample_splits,
                            const std::vector<int64_t>& limits,
@@ -125,10 +125,11 @@ class CombineBase : public tensorflow::OpKernel {
   }
 
   std::vector<CombineColumns> columns_;  // without sections
-  std::vector<size_t> first_columns_;    // of every feature
+  std::vector<size_t> first_columns_;    // by feature
 };
 
-// Where::Combine(ctx, columns, parts, results): sample_ids are on the host.
+// `Where::Combine(ctx, columns, parts, results)` computes the sums. The
+// sample_ids are in host memory.
 template <typename Where>
 class CombineKernel : public CombineBase {
  public:
@@ -170,7 +171,8 @@ class CombineKernel : public CombineBase {
   }
 };
 
-// Where::CombineGrad(ctx, columns, grads, scale, values).
+// `Where::CombineGrad(ctx, columns, grads, scale, values)` computes the
+// gradient.
 template <typename Where>
 class CombineGradKernel : public CombineBase {
  public:

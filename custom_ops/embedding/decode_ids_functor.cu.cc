@@ -5,7 +5,7 @@
 namespace tfdist {
 namespace {
 
-// A thread reads one block of ids, from its first bit to its last.
+// Each thread decodes entire blocks of ids.
 __global__ void DecodeIdsKernel(GpuDecodeIds args) {
   if (FirstUnit() == 0) args.to.row_splits[0] = 0;
   for (int64_t b = FirstUnit(); b < args.block_count; b += UnitStride()) {
@@ -27,7 +27,8 @@ int DecodeIdsGpu(const GpuDecodeIds& args, void* stream_pointer) {
   const int error =
       cudaMemsetAsync(args.status, 0xFF, sizeof(kAllDecoded), stream);
   if (error != cudaSuccess) return error;
-  // Threads are few and long: one warp in a block, on as many processors.
+  // There are few threads, and each takes long. Blocks of one warp spread them
+  // over as many processors as possible.
   DecodeIdsKernel<<<Blocks(args.block_count, kBlockThreads / kWarpThreads),
                     kWarpThreads, 0, stream>>>(args);
   return cudaGetLastError();

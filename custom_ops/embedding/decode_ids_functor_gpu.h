@@ -13,22 +13,23 @@ struct GpuIdSection {
   uint64_t row_limit;
 };
 
-// Sections of all ranks and features, whose headers the host has read, with all
-// pointers in device memory.
+// The sections of all ranks and features, whose headers the host has read. All
+// pointers are device memory.
 struct GpuDecodeIds {
   const uint8_t* payload;
   const GpuIdSection* sections;
-  const IdBlock* blocks;  // by section, and in order within it
+  const IdBlock* blocks;  // ordered by section, and within it
   int64_t block_count;
   DecodedIds to;
-  // Of the first block that is malformed: its number times 256, and its
-  // IdError. kAllDecoded without any. What is decoded then is of no use.
+  // The index of the first malformed block times 256, plus its IdError;
+  // kAllDecoded if no block is malformed. If one is, the other outputs are
+  // invalid.
   uint64_t* status;
 };
 
 constexpr uint64_t kAllDecoded = ~uint64_t{0};
 
-// One launch on `stream`, a cudaStream_t, without waiting. Returns a
+// Launches one kernel on `stream`, a cudaStream_t, and does not wait. Returns a
 // cudaError_t.
 int DecodeIdsGpu(const GpuDecodeIds& args, void* stream);
 

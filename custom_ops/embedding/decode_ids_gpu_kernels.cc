@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// DecodeIds on a GPU: messages are on the host, which reads their headers; ids
-// are made on the GPU. The host waits, to know whether all could be decoded.
+// DecodeIds on a GPU. The messages are in host memory, and the host reads their
+// headers. The GPU decodes the ids. The host waits until it knows whether all
+// ids could be decoded.
 #include <memory>
 #include <vector>
 
@@ -18,7 +19,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// What a call keeps until its ids are decoded.
+// The state of a call until its ids are decoded.
 struct DecodeCall {
   DecodeCall(OpKernelContext* ctx, const PlacementPlan& plan, int64_t rank)
       : messages(plan, rank), work(ctx) {}
@@ -26,7 +27,7 @@ struct DecodeCall {
   IdMessages messages;
   GpuWork work;
   std::vector<IdBlock> blocks;
-  uint64_t* status = nullptr;  // of GpuDecodeIds, on the host
+  uint64_t* status = nullptr;  // of GpuDecodeIds, in host memory
 };
 
 class DecodeIdsGpuOp : public tensorflow::AsyncOpKernel {

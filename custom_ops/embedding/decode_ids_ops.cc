@@ -82,7 +82,7 @@ class DecodeIdsOp : public OpKernel {
   }
 
  private:
-  // One section is one task: its samples and entries go to its own part of the
+  // Runs one task per section. Each section writes to its own part of the
   // outputs.
   static absl::Status WriteEntries(OpKernelContext* ctx,
                                    const IdMessages& messages) {

@@ -90,7 +90,7 @@ in_blocks: whether GPUs decode: sections are cut into blocks, each to be read by
   itself.
 )doc");
 
-// Fewer ids than this are not worth a second thread.
+// Minimum number of ids that make a second thread worthwhile.
 constexpr int64_t kIdsPerTask = 16384;
 constexpr int64_t kNanosecondsPerId = 10;
 
@@ -146,7 +146,7 @@ class EncodeIdsOp : public OpKernel {
   }
 
  private:
-  // Turns the feature of every list into the first list of every feature.
+  // Computes the first list of each feature from the feature of each list.
   void FindLists(OpKernelConstruction* ctx,
                  const std::vector<int64_t>& list_features) {
     int lists;
@@ -174,7 +174,7 @@ class EncodeIdsOp : public OpKernel {
          (lists.samples + most - 1) / most, int64_t{1}});
   }
 
-  // A task is a range of samples of one feature.
+  // Runs one task per range of samples of one feature.
   std::vector<FeatureEntries> BuildEntries(
       const std::vector<IdLists<Tids>>& lists,
       tensorflow::thread::ThreadPool* pool) const {
@@ -241,7 +241,8 @@ class EncodeIdsOp : public OpKernel {
   int64_t rank_ = 0;
   bool in_blocks_ = false;
   std::vector<FeatureRules> rules_;
-  std::vector<int> first_list_;  // of every feature, then the end
+  // First list of each feature; the last element is the number of lists.
+  std::vector<int> first_list_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("Tfdist>EncodeIds")

@@ -17,18 +17,20 @@
 
 namespace tfdist {
 
-// What a feature does with its ids, beside placing them.
+// How a feature treats its ids.
 struct FeatureRules {
   bool ignore_bad_ids = false;
-  bool unique = false;  // one id per sample, strictly ascending
+  // One id per sample, strictly ascending over the samples.
+  bool unique = false;
 };
 
-// Turns a feature's ids of a range of samples into entries: unique rows per
-// sample, grouped by row part, ascending by (part, sample, row).
+// Converts a feature's ids in a range of samples to entries: the unique rows of
+// each sample, grouped by row part, ascending by (part, sample, row).
 //
-// An id becomes one 64-bit key, part | sample | local row from the top, so a
-// sort of the keys does the bucketing, the ordering and brings duplicates
-// together. Ids that ascend within their samples already are only bucketed.
+// Each id becomes one 64-bit key: part, sample and local row, from the highest
+// bits down. A sort of the keys therefore groups the ids by part, orders them,
+// and puts duplicates next to each other. Ids that already ascend within their
+// samples only need to be grouped by part.
 class EntryBuilder {
  public:
   EntryBuilder(const FeaturePlacement& placement, const FeatureRules& rules)
@@ -37,12 +39,14 @@ class EntryBuilder {
         row_bits_(BitWidth(placement.RowLimit() - 1)),
         part_bits_(BitWidth(placement.row_parts - 1)) {}
 
-  // Samples that one builder can take, by the width of its keys.
+  // The limit of samples of one builder, which the width of the keys
+  // determines.
   int64_t MaxSamples() const {
     return int64_t{1} << std::min(64 - row_bits_ - part_bits_, 31);
   }
 
-  // Builds the entries of samples [begin, end), end - begin <= MaxSamples().
+  // Builds the entries of samples [begin, end). Requires end - begin <=
+  // MaxSamples().
   template <typename Tids>
   void Build(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
     first_sample_ = begin;
@@ -66,13 +70,15 @@ class EntryBuilder {
 
   const BadId& bad_id() const { return bad_id_; }
 
-  // Whether the ids of a unique feature are as promised.
+  // Whether the ids of a unique feature are unique and ascending, as promised.
   bool keeps_promise() const { return keeps_promise_; }
 
-  // Whether the entries need float weights: not if all are small counts.
+  // Whether the entries need float weights. They do not if all weights are
+  // small counts.
   bool has_weights() const { return has_weights_; }
 
-  // Index of the first entry of `part`; of part row_parts: of the end.
+  // Returns the index of the first entry of `part`. `part` may be row_parts,
+  // for the end of all entries.
   int64_t Begin(uint64_t part) const {
     const int shift = row_bits_ + sample_bits_;
     if (part_bits_ == 0) return part == 0 ? 0 : count_;
@@ -82,8 +88,8 @@ class EntryBuilder {
            sort_.keys;
   }
 
-  // Appends the entries [begin, end), all of one part, to its section, and
-  // their samples to sample_ids. Returns the end of sample_ids.
+  // Appends the entries [begin, end), all of one part, to the section of this
+  // part, and their samples to sample_ids. Returns the end of sample_ids.
   int32_t* Emit(int64_t begin, int64_t end, bool weighted,
                 SectionWriter* section, int32_t* sample_ids) const {
     const uint64_t row_mask = (uint64_t{1} << row_bits_) - 1;
@@ -106,7 +112,7 @@ class EntryBuilder {
   }
 
  private:
-  // The id before the range counts: ids ascend over all samples.
+  // Includes the id before the range, because ids ascend over all samples.
   template <typename Tids>
   void CheckUnique(const IdLists<Tids>& lists, int64_t begin, int64_t end) {
     const auto& list = lists.lists[0];
@@ -142,7 +148,8 @@ class EntryBuilder {
           }
           const uint64_t row = kSplitRows ? rows.LocalRow(id) : id;
           const uint64_t part = kSplitRows ? rows.Owner(id, row) : 0;
-          // Rows that do not descend over all parts do not in any.
+          // Rows that never descend over all parts do not descend within any
+          // part.
           descents += row < previous;
           previous = row;
           const uint64_t key =
@@ -159,7 +166,7 @@ class EntryBuilder {
     sorted_ = descents == 0;
   }
 
-  // The samples are in order, and often few rows of them are in each part.
+  // The samples are already in order, and each often has few rows in each part.
   void SortKeys(int64_t samples) {
     const int bits = row_bits_ + sample_bits_;
     const bool in_groups =
@@ -172,8 +179,8 @@ class EntryBuilder {
     }
   }
 
-  // Equal keys become one entry and the number of them. No branch depends on
-  // the data: duplicates come unpredictably.
+  // Replaces equal keys by one entry and their count. No branch depends on the
+  // data, because the positions of duplicates are unpredictable.
   void CombineCounts() {
     combined_ = value_memory_.get();
     uint64_t* keys = sort_.keys;
@@ -191,7 +198,7 @@ class EntryBuilder {
     count_ = last + 1;
   }
 
-  // The same with float weights, summed in the order of the input.
+  // Like CombineCounts, with float weights, summed in the order of the input.
   void CombineWeights() {
     combined_ = sort_.values;
     uint64_t* keys = sort_.keys;
@@ -218,7 +225,7 @@ class EntryBuilder {
     return weight;
   }
 
-  // Whether a weight can be sent as a number of occurrences, without loss.
+  // Whether a weight can be sent as a count without loss.
   static bool IsCount(float weight) {
     constexpr float kMostOccurrences = 1 << 24;
     return weight >= 1 && weight <= kMostOccurrences &&

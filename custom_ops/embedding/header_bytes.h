@@ -10,7 +10,8 @@
 
 namespace tfdist {
 
-// Seven bits per byte, least significant first; the top bit says "more".
+// A varint: seven bits per byte, least significant first. The top bit means
+// that more bytes follow.
 inline uint8_t* PutVarint(uint64_t value, uint8_t* out) {
   for (; value >= 0x80; value >>= 7) {
     *out++ = static_cast<uint8_t>(value | 0x80);
@@ -19,7 +20,7 @@ inline uint8_t* PutVarint(uint64_t value, uint8_t* out) {
   return out;
 }
 
-// Bytes that PutVarint() writes.
+// Returns the number of bytes that PutVarint() writes.
 inline size_t VarintSize(uint64_t value) {
   size_t size = 1;
   for (; value >= 0x80; value >>= 7) ++size;
@@ -37,8 +38,8 @@ inline uint8_t* PutCode(const RiceCode& code, uint8_t* out) {
   return PutVarint(code.base, out);
 }
 
-// Takes header fields off the front of a message; after the first field that is
-// not there, ok() is false and every further field reads as 0.
+// Reads header fields from the start of a message. After the first missing
+// field, ok() is false and every further field reads as 0.
 class HeaderReader {
  public:
   HeaderReader(const uint8_t* data, size_t size)
@@ -75,7 +76,7 @@ class HeaderReader {
     return value;
   }
 
-  // The parameter of a Rice code that cannot be constant.
+  // Reads the parameter of a Rice code that cannot be constant.
   int Parameter() {
     const uint8_t k = Byte();
     if (k > RiceCode::kMaxK) ok_ = false;
@@ -90,7 +91,7 @@ class HeaderReader {
     return code;
   }
 
-  // Skips `size` bytes, which the caller knows to be there.
+  // Skips `size` bytes. The caller must have checked that they exist.
   void Skip(size_t size) { next_ += size; }
 
   bool ok() const { return ok_; }

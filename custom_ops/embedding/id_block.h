@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of a section that one thread reads, of a CPU or a GPU. What it reads
-// came over the network: any bytes are either decoded within bounds or refused.
+// The part of a section that one thread of a CPU or GPU reads. The data came
+// over the network: any bytes are either decoded within bounds or refused.
 #ifndef TFDIST_CUSTOM_OPS_EMBEDDING_ID_BLOCK_H_
 #define TFDIST_CUSTOM_OPS_EMBEDDING_ID_BLOCK_H_
 
@@ -14,33 +14,34 @@
 
 namespace tfdist {
 
-// How the lists of a section are coded.
+// The codes of the lists of a section.
 struct SectionCodes {
   RiceCode counts;
   RiceCode repeat_counts;
   int gaps = 0;         // parameters of the codes that cannot be constant
-  int repeat_gaps = 0;  // a block's first repeat: from its first entry
+  int repeat_gaps = 0;  // the first one of a block counts from its first entry
   bool running = false;
   bool weighted = false;
 };
 
-// Consecutive samples of a section. Its lists, one behind the other and padded
-// to a byte, depend on no other block.
+// Consecutive samples of a section. The lists of a block are stored one after
+// another, padded to a byte, and do not depend on other blocks.
 struct IdBlock {
-  int64_t section;  // of those that are read together
-  size_t at;        // its first byte
+  int64_t section;  // index among the sections that are decoded in one call
+  size_t at;        // offset of its first byte
   size_t bytes;
-  size_t weights_at;     // of its weights, if the section is weighted
-  int64_t first_sample;  // within what is decoded
+  size_t weights_at;     // offset of its weights, if the section is weighted
+  int64_t first_sample;  // among the samples that are decoded
   int64_t samples;
   int64_t first_entry;
   int64_t entries;
   int64_t repeats;
-  uint64_t next_row;  // where the gaps of a running section go on
-  uint64_t end_row;   // and where they must end; 0 if that is not said
+  // The row that the gaps of a running section continue from.
+  uint64_t next_row;
+  uint64_t end_row;  // the row that they must end at; 0 if unknown
 };
 
-// Why a block is refused; Reason() in id_section.h has the words.
+// Why a block is refused. Reason() in id_section.h returns the text.
 enum class IdError : uint8_t {
   kNone,
   kCountsExceed,
@@ -52,11 +53,11 @@ enum class IdError : uint8_t {
   kWrongSize,
 };
 
-// Where the entries of all blocks go.
+// The outputs for the entries of all blocks.
 struct DecodedIds {
   int64_t* row_splits;  // a block writes [first_sample + 1 .. + samples]
-  int64_t* rows;        // [first_entry .. + entries], as the weights
-  float* weights;       // nullptr: no section has weights or repeats
+  int64_t* rows;        // [first_entry .. + entries], like the weights
+  float* weights;       // nullptr if no section has weights or repeats
 };
 
 TFDIST_INLINE IdError ReadCounts(const SectionCodes& codes,
@@ -73,7 +74,7 @@ TFDIST_INLINE IdError ReadCounts(const SectionCodes& codes,
   return end == entries ? IdError::kNone : IdError::kCountsLack;
 }
 
-// One loop for all samples: threads of a warp stay together.
+// One loop for all samples, so that the threads of a warp do not diverge.
 TFDIST_INLINE IdError ReadRows(const SectionCodes& codes, const IdBlock& block,
                                uint64_t row_limit, BitReader* bits,
                                const int64_t* row_splits, int64_t* rows) {
@@ -109,7 +110,7 @@ TFDIST_INLINE IdError ReadRepeats(const SectionCodes& codes,
     if (next >= entries || gap >= entries - next) {
       return IdError::kRepeatPastEnd;
     }
-    weights[next + gap] = 0;  // marks the entry, its count follows
+    weights[next + gap] = 0;  // marks the entry, whose count follows
     next += gap + 1;
   }
   int64_t entry = 0;
@@ -121,8 +122,8 @@ TFDIST_INLINE IdError ReadRepeats(const SectionCodes& codes,
   return IdError::kNone;
 }
 
-// Decodes a block of `data`, rows below `row_limit`. Whoever made the block has
-// seen that its bytes and weights are there.
+// Decodes a block of `data`, with rows below `row_limit`. The caller has
+// checked that the bytes and weights of the block are within the data.
 TFDIST_INLINE IdError ReadBlock(const SectionCodes& codes, const IdBlock& block,
                                 uint64_t row_limit, const uint8_t* data,
                                 const DecodedIds& to) {

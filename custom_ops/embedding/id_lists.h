@@ -11,16 +11,17 @@
 
 namespace tfdist {
 
-// Ids and samples that one call takes: their positions are 32-bit numbers.
+// The limit of ids and samples in one call, because their positions are 32-bit
+// numbers.
 constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
 
-// One ragged list of ids: those of sample s are ids[row_splits[s] ..
+// One ragged list of ids. The ids of sample s are ids[row_splits[s] ..
 // row_splits[s + 1]).
 template <typename Tids>
 struct IdList {
   const Tids* ids;
   const int64_t* row_splits;
-  const float* weights;  // nullptr when all are 1
+  const float* weights;  // nullptr if all are 1
 };
 
 // The ids of a batch: several lists over the same samples, to be merged.
@@ -28,10 +29,10 @@ template <typename Tids>
 struct IdLists {
   std::vector<IdList<Tids>> lists;
   int64_t samples = 0;
-  int64_t ids = 0;  // of all lists together
+  int64_t ids = 0;  // of all lists
   bool weighted = false;
 
-  // Ids in the samples [begin, end).
+  // Returns the number of ids in samples [begin, end).
   int64_t CountIds(int64_t begin, int64_t end) const {
     int64_t count = 0;
     for (const auto& list : lists) {
@@ -41,24 +42,26 @@ struct IdLists {
   }
 };
 
-// The weights of a list, nullptr when all are 1.
+// Returns the weights of a list; nullptr if all are 1.
 inline const float* WeightsOrNull(const tensorflow::Tensor& weights) {
   if (weights.NumElements() == 0) return nullptr;
   return static_cast<const float*>(weights.data());
 }
 
-// Checks the shapes of one list against the batch, wherever it lies.
+// Checks the shapes of one list against the batch. The tensors may be in host
+// or device memory.
 absl::Status CheckIdListShapes(int index, const tensorflow::Tensor& ids,
                                const tensorflow::Tensor& row_splits,
                                const tensorflow::Tensor& weights,
                                int64_t samples);
 
-// The same, and its offsets, on the host.
+// Checks the shapes and the offsets of one list in host memory.
 absl::Status CheckIdList(int index, const tensorflow::Tensor& ids,
                          const tensorflow::Tensor& row_splits,
                          const tensorflow::Tensor& weights, int64_t samples);
 
-// The inputs "ids", "row_splits" and "weights" of an op: lists of lists.
+// The inputs "ids", "row_splits" and "weights" of an op, which are lists of
+// tensors.
 struct IdInputs {
   explicit IdInputs(tensorflow::OpKernelContext* ctx) {
     status = ctx->input_list("ids", &ids);
@@ -72,7 +75,8 @@ struct IdInputs {
   tensorflow::OpInputList weights;
 };
 
-// Reads the lists [first, end), all of one feature; at least one.
+// Reads the lists [first, end), which all belong to one feature. Requires at
+// least one.
 template <typename Tids>
 absl::Status ReadIdLists(const IdInputs& inputs, int first, int end,
                          IdLists<Tids>* lists) {

@@ -13,15 +13,17 @@
 
 namespace tfdist {
 
-// DecodeIds but for the entries, which are read where the tables lie: the
-// headers of what all ranks have sent to one, and where the entries go.
+// Common part of DecodeIds on CPU and GPU: reads the headers of the messages
+// that this rank received, and allocates the outputs. The entries are read on
+// the device that holds the tables.
 class IdMessages {
  public:
-  // One section of one message, and where its samples and entries go.
+  // One section of one message, and the position of its samples and entries in
+  // the outputs.
   struct Part {
     int64_t source = 0;
     int64_t feature = 0;
-    int64_t at = 0;  // its first byte in the payload
+    int64_t at = 0;  // offset of its first byte in the payload
     SectionReader reader;
     int64_t first_sample = 0;
     int64_t first_entry = 0;
@@ -30,7 +32,7 @@ class IdMessages {
   IdMessages(const PlacementPlan& plan, int64_t rank)
       : plan_(plan), rank_(rank) {}
 
-  // Reads inputs 0 and 1. An error of another rank is an error here.
+  // Reads inputs 0 and 1. Returns an error if another rank has sent one.
   absl::Status Read(tensorflow::OpKernelContext* ctx);
 
   // Allocates and fills served and samples, outputs 3 and 4.
@@ -40,22 +42,23 @@ class IdMessages {
   absl::Status AllocateEntries(tensorflow::OpKernelContext* ctx,
                                DecodedIds* to) const;
 
-  // By rank, then feature.
+  // Ordered by rank, then feature.
   const std::vector<Part>& parts() const { return parts_; }
   int64_t entries() const { return entries_; }
 
-  // Block b of a part, with its place in payload and outputs.
+  // Returns block b of a part, with its position in the payload and the
+  // outputs.
   static IdBlock BlockOf(const Part& part, size_t b);
   uint64_t RowLimit(const Part& part) const {
     return plan_.features()[part.feature].RowLimit();
   }
-  // What is wrong with a part.
+  // Returns the error for a malformed part.
   absl::Status Malformed(const Part& part, IdError error) const {
     return Malformed(part.source, part.feature, Reason(error));
   }
 
  private:
-  // Of one message's header when `feature` is negative, else of one section.
+  // The error of a section, or of the message header if `feature` is negative.
   absl::Status Malformed(int64_t source, int64_t feature,
                          const char* reason) const;
   absl::Status ReadMessage(int64_t source, const uint8_t* payload,

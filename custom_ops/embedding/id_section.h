@@ -13,27 +13,29 @@
 
 namespace tfdist {
 
-// The ids of one feature that one part of its table's rows serves:
+// A section: the ids of one feature for one row part of its table.
 //
 //   header    flags, sizes, code parameters
-//   counts    Rice codes: unique rows of every sample present
-//   gaps      Rice codes: ascending rows of a sample, each as the distance from
-//             the one before; about log2(mean gap) + 1.5 bits
+//   counts    Rice codes: number of unique rows of each sample in the section
+//   gaps      Rice codes: the ascending rows of a sample, each as the distance
+//             from the one before; about log2(mean gap) + 1.5 bits
 //   repeats   Rice codes: which entries occur more than once, and how often
-//   weights   float32 per entry, only when some weight is not 1
+//   weights   float32 per entry, only if some weight is not 1
 //
-// An entry is one unique row of one sample. Which of the sender's samples are
-// present is not sent: the sender scatters the results itself. In a "running"
-// section every sample has one row and these ascend from sample to sample:
-// there are no counts, and gaps run through.
+// An entry is one unique row of one sample. A section does not contain the
+// numbers of its samples, because the sender scatters the results itself. In a
+// "running" section, every sample has one row, and these rows ascend from
+// sample to sample. There are no counts, and the gaps continue from one sample
+// to the next.
 //
-// For a GPU a section is cut into blocks of as many samples, of about
-// kBlockEntries entries, which as many threads read side by side. Their sizes
-// stand before them as Rice codes, and each has its own part of the lists:
+// For a GPU, a section is divided into blocks with the same number of samples,
+// of about kBlockEntries entries each, which threads decode in parallel. Each
+// block has its own part of the lists. A table of the block sizes precedes the
+// blocks:
 //
 //   header    also: samples of a block, code parameters of the table
-//   table     of every block: bytes, entries unless single, repeats if there
-//             are any, rows from its first to its last if running
+//   table     Rice codes for each block: bytes, entries unless single, repeats
+//             if there are any, rows from its first to its last if running
 //   blocks    each: counts, gaps and repeats, padded to a byte
 //   weights   as above
 
@@ -47,26 +49,27 @@ enum SectionFlags : uint8_t {
   kAllFlags = 0x1F,
 };
 
-// A thread of a GPU reads about as many entries.
+// The approximate number of entries that one GPU thread decodes.
 constexpr size_t kBlockEntries = 128;
 
-// Why a block is refused; nullptr for none.
+// Returns the text of an error; nullptr for kNone.
 const char* Reason(IdError error);
 
-// Collects the entries of one section, in order, then writes it.
+// Collects the entries of one section in order, then writes the section.
 class SectionWriter {
  public:
-  // Makes room for `capacity` entries.
+  // Allocates memory for `capacity` entries.
   void Reserve(size_t capacity, bool running);
 
-  // Opens the next sample; its first entry must follow.
+  // Starts the next sample. Its first entry must follow.
   void BeginSample() {
     counts_[samples_++] = 0;
     if (!running_) next_row_ = 0;
   }
 
-  // Adds the next entry, rows ascending. `value` is the number of occurrences,
-  // or the bits of a float weight if Finish() is told so.
+  // Adds the next entry. Rows must ascend within a sample. `value` is the
+  // number of occurrences, or the bits of a float weight if Finish() is called
+  // with `weighted`.
   void AddEntry(uint64_t row, uint32_t value) {
     gaps_[entries_] = row - next_row_;
     values_[entries_++] = value;
@@ -74,11 +77,12 @@ class SectionWriter {
     next_row_ = row + 1;
   }
 
-  // Ends the entries: chooses the codes. Returns the size in bytes, 0 without
-  // entries. `in_blocks`: for a GPU, where they are enough for several.
+  // Ends the entries and chooses the codes. Returns the size of the section in
+  // bytes, 0 if it has no entries. `in_blocks`: divide the section into blocks
+  // for a GPU, if it has enough entries.
   size_t Finish(bool weighted, bool in_blocks);
 
-  // Writes exactly that many bytes.
+  // Writes exactly as many bytes as Finish() returned.
   void Write(uint8_t* out) const;
 
  private:
@@ -87,7 +91,7 @@ class SectionWriter {
     size_t first_entry;
     size_t first_repeat;
   };
-  // What is said of every block.
+  // The values of the block table.
   struct Table {
     size_t samples = 0;  // of a block
     std::vector<uint64_t> bytes, entries, repeats, rows;
@@ -118,22 +122,23 @@ class SectionWriter {
   RiceCode gap_code_;
   RiceCode repeat_gap_code_;
   RiceCode repeat_count_code_;
-  std::vector<Block> blocks_;  // then where the last one ends
+  std::vector<Block> blocks_;  // the last element marks the end
   Table table_;
   uint8_t header_[128];
   size_t header_size_ = 0;
 };
 
-// Reads the header of a section and its table. What it reads came over the
-// network: any bytes are either placed within bounds or refused with a reason.
+// Reads the header and the block table of a section. The data came over the
+// network: any bytes are either accepted within bounds or refused with a
+// reason.
 class SectionReader {
  public:
-  // Returns nullptr, or why the section is malformed. Sizes are bounded by the
-  // section's size before anyone allocates by them.
+  // Returns nullptr, or why the section is malformed. The sizes it reads are
+  // limited by the size of the section, so they are safe for allocations.
   const char* ReadHeader(const uint8_t* data, size_t size);
 
-  // What is to be decoded, in order; places and samples are those within the
-  // section. ReadBlock() does it.
+  // The blocks to decode with ReadBlock(), in order. Offsets and samples are
+  // relative to the section.
   const std::vector<IdBlock>& blocks() const { return blocks_; }
   const SectionCodes& codes() const { return codes_; }
 

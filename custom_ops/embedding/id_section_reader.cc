@@ -11,7 +11,8 @@ constexpr char kMalformed[] = "its header is malformed";
 constexpr char kContradict[] = "its sizes contradict each other";
 constexpr char kWrongSize[] = "its size is wrong";
 constexpr char kTruncated[] = "it ends before its last entry";
-// Of a table; so what is added up from numbers of a message does not overflow.
+// Limit of the rows of a table, so that sums of numbers from a message do not
+// overflow.
 constexpr uint64_t kMostRows = uint64_t{1} << 62;
 
 }  // namespace
@@ -58,7 +59,7 @@ const char* SectionReader::ReadHeader(const uint8_t* data, size_t size) {
     codes_.repeat_counts = header.Code();
   }
   if (!header.ok() || (flags & ~kAllFlags) != 0) return kMalformed;
-  // Every gap takes at least one bit, every sample at least one entry.
+  // Every gap takes at least one bit, and every sample has at least one entry.
   if (entries > uint64_t{8} * header.left()) return kTruncated;
   if (entries == 0 || samples == 0 || samples > entries || repeats > entries ||
       (codes_.weighted && repeats > 0) ||
@@ -81,7 +82,7 @@ const char* SectionReader::ReadHeader(const uint8_t* data, size_t size) {
 }
 
 const char* SectionReader::ReadBlockTable(uint8_t flags, HeaderReader* header) {
-  const uint64_t samples = header->Varint();  // of a block
+  const uint64_t samples = header->Varint();  // samples of a block
   const RiceCode bytes = header->Code();
   RiceCode entries, repeats, rows;
   if (!(flags & kSingle)) entries = header->Code();
@@ -89,7 +90,8 @@ const char* SectionReader::ReadBlockTable(uint8_t flags, HeaderReader* header) {
   if (flags & kRunning) rows = header->Code();
   if (!header->ok() || samples == 0) return kMalformed;
   const uint64_t count = (samples_ - 1) / samples + 1;
-  if (count > header->left()) return kTruncated;  // each has a byte
+  // Each block takes at least a byte.
+  if (count > header->left()) return kTruncated;
   BitReader bits(header->next(), header->left());
   blocks_.assign(count, {});
   uint64_t left = samples_;
@@ -108,7 +110,8 @@ const char* SectionReader::ReadBlockTable(uint8_t flags, HeaderReader* header) {
   return nullptr;
 }
 
-// `left` bytes follow from `at` on: those of the blocks, then the weights.
+// Sets the positions of blocks and weights. `left` bytes follow from offset
+// `at`: first the blocks, then the weights.
 const char* SectionReader::PlaceBlocks(bool has_table, size_t at, size_t left) {
   const size_t weights = codes_.weighted ? entries_ * sizeof(float) : 0;
   if (weights > left) return kTruncated;

@@ -27,9 +27,9 @@ void SectionWriter::CutBlocks(bool in_blocks) {
   blocks_.push_back({samples_, entries_, 0});
 }
 
-// Most entries occur once: listing the others, by their distance from each
-// other, is cheaper than one bit for every entry. Those come unpredictably, so
-// no branch depends on them.
+// Most entries occur once, so a list of the other entries, by their distances,
+// takes fewer bits than one bit for each entry. The positions of these entries
+// are unpredictable, so no branch depends on them.
 void SectionWriter::FindRepeats() {
   size_t repeats = 0;
   for (size_t i = 0; i < entries_; ++i) repeats += values_[i] != 1;

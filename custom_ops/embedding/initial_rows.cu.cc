@@ -7,8 +7,8 @@
 namespace tfdist {
 namespace {
 
-// What the columns of one row that share a draw get: up to four, all that
-// column / 4 is the same for in the whole table.
+// Computes the columns of one row that share a draw: up to four columns, all
+// those with the same column / 4 in the unpartitioned table.
 template <typename Write>
 __device__ void Draw(const Block& block, const InitialValues& values,
                      uint64_t seed, int64_t id, int64_t draw,
@@ -22,7 +22,7 @@ __device__ void Draw(const Block& block, const InitialValues& values,
   }
 }
 
-// A thread makes the columns of one draw.
+// Each thread computes the columns of one draw.
 __global__ void InitRowsKernel(Block block, RotatedMod placement,
                                InitialValues values, uint64_t seed,
                                int64_t draws, float* out) {
@@ -38,7 +38,7 @@ __global__ void InitRowsKernel(Block block, RotatedMod placement,
   }
 }
 
-// A thread makes the columns of one draw of one of the rows.
+// Each thread computes the columns of one draw of one of the rows.
 __global__ void ResetRowsKernel(Block block, InitialValues values,
                                 uint64_t seed, int64_t draws,
                                 const ResetRow* rows, int64_t count,
@@ -57,7 +57,7 @@ __global__ void ResetRowsKernel(Block block, InitialValues values,
   }
 }
 
-// Draws of a row of the block.
+// Returns the number of draws of a row of the block.
 int64_t DrawsOf(const Block& block) {
   const int64_t end = block.first_column + block.local_dim;
   return (end + 3) / 4 - block.first_column / 4;

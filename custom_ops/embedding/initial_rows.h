@@ -60,13 +60,13 @@ class InitialRows {
 
   const Block& block() const { return block_; }
   const InitialValues& values() const { return values_; }
-  // Nanoseconds that a row takes, about.
+  // Returns the approximate time for a row, in nanoseconds.
   int64_t Cost() const {
     const bool constant = values_.distribution == Distribution::kConstant;
     return (constant ? 1 : 10) * block_.local_dim + 10;
   }
 
-  // The local columns of a row of the table.
+  // Computes the local columns of a row of the table.
   void Fill(uint64_t seed, int64_t id, float* out) const {
     if (values_.distribution == Distribution::kConstant) {
       std::fill_n(out, block_.local_dim, values_.a);

@@ -8,14 +8,15 @@
 
 namespace tfdist {
 
-// Writes a cell of a table, [local_rows, local_dim] in device memory: what the
-// op InitRows draws, padding zero. Launches on `stream`, a cudaStream_t,
-// without waiting. Returns a cudaError_t.
+// Computes a cell of a table, [local_rows, local_dim] in device memory, as the
+// op InitRows does, with zeros for padding. Launches on `stream`, a
+// cudaStream_t, and does not wait. Returns a cudaError_t.
 int InitRowsGpu(const Block& block, const InitialValues& values, uint64_t seed,
                 float* out, void* stream);
 
-// Writes some rows of a cell again, as the op ResetRows does: of a float table,
-// or of a bfloat16 one where that is null. Launches as above.
+// Resets some rows of a cell to their initial values, as the op ResetRows does.
+// Writes to `table`, or to `bfloat16_table` if `table` is null. Launches like
+// InitRowsGpu.
 int ResetRowsGpu(const Block& block, const InitialValues& values, uint64_t seed,
                  const ResetRow* rows, int64_t count, float* table,
                  uint16_t* bfloat16_table, void* stream);

@@ -10,7 +10,8 @@ namespace {
 using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
 
-// Adds the block of rank `source` and feature `f`, which asks for `samples`.
+// Adds the block of rank `source` and feature `f`, which requests `samples`
+// samples.
 absl::Status AddBlock(int64_t source, size_t f, int64_t samples, int64_t left,
                       const std::vector<int64_t>& feature_tables,
                       const std::vector<int64_t>& widths, int64_t first_sample,

@@ -10,7 +10,8 @@
 namespace tfdist {
 namespace {
 
-// Whether segments [begin, end) have one entry each: the rows are copied.
+// Whether each of the segments [begin, end) has one entry, so that rows only
+// need to be copied.
 TFDIST_INLINE bool IsSingle(const int64_t* row_splits, int64_t begin,
                             int64_t end) {
   const int64_t shift = row_splits[begin] - begin;
@@ -20,8 +21,9 @@ TFDIST_INLINE bool IsSingle(const int64_t* row_splits, int64_t begin,
   return all;
 }
 
-// Columns [column, column + columns) of the segments, in kVectors vectors of
-// kLanes; the last one ends at the last column and may overlap its neighbour.
+// Sums columns [column, column + columns) of the segments, in kVectors vectors
+// of kLanes. The last vector ends at the last column and may overlap the one
+// before.
 template <typename T, int kLanes, int kVectors, bool kWeighted>
 TFDIST_INLINE void SumColumns(const SegmentSum& args, const T* table,
                               int64_t begin, int64_t end, int64_t column,
@@ -56,7 +58,7 @@ TFDIST_INLINE void SumColumns(const SegmentSum& args, const T* table,
   }
 }
 
-// The same for segments of one entry each without weights.
+// Like SumColumns, for segments of one entry each without weights.
 template <typename T, int kLanes, int kVectors>
 TFDIST_INLINE void CopyColumns(const SegmentSum& args, const T* table,
                                int64_t begin, int64_t end, int64_t column,
@@ -78,7 +80,7 @@ TFDIST_INLINE void CopyColumns(const SegmentSum& args, const T* table,
   }
 }
 
-// Calls SumColumns with the number of vectors as a constant.
+// Calls SumColumns or CopyColumns with the number of vectors as a constant.
 template <typename T, int kLanes, int kVectors>
 TFDIST_INLINE void SumVectors(const SegmentSum& args, const T* table,
                               int64_t begin, int64_t end, int64_t column,
@@ -125,7 +127,7 @@ TFDIST_INLINE void Sum(const SegmentSum& args, const T* table, int64_t begin,
       SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
                                      kMostColumns, single);
     }
-    // The last columns, at least one vector of them.
+    // The last columns, at least one vector.
     if (width - column < 16) column = width - 16;
     SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
                                    width - column, single);

@@ -6,7 +6,7 @@
 namespace tfdist {
 namespace {
 
-// What a sum is divided by; `kind` is the same for all threads.
+// The divisor of a sum. `kind` is the same for all threads.
 struct Divisor {
   Combiner kind;
   float sum = 0;
@@ -22,7 +22,8 @@ struct Divisor {
   }
 };
 
-// Some columns of one segment. Entries in their order: the same bits always.
+// Sums some columns of one segment. The entries are added in order, so the
+// results always have the same bits.
 template <typename T, int kCount>
 __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
                                              const GpuLookupBlock& block,
@@ -45,7 +46,7 @@ __device__ Columns<float, kCount> SumSegment(const GpuLookup& args,
   return sum;
 }
 
-// The columns of this thread; the result of a segment may begin anywhere.
+// Sums this thread's columns. The result of a segment may begin at any address.
 template <typename T, int kCount>
 __device__ void SumColumns(const GpuLookup& args, const GpuLookupBlock& block,
                            int64_t segment, int group) {
@@ -62,7 +63,7 @@ __device__ void SumColumns(const GpuLookup& args, const GpuLookupBlock& block,
   }
 }
 
-// With loads of 16 bytes where all rows begin at a multiple of them.
+// Uses loads of 16 bytes if all rows begin at a multiple of 16 bytes.
 template <typename T>
 __device__ void SumWidest(const GpuLookup& args, const GpuLookupBlock& block,
                           int64_t segment, int group) {
@@ -74,7 +75,7 @@ __device__ void SumWidest(const GpuLookup& args, const GpuLookupBlock& block,
   }
 }
 
-// The block of a segment.
+// Returns the block of a segment.
 __device__ const GpuLookupBlock& BlockOf(const GpuLookup& args,
                                          int64_t segment) {
   return args.blocks[LastBegun(args.block_count, segment, [&](int64_t i) {
@@ -82,8 +83,9 @@ __device__ const GpuLookupBlock& BlockOf(const GpuLookup& args,
   })];
 }
 
-// A group of threads works on one segment at a time, each of its threads on
-// neighbouring columns: a row is read in one piece, sums need no others.
+// A group of threads sums one segment at a time. Its threads sum adjacent
+// columns, so that the group reads each row in one piece and threads need no
+// results of others.
 __global__ void LookupKernel(GpuLookup args, int group) {
   for (int64_t s = FirstUnit(group); s < args.segments;
        s += UnitStride(group)) {
@@ -100,7 +102,7 @@ __global__ void LookupKernel(GpuLookup args, int group) {
 
 int LookupGpu(const GpuLookup& args, void* stream) {
   if (args.segments == 0 || args.widest == 0) return cudaSuccess;
-  constexpr int kColumns = 4;  // of a thread; eight of bfloat16
+  constexpr int kColumns = 4;  // of a thread; eight for bfloat16
   const int group = GroupOf((args.widest + kColumns - 1) / kColumns);
   LookupKernel<<<Blocks(args.segments, group), kBlockThreads, 0,
                  StreamOf(stream)>>>(args, group);

@@ -8,32 +8,34 @@
 
 namespace tfdist {
 
-// The pooled lookup: for every segment s,
+// The pooled lookup: for each segment s,
 //
 //   out[s] = sum of weights[i] * table[rows[i]],
 //       i in [row_splits[s], row_splits[s + 1])
 //
-// A segment is a sample and `table` the shard; in the gradient of Pool a
-// segment is a unique row and `table` the gradient of the samples. No
-// TensorFlow here; lookup_functor_gpu.h is the same for a GPU.
+// In a lookup, a segment is a sample and `table` is the shard. In the gradient
+// of Pool, a segment is a unique row and `table` is the gradient of the
+// samples. This file does not use TensorFlow. lookup_functor_gpu.h is the
+// version for a GPU.
 struct SegmentSum {
   const float* table;         // [*, width]
   int64_t width;              // columns of table and out
   const int64_t* row_splits;  // [segments + 1]
-  const int64_t* rows;        // [entries], within the table
-  const float* weights;       // [entries], or nullptr when all are 1
+  const int64_t* rows;        // [entries], each within the table
+  const float* weights;       // [entries], or nullptr if all are 1
   float* out;                 // [segments, width]
 };
 
 // Computes segments [begin, end) on the calling thread.
 void SegmentSumCpu(const SegmentSum& args, int64_t begin, int64_t end);
 
-// The same with rows of `table`, which replaces args.table; sums are floats.
+// Like SegmentSumCpu, with a bfloat16 `table` in place of args.table. Sums are
+// float.
 void SegmentSumBfloat16Cpu(const SegmentSum& args, const Bfloat16* table,
                            int64_t begin, int64_t end);
 
-// The highest row as an unsigned number: a negative one is above all others. 0
-// for no rows.
+// Returns the highest row as an unsigned number, so that a negative row is
+// above all others. Returns 0 for no rows.
 uint64_t HighestRow(const int64_t* rows, int64_t count);
 
 }  // namespace tfdist

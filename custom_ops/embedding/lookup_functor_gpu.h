@@ -6,8 +6,9 @@
 
 namespace tfdist {
 
-// As `tf.nn.embedding_lookup_sparse`: a mean is divided by the sum of the
-// weights, sqrtn by the root of the sum of their squares; 0 if that is 0.
+// Combiners as in `tf.nn.embedding_lookup_sparse`: kMean divides by the sum of
+// the weights, kSqrtn by the square root of the sum of their squares. The
+// result is 0 if the divisor is 0.
 enum class Combiner { kSum, kMean, kSqrtn };
 
 // Segments that are summed from one table.
@@ -20,23 +21,23 @@ struct GpuLookupBlock {
   float* out;  // [segments of the block, width]
 };
 
-// The pooled lookup of lookup_functor.h for all tables, with all pointers in
-// device memory.
+// The pooled lookup of lookup_functor.h for all tables. All pointers are device
+// memory.
 struct GpuLookup {
-  // Ascending by first_segment, from 0 on. None is empty.
+  // Ascending by first_segment, from 0. No block is empty.
   const GpuLookupBlock* blocks;
   int64_t block_count;
   int64_t widest;  // width of the widest block
   int64_t segments;
   const int64_t* row_splits;  // [segments + 1]
-  // [entries]. A kernel raises no error: an entry whose row is not in its table
-  // counts as not there.
+  // [entries]. A kernel cannot raise an error, so it ignores an entry whose row
+  // is not in its table.
   const int64_t* rows;
-  const float* weights;  // [entries], or nullptr when all are 1
+  const float* weights;  // [entries], or nullptr if all are 1
   Combiner combiner;
 };
 
-// One launch on `stream`, a cudaStream_t, without waiting. Returns a
+// Launches one kernel on `stream`, a cudaStream_t, and does not wait. Returns a
 // cudaError_t.
 int LookupGpu(const GpuLookup& args, void* stream);
 

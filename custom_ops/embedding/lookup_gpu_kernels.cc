@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lookup on a GPU: tables, ids and results are there.
+// Lookup on a GPU. Tables, ids and results are in device memory.
 #include <algorithm>
 #include <vector>
 

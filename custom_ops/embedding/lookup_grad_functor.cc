@@ -9,9 +9,10 @@ namespace {
 
 constexpr int kMostStores = 4;
 
-// Columns [column, column + columns) of the rows, in kVectors vectors of
-// kLanes; the last one ends at the last column and may overlap its neighbour.
-// The sum so far is stored with every entry; a row's last store is its result.
+// Sums columns [column, column + columns) of the rows, in kVectors vectors of
+// kLanes. The last vector ends at the last column and may overlap the one
+// before. The partial sum is stored after each entry, so the last store of a
+// row is its result.
 template <int kLanes, int kVectors, bool kWeighted>
 TFDIST_INLINE void SumColumns(const RowGradSum& args, int64_t begin,
                               int64_t end, int64_t column, int64_t columns) {
@@ -28,7 +29,7 @@ TFDIST_INLINE void SumColumns(const RowGradSum& args, int64_t begin,
     PrefetchRow(grad + (args.entries[ahead] >> 1), columns);
     const int32_t first = entry & 1;
     const float* from = grad + (entry >> 1);
-    // What is kept of the sums: nothing where a row begins.
+    // A mask for the partial sums: zero at the first entry of a row.
     const int32_t keep = first - 1;
     out = first ? args.out + next : out;
     next += first ? args.width : 0;
@@ -40,7 +41,7 @@ TFDIST_INLINE void SumColumns(const RowGradSum& args, int64_t begin,
       values += reinterpret_cast<Floats<kLanes>>(sums[v] & keep);
       sums[v] = reinterpret_cast<Words>(values);
     }
-    // Several stores would cost more than a branch.
+    // With many vectors, the stores would take more time than a branch.
     if (kVectors > kMostStores && i + 1 < stop && !(args.entries[i + 1] & 1)) {
       continue;
     }
@@ -86,7 +87,7 @@ void RowGradSumCpu(const RowGradSum& args, int64_t begin, int64_t end) {
     for (; width - column > kMostColumns; column += kMostColumns) {
       SumVectors<16, kMaxVectors>(args, begin, end, column, kMostColumns);
     }
-    // The last columns, at least one vector of them.
+    // The last columns, at least one vector.
     if (width - column < 16) column = width - 16;
     SumVectors<16, kMaxVectors>(args, begin, end, column, width - column);
   }

@@ -10,29 +10,32 @@ namespace {
 
 constexpr int64_t kChunk = 64;  // entries
 
-// Entries by key. Those of no row of a table have the key args.keys: they come
-// last, and are skipped.
+// Entries sorted by key. Entries whose row is not in their table have the key
+// args.keys. They come last and are skipped.
 struct Sorted {
   uint64_t* keys;     // [entries], ascending
   uint32_t* entries;  // [entries], ascending within a key
-  uint64_t* values;   // [entries], of unsorted entries: where their gradient is
-  uint32_t* ordinal;  // [entries]: which of the unique keys, from 1 on
-  float* before;      // [chunks, widest]: of a row that began in another chunk
-  float* after;       // [chunks, widest]: of one that begins here and goes on
+  uint64_t* values;   // [entries], by unsorted entry: offset of its gradient
+  uint32_t* ordinal;  // [entries]: number of the unique key, from 1
+  // [chunks, widest]: sum of a row that began in an earlier chunk.
+  float* before;
+  // [chunks, widest]: sum of a row that begins here and continues.
+  float* after;
 };
 
 __device__ bool Begins(const uint64_t* keys, int64_t i) {
   return i == 0 || keys[i - 1] != keys[i];
 }
 
-// The table of a key: of those that begin with it, the last, which has rows.
+// Returns the table of a key. Of tables with the same first_key, this is the
+// last, because only it has rows.
 __device__ int64_t TableOf(const GpuRowGrads& args, uint64_t key) {
   return LastBegun(args.table_count, static_cast<int64_t>(key),
                    [&](int64_t t) { return args.tables[t].first_key; });
 }
 
-// A thread prepares one entry: its key, its position, and where the gradient
-// of its sample lies.
+// Each thread prepares one entry: its key, its position, and the offset of the
+// gradient of its sample.
 __global__ void KeysKernel(GpuRowGrads args, uint64_t* keys,
                            uint32_t* positions, uint64_t* values) {
   for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
@@ -51,7 +54,7 @@ __global__ void KeysKernel(GpuRowGrads args, uint64_t* keys,
   }
 }
 
-// A thread marks one entry: 1 where a row of a table begins.
+// Each thread sets the mark of one entry: 1 if a row of a table begins there.
 __global__ void MarkKernel(GpuRowGrads args, const uint64_t* keys,
                            uint32_t* marks) {
   const uint64_t limit = args.keys;
@@ -60,7 +63,7 @@ __global__ void MarkKernel(GpuRowGrads args, const uint64_t* keys,
   }
 }
 
-// A thread writes the row that begins at one entry.
+// Each thread writes the row that begins at one entry, if one does.
 __global__ void UniqueKernel(GpuRowGrads args, Sorted sorted) {
   const uint64_t limit = args.keys;
   for (int64_t i = FirstUnit(); i < args.entries; i += UnitStride()) {
@@ -71,12 +74,13 @@ __global__ void UniqueKernel(GpuRowGrads args, Sorted sorted) {
   }
 }
 
-// A thread counts the unique rows before one table, the last one those of all.
+// Each thread counts the unique rows before one table. The last thread counts
+// the unique rows of all tables.
 __global__ void FirstsKernel(GpuRowGrads args, Sorted sorted) {
   for (int64_t t = FirstUnit(); t <= args.table_count; t += UnitStride()) {
     const uint64_t key =
         t < args.table_count ? args.tables[t].first_key : args.keys;
-    int64_t low = 0;  // the first entry with this key or a higher one
+    int64_t low = 0;  // the first entry whose key is at least `key`
     int64_t high = args.entries;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
@@ -90,14 +94,15 @@ __global__ void FirstsKernel(GpuRowGrads args, Sorted sorted) {
   }
 }
 
-// Where the sum of an entry's row goes.
+// Returns the output for the sum of an entry's row.
 __device__ float* RowGradOf(const GpuRowGrads& args, const Sorted& sorted,
                             int64_t table, int64_t entry) {
   const int64_t row = sorted.ordinal[entry] - 1 - args.first_unique[table];
   return args.tables[table].row_grads + row * args.tables[table].width;
 }
 
-// Some columns of one chunk: a sum is stored where its row ends, or the chunk.
+// Sums some columns of one chunk. A sum is stored at the end of its row or of
+// the chunk.
 template <int kCount>
 __device__ void SumChunk(const GpuRowGrads& args, const Sorted& sorted,
                          int64_t chunk, int64_t column) {
@@ -133,8 +138,8 @@ __device__ void SumChunk(const GpuRowGrads& args, const Sorted& sorted,
   }
 }
 
-// A group of threads works on one chunk of entries at a time, each of its
-// threads on kCount neighbouring columns.
+// A group of threads sums one chunk of entries at a time. Each thread sums
+// kCount adjacent columns.
 template <int kCount>
 __global__ void ChunksKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
                              int group) {
@@ -147,8 +152,8 @@ __global__ void ChunksKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
   }
 }
 
-// The last entry of the row that goes on after a chunk's last entry, if that
-// row begins in the chunk; else -1.
+// If a row begins in this chunk and continues in the next, returns the last
+// entry of this row; otherwise -1.
 __device__ int64_t EndOfRow(const GpuRowGrads& args, const Sorted& sorted,
                             int64_t chunk) {
   const int64_t end = (chunk + 1) * kChunk;
@@ -163,8 +168,9 @@ __device__ int64_t EndOfRow(const GpuRowGrads& args, const Sorted& sorted,
                          });
 }
 
-// A block adds the partial sums of the row that begins in its chunk and goes
-// on: each of its groups every so many chunks, then the first one all groups.
+// A thread block adds the partial sums of the row that begins in its chunk and
+// continues in the next. Each of its `groups` groups adds every groups-th
+// chunk. The first group then adds the sums of all groups.
 template <int kCount>
 __global__ void JoinKernel(GpuRowGrads args, Sorted sorted, int64_t chunks,
                            int group) {
@@ -205,14 +211,14 @@ int64_t ChunksOf(const GpuRowGrads& args) {
   return (args.entries + kChunk - 1) / kChunk;
 }
 
-// Bits of the keys: those of rows, and of args.keys itself.
+// Returns the number of bits of the keys, which include args.keys itself.
 int KeyBits(const GpuRowGrads& args) {
   int bits = 1;
   while (bits < 63 && args.keys >> bits != 0) ++bits;
   return bits;
 }
 
-// The scratch memory in pieces that begin at multiples of 256 bytes.
+// The scratch memory, divided into pieces that begin at multiples of 256 bytes.
 struct Scratch {
   Sorted sorted;
   uint64_t* keys;
@@ -236,7 +242,8 @@ int CubSort(const GpuRowGrads& args, const Scratch& at, void* cub,
       static_cast<int>(args.entries), 0, KeyBits(args), stream);
 }
 
-// Of marks, in the place of the positions that are sorted by then.
+// Computes the running sum of the marks. The marks are in the memory of
+// `positions`, which is free after the sort.
 int CubCount(const GpuRowGrads& args, const Scratch& at, void* cub,
              size_t* bytes, cudaStream_t stream) {
   return cub::DeviceScan::InclusiveSum(cub, *bytes, at.positions,

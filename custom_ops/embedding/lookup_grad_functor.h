@@ -6,19 +6,21 @@
 
 namespace tfdist {
 
-// The gradient of the pooled lookup, entries in order of their rows: row r gets
+// The gradient of the pooled lookup, with entries sorted by row. The gradient
+// of row r is
 //
 //   out[r] = sum of weights[i] * (the `width` numbers from grad + offset of i),
 //       i in [row_splits[r], row_splits[r + 1])
 //
-// An entry is its offset, times two, plus one if it is the first of its row: so
-// the sums run over the entries without a branch on where a row ends.
+// An entry is twice its offset, plus one if it is the first entry of its row.
+// The sums can thus run over the entries without a branch at the end of each
+// row.
 struct RowGradSum {
   const float* grad;
   int64_t width;
   const int64_t* row_splits;  // [rows + 1]; every row has entries
   const uint64_t* entries;
-  const float* weights;  // of every entry, or nullptr when all are 1
+  const float* weights;  // of each entry, or nullptr if all are 1
   float* out;            // [rows, width]
 };
 

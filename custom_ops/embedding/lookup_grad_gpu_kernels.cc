@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// LookupGrad on a GPU, where the entries are. How many rows are unique is known
-// there alone, so the host waits, and other lookups' waits go on meanwhile.
+// LookupGrad on a GPU. Only the GPU knows the number of unique rows, so the
+// host waits for it. The host can wait for several lookups at the same time.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -21,7 +21,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
 
-// What a call passes from one stage to the next.
+// The state of a call between its stages.
 struct GradCall {
   explicit GradCall(OpKernelContext* ctx) : work(ctx) {}
 
@@ -30,7 +30,8 @@ struct GradCall {
   std::vector<GpuGradTable> tables;
   GpuRowGrads args = {};
   char* scratch = nullptr;
-  // args.unique_rows and args.first_unique, once they are known.
+  // Host copies of args.unique_rows and args.first_unique, once they are
+  // computed.
   int64_t* unique_rows = nullptr;
   int64_t* first_unique = nullptr;
 };
@@ -67,7 +68,7 @@ class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
     return FetchRows(call);
   }
 
-  // Gives every table its keys.
+  // Assigns the keys of each table.
   absl::Status PlaceTables(const LookupBlocks& found, GradCall* call) const {
     constexpr int64_t kMostKeys = int64_t{1} << 62;
     GpuRowGrads& args = call->args;
@@ -101,7 +102,7 @@ class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
 
     GpuRowGrads& args = call->args;
     args.grad = static_cast<const float*>(ctx->input(4).data());
-    // A part of another tensor may begin anywhere.
+    // If the tensor is a slice of another tensor, it may begin at any address.
     args.quads &= reinterpret_cast<uintptr_t>(args.grad) % 16 == 0;
     args.blocks = upload.At<GpuGradBlock>(blocks_at);
     args.block_count = call->blocks.size();
@@ -131,7 +132,8 @@ class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
                       call->first_unique);
   }
 
-  // Makes room for the gradients of the unique rows.
+  // Writes the unique rows to the outputs, and allocates the outputs for their
+  // gradients.
   absl::Status WriteRows(OpKernelContext* ctx, GradCall* call) const {
     const int tables = static_cast<int>(shapes_.widths.size());
     const int64_t* first = call->first_unique;

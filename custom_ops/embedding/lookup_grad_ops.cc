@@ -69,7 +69,7 @@ row_grads: [u, d] for every table, the gradient of every one of them.
 feature_tables, table_shapes: as given to Lookup.
 )doc");
 
-// The rows in [low, high) of a table: what one thread sorts.
+// The rows in [low, high) of a table, which one thread sorts.
 struct RowRange {
   size_t table;
   int64_t low;
@@ -77,7 +77,7 @@ struct RowRange {
   bool all;
 };
 
-// What a call needs besides its outputs; kept for the next one.
+// The temporary memory of a call, which the next call reuses.
 using Scratch = std::vector<std::unique_ptr<SortedEntries>>;
 
 class LookupGradOp : public OpKernel {
@@ -92,14 +92,14 @@ class LookupGradOp : public OpKernel {
     std::vector<TableEntries> tables;
     OP_REQUIRES_OK(ctx,
                    FindTableEntries(ctx, feature_tables_, shapes_, &tables));
-    // Taken out for this call: another one may run at the same time.
+    // Taken by this call, because another call may run at the same time.
     Scratch scratch;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       scratch.swap(scratch_);
     }
-    // A few tables at a time, so that what is sorted is still in the cache when
-    // it is summed.
+    // Processes a few tables at a time, so that the sorted entries are still in
+    // the cache when they are summed.
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     const int64_t at_once = kEntriesPerRange * std::max(4, pool->NumThreads());
     for (size_t first = 0; first < tables.size();) {
@@ -144,7 +144,7 @@ class LookupGradOp : public OpKernel {
     return SumSorted(ctx, first, end, ranges, *scratch);
   }
 
-  // Cuts the rows of a table into ranges, as many as are worth a thread.
+  // Divides the rows of a table into ranges that are large enough for a thread.
   static absl::Status CutRanges(int threads, size_t t,
                                 const TableEntries& table,
                                 std::vector<RowRange>* ranges) {
@@ -160,12 +160,12 @@ class LookupGradOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // Bound i of `size` equal ranges of [0, limit), without overflow.
+  // Returns bound i of `size` equal ranges of [0, limit), without overflow.
   static int64_t Cut(int64_t limit, int64_t i, int64_t size) {
     return limit / size * i + limit % size * i / size;
   }
 
-  // The transposed lookup: sums the gradients of the samples of every row.
+  // The transposed lookup: sums the gradients of the samples for each row.
   absl::Status SumSorted(OpKernelContext* ctx, size_t first, size_t end,
                          const std::vector<RowRange>& ranges,
                          const Scratch& sorted) const {

@@ -15,14 +15,15 @@
 
 namespace tfdist {
 
-// What the samples of a call look up; it lies where the tables do.
+// The entries that the samples of a call look up, in the memory of the device
+// that holds the tables.
 struct LookupInputs {
   const tensorflow::Tensor& row_splits;
   const tensorflow::Tensor& rows;
   const tensorflow::Tensor& weights;
 };
 
-// Lookup but for the sums, which are made where the tables are.
+// Lookup without the sums, which differ between CPU and GPU.
 class LookupKernel : public tensorflow::OpKernel {
  public:
   explicit LookupKernel(tensorflow::OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -55,7 +56,7 @@ class LookupKernel : public tensorflow::OpKernel {
  protected:
   virtual absl::Status CheckIds(const LookupInputs& inputs,
                                 int64_t samples) const = 0;
-  // Sums into `values`.
+  // Computes the sums into `values`.
   virtual absl::Status Sum(tensorflow::OpKernelContext* ctx,
                            const ReadTables& tables, const LookupInputs& inputs,
                            const LookupBlocks& found, float* values) const = 0;

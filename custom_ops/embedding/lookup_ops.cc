@@ -29,7 +29,8 @@ REGISTER_OP("Tfdist>Lookup")
     .Attr("feature_tables: list(int)")
     .Attr("table_shapes: list(shape)")
     .Attr("shards: list(string)")
-    // It reads what other ops write: never folded, merged or hoisted.
+    // Stateful, because it reads variables that other ops write. TensorFlow
+    // must not fold, merge or hoist it.
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       const auto served = c->input(c->num_inputs() - 1);
@@ -69,7 +70,7 @@ class LookupOp : public LookupKernel {
                        samples);
   }
 
-  // An error for a row that is not in its table.
+  // Returns an error if a row is not in its table.
   absl::Status Sum(OpKernelContext* ctx, const ReadTables& tables,
                    const LookupInputs& inputs, const LookupBlocks& found,
                    float* values) const override {

@@ -96,7 +96,8 @@ class MergeIdsOp : public OpKernel {
     return bad_ids;
   }
 
-  // In the order of EncodeIds: samples first, then lists.
+  // Returns the first invalid id in the order of EncodeIds: samples first, then
+  // lists.
   BadId FirstBadId(const IdLists<Tids>& lists) const {
     for (int64_t sample = 0; sample < lists.samples; ++sample) {
       for (const auto& list : lists.lists) {

@@ -81,8 +81,8 @@ absl::Status MessageBuilder::WritePayload(
     tensorflow::OpKernelContext* ctx) const {
   uint8_t header[MessageHeader::kMaxBytes];
   const int64_t header_size = header_.Write(header) - header;
-  // Where every section goes; the first of its places is written, the others
-  // are copies.
+  // The positions of each section in the payload. The section is written to the
+  // first position and copied to the others.
   std::vector<std::vector<int64_t>> places(sections_.size());
   std::vector<int64_t> starts;
   Tensor* splits = nullptr;

@@ -14,16 +14,16 @@
 
 namespace tfdist {
 
-// The entries of one feature: those of consecutive ranges of its samples.
+// The entries of one feature, for consecutive ranges of samples.
 struct FeatureEntries {
   std::vector<EntryBuilder> ranges;
   bool unique = false;
   bool weighted = false;
 };
 
-// Lays the entries of all features out as messages to all ranks. There is one
-// section per feature and row part; the ranks that hold the part's cells all
-// get a copy.
+// Builds the messages to all ranks from the entries of all features. There is
+// one section per feature and row part. Each rank that holds a cell of this row
+// part gets a copy of the section.
 class MessageBuilder {
  public:
   MessageBuilder(const PlacementPlan& plan,
@@ -31,7 +31,8 @@ class MessageBuilder {
                  const MessageHeader& header, bool in_blocks,
                  tensorflow::thread::ThreadPool* pool);
 
-  // Chooses the codes of all sections. To be called once, before the outputs.
+  // Chooses the codes of all sections. Call it once, before the outputs are
+  // written.
   void Code();
 
   // Allocates and fills payload and send_splits, outputs 0 and 1.
@@ -54,7 +55,8 @@ class MessageBuilder {
   template <typename F>
   void ForAllSections(F f) const;
   static constexpr int64_t kNoSection = -1;
-  // The section of a feature that a rank gets, or kNoSection.
+  // Returns the index of the section of a feature that a rank gets, or
+  // kNoSection.
   int64_t SectionOf(size_t feature, int64_t rank) const;
 
   const PlacementPlan& plan_;
@@ -63,8 +65,8 @@ class MessageBuilder {
   const bool in_blocks_;
   tensorflow::thread::ThreadPool* pool_;
   std::vector<Section> sections_;
-  std::vector<int64_t> first_section_;  // of every feature
-  int64_t cost_ = 0;                    // of a section in the mean, ns
+  std::vector<int64_t> first_section_;  // by feature
+  int64_t cost_ = 0;                    // mean cost of a section, in ns
 };
 
 }  // namespace tfdist

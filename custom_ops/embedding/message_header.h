@@ -10,24 +10,24 @@
 
 namespace tfdist {
 
-// The message that carries the ids of all features from one rank to another:
+// A message contains the ids of all features that one rank sends to another:
 //
 //   header     version and flags, rank, samples
-//   sections   for every feature of which the receiver holds a cell, in order:
-//              the section's bytes as a varint, then those (id_section.h); a
-//              section without entries is a single 0
+//   sections   for each feature of which the receiver holds a cell, in order:
+//              the number of bytes as a varint, then the section
+//              (id_section.h); a section without entries is a single 0
 //
-// A sender that met a bad id sends an error record in the header and no
-// sections, to all ranks, so that the step fails everywhere with one text.
+// A sender with a bad id sends an error record in the header and no sections,
+// to all ranks. The step then fails on all ranks with the same text.
 
 struct MessageHeader {
   static constexpr size_t kMaxBytes = 64;
 
   int64_t rank = 0;
-  float samples = 0;  // the sender's weight in the batch mean
+  float samples = 0;  // the sender's weight in the mean over the batch
   BadId bad_id;
 
-  // Returns the end of what it wrote.
+  // Returns the end of the written bytes.
   uint8_t* Write(uint8_t* out) const {
     *out++ = kVersion | (bad_id.found ? kBadId : 0);
     out = PutVarint(rank, out);

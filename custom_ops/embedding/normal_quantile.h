@@ -8,8 +8,9 @@
 
 namespace tfdist {
 
-// The value below which a standard normal variable falls with `probability`, in
-// (0, 1). Algorithm AS 241 (Wichura 1988), PPND7: accurate to about 1e-7.
+// Returns the value that a standard normal variable is below with
+// `probability`, which must be in (0, 1). Algorithm AS 241 (Wichura 1988),
+// PPND7: accurate to about 1e-7.
 TFDIST_INLINE double NormalQuantile(double probability) {
   const double q = probability - 0.5;
   if (std::abs(q) <= 0.425) {

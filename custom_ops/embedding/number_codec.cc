@@ -9,7 +9,7 @@
 namespace tfdist {
 namespace {
 
-// Small enough that one exponent and one k fit all numbers of a block.
+// Small enough that one exponent and one k suit all numbers of a block.
 constexpr size_t kBlock = 256;
 constexpr int kEscape = 12;
 constexpr int kMaxK = 3;
@@ -25,7 +25,7 @@ struct Layout {
   static uint32_t Exponent(Word word) {
     return static_cast<uint32_t>(word) >> kMantissaBits & kExponentMask;
   }
-  // Mantissa and sign, one above the other.
+  // Returns the mantissa and, above it, the sign.
   static uint32_t Rest(Word word) {
     const uint32_t bits = word;
     return (bits & kMantissaMask) | bits >> (kMantissaBits + kExponentBits)
@@ -38,7 +38,7 @@ struct Layout {
   }
 };
 
-// The k with the shortest codes.
+// Returns the k with the shortest codes.
 template <typename Word, typename Bits>
 int ChooseK(const Word* words, size_t count, uint32_t largest) {
   uint32_t lengths[kMaxK + 1] = {};
@@ -91,7 +91,7 @@ uint8_t* PackAll(const void* numbers, size_t count, uint8_t* out) {
   return out;
 }
 
-// Reads one block; *data moves to its end. Nothing past `end` is read.
+// Reads one block and moves *data to its end. Reads nothing past `end`.
 template <typename Word, int kExponentBits>
 const char* UnpackBlock(const uint8_t** data, const uint8_t* end, size_t count,
                         Word* words) {
@@ -143,7 +143,7 @@ const char* UnpackAll(const uint8_t* data, const uint8_t* end, size_t count,
 
 size_t MostPackedBytes(NumberFormat format, size_t count) {
   const size_t bits = kEscape + 1 + 8 * format.bytes;
-  // The writer stores whole words of 8 bytes.
+  // The writer stores words of 8 bytes.
   return 10 + 8 + (count + kBlock - 1) / kBlock * 3 + (count * bits + 7) / 8;
 }
 

@@ -73,7 +73,7 @@ NumberFormat FormatOf(DataType dtype) {
   return {2, 5};
 }
 
-// Splits must be sizes that add up to `total`, one for each rank.
+// Checks that `splits` are sizes that add up to `total`, one for each rank.
 absl::Status CheckSplits(const Tensor& splits, int64_t total) {
   if (splits.NumElements() == 0) {
     return InvalidArgument("splits must have a size for every rank");

@@ -25,7 +25,8 @@ void ParallelSegmentSums(
     const std::vector<SegmentBlock>& blocks,
     const std::function<bool(size_t block, int64_t first_entry,
                              int64_t end_entry)>& may_read) {
-  // About a nanosecond for four numbers, and a trip to memory for some rows.
+  // The estimate is a nanosecond for four numbers, and a cache miss for some
+  // rows.
   constexpr int64_t kNanosecondsPerRow = 10;
   std::vector<Task> tasks;
   for (const SegmentBlock& block : blocks) {

@@ -16,23 +16,27 @@ namespace tfdist {
 struct SegmentBlock {
   SegmentSum args;
   int64_t segments;
-  const Bfloat16* bfloat16_table = nullptr;  // read in place of args.table
+  // If set, read in place of args.table.
+  const Bfloat16* bfloat16_table = nullptr;
 
   int64_t Entries() const {
     return args.row_splits[segments] - args.row_splits[0];
   }
 };
 
-// Where to cut segments that are offsets `row_splits`: the first one whose
-// segments and entries before it make up at least `work`.
+// Returns the segment at which to divide segments with the offsets
+// `row_splits`: the first one for which the segments and entries before it add
+// up to at least `work`.
 int64_t SegmentAtWork(const int64_t* row_splits, int64_t segments,
                       int64_t work);
 
-// Computes all blocks on the pool. The work is cut by entries, not by segments
-// or blocks: a frequent row has as many entries as a thousand rare ones.
+// Computes all blocks on the pool. The work is divided by entries, not by
+// segments or blocks, because a frequent row has as many entries as a thousand
+// rare ones.
 //
 // `may_read(block, first_entry, end_entry)` is called before the rows of these
-// entries are read; if it returns false they are not, and the sums undefined.
+// entries are read. If it returns false, the rows are not read and the sums are
+// undefined.
 void ParallelSegmentSums(
     tensorflow::thread::ThreadPool* pool,
     const std::vector<SegmentBlock>& blocks,

@@ -82,7 +82,7 @@ absl::Status PlacementPlan::TakeRanks(const std::vector<int64_t>& ranks,
   const int64_t rows = feature->row_parts;
   const int64_t columns = feature->column_parts;
   const int64_t left = ranks.size() - next;
-  // Compared by division: the product may overflow.
+  // Compared by division, because the product may overflow.
   if (rows < 1 || columns < 1 || rows > left || columns > left / rows) {
     return InvalidArgument("Feature '", feature->name,
                            "': row_parts and column_parts must be at least 1 ",

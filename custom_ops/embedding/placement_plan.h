@@ -11,11 +11,12 @@
 
 namespace tfdist {
 
-// Columns of a table, at most. Its rows and parts: see RotatedMod.
+// The limit of columns of a table. For the limits of rows and parts, see
+// RotatedMod.
 constexpr int64_t kMaxColumns = int64_t{1} << 30;
 
-// Where the table of a feature lies: cell (i, j) of row_parts x column_parts
-// cells on ranks[i * column_parts + j].
+// The placement of a feature's table. Cell (i, j) of row_parts x column_parts
+// cells is on ranks[i * column_parts + j].
 struct FeaturePlacement {
   std::string name;
   int64_t vocabulary_size = 0;
@@ -24,20 +25,21 @@ struct FeaturePlacement {
   int64_t column_parts = 1;
   std::vector<int64_t> ranks;
 
-  // Rows of one row part, padding included.
+  // Returns the rows of one row part, including padding.
   int64_t RowLimit() const {
     return RotatedMod::LocalRows(vocabulary_size, row_parts);
   }
 
-  // First column of a column part; of part column_parts: the end.
+  // Returns the first column of a column part. `part` may be column_parts, for
+  // the end.
   int64_t FirstColumn(int64_t part) const { return part * dim / column_parts; }
 };
 
-// Where the tables of all features of an exchange lie. The ops of an exchange
-// are given it as the same attributes; each reads them here, once.
+// The placements of the tables of all features of an exchange. All ops of an
+// exchange have them as the same attributes, which each op reads once.
 class PlacementPlan {
  public:
-  // What a rank holds of a feature's table, if anything.
+  // The cell of a feature's table that a rank holds, if any.
   struct Cell {
     bool exists = false;
     int64_t row_part = 0;
@@ -62,7 +64,7 @@ class PlacementPlan {
  private:
   absl::Status ReadLists(tensorflow::OpKernelConstruction* ctx,
                          std::vector<int64_t>* ranks);
-  // Gives a feature its ranks: those from `next` on.
+  // Sets the ranks of a feature, which start at index `next`.
   absl::Status TakeRanks(const std::vector<int64_t>& ranks, size_t next,
                          FeaturePlacement* feature) const;
   absl::Status PlaceCells(size_t f);

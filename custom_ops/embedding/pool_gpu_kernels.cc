@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pool and its gradient on a GPU: numbers are there, entries on the host.
+// Pool and its gradient on a GPU. The numbers are in device memory, the entries
+// in host memory.
 #include "custom_ops/embedding/pool_kernel.h"
 #include "custom_ops/embedding/segment_sum_gpu.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pool and its gradient but for the sums, which are made where the matrix is.
+// Pool and its gradient without the sums, which differ between CPU and GPU.
 #ifndef TFDIST_CUSTOM_OPS_EMBEDDING_POOL_KERNEL_H_
 #define TFDIST_CUSTOM_OPS_EMBEDDING_POOL_KERNEL_H_
 
@@ -33,8 +33,8 @@ inline absl::Status CheckPositions(const tensorflow::Tensor& row_splits,
   return absl::OkStatus();
 }
 
-// Sums::Sum(ctx, sum, table_rows, segments): all but `table` and `out` is on
-// the host, and no row is outside of the table.
+// `Sums::Sum(ctx, sum, table_rows, segments)` computes the sums. Only `table`
+// and `out` may be device memory. All rows are within the table.
 template <typename Sums>
 class PoolKernel : public tensorflow::OpKernel {
  public:
@@ -65,16 +65,16 @@ class PoolKernel : public tensorflow::OpKernel {
   }
 };
 
-// The entries of a batch by position: those of position p are
+// The entries of a batch, sorted by position. Position p has the entries
 // row_splits[p] .. row_splits[p + 1], in the order of the samples.
 struct EntriesByPosition {
   std::unique_ptr<int64_t[]> row_splits;
   std::unique_ptr<int64_t[]> samples;
-  std::unique_ptr<float[]> weights;  // null when all are 1
+  std::unique_ptr<float[]> weights;  // null if all are 1
 };
 
-// As many bins as positions, which are about as many as the samples have
-// entries.
+// Uses a counting sort with one bin per position. There are about as many
+// positions as entries.
 inline void Transpose(const int64_t* row_splits, int64_t samples,
                       const int64_t* positions, const float* weights,
                       int64_t rows, EntriesByPosition* result) {

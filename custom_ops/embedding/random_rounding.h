@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Stochastic rounding of one number; round_functor.h says how.
+// Stochastic rounding of one number; see round_functor.h.
 #ifndef TFDIST_CUSTOM_OPS_EMBEDDING_RANDOM_ROUNDING_H_
 #define TFDIST_CUSTOM_OPS_EMBEDDING_RANDOM_ROUNDING_H_
 
@@ -11,19 +11,20 @@
 
 namespace tfdist {
 
-// Two words of key from a seed: neighbouring seeds get unrelated keys.
+// Returns a key of two words for a seed. Adjacent seeds get unrelated keys.
 TFDIST_INLINE uint64_t RoundingKey(uint64_t seed) {
   return Mix<SplitMix64>(seed + kGoldenRatio);
 }
 
-// 32 random bits of an index. Indices 2^32 apart share their bits.
+// Returns 32 random bits for an index. Indices that differ by a multiple of
+// 2^32 get the same bits.
 TFDIST_INLINE uint32_t RandomBits(uint64_t key, uint32_t index) {
   return Mix<LowBias32>(index ^ static_cast<uint32_t>(key),
                         static_cast<uint32_t>(key >> 32));
 }
 
-// The lower half of the bits is what is cut off: adding as many random bits
-// carries into the upper half as often as it should.
+// Rounding removes the lower half of the bits. Adding as many random bits
+// carries into the upper half with the required probability.
 TFDIST_INLINE uint16_t RandomToBfloat16(float value, uint32_t random) {
   const uint32_t bits = BitsOf(value);
   const uint32_t rounded = (bits + (random & 0xFFFF)) >> 16;
@@ -38,12 +39,13 @@ TFDIST_INLINE uint16_t RandomToFloat16(float value, uint32_t random) {
   constexpr uint32_t kTooHigh = 0x47800000;      // 2^16
   const uint32_t bits = BitsOf(value);
   const uint32_t magnitude = bits & ~kSign;
-  // As above.
+  // As in RandomToBfloat16.
   const uint32_t carried = magnitude + (random & ((1u << kCutBits) - 1));
   uint32_t normal = (carried >> kCutBits) - kExponentShift;
   normal = carried >= kTooHigh ? 0x7C00 : normal;
-  // In steps of 2^-24, the bits of the result are the number of steps. Others
-  // are replaced by 0 to keep the conversion in range.
+  // Subnormal numbers have steps of 2^-24, and the bits of the result are the
+  // number of steps. Other numbers are replaced by 0 to keep the conversion in
+  // range.
   const float steps =
       magnitude < kLeastNormal ? FloatOf(magnitude) * 0x1p24f : 0.0f;
   const int32_t whole = static_cast<int32_t>(steps);

@@ -13,8 +13,8 @@
 
 namespace tfdist {
 
-// The tables of a kernel, locked for reading while this object lives: an
-// update of their rows must not interleave.
+// The tables of a kernel, locked for reading during the life of this object, so
+// that no update of their rows runs meanwhile.
 class ReadTables {
  public:
   absl::Status Lock(tensorflow::OpKernelContext* ctx, int count) {
@@ -25,7 +25,8 @@ class ReadTables {
           ctx, tensorflow::HandleFromInput(ctx, i), &variables_[i]));
       mutexes.push_back(variables_[i]->mu());
     }
-    // In the order of addresses, as kernels that write do, each once.
+    // Locks each mutex once, in the order of addresses, as kernels that write
+    // do, to prevent deadlocks.
     std::sort(mutexes.begin(), mutexes.end());
     mutexes.erase(std::unique(mutexes.begin(), mutexes.end()), mutexes.end());
     for (auto* mutex : mutexes) {
@@ -60,7 +61,8 @@ class ReadTables {
     return absl::OkStatus();
   }
 
-  // The references outlive the locks: members are destroyed last to first.
+  // The references must outlive the locks. Members are destroyed in reverse
+  // order.
   std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
   std::vector<std::unique_ptr<tensorflow::tf_shared_lock>> locks_;
 };

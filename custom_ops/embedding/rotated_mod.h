@@ -8,19 +8,19 @@
 
 namespace tfdist {
 
-// Which rank owns which rows of a table, and where ("rotated mod").
+// The owner and the local row of each row of a table ("rotated mod").
 //
-// The ids of a table are cut into blocks of `world_size` consecutive ids. Every
-// block has exactly one row on every rank, at local row `block`; which id of
-// the block goes to which rank rotates from block to block by a hash. So
-// sequential ids are spread evenly, and ids that share a stride with the world
-// size are as well.
+// The ids of a table are divided into blocks of `world_size` consecutive ids.
+// Each rank holds exactly one row of each block, at local row `block`. A hash
+// of the block rotates the assignment of its ids to ranks. Sequential ids are
+// thus distributed evenly, and so are ids whose stride has a common factor with
+// the world size.
 //
 //   block = id / W,  owner = (id + hash(block)) mod W,  local row = block
 class RotatedMod {
  public:
-  // Ids up to 2^40 and worlds up to 2^20 ranks keep the divisions by
-  // multiplication below exact.
+  // With ids up to 2^40 and up to 2^20 ranks, the divisions by multiplication
+  // below are exact.
   static constexpr int64_t kMaxRows = int64_t{1} << 40;
   static constexpr int64_t kMaxWorldSize = int64_t{1} << 20;
 
@@ -44,7 +44,7 @@ class RotatedMod {
     return local_row * world_size_ + offset;
   }
 
-  // Rows of every shard, padding included.
+  // Returns the rows of every shard, including padding.
   static int64_t LocalRows(int64_t rows, int64_t world_size) {
     return (rows + world_size - 1) / world_size;
   }
@@ -54,7 +54,7 @@ class RotatedMod {
     return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
   }
 
-  // hash(block) mod world_size, without a division (Lemire's fastmod).
+  // Returns hash(block) mod world_size, without a division (Lemire's fastmod).
   TFDIST_INLINE uint64_t Rotation(uint64_t block) const {
     const uint64_t hash = (block * kGoldenRatio) >> 32;
     return HighProduct(inverse_ * hash, world_size_);

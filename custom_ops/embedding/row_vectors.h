@@ -10,8 +10,8 @@
 
 namespace tfdist {
 
-// `kLanes` numbers at any address; the compiler splits what the processor's
-// registers cannot hold.
+// `kLanes` numbers at any address. The compiler splits vectors that are larger
+// than the processor's registers.
 template <typename T, int kLanes>
 struct Vector {
   typedef T Type __attribute__((vector_size(kLanes * sizeof(T)),
@@ -21,7 +21,8 @@ struct Vector {
 template <int kLanes>
 using Floats = typename Vector<float, kLanes>::Type;
 
-// By reference: a vector that is returned would be part of the ABI.
+// Returns the vector by reference, because a returned vector would be part of
+// the ABI.
 template <int kLanes>
 TFDIST_INLINE void Load(const float* from, Floats<kLanes>* values) {
   *values = *reinterpret_cast<const Floats<kLanes>*>(from);
@@ -36,12 +37,13 @@ TFDIST_INLINE void Load(const Bfloat16* from, Floats<kLanes>* values) {
   *values = reinterpret_cast<Floats<kLanes>>(words << 16);
 }
 
-constexpr int kMaxVectors = 8;          // accumulators that stay in registers
-constexpr int64_t kPrefetchAhead = 16;  // entries; hides a trip to memory
+constexpr int kMaxVectors = 8;          // accumulators that fit into registers
+constexpr int64_t kPrefetchAhead = 16;  // entries; hides the latency of memory
 
-// Prefetches a row, of a long one only the start: the processor's own
-// prefetcher follows it to the end, and as it can have only so many misses
-// under way, asking for all lines of long rows takes up to a third longer.
+// Prefetches a row, but only the start of a long row. The processor's own
+// prefetcher continues to the end of the row. It can have only a limited number
+// of outstanding misses, so prefetching all lines of long rows takes up to a
+// third longer.
 template <typename T>
 TFDIST_INLINE void PrefetchRow(const T* row, int64_t width) {
   constexpr int64_t kLine = kLineBytes / sizeof(T);

@@ -10,8 +10,9 @@
 
 namespace tfdist {
 
-// Sums segments of rows of a matrix on the GPU: a lookup in one table. Only
-// `table` and `out` are there; no row is outside of the table.
+// Sums segments of rows of a matrix on the GPU, as a lookup in one table.
+// `table` and `out` are device memory; the other arrays are host memory. All
+// rows must be within the table.
 inline absl::Status SumSegmentsGpu(const SegmentSum& sum, int64_t table_rows,
                                    int64_t segments, GpuWork* work) {
   if (segments == 0) return absl::OkStatus();

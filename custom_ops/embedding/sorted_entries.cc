@@ -18,8 +18,8 @@ void SortedEntries::Build(const TableEntries& entries, int64_t low,
   rows_.Resize(selected + 1);
   row_splits_.Resize(selected + 2);
   if (weighted_) weights_.Resize(selected);
-  // Bins that stay in the second-level cache, and not many more of them than
-  // entries to count.
+  // The bins must fit into the second-level cache, and must not greatly
+  // outnumber the entries.
   constexpr uint64_t kMostBins = uint64_t{1} << 17;
   if (range_ <= std::min(kMostBins, 2 * static_cast<uint64_t>(selected))) {
     SortByBins(entries, selected);
@@ -66,8 +66,9 @@ void SortedEntries::SortByBins(const TableEntries& entries, int64_t selected) {
       }
     }
   }
-  // Written for every bin and kept for those with entries: which ones those are
-  // is unpredictable, and a branch would cost more than a store.
+  // Writes for each bin, but advances only after bins with entries. Which bins
+  // have entries is unpredictable, so a branch would take more time than a
+  // store.
   int64_t* rows = rows_.data();
   int64_t* splits = row_splits_.data();
   int64_t row = 0;
@@ -96,8 +97,9 @@ void SortedEntries::SortByBins(const TableEntries& entries, int64_t selected) {
   sorted_ = sorted;
 }
 
-// A key is row | offset from the top. The sort goes by the row and is stable,
-// and the entries come in order of the samples.
+// A key consists of the row in the high bits and the offset in the low bits.
+// The sort uses only the row and is stable, so entries of a row remain in the
+// order of the samples.
 void SortedEntries::SortByDigits(const TableEntries& entries,
                                  int64_t selected) {
   const int bits = entries.offset_bits;
@@ -122,14 +124,14 @@ void SortedEntries::SortByDigits(const TableEntries& entries,
   int64_t* rows = rows_.data();
   int64_t* splits = row_splits_.data();
   uint64_t* sorted = sort.spare_keys;
-  uint64_t before = ~uint64_t{0};  // no row: those have fewer bits
+  uint64_t before = ~uint64_t{0};  // not a row, because rows have fewer bits
   int64_t row = -1;
   for (int64_t i = 0; i < size; ++i) {
     const uint64_t key = sort.keys[i];
     const bool first = key >> bits != before;
     before = key >> bits;
     row += first;
-    // Written for every entry: see above.
+    // Written for each entry, without a branch, as in SortByBins.
     rows[row] = low_ + before;
     splits[row + 1] = i + 1;
     sorted[i] = (key & mask) << 1 | static_cast<uint64_t>(first);

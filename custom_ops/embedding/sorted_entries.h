@@ -10,13 +10,13 @@
 
 namespace tfdist {
 
-// Memory that is kept for the next step: fresh pages cost more than what is
-// written to them.
+// Memory that is reused in the next step, because new pages cost more time than
+// the data written to them.
 template <typename T>
 class KeptArray {
  public:
   T* Resize(int64_t size) {
-    // One batch of an unusual size does not stay for ever.
+    // Also shrinks, so that one unusually large batch does not keep its memory.
     if (size > capacity_ || size < capacity_ / 16) {
       capacity_ = size + size / 4;
       data_.reset(new T[capacity_]);
@@ -30,12 +30,13 @@ class KeptArray {
   int64_t capacity_ = 0;
 };
 
-// The entries of the rows in one range, ascending by row, within a row in the
-// order of the samples: what one thread sorts. The form is that of RowGradSum.
+// The entries of the rows in one range, which one thread sorts: ascending by
+// row and, within a row, in the order of the samples. The format is the input
+// format of RowGradSum.
 class SortedEntries {
  public:
-  // Takes the entries with rows in [low, high); `all` if those are all of the
-  // table's.
+  // Builds from the entries with rows in [low, high). `all` is true if these
+  // are all entries of the table.
   void Build(const TableEntries& entries, int64_t low, int64_t high, bool all);
 
   int64_t unique() const { return unique_; }
@@ -46,13 +47,13 @@ class SortedEntries {
 
  private:
   int64_t Select(const TableEntries& entries) const;
-  // One pass over as many bins as there are rows in the range.
+  // Sorts in one pass, with one bin for each row in the range.
   void SortByBins(const TableEntries& entries, int64_t selected);
-  // Passes over digits of the rows.
+  // Sorts in several passes, over digits of the rows.
   void SortByDigits(const TableEntries& entries, int64_t selected);
 
-  // Calls visit(entry, row - low, offset of its sample) for the range's
-  // entries.
+  // Calls visit(entry, row - low, offset of its sample) for the entries in the
+  // range.
   template <typename Visit>
   void ForEach(const TableEntries& entries, const Visit& visit) const;
 

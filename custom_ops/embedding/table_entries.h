@@ -10,7 +10,7 @@
 
 namespace tfdist {
 
-// The attribute table_shapes, [rows, width] of every table.
+// The attribute table_shapes: [rows, width] of each table.
 struct TableShapes {
   std::vector<int64_t> rows;
   std::vector<int64_t> widths;
@@ -18,7 +18,7 @@ struct TableShapes {
   absl::Status Read(tensorflow::OpKernelConstruction* ctx);
 };
 
-// What Lookup was given for one table: sample s of a block has the entries
+// The inputs of Lookup for one table. Sample s of a block has the entries
 // row_splits[s] .. row_splits[s + 1].
 struct TableEntries {
   int64_t table = 0;
@@ -26,9 +26,9 @@ struct TableEntries {
   std::vector<LookupBlock> blocks;
   const int64_t* row_splits;
   const int64_t* rows;
-  const float* weights;  // nullptr when all are 1
+  const float* weights;  // nullptr if all are 1
   int64_t count = 0;     // entries of all blocks
-  int offset_bits = 0;   // enough for an offset within the values
+  int offset_bits = 0;   // bits of an offset in the values
 
   int64_t First(const LookupBlock& block) const {
     return row_splits[block.first_sample];
@@ -38,22 +38,23 @@ struct TableEntries {
   }
 };
 
-// Places the samples of LookupGrad's inputs, wherever the entries lie, and
-// checks that `grad` has their numbers.
+// Divides the samples of LookupGrad's inputs into blocks, and checks the size
+// of `grad`. The entries may be in host or device memory.
 absl::Status FindGradBlocks(tensorflow::OpKernelContext* ctx,
                             const std::vector<int64_t>& feature_tables,
                             const std::vector<int64_t>& widths,
                             LookupBlocks* found);
 
-// Reads and checks the inputs of LookupGrad on the host: the entries of every
+// Reads and checks the inputs of LookupGrad in host memory: the entries of each
 // table.
 absl::Status FindTableEntries(tensorflow::OpKernelContext* ctx,
                               const std::vector<int64_t>& feature_tables,
                               const TableShapes& shapes,
                               std::vector<TableEntries>* tables);
 
-// One more than the highest row; 0 without entries. An error for one that is
-// not in the table, or if a row and an offset do not fit into a word together.
+// Sets `limit` to one more than the highest row, or to 0 without entries.
+// Returns an error if a row is not in the table, or if a row and an offset do
+// not fit into one 64-bit word.
 absl::Status RowLimit(const TableEntries& table, int64_t* limit);
 
 }  // namespace tfdist

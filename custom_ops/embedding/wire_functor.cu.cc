@@ -36,8 +36,8 @@ struct NarrowOneAtRandom {
   }
 };
 
-// A thread converts kCount neighbouring numbers at a time, with one load and
-// one store for all of them.
+// Each thread converts kCount adjacent numbers at a time, with one load and one
+// store for all of them.
 template <int kCount, typename From, typename To, typename Convert>
 __global__ void ConvertKernel(const From* in, int64_t count, Convert convert,
                               To* out) {

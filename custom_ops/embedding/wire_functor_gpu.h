@@ -6,11 +6,11 @@
 
 namespace tfdist {
 
-// Numbers of 16 bits on the wire. Stochastic: round_functor.h.
+// The 16-bit wire formats. For stochastic rounding, see round_functor.h.
 enum class WireType { kFloat16, kBfloat16 };
 
-// Convert `count` numbers in device memory. They launch on `stream`, a
-// cudaStream_t, without waiting, and return a cudaError_t.
+// These functions convert `count` numbers in device memory. They launch on
+// `stream`, a cudaStream_t, do not wait, and return a cudaError_t.
 int WidenGpu(WireType type, const uint16_t* in, int64_t count, float* out,
              void* stream);
 int NarrowGpu(WireType type, const float* in, int64_t count, uint16_t* out,

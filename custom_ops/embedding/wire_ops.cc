@@ -56,7 +56,7 @@ class RoundToWireOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, x.shape(), &y));
     const auto* from = static_cast<const float*>(x.data());
     auto* to = static_cast<uint16_t*>(y->data());
-    // A unit is a line of the cache.
+    // A unit of work is one cache line of results.
     constexpr int64_t kNumbers = 16;
     const int64_t count = x.NumElements();
     ParallelTasks(ctx->device()->tensorflow_cpu_worker_threads()->workers,
