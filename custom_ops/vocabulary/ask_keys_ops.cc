@@ -228,17 +228,18 @@ class AnswerKeysOp : public OpKernel {
   }
 
  private:
-  // Of one rank, about one table.
+  // The question of one rank about one table.
   struct Question {
     const uint8_t* keys = nullptr;
-    int64_t once = 0;              // keys that were seen once
-    std::vector<uint32_t> counts;  // of the others
+    int64_t once = 0;              // number of keys that occurred once
+    std::vector<uint32_t> counts;  // counts of the other keys
     int32_t* rows = nullptr;
 
     int64_t size() const { return once + counts.size(); }
   };
 
-  // Allocates the outputs for answers of some bytes; where these begin.
+  // Allocates the outputs for answers of `bytes` bytes per rank. Sets `answers`
+  // to their start.
   static absl::Status Allocate(OpKernelContext* ctx,
                                const std::vector<int64_t>& bytes,
                                uint8_t** answers) {

@@ -15,10 +15,11 @@ namespace tfdist {
 
 // The keys of the buckets that this rank owns.
 //
-// A step is settled in two passes. The first finds the keys that have rows, and
-// counts them: the order in which ranks ask does not matter. All others are
-// sorted by bucket and key and settled one bucket after the other, so that what
-// is admitted, and what is evicted for it, depends on the step's keys alone.
+// A step is processed in two passes. The first pass finds the keys that have
+// rows and counts them; the order of the ranks does not matter here. The second
+// pass sorts all other keys by bucket and key, and processes one bucket after
+// another. Which keys are admitted, and which are evicted for them, therefore
+// depends only on the keys of the step.
 template <int kWords>
 class BucketKeys : public Vocabulary {
  public:
@@ -89,7 +90,7 @@ class BucketKeys : public Vocabulary {
           Write(entry, bucket * slots() + entry.slot(), rows);
         }
       });
-      // Wherever they lie in memory, a checkpoint is the same.
+      // Sorted, so that a checkpoint does not depend on the order in memory.
       std::sort(found.begin(), found.end(),
                 [](const Entry& a, const Entry& b) { return a.key < b.key; });
       for (size_t i = 0; i < found.size(); ++i) {
@@ -118,7 +119,8 @@ class BucketKeys : public Vocabulary {
       }
       for (int64_t i = 0; i < candidate_slots; ++i) {
         const int64_t at = bucket * candidate_slots + i;
-        // Of a vocabulary that admits keys later than this one, or earlier.
+        // The arrays may contain more or fewer candidates than fit, if their
+        // vocabulary had another min_count.
         if (candidates.counts[at] <= 0) continue;
         if (own.candidates == own.most_candidates) break;
         ++own.candidates;
@@ -149,7 +151,7 @@ class BucketKeys : public Vocabulary {
     }
   };
 
-  // A key of a bucket that is being settled, with all of its occurrences.
+  // A key of the current bucket, with all its occurrences in the step.
   struct Asking {
     typename std::vector<Unsettled>::iterator first, end;
     uint32_t count = 0;
@@ -178,8 +180,8 @@ class BucketKeys : public Vocabulary {
   void Advance() {
     ++now_;
     if (options_.steps_to_live == 0) return;
-    // One bucket in so many steps: keys of others have expired as well, their
-    // rows are taken back when it is their turn, or when they are needed.
+    // Sweeps one bucket every `every` steps. Expired keys of other buckets lose
+    // their rows when their bucket is swept, or when the rows are needed.
     const int64_t every = std::max<int64_t>(slots() / kSlotsPerStep, 1);
     if (now_ % every != 0) return;
     const int64_t turn = now_ / every % buckets();
@@ -187,11 +189,11 @@ class BucketKeys : public Vocabulary {
       Sweep(turn - first_);
   }
 
-  // Calls visit(i, bucket, hash, key, entry) for all keys of a request. False
-  // if another rank owns one of them.
+  // Calls visit(i, bucket, hash, key, entry) for all keys of a request. Returns
+  // false if another rank owns one of them.
   template <typename Visitor>
   bool Visit(const KeyRequest& request, const Visitor& visit) {
-    constexpr uint64_t kAhead = 64;  // keys whose entries are under way
+    constexpr uint64_t kAhead = 64;  // number of keys to prefetch ahead
     struct Coming {
       K key;
       uint64_t hash;
@@ -202,7 +204,7 @@ class BucketKeys : public Vocabulary {
     const HashKey hash_key = this->hash_key();
     const int64_t first_bucket = first_;
     const uint64_t owned = buckets_.size();
-    // The key i takes the place of the one that is visited.
+    // Stores key i in place of the key that was visited last.
     const auto call = [&](uint64_t i) {
       Coming& next = coming[i % kAhead];
       next.key = K::At(request.keys, i);
@@ -233,10 +235,11 @@ class BucketKeys : public Vocabulary {
   int32_t RowOf(int64_t bucket, const Entry* entry) const {
     if (entry && !IsExpired(*entry)) {
       if (entry->admitted()) return Row(first_ + bucket, entry->slot());
-      if (entry->count >= options_.min_count) return 0;  // found no row
+      // There was no free row for it.
+      if (entry->count >= options_.min_count) return 0;
     } else if (options_.full_shares && options_.min_count == 1 &&
                buckets_[bucket].free.used() == buckets_[bucket].limit) {
-      return 0;  // such keys are not remembered
+      return 0;  // the bucket is full and stores no candidates
     }
     return options_.Unadmitted();
   }
@@ -261,8 +264,8 @@ class BucketKeys : public Vocabulary {
   using Iterator = typename std::vector<Unsettled>::iterator;
 
   absl::Status Settle(int64_t bucket, Iterator first, Iterator end) {
-    std::vector<Asking> admitted;    // or to be
-    std::vector<Asking> candidates;  // that are new
+    std::vector<Asking> admitted;    // keys to admit, or admitted already
+    std::vector<Asking> candidates;  // new candidates
     while (first != end) {
       Asking asking;
       asking.first = first;
@@ -337,8 +340,8 @@ class BucketKeys : public Vocabulary {
     return Full(first_ + bucket, used, rows);
   }
 
-  // Takes rows from keys that are not of this step, if it may, until `wanted`
-  // are free.
+  // Takes rows from keys that are not in this step, if eviction is allowed,
+  // until `wanted` rows are free.
   void MakeRoom(int64_t bucket, int64_t wanted) {
     Bucket& own = buckets_[bucket];
     if (options_.steps_to_live > 0) Sweep(bucket);
@@ -349,8 +352,8 @@ class BucketKeys : public Vocabulary {
         RemoveFirst(bucket, true, std::max(missing, own.limit / kShare));
   }
 
-  // Adds keys that are not admitted yet; without room, in place of those that
-  // were not seen for longest.
+  // Adds candidates. If there is no space, they replace the candidates that
+  // were not seen for the longest time.
   void Remember(int64_t bucket, const std::vector<Asking>& all) {
     Bucket& own = buckets_[bucket];
     const int64_t missing =
@@ -370,8 +373,9 @@ class BucketKeys : public Vocabulary {
     }
   }
 
-  // Removes the first keys in the order of eviction, none of this step; all of
-  // them have rows, or none. Returns how many.
+  // Removes the first `count` keys in the order of eviction, but no keys of
+  // this step. Removes only keys with rows if `admitted`, and otherwise only
+  // candidates. Returns the number of removed keys.
   int64_t RemoveFirst(int64_t bucket, bool admitted, int64_t count) {
     struct Old {
       uint32_t first, second;
@@ -445,10 +449,11 @@ class BucketKeys : public Vocabulary {
     return absl::OkStatus();
   }
 
-  // A bucket that is full takes back this share of its rows at once: to look
-  // for them costs as much as to look for one.
+  // The share of its rows that a full bucket takes back at once, because the
+  // search for many rows takes as long as the search for one.
   static constexpr int64_t kShare = 16;
-  // Slots that a search for expired keys looks at in a step, on average.
+  // The average number of slots per step that the search for expired keys
+  // reads.
   static constexpr int64_t kSlotsPerStep = 4096;
 
   tensorflow::mutex mutex_;
@@ -457,7 +462,7 @@ class BucketKeys : public Vocabulary {
   KeyTable<kWords> keys_;
   uint32_t now_ = 0;
   VocabularyCounts totals_;
-  std::vector<int32_t>* resets_ = nullptr;  // of the step
+  std::vector<int32_t>* resets_ = nullptr;  // of the current step
 };
 
 }  // namespace tfdist

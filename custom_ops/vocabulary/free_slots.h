@@ -8,9 +8,10 @@
 
 namespace tfdist {
 
-// The slots of a bucket, a bit for each that is in use. The lowest free one is
-// always the next: which that is depends on those in use alone, not on how they
-// came to be, so a training that goes on from a checkpoint takes the same.
+// The slots of a bucket, with one bit for each slot that is in use. The next
+// slot is always the lowest free one. It depends only on which slots are in
+// use, not on their history, so a training that continues from a checkpoint
+// gets the same slots.
 class FreeSlots {
  public:
   void Reset(int64_t slots) {
@@ -20,7 +21,7 @@ class FreeSlots {
 
   int64_t used() const { return used_; }
 
-  // Takes the lowest free slot; there must be one.
+  // Takes the lowest free slot. Requires that there is one.
   int64_t TakeFirst() {
     while (~bits_[first_] == 0) ++first_;
     const int64_t slot = first_ * 64 + __builtin_ctzll(~bits_[first_]);
@@ -41,7 +42,7 @@ class FreeSlots {
 
  private:
   std::vector<uint64_t> bits_;
-  int64_t first_ = 0;  // no word before it has a free slot
+  int64_t first_ = 0;  // no word before this one has a free slot
   int64_t used_ = 0;
 };
 

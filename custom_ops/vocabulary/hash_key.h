@@ -6,20 +6,20 @@
 
 namespace tfdist {
 
-// The secret of a table's hash: who does not know it cannot choose ids that
-// share a bucket. The same on all ranks, and saved with the keys.
+// The secret of a table's hash. Without it, an attacker cannot choose ids that
+// share a bucket. It is the same on all ranks, and is saved with the keys.
 //
-// Zeros stand for the hash without a secret that earlier versions used, which
-// their checkpoints need: it decides which row of the table a key has.
+// A zero key selects the hash without a secret that earlier versions used.
+// Their checkpoints need this hash, because it determines the row of each key.
 struct HashKey {
   uint64_t words[2] = {0, 0};
 
   bool IsZero() const { return words[0] == 0 && words[1] == 0; }
 };
 
-// SipHash-1-3 of whole words: "SipHash: a fast short-input PRF", Aumasson and
-// Bernstein 2012, with one round per word and three at the end, as the hash
-// tables of Rust and CPython use it.
+// SipHash-1-3 of 64-bit words: "SipHash: a fast short-input PRF", Aumasson and
+// Bernstein 2012, with one round per word and three at the end, as in the hash
+// tables of Rust and CPython.
 template <int kWords>
 uint64_t SipHash(const uint64_t (&words)[kWords], const HashKey& key) {
   uint64_t a = key.words[0] ^ 0x736F6D6570736575;

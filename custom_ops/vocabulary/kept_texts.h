@@ -14,14 +14,14 @@
 
 namespace tfdist {
 
-// The texts of keys, by the row of the whole table that a key has. Nothing is
-// allocated until one is kept.
+// The texts of keys, by the key's row in the unpartitioned table. No memory is
+// allocated before the first text is stored.
 class KeptTexts {
  public:
   using Pair = std::pair<int32_t, std::string>;
 
-  // Those of rows that have one stay; of rows below 1, which are no key's,
-  // none is kept.
+  // Stores texts. Ignores rows that already have a text, and rows below 1,
+  // which have no key.
   void Keep(const int32_t* rows, const tensorflow::tstring* texts,
             int64_t size) {
     tensorflow::mutex_lock lock(mutex_);
@@ -32,7 +32,7 @@ class KeptTexts {
     }
   }
 
-  // Remembers of rows that their texts are kept elsewhere.
+  // Replaces the texts of rows by a note that they are stored elsewhere.
   void Shorten(const int32_t* rows, int64_t size) {
     tensorflow::mutex_lock lock(mutex_);
     for (int64_t i = 0; i < size; ++i) of_row_[rows[i]] = std::string();
@@ -49,7 +49,7 @@ class KeptTexts {
     of_row_.clear();
   }
 
-  // All that are here, by row.
+  // Returns all texts that are stored here, sorted by row.
   std::vector<Pair> All() {
     std::vector<Pair> all;
     {

@@ -12,7 +12,8 @@
 
 namespace tfdist {
 
-// The input "keys" of a kernel: lists, each of one of the vocabularies.
+// The input "keys" of a kernel: lists of keys. Each list belongs to one
+// vocabulary.
 class KeyLists {
  public:
   absl::Status ReadAttributes(tensorflow::OpKernelConstruction* ctx) {
@@ -32,7 +33,8 @@ class KeyLists {
         " vocabularies, one element for each of the ", lists, " lists");
   }
 
-  // The lists by vocabulary, and how many keys they have in all.
+  // Reads the lists, grouped by vocabulary, and sets `count` to their total
+  // number of keys.
   absl::Status Read(tensorflow::OpKernelContext* ctx,
                     const Vocabularies& vocabularies,
                     std::vector<std::vector<KeyList>>* lists,

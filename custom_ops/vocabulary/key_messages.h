@@ -13,17 +13,19 @@
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/errors.h"
 
-// Messages about keys, in order of their tables. A question has for each
+// Messages about keys, for one table after another. A question contains for
+// each table:
 //
-//   number of keys that were seen once; number of others; the keys, in this
-//   order; how often each of the others was seen
+//   number of keys that occurred once; number of other keys; the keys, in this
+//   order; the count of each of the other keys
 //
-// and its answer, after a byte that is 1 if a text, an error, follows,
+// Its answer starts with a byte that is 1 if an error follows, as code and
+// text. Otherwise it contains for each table:
 //
 //   a row for each key of the question; number of rows that have lost their
-//   keys, whoever asked; these rows
+//   keys, whichever rank asked; these rows
 //
-// Numbers are varints, keys as they are in memory, rows of 32 bits.
+// Numbers are varints, keys have their format in memory, and rows have 32 bits.
 
 namespace tfdist {
 
@@ -50,7 +52,7 @@ class Vocabularies {
   std::vector<tensorflow::core::RefCountPtr<Vocabulary>> all_;
 };
 
-// Checks that `splits` cut `payload` into a message of every rank.
+// Checks that `splits` divide `payload` into one message per rank.
 inline absl::Status CheckMessages(const tensorflow::Tensor& payload,
                                   const tensorflow::Tensor& splits,
                                   int64_t world_size) {

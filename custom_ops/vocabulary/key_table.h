@@ -14,7 +14,7 @@
 
 namespace tfdist {
 
-// A key of a vocabulary: one word, or the two of a string's fingerprint.
+// A key of a vocabulary: one word, or the two words of a string's fingerprint.
 template <int kWords>
 struct Key {
   uint64_t words[kWords];
@@ -32,7 +32,8 @@ struct Key {
     return equal;
   }
 
-  // As signed numbers, which keys of one word are to their users.
+  // Compares words as signed numbers, because keys of one word are signed ids
+  // to users.
   bool operator<(const Key& other) const {
     for (int i = 0; i < kWords; ++i) {
       if (words[i] != other.words[i]) {
@@ -45,7 +46,7 @@ struct Key {
 
   uint64_t Hash(const HashKey& key) const {
     if (__builtin_expect(!key.IsZero(), 1)) return SipHash(words, key);
-    // The finalizer of MurmurHash3 in 64 bits, which can be inverted.
+    // The finalizer of MurmurHash3 in 64 bits, which is invertible.
     uint64_t x = words[0];
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD;
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53;
@@ -53,20 +54,21 @@ struct Key {
   }
 };
 
-// The bucket of a key, of 2^bits; the lower bits place it within the bucket.
+// Returns the bucket of a key among 2^bits buckets. The lower bits of the hash
+// determine the position in the bucket.
 inline int64_t BucketOf(uint64_t hash, int bits) {
   return bits == 0 ? 0 : static_cast<int64_t>(hash >> (64 - bits));
 }
 
-// What is known of a key. All of it lies in one cache line or two, so that a
-// key that is found is counted without another miss.
+// The data of a key. It fits into one or two cache lines, so that counting a
+// key after the search causes no further cache miss.
 template <int kWords>
 struct KeyEntry {
   Key<kWords> key;
   uint32_t count;
-  uint32_t step;  // when it was last seen
-  int32_t place;  // kNone, kCandidate, or its slot of the bucket + kFirstSlot
-  uint32_t hash;  // its lower bits
+  uint32_t step;  // when the key was last seen
+  int32_t place;  // kNone, kCandidate, or its slot in the bucket + kFirstSlot
+  uint32_t hash;  // the lower bits of its hash
   static constexpr int32_t kNone = 0;
   static constexpr int32_t kCandidate = 1;
   static constexpr int32_t kFirstSlot = 2;
@@ -75,24 +77,25 @@ struct KeyEntry {
   int32_t slot() const { return place - kFirstSlot; }
 };
 
-// A hash table for each of some buckets, behind each other: linear probing, and
-// removal without marks that would slow down later searches. Memory that was
-// never used is not touched before it is.
+// Hash tables, one for each of several buckets, in one block of memory. They
+// use linear probing, and removal without tombstones, which would slow down
+// later searches. Memory that has not been used is not touched.
 template <int kWords>
 class KeyTable {
  public:
   using Entry = KeyEntry<kWords>;
 
-  // Of `buckets` buckets of at most `most` keys each.
+  // Creates `buckets` buckets of at most `most` keys each.
   void Reset(int64_t buckets, int64_t most) {
-    // A search meets two or three entries at this load.
+    // At this load, a search reads two or three entries.
     size_ = most + most * 2 / 5 + 8;
     const size_t bytes = std::max<int64_t>(buckets * size_, 1) * sizeof(Entry);
-    // Every search is somewhere else: without huge pages, each would look up a
-    // page first. They begin at multiples of their size.
+    // Uses huge pages, because every search reads another address and would
+    // otherwise also miss the processor's page cache (TLB). Huge pages begin at
+    // multiples of their size.
     const bool huge = bytes >= kHugePage * 3 / 4;
     const size_t room = huge ? (bytes + 2 * kHugePage - 1) & -kHugePage : bytes;
-    // Zeros from the system: all of them free.
+    // The system returns zeros, which mark all entries as free.
     memory_.reset(static_cast<char*>(std::calloc(room, 1)));
     if (memory_ == nullptr) throw std::bad_alloc();
     char* first = memory_.get();
@@ -103,13 +106,13 @@ class KeyTable {
     entries_ = reinterpret_cast<Entry*>(first);
   }
 
-  // Into the second level of the cache, where more lines may be under way at
-  // once than to the first one.
+  // Prefetches into the second-level cache, which can have more outstanding
+  // misses than the first-level cache.
   void Prefetch(int64_t bucket, uint64_t hash) const {
     const Entry* const entry = &entries_[bucket * size_ + Home(hash)];
     const char* const next_end = reinterpret_cast<const char*>(entry + 2) - 1;
     __builtin_prefetch(entry, 0, 2);
-    // Often the search goes on to the next entry.
+    // The search often continues to the next entry.
     __builtin_prefetch(next_end, 0, 2);
   }
 
@@ -118,7 +121,7 @@ class KeyTable {
     return entry->place == Entry::kNone ? nullptr : entry;
   }
 
-  // Adds a key that is not there.
+  // Adds a key that is not in the table.
   Entry* Insert(int64_t bucket, uint64_t hash, const Key<kWords>& key) {
     Entry* entry = Place(bucket, hash, key);
     entry->key = key;
@@ -126,8 +129,9 @@ class KeyTable {
     return entry;
   }
 
-  // Entries behind the gap move up if they may, so that none is cut off from
-  // where its search begins. Other entries' addresses change.
+  // Removes an entry. Moves entries after the gap forward if necessary, so that
+  // each search still finds its entry. Pointers to other entries become
+  // invalid.
   void Erase(int64_t bucket, Entry* entry) {
     Entry* const first = &entries_[bucket * size_];
     int64_t gap = entry - first;
@@ -142,7 +146,7 @@ class KeyTable {
     first[gap] = Entry{};
   }
 
-  // Calls visit(entry) for all of a bucket.
+  // Calls visit(entry) for all entries of a bucket.
   template <typename Visit>
   void ForEach(int64_t bucket, const Visit& visit) const {
     const Entry* const first = &entries_[bucket * size_];
@@ -160,7 +164,7 @@ class KeyTable {
     return to >= from ? to - from : to + size_ - from;
   }
 
-  // The entry of a key, or the free one where it belongs.
+  // Returns the entry of a key, or the free entry for it.
   Entry* Place(int64_t bucket, uint64_t hash, const Key<kWords>& key) {
     Entry* const first = &entries_[bucket * size_];
     int64_t at = Home(hash);
@@ -174,8 +178,8 @@ class KeyTable {
     void operator()(char* memory) const { std::free(memory); }
   };
   std::unique_ptr<char[], Free> memory_;
-  Entry* entries_ = nullptr;  // in it
-  int64_t size_ = 0;          // of a bucket
+  Entry* entries_ = nullptr;  // the entries in memory_
+  int64_t size_ = 0;          // entries of a bucket
 };
 
 }  // namespace tfdist

@@ -30,7 +30,7 @@ absl::Status VectorsShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-// Makes an output, of rows, for every list.
+// Allocates an output for the rows of each list.
 absl::Status AllocateRows(OpKernelContext* ctx,
                           const std::vector<std::vector<KeyList>>& lists,
                           std::vector<int32_t*>* rows) {
@@ -45,8 +45,9 @@ absl::Status AllocateRows(OpKernelContext* ctx,
   return absl::OkStatus();
 }
 
-// Writes the rows that have lost their keys as an output, and leaves them to
-// the optimizer. If the step has failed before, they come with the next one.
+// Writes the rows that have lost their keys to an output, and stores them for
+// the optimizer. If the step has failed before this, the next step returns
+// these rows again.
 absl::Status WriteResets(OpKernelContext* ctx, int index,
                          const std::vector<int32_t>& resets,
                          Vocabulary* vocabulary) {
@@ -120,7 +121,7 @@ class ReadRowsOp : public OpKernel {
   }
 
  private:
-  // False if a position is none of a unique key.
+  // Returns false if a position does not refer to a unique key.
   static bool Take(const std::vector<int32_t>& unique, const int32_t* positions,
                    int64_t size, int32_t* rows) {
     const uint32_t known = unique.size();
@@ -152,7 +153,8 @@ class ReadRowsOp : public OpKernel {
           "asked must be [", tables, ", ", ranks,
           "]. Received shape: ", asked.shape().DebugString());
     }
-    std::vector<std::vector<int32_t>> rows(tables);  // in order of the ranks
+    // In the order of the ranks.
+    std::vector<std::vector<int32_t>> rows(tables);
     const auto* data = static_cast<const uint8_t*>(answers.data());
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t size = splits.vec<int64_t>()(rank);
@@ -188,7 +190,7 @@ class ReadRowsOp : public OpKernel {
     return InvalidArgument("places do not fit asked");
   }
 
-  // Takes rows off a message and puts them behind others.
+  // Reads rows from a message and appends them to `rows`.
   static bool Take(uint64_t count, HeaderReader* message,
                    std::vector<int32_t>* rows) {
     if (!message->ok() || count > message->left() / sizeof(int32_t)) {

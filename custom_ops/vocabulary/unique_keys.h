@@ -14,19 +14,21 @@
 
 namespace tfdist {
 
-// Some lists of keys, behind each other.
+// A list of keys.
 struct KeyList {
   const void* keys;
   int64_t size;
 };
 
-// The unique keys of lists. Messages have them in groups: 2 r is of keys for
-// rank r that were seen once, 2 r + 1 of its others. What is kept from step to
-// step is memory, which would cost as much to get anew.
+// The unique keys of lists. Messages contain them in groups: group 2 r has the
+// keys for rank r that occurred once, group 2 r + 1 its other keys. The memory
+// is reused from step to step, because new memory would take as much time as
+// the work itself.
 template <int kWords>
 class UniqueKeys {
  public:
-  // `positions` has room for a number per key: that of its unique key.
+  // Finds the unique keys. Sets `positions` to the index of the unique key for
+  // each key of the lists.
   void Find(const std::vector<KeyList>& lists, const Vocabulary& vocabulary,
             int32_t* positions) {
     size_ = 0;
@@ -37,7 +39,7 @@ class UniqueKeys {
       hashes_.resize(size_ + 1);
     }
     const HashKey hash_key = vocabulary.hash_key();
-    // What is searched stays in the cache the better the smaller it is.
+    // A smaller table fits into the cache better.
     unique_ = size_ < std::numeric_limits<uint16_t>::max()
                   ? Number(lists, hash_key, &few_places_, positions)
                   : Number(lists, hash_key, &places_, positions);
@@ -49,17 +51,18 @@ class UniqueKeys {
     return SizeOf(2 * rank) + SizeOf(2 * rank + 1);
   }
 
-  // Bytes for a rank that Write() writes.
+  // Returns the number of bytes that Write() writes for a rank.
   int64_t BytesFor(int64_t rank) const {
     const int64_t once = SizeOf(2 * rank), others = SizeOf(2 * rank + 1);
     return VarintSize(once) + VarintSize(others) + (once + others) * kBytes +
            count_bytes_[rank];
   }
 
-  // Writes messages, to where `outputs` of every rank points, and where in all
-  // of these each of the unique keys is.
+  // Writes the message to each rank to its pointer in `outputs`. Sets `places`
+  // to the position of each unique key among the keys of all messages.
   void Write(const std::vector<uint8_t*>& outputs, int32_t* places) const {
-    // Of a group: the place of the next key, and where one of place 0 would be.
+    // The position of the group's next key, and the address of the key at
+    // position 0 if it were in this message.
     struct Group {
       int64_t place;
       uint8_t* keys;
@@ -94,15 +97,15 @@ class UniqueKeys {
 
   int64_t SizeOf(int64_t group) const { return sizes_[group]; }
 
-  // Numbers keys in the order in which they come. Whether one is new is as good
-  // as random, so no branch depends on it: the next new one is always written,
-  // and a free place has a number above all.
+  // Numbers keys in order of first occurrence. Whether a key is new is
+  // unpredictable, so no branch depends on it: the next new key is always
+  // written, and a free place contains a number above all others.
   template <typename Place>
   int64_t Number(const std::vector<KeyList>& lists, const HashKey& hash_key,
                  std::vector<Place>* memory, int32_t* position) {
     int bits = 4;
-    // At most half full: fewer searches go on to a second place, which no
-    // processor foresees.
+    // The table is at most half full, so that fewer searches continue to a
+    // second place, which the processor cannot predict.
     while (int64_t{1} << bits < 2 * size_) ++bits;
     memory->assign(size_t{1} << bits, std::numeric_limits<Place>::max());
     const uint64_t mask = memory->size() - 1;
@@ -133,7 +136,7 @@ class UniqueKeys {
     return unique;
   }
 
-  // No branch depends on whether a key was seen once, either.
+  // Here, too, no branch depends on whether a key occurred once.
   void FindGroups(const Vocabulary& vocabulary) {
     const int bits = vocabulary.bits();
     const int64_t ranks = vocabulary.options().world_size;
@@ -164,10 +167,11 @@ class UniqueKeys {
   std::vector<uint16_t> few_places_;  // by hash
   std::vector<uint32_t> places_;
   std::vector<int32_t> groups_;
-  std::vector<uint32_t> repeated_;    // the first repeats_ are unique keys that
-                                      // were seen more than once
-  std::vector<int64_t> sizes_;        // of groups
-  std::vector<int64_t> count_bytes_;  // for ranks
+  // The first repeats_ elements are the unique keys that occurred more than
+  // once.
+  std::vector<uint32_t> repeated_;
+  std::vector<int64_t> sizes_;        // by group
+  std::vector<int64_t> count_bytes_;  // by rank
   int64_t size_ = 0;
   int64_t unique_ = 0;
   int64_t repeats_ = 0;

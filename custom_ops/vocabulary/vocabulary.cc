@@ -10,7 +10,8 @@
 
 namespace tfdist {
 
-// So often an optimizer may skip a table, while gradients are accumulated.
+// How many steps an optimizer may skip a table, for example while it
+// accumulates gradients, before there is a warning.
 constexpr int64_t kMostLeft = 1000;
 
 Vocabulary::Vocabulary(const VocabularyOptions& options)

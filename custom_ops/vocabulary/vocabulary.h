@@ -17,13 +17,13 @@
 
 namespace tfdist {
 
-// Which keys have which rows of a table.
+// A dynamic vocabulary: the mapping of keys to rows of a table.
 //
-// A hash puts every key into one of 2^k buckets. A bucket has rows, a limit and
-// an order of eviction of its own, whichever rank owns it: so the same keys get
-// the same rows at any number of ranks. Slot s of bucket b of B is row
-// 1 + s * B + b of the table; row 0 is shared by keys that have none. A table
-// that grows keeps its rows.
+// A hash assigns each key to one of 2^k buckets. Each bucket has its own rows,
+// limit and order of eviction, whichever rank owns it. The same keys therefore
+// get the same rows with any number of ranks. Slot s of bucket b of B is row 1
+// + s * B + b of the table. Row 0 is shared by keys without a row. When the
+// capacity of a table grows, keys keep their rows.
 //
 // Rank r of W owns the buckets from n * B / W up to (n + 1) * B / W, where n is
 // r - first_rank modulo W.
@@ -36,26 +36,27 @@ struct VocabularyOptions {
   HashKey hash_key;
   uint32_t min_count = 1;
   Evict evict = Evict::kNone;
-  int64_t steps_to_live = 0;  // 0: for ever
+  int64_t steps_to_live = 0;  // 0: keys never expire
   bool full_shares = false;
   bool unadmitted_shares = false;
   int64_t rank = 0;
   int64_t world_size = 1;
   int64_t first_rank = 0;
 
-  // What keys without a row get.
+  // Returns the row of keys that are not admitted.
   int32_t Unadmitted() const { return unadmitted_shares ? 0 : -1; }
 };
 
-// Keys that somebody asks for, and room for their rows: -1 for none.
+// Keys whose rows are requested, and memory for the rows; -1 for no row.
 struct KeyRequest {
   const void* keys = nullptr;
-  const uint32_t* counts = nullptr;  // how often each occurs; nullptr: once
+  // Occurrences of each key; nullptr: all once.
+  const uint32_t* counts = nullptr;
   int64_t size = 0;
   int32_t* rows = nullptr;
 };
 
-// Totals since the start, and how many keys there are now, on this rank.
+// Totals since the start, and the current number of keys, on this rank.
 struct VocabularyCounts {
   int64_t rows = 0;
   int64_t candidates = 0;
@@ -66,7 +67,7 @@ struct VocabularyCounts {
 };
 
 // Keys with rows, or candidates, of the buckets that a rank owns: [buckets,
-// slots], a count of 0 where there is none.
+// slots]. A count of 0 marks a slot without a key.
 struct KeyArrays {
   uint64_t* keys = nullptr;
   int64_t* counts = nullptr;
@@ -82,7 +83,8 @@ class Vocabulary : public tensorflow::ResourceBase {
   int bits() const { return bits_; }
   HashKey hash_key() const { return {{hash_key_[0], hash_key_[1]}}; }
   int64_t buckets() const { return int64_t{1} << bits_; }
-  // The first bucket of this rank, of so many in all, and the end of its own.
+  // Returns the first bucket of this rank, of `buckets` in all, and the end of
+  // its buckets.
   std::pair<int64_t, int64_t> OwnBuckets(int64_t buckets) const {
     const int64_t size = options_.world_size;
     const int64_t n = (options_.rank + size - options_.first_rank) % size;
@@ -94,7 +96,8 @@ class Vocabulary : public tensorflow::ResourceBase {
     const int64_t rank = options_.first_rank + n;
     return rank < size ? rank : rank - size;
   }
-  // Rows of the first bucket, no other has more; and room for candidates.
+  // Rows of the first bucket, the maximum of all buckets; and the limit of
+  // candidates of a bucket.
   int64_t slots() const { return Limit(0); }
   int64_t candidate_slots() const {
     return options_.min_count > 1 ? slots() : 0;
@@ -103,36 +106,37 @@ class Vocabulary : public tensorflow::ResourceBase {
     return "vocabulary of table '" + options_.name + "'";
   }
 
-  // Counts the keys of one step, all ranks' together, and gives rows to those
-  // that are to have one. The rows in `resets` have lost their keys. A step
-  // that asks several times advances the first time only.
+  // Counts the keys of one step, from all ranks, and assigns rows to keys that
+  // are admitted. The rows in `resets` have lost their keys. If a step asks
+  // several times, only the first call sets `advance`.
   virtual absl::Status Learn(const std::vector<KeyRequest>& requests,
                              bool advance, std::vector<int32_t>* resets) = 0;
-  // The rows of keys, changing nothing.
+  // Returns the rows of keys, without any change.
   virtual absl::Status Find(const std::vector<KeyRequest>& requests) = 0;
 
   virtual VocabularyCounts Counts() = 0;
   virtual void Export(const KeyArrays& rows, const KeyArrays& candidates) = 0;
-  // Forgets all keys, and takes those of other arrays of `buckets` buckets in
-  // all, into which `hash_key` has put them: those of this rank. `slots` and
-  // `candidate_slots` are the arrays'.
+  // Replaces all keys by those in the given arrays. The arrays contain this
+  // rank's buckets of a vocabulary with `buckets` buckets and the hash key
+  // `hash_key`. `slots` and `candidate_slots` are their second dimensions.
   virtual absl::Status Import(int64_t buckets, const HashKey& hash_key,
                               int64_t step, const KeyArrays& rows,
                               int64_t slots, const KeyArrays& candidates,
                               int64_t candidate_slots) = 0;
 
-  // Learn(), with the resets of steps that have failed before.
+  // Like Learn(), and also returns the resets of earlier steps that have
+  // failed.
   absl::Status LearnStep(const std::vector<KeyRequest>& requests, bool advance,
                          std::vector<int32_t>* resets);
-  // Forgets what is known of keys beside Learn() and Find().
+  // Discards the texts and the resets of failed steps.
   void Forget();
 
-  // Takes in all ranks' resets of a step: these rows' slots of an optimizer are
-  // still those of other keys.
+  // Stores the resets of a step from all ranks until an optimizer takes them:
+  // the slots of these rows still have the values of other keys.
   void LeaveResets(const std::vector<int32_t>& rows);
   std::vector<int32_t> TakeResets();
 
-  // Texts of keys that this rank has asked for, or owns.
+  // Texts of keys that this rank has requested or owns.
   KeptTexts& texts() { return texts_; }
 
  protected:
@@ -143,8 +147,8 @@ class Vocabulary : public tensorflow::ResourceBase {
     return static_cast<int32_t>(1 + slot * buckets() + bucket);
   }
 
-  // Why keys find no rows, or cannot be read. `used` of the `rows` of all
-  // buckets of this rank have keys.
+  // Errors for keys that cannot get a row or cannot be read. `used` of all
+  // `rows` rows of this rank have keys.
   absl::Status Full(int64_t bucket, int64_t used, int64_t rows) const;
   absl::Status Misdirected() const;
   absl::Status DoesNotFit() const;
@@ -157,12 +161,13 @@ class Vocabulary : public tensorflow::ResourceBase {
  private:
   tensorflow::mutex resets_mutex_;
   std::vector<int32_t> resets_;
-  int64_t left_ = 0;             // times that resets were left, and not taken
-  std::vector<int32_t> unread_;  // resets
+  int64_t left_ = 0;  // calls of LeaveResets since the last TakeResets
+  // Resets of LearnStep that LeaveResets has not received yet.
+  std::vector<int32_t> unread_;
   KeptTexts texts_;
 };
 
-// A vocabulary of keys of one word (int64) or two (fingerprints).
+// Returns a new vocabulary for keys of one word (int64) or two (fingerprints).
 Vocabulary* NewVocabulary(const VocabularyOptions& options, int words);
 
 }  // namespace tfdist

@@ -26,7 +26,7 @@ using tensorflow::core::RefCountPtr;
 using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
-// Rows are 32-bit numbers, and one is shared.
+// Rows are 32-bit numbers, and row 0 is shared.
 constexpr int64_t kMostCapacity = std::numeric_limits<int32_t>::max() - 1;
 constexpr int64_t kMostBuckets = 1 << 20;
 
