@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows of a bfloat16 table: widened to float, updated, and rounded back to
-// nearest or at random.
+// Rows of a bfloat16 table: widened to float, updated, and rounded back, to
+// nearest or stochastically.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_BFLOAT16_ROWS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_BFLOAT16_ROWS_H_
 
@@ -16,7 +16,7 @@ namespace tfdist {
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-// Shorter rows, and columns behind the last whole vector.
+// For rows shorter than a vector, and columns after the last complete vector.
 TFDIST_INLINE uint32_t WordOf(float value) { return Load<uint32_t>(&value); }
 
 TFDIST_INLINE void WidenRow(const uint16_t* from, int64_t dim, float* to) {

@@ -14,7 +14,7 @@
 
 namespace tfdist {
 
-// What ClipRows is given, checked: the rows are within the table, each once.
+// The checked inputs of ClipRows: the rows are within the table and unique.
 struct ClipInputs {
   ClipRule rule;
   RowBatch batch;

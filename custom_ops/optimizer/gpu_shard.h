@@ -7,7 +7,7 @@
 
 namespace tfdist {
 
-// ShardAccess::PrepareToWrite where the buffers are on the GPU.
+// ShardAccess::PrepareToWrite for buffers in device memory.
 inline absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx,
                                    const GpuWork& work, ShardAccess* shard) {
   return shard->PrepareToWrite(ctx,
@@ -16,7 +16,7 @@ inline absl::Status PrepareToWrite(tensorflow::OpKernelContext* ctx,
                                });
 }
 
-// Rows of the host on the GPU.
+// Copies rows from host memory to device memory.
 template <typename Row>
 absl::Status UploadRows(const Row* rows, int64_t count, GpuWork* work,
                         const Row** there) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ResetRows but for the values, which are written where the variable is.
+// Common part of ResetRows on CPU and GPU. Only the writing of values differs.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_RESET_ROWS_KERNEL_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_RESET_ROWS_KERNEL_H_
 
@@ -13,8 +13,8 @@
 
 namespace tfdist {
 
-// Where::Reset(ctx, initial, seed, rows, shard): writes rows of the host, a
-// list that is not empty, into the variable.
+// `Where::Reset(ctx, initial, seed, rows, shard)` resets rows of the variable.
+// `rows` is in host memory and not empty.
 template <typename Where>
 class ResetRowsKernel : public tensorflow::OpKernel {
  public:
@@ -43,7 +43,7 @@ class ResetRowsKernel : public tensorflow::OpKernel {
   }
 
  private:
-  // Those of the rows that are in this cell.
+  // Returns the rows that are in this cell.
   std::vector<ResetRow> OwnRows(const tensorflow::Tensor& ids) const {
     const Block& block = initial_.block();
     const RotatedMod placement(block.row_parts);

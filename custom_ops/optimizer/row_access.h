@@ -12,7 +12,7 @@
 
 namespace tfdist {
 
-// Access to the rows of a table of either dtype; a rule sees floats.
+// Access to the rows of a table of either dtype. Rules see rows as floats.
 class FloatTable {
  public:
   FloatTable(const RowBuffers& buffers, int64_t dim)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors of floats for the update rules, in the compilers' vector extension:
-// it is split into what the processor has. Rows that are shorter are floats.
+// Vectors of floats for the update rules, in the compilers' vector extension.
+// The compiler splits them into the processor's vectors. Rows shorter than a
+// vector are processed as floats.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_LANES_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_LANES_H_
 
@@ -16,7 +17,7 @@ namespace tfdist {
 constexpr int64_t kLanes = 16;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Vectorised only with -fno-math-errno, which the build passes.
+// Vectorized only with -fno-math-errno, which the build uses.
 TFDIST_INLINE Lanes Sqrt(const Lanes& x) {
   Lanes root;
   for (int64_t k = 0; k < kLanes; ++k) root[k] = std::sqrt(x[k]);
@@ -35,9 +36,9 @@ struct Of {
   using Type = V;
 };
 
-// Calls compute(j, Of<V>) for blocks of columns from j on that make up
-// [0, columns), and store(j, result). The last block may overlap its
-// neighbour, so it is computed before anything is stored.
+// Divides the columns [0, columns) into blocks. Calls compute(j, Of<V>) and
+// store(j, result) for each block, which starts at column j. The last block may
+// overlap the one before, so it is computed before any block is stored.
 template <typename Compute, typename Keep>
 TFDIST_INLINE void ForEachBlock(int64_t columns, const Compute& compute,
                                 const Keep& store) {

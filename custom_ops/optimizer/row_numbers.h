@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the update rules are written in. They are templates over V, which is
-// `float`, or several neighbouring columns: row_lanes.h has those of a CPU,
-// row_quads.h those of a GPU.
+// The operations that the update rules use. The rules are templates over V,
+// which is `float` or several adjacent columns. These are defined in
+// row_lanes.h for a CPU and in row_quads.h for a GPU.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_NUMBERS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_NUMBERS_H_
 
@@ -13,7 +13,7 @@
 
 namespace tfdist {
 
-// A value at any address.
+// Loads a value from any address.
 template <typename V, typename T>
 TFDIST_INLINE V Load(const T* from) {
   V value;
@@ -32,7 +32,7 @@ TFDIST_INLINE float Power(float x, float exponent) {
   return std::pow(x, exponent);
 }
 
-// NaN in x stays.
+// Returns x if x is NaN.
 template <typename V>
 TFDIST_INLINE V Max(const V& x, const V& y) {
   return x < y ? y : x;

@@ -10,24 +10,25 @@
 
 namespace tfdist {
 
-// True if every row is greater than the one before: sorted and unique.
+// Whether every row is greater than the one before: sorted and unique.
 bool StrictlyAscending(const int64_t* rows, int64_t size);
 
-// An error that names the first row outside [0, num_rows) of `table`.
+// Returns an error that names the first row outside [0, num_rows) of `table`.
 absl::Status CheckRowsInside(const std::string& op, const int64_t* rows,
                              int64_t size, int64_t num_rows,
                              const std::string& table);
 
-// An error if a row occurs twice.
+// Returns an error if a row occurs twice.
 absl::Status CheckEachOnce(const std::string& op, const int64_t* rows,
                            int64_t size);
 
-// An error if there are more rows than UniqueRows takes. Ascending rows need
-// not be sorted and have no limit.
+// Returns an error if there are more rows than UniqueRows supports. Strictly
+// ascending rows have no such limit, because they are not sorted.
 absl::Status CheckSortable(const std::string& op, int64_t size);
 
-// sums[k - begin] = sum of grads over the positions of unique row k, for k in
-// [begin, end). Summed in input order, so the result is reproducible.
+// Computes sums[k - begin], the sum of grads over the positions of unique row
+// k, for k in [begin, end). The sums are in input order, so the result is
+// reproducible.
 void SumRepeated(const UniqueRows& unique, const float* grads, int64_t dim,
                  int64_t begin, int64_t end, float* sums);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Four columns for the update rules, on a GPU: one load or store of 16 bytes.
+// Four columns for the update rules on a GPU: one load or store of 16 bytes.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_QUADS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_QUADS_H_
 
@@ -24,7 +24,8 @@ TFDIST_INLINE Quad Load<Quad, float>(const float* from) {
 TFDIST_INLINE float ColumnOf(const Quad& quad, int k) { return quad.at[k]; }
 TFDIST_INLINE float ColumnOf(float all, int) { return all; }
 
-// The operation, column by column. A float stands for four of them.
+// Applies the operation to each column. A float operand is used for all four
+// columns.
 template <typename X, typename Y, typename Operation>
 TFDIST_INLINE Quad EachColumn(const X& x, const Y& y,
                               const Operation& operation) {

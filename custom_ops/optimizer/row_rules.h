@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every update rule makes of one row (row_update_functor.h has the
-// formulas).
+// The computation of each update rule for one row. For the formulas, see
+// row_update_functor.h.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_RULES_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_RULES_H_
 
@@ -20,7 +20,7 @@ struct Row {
   int64_t dim;
 };
 
-// What a rule makes of some columns of a row.
+// The result of a rule for some columns of a row.
 template <typename V, int kNumSlots>
 struct Updated {
   V weights;
@@ -129,7 +129,8 @@ TFDIST_INLINE Updated<V, 2> Compute(const PowerFtrl& rule, const Row& row,
   });
 }
 
-// What is taken off a row, as a part of it, by the sum of its squares.
+// Returns the fraction to subtract from a row, computed from the sum of the
+// row's squares.
 TFDIST_INLINE float Excess(const ClipRule& rule, float squares) {
   const float norm = Sqrt(squares);
   return norm > rule.longest ? 1 - rule.longest / norm : 0;

@@ -52,8 +52,9 @@ TFDIST_INLINE void UpdateRowsIn(Table table, const Rule& rule,
   }
 }
 
-// A few rows at a time: the sum over a row, its square root and a division
-// take long one after the other, and little more for many rows at once.
+// Processes kLanes rows at a time. The sum over a row, its square root and the
+// division depend on each other and have a long latency, which is little longer
+// for several rows at once.
 template <typename Table>
 TFDIST_INLINE void UpdateRowsIn(Table table, const RowWiseAdagradRule& rule,
                                 const RowBatch& batch,

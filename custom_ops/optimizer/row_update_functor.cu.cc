@@ -13,7 +13,7 @@ namespace {
 template <typename V>
 constexpr int kCountOf = sizeof(V) / sizeof(float);
 
-// Some columns of a table of either dtype, as floats.
+// Loads some columns of a table of either dtype, as floats.
 template <typename V>
 __device__ V OpenColumns(const RowBuffers& buffers, int64_t at) {
   if (buffers.table != nullptr) return Load<V>(buffers.table + at);
@@ -41,7 +41,7 @@ __device__ void CloseColumns(const V& weights, const RowBuffers& buffers,
                                                      at) = rounded;
 }
 
-// What the rule makes of some columns of a row.
+// Applies the rule to some columns of a row.
 template <typename V, typename Rule>
 __device__ void UpdateColumns(const Rule& rule, const GpuRows& args,
                               const float* grad, int64_t row, int64_t column) {
@@ -60,7 +60,8 @@ __device__ void UpdateColumns(const Rule& rule, const GpuRows& args,
   CloseColumns(next.weights, args.buffers, row, args.batch.dim, column);
 }
 
-// The row at a position of the batch; -1, and noted, for one of no table.
+// Returns the row at a position of the batch. If the row is not in the table,
+// returns -1 and, with `note`, records the position.
 __device__ int64_t RowAt(const GpuRows& args, int64_t position, bool note) {
   const int64_t row = args.batch.rows[position];
   if (static_cast<uint64_t>(row) < static_cast<uint64_t>(args.num_rows)) {
@@ -73,8 +74,8 @@ __device__ int64_t RowAt(const GpuRows& args, int64_t position, bool note) {
   return -1;
 }
 
-// A group of threads updates one row at a time, each of its threads the columns
-// of a V: weights, slots and gradient are read and written once.
+// A group of threads updates one row at a time. Each thread updates the columns
+// of one V, and reads and writes weights, slots and gradient once.
 template <typename V, typename Rule>
 __global__ void UpdateRowsKernel(GpuRows args, Rule rule, int group) {
   const int64_t dim = args.batch.dim;
@@ -90,8 +91,9 @@ __global__ void UpdateRowsKernel(GpuRows args, Rule rule, int group) {
   }
 }
 
-// The sum of the squares of a row, for all threads of its group. They sum in
-// the same order always: own columns, then by halves of the group.
+// Returns the sum of the squares of a row to all threads of its group. The
+// order of the sum is fixed: first the columns of each thread, then the threads
+// by halves of the group.
 template <typename V, typename Columns>
 __device__ float SumSquares(int64_t dim, int group, const Columns& columns) {
   float sum = 0;
@@ -109,8 +111,8 @@ __device__ float SumSquares(int64_t dim, int group, const Columns& columns) {
   return sum;
 }
 
-// A group of threads updates one row at a time: they sum the squares of its
-// gradient together, then each has the columns of a V.
+// A group of threads updates one row at a time. The threads jointly sum the
+// squares of the row's gradient. Each thread then updates the columns of one V.
 template <typename V>
 __global__ void RowWiseAdagradKernel(GpuRows args, RowWiseAdagradRule rule,
                                      int group) {
@@ -141,8 +143,9 @@ __global__ void RowWiseAdagradKernel(GpuRows args, RowWiseAdagradRule rule,
   }
 }
 
-// A group of threads clips one row at a time: they sum its squares together,
-// then each scales the columns of a V if the row is too long.
+// A group of threads clips one row at a time. The threads jointly sum the
+// squares of the row. If its norm is too large, each thread then scales the
+// columns of one V.
 template <typename V>
 __global__ void ClipRowsKernel(GpuRows args, ClipRule rule, int group) {
   const int64_t dim = args.batch.dim;
@@ -165,7 +168,8 @@ __global__ void ClipRowsKernel(GpuRows args, ClipRule rule, int group) {
   }
 }
 
-// Where `row` stands in the ascending rows of the batch; its size if nowhere.
+// Returns the position of `row` in the ascending rows of the batch; the size of
+// the batch if it is not there.
 __device__ int64_t PositionOf(const RowBatch& batch, int64_t row) {
   int64_t low = 0;
   int64_t high = batch.size;
@@ -180,8 +184,8 @@ __device__ int64_t PositionOf(const RowBatch& batch, int64_t row) {
   return low < batch.size && batch.rows[low] == row ? low : batch.size;
 }
 
-// A group of threads updates one row of the table at a time, each of its
-// threads the columns of a V; all look the row up in the batch.
+// A group of threads updates one row of the table at a time. Each thread finds
+// the row in the batch and updates the columns of one V.
 template <typename V, typename Rule>
 __global__ void UpdateAllRowsKernel(GpuRows args, Rule rule, int group) {
   const int64_t dim = args.batch.dim;
@@ -199,7 +203,7 @@ __global__ void UpdateAllRowsKernel(GpuRows args, Rule rule, int group) {
   }
 }
 
-// A thread multiplies the columns of a V.
+// Each thread multiplies the columns of one V.
 template <typename V>
 __global__ void ScaleKernel(RowBuffers buffers, int64_t num_rows, int64_t dim,
                             float factor) {
@@ -212,7 +216,7 @@ __global__ void ScaleKernel(RowBuffers buffers, int64_t num_rows, int64_t dim,
   }
 }
 
-// Whether all rows begin where a Quad may.
+// Whether all rows begin at an address that is aligned for a Quad.
 bool InQuads(const RowBuffers& buffers, const float* grads, int64_t dim,
              int slots) {
   bool whole = dim % 4 == 0 && IsAligned(buffers.table, 16) &&
@@ -221,7 +225,7 @@ bool InQuads(const RowBuffers& buffers, const float* grads, int64_t dim,
   return whole;
 }
 
-// The rule with what its kernel takes as constants.
+// Calls `run` with a rule type that has some options as compile-time constants.
 template <typename Rule, typename Run>
 int WithKernelRule(const Rule& rule, const Run& run) {
   return run(rule);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The update rules of the row optimizers, without TensorFlow. Every rule has
-//   kNumSlots                     slot buffers it keeps beside the table
+//   kNumSlots                           number of slot buffers
 //   Apply(batch, buffers, begin, end)   updates rows begin to end - 1
-// and touches nothing but the given rows: rows of a shard that a step did not
-// look up keep their weights and their slots ("lazy" updates).
+// Apply changes only the given rows ("lazy" updates). Rows of a shard that a
+// step did not look up keep their weights and slots.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_
 
@@ -20,8 +20,8 @@ struct RowBatch {
   int64_t dim;
 };
 
-// How weights become bfloat16: to nearest, or up or down at random so that
-// the expectation is the weight. The random bits are a function of the seed,
+// The rounding of weights to bfloat16: to nearest, or stochastic, so that the
+// expected result is the weight. The random bits are a function of the seed,
 // the row and the column.
 struct Rounding {
   bool stochastic;
@@ -32,7 +32,7 @@ struct Rounding {
 struct RowBuffers {
   float* table;
   float* slots[3];
-  uint16_t* bfloat16_table;  // instead of table, which is nullptr then
+  uint16_t* bfloat16_table;  // used if `table` is nullptr
   Rounding rounding;
 };
 
@@ -64,9 +64,9 @@ struct AdagradRule {
              int64_t end) const;
 };
 
-// As Adagrad with one accumulator per row, a slot [num_rows]: a += mean(g^2).
-// mean_squares [batch.size] are those means where a rank holds only some of
-// the columns; nullptr computes them from the gradients.
+// Like Adagrad with one accumulator per row, a slot [num_rows]: a += mean(g^2).
+// mean_squares [batch.size] contains these means if a rank holds only some of
+// the columns. If it is nullptr, they are computed from the gradients.
 struct RowWiseAdagradRule {
   static constexpr int kNumSlots = 1;
   float learning_rate;
@@ -77,8 +77,9 @@ struct RowWiseAdagradRule {
 };
 
 // m += (1 - beta_1) * (g - m);  v += (1 - beta_2) * (g^2 - v)
-// w -= alpha * m / (sqrt(v) + epsilon), alpha the bias-corrected learning
-// rate; with amsgrad the third slot keeps max(v) and takes its place.
+// w -= alpha * m / (sqrt(v) + epsilon)
+// alpha is the bias-corrected learning rate. With amsgrad, the third slot
+// stores the maximum of v and replaces v in the formula.
 struct AdamRule {
   static constexpr int kNumSlots = 3;
   float alpha;
@@ -88,17 +89,17 @@ struct AdamRule {
   bool amsgrad;
   void Apply(const RowBatch& batch, const RowBuffers& buffers, int64_t begin,
              int64_t end) const;
-  // Updates rows begin to end - 1 of the table, those that the batch does not
-  // name with a gradient of zero. The rows of the batch ascend strictly.
+  // Updates rows begin to end - 1 of the table. Rows that are not in the batch
+  // have a gradient of zero. The rows of the batch must be strictly ascending.
   void ApplyToAll(const RowBatch& batch, const RowBuffers& buffers,
                   int64_t begin, int64_t end) const;
 };
 
-// Keras's Ftrl. With p(x) = x^-learning_rate_power and slots n, z:
+// The Ftrl of Keras. With p(x) = x^-learning_rate_power and slots n, z:
 //   s = p(n + g^2) - p(n);  n += g^2
 //   z += g + 2 * l2_shrinkage * w - s / learning_rate * w
 //   w = (clip(z, -l1, l1) - z) / (p(n) / learning_rate + 2 * l2)
-// where l2 is Keras's with beta / (2 * learning_rate) added.
+// where l2 is the l2 of Keras plus beta / (2 * learning_rate).
 struct FtrlRule {
   static constexpr int kNumSlots = 2;
   float inverse_learning_rate;
@@ -110,10 +111,10 @@ struct FtrlRule {
              int64_t end) const;
 };
 
-// Rows longer than `longest`, as a Euclidean norm, are scaled down to it. The
-// batch has no gradients. squares [batch.size] are the sums of the squares of
-// whole rows where a rank holds only some of the columns; nullptr computes
-// them. A row with NaN is left as it is.
+// Scales rows whose Euclidean norm is more than `longest` down to this norm.
+// The batch has no gradients. squares [batch.size] contains the sums of squares
+// of entire rows if a rank holds only some of the columns. If it is nullptr,
+// they are computed. A row with NaN does not change.
 struct ClipRule {
   float longest;
   const float* squares;

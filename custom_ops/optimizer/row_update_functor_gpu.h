@@ -8,10 +8,11 @@
 
 namespace tfdist {
 
-// The updates of row_update_functor.h with all pointers in device memory. They
-// launch on `stream`, a cudaStream_t, without waiting, and return a
-// cudaError_t. Rows are unique; one outside of [0, num_rows) is left out and
-// min(its position) written to bad_row, which the caller fills before.
+// The updates of row_update_functor.h. All pointers are device memory. The
+// functions launch on `stream`, a cudaStream_t, do not wait, and return a
+// cudaError_t. The rows must be unique. A row outside of [0, num_rows) is
+// ignored, and the minimum of its position and *bad_row is stored in bad_row,
+// which the caller must initialize.
 struct GpuRows {
   RowBatch batch;
   RowBuffers buffers;
@@ -24,11 +25,11 @@ struct GpuRows {
 template <typename Rule>
 int ApplyRowsGpu(const GpuRows& rows, const Rule& rule, void* stream);
 
-// No gradients.
+// Clips rows. The batch has no gradients.
 int ClipRowsGpu(const GpuRows& rows, const ClipRule& rule, void* stream);
 
-// Every row of the table; those of the batch, which ascend strictly, with their
-// gradient and the others with one of zero.
+// Updates every row of the table. Rows that are not in the batch have a
+// gradient of zero. The rows of the batch must be strictly ascending.
 int ApplyAllRowsGpu(const GpuRows& rows, const AdamRule& rule, void* stream);
 
 // Multiplies all rows of the table by a factor.

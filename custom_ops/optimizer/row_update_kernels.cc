@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One fused kernel per row optimizer: check, order the rows, update in place.
+// One fused kernel per row optimizer: checks and sorts the rows, and updates
+// them in place.
 #include <type_traits>
 
 #include "custom_ops/common/parallel_tasks.h"
@@ -40,7 +41,8 @@ class ApplyRowsOp : public tf::OpKernel {
     int64_t num_rows;  // of the table
   };
 
-  // Rough cycles per row: the memory of a row and its slots dominates.
+  // Returns the approximate cycles per row. Memory accesses of the row and its
+  // slots dominate.
   int64_t CostPerRow(int64_t dim) const {
     return 50 + dim * (1 + inputs_.NumSlots());
   }
@@ -69,8 +71,8 @@ class ApplyRowsOp : public tf::OpKernel {
              });
   }
 
-  // Rows that repeat or are not sorted: sum the gradients of each row first,
-  // so that a row is updated once with its whole gradient.
+  // Updates rows that are duplicate or not sorted. Sums the gradients of each
+  // row first, so that each row is updated once with its full gradient.
   void UpdateRepeated(tf::OpKernelContext* ctx, const Work& work,
                       const RowBatch& batch) const {
     const UniqueRows unique(batch.rows, batch.size);

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops of the row optimizers. All of them update a shard in place and take
+// The ops of the row optimizers. All of them update a shard in place. Their
+// inputs are
 //   table            resource variable [num_rows, dim], float or bfloat16
 //   slots            resource variables, float, of the shape of the table
-//   rows [n]         local rows; repeated rows count once, with the sum of
-//                    their gradients
+//   rows [n]         local rows; duplicate rows are updated once, with the sum
+//                    of their gradients
 //   grads [n, dim]   gradient of each row
 // scalar hyperparameters of dtype float64, and
-//   rounding_seeds   a bfloat16 table is rounded at random with this seed, or
-//                    to nearest without one
-// Rows are computed in float. Nothing is written when an
-// input is wrong. Rows that are not named keep their weights and slots.
+//   rounding_seeds   seed for stochastic rounding of a bfloat16 table; without
+//                    a seed, the table is rounded to nearest
+// Rows are computed in float. If an input is invalid, nothing is written. Rows
+// that are not in `rows` keep their weights and slots.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -23,7 +24,7 @@ using tf::shape_inference::DimensionHandle;
 using tf::shape_inference::InferenceContext;
 using tf::shape_inference::ShapeHandle;
 
-// Checks rows [n] and grads [n, dim]; sets *num_rows to n.
+// Checks rows [n] and grads [n, dim]. Sets *num_rows to n.
 absl::Status CheckRowGradients(InferenceContext* c, DimensionHandle* num_rows) {
   std::vector<ShapeHandle> rows;
   std::vector<ShapeHandle> grads;

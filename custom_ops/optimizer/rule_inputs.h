@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From the inputs and attributes of an op to its rule.
+// Reads the rule of an op from its inputs and attributes.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_RULE_INPUTS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_RULE_INPUTS_H_
 
@@ -15,8 +15,8 @@ namespace tfdist {
 
 namespace tf = ::tensorflow;
 
-// The inputs after the variables, rows and grads: scalars of dtype float64, so
-// that 1 - beta_2 has the precision of its float32 result.
+// Reads an input after the variables, rows and grads. These inputs are scalars
+// of dtype float64, so that 1 - beta_2 has the precision of its float32 result.
 inline absl::Status Scalar(tf::OpKernelContext* ctx, const char* name,
                            double* value) {
   const tf::Tensor* tensor;
@@ -37,8 +37,9 @@ inline absl::Status Scalar(tf::OpKernelContext* ctx, const char* name,
   return absl::OkStatus();
 }
 
-// What distinguishes the ops beside their rule. Read() fills the rule from the
-// kernel's attributes (once) or inputs (each step).
+// The differences between the ops other than their rules. The constructor reads
+// the attributes of the kernel once. Read() sets the rule from the inputs in
+// each step.
 template <typename Rule>
 struct RuleInputs;
 

@@ -30,7 +30,7 @@ absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int num_variables) {
         "same variable twice for ",
         names_[0]));
   }
-  // Reserved, so that no lock moves while it is held.
+  // Reserved, because a lock must not move while it is held.
   locks_.reserve(mutexes.size());
   for (auto* mutex : mutexes) locks_.emplace_back(*mutex);
   for (int index = 0; index < num_variables; ++index) {
@@ -59,8 +59,9 @@ absl::Status ShardAccess::PrepareToWrite(tf::OpKernelContext* ctx,
                                          const CopyBytes& copy_bytes) {
   for (auto& variable : variables_) {
     tf::Tensor* values = variable->tensor();
-    // In copy-on-read mode nothing may alias the buffer; otherwise one
-    // reference means nothing does, and under the lock nothing will.
+    // In copy-on-read mode, no other tensor shares the buffer. Otherwise, a
+    // reference count of one means that none does, and none can while the
+    // variable is locked.
     if (variable->copy_on_read_mode.load() || values->RefCountIsOne()) {
       continue;
     }

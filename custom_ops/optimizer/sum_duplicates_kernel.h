@@ -13,8 +13,8 @@
 
 namespace tfdist {
 
-// SumDuplicateRows but for the sums, which are made where the gradients are;
-// rows are on the host.
+// SumDuplicateRows without the sums, which differ between CPU and GPU. The rows
+// are in host memory.
 class SumDuplicatesKernel : public tf::OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -45,7 +45,8 @@ class SumDuplicatesKernel : public tf::OpKernel {
   }
 
  protected:
-  // sums[k] = the gradients of unique row k, added in the order of the batch.
+  // Computes sums[k], the sum of the gradients of unique row k in the order of
+  // the batch.
   virtual absl::Status Sum(tf::OpKernelContext* ctx, const UniqueRows& unique,
                            const RowBatch& batch, float* sums) const = 0;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What SumDuplicateRows and ScaleTable are given, checked.
+// Checks of the inputs of SumDuplicateRows and ScaleTable.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_TABLE_INPUTS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_TABLE_INPUTS_H_
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the optimizers need around an update: unique rows for clipping, and
-// weight decay of a whole table.
+// Ops that the optimizers need before or after an update: unique rows for
+// clipping, and weight decay of an entire table.
 #include "custom_ops/common/parallel_tasks.h"
 #include "custom_ops/optimizer/shard_access.h"
 #include "custom_ops/optimizer/sum_duplicates_kernel.h"

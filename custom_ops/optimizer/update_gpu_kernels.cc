@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The updates of rows on a GPU: the table, its slots and the gradients are
-// there, rows and hyperparameters on the host.
+// Row updates on a GPU. The table, its slots and the gradients are in device
+// memory; rows and hyperparameters are in host memory.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -17,8 +17,8 @@
 namespace tfdist {
 namespace {
 
-// sums[k] = the gradients of unique row k, added in the order of the batch: a
-// lookup in the gradients.
+// Computes sums[k], the sum of the gradients of unique row k in the order of
+// the batch, as a lookup in the gradients.
 absl::Status SumRepeated(const UniqueRows& unique, const RowBatch& batch,
                          GpuWork* work, float* sums) {
   std::vector<int64_t> splits(unique.size() + 1);
@@ -46,7 +46,9 @@ class ApplyRowsGpuOp : public tf::OpKernel {
     OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
     GpuRows rows = {given.batch,
                     shard.Buffers(inputs_.NumSlots(), given.rounding),
-                    given.num_rows, nullptr};  // no row is outside
+                    // The pointer bad_row is not needed, because the rows are
+                    // checked.
+                    given.num_rows, nullptr};
     if (given.ascending) {
       OP_REQUIRES_OK(ctx, UploadRows(given.batch.rows, given.batch.size, &work,
                                      &rows.batch.rows));
@@ -90,7 +92,9 @@ class ClipRowsGpuOp : public tf::OpKernel {
     GpuWork work(ctx);
     OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
     GpuRows rows = {given.batch, shard.Buffers(0, given.rounding),
-                    shard.tensor(0).dim_size(0), nullptr};  // none is outside
+                    // The pointer bad_row is not needed, because the rows are
+                    // checked.
+                    shard.tensor(0).dim_size(0), nullptr};
     OP_REQUIRES_OK(ctx, UploadRows(given.batch.rows, given.batch.size, &work,
                                    &rows.batch.rows));
     OP_REQUIRES_OK(ctx,

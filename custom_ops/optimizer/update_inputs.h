@@ -15,15 +15,16 @@
 
 namespace tfdist {
 
-// What an update is given, checked: shapes that fit, rows within the table. It
-// locks the table and its slots. Rows must be in the host's memory.
+// The checked inputs of an update: the shapes match, and the rows are within
+// the table. Read() locks the table and its slots. The rows must be in host
+// memory.
 template <typename Rule>
 struct UpdateInputs {
   Rule rule;
   Rounding rounding;
   RowBatch batch;
   int64_t num_rows;  // of the table
-  bool ascending;    // else rows repeat, or are in no order
+  bool ascending;    // false: rows are duplicate or not sorted
 
   absl::Status Read(tf::OpKernelContext* ctx, const std::string& op,
                     RuleInputs<Rule>* inputs, ShardAccess* shard) {

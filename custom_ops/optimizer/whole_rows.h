@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A rule applied to all columns of a row, and a row's mean, on a CPU.
+// Applies a rule to all columns of a row, and computes a row's mean square, on
+// a CPU.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_WHOLE_ROWS_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_WHOLE_ROWS_H_
 
@@ -42,7 +43,7 @@ TFDIST_INLINE float Sum(const Lanes& lanes) {
   return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
-// The last vector overlaps its neighbour, whose lanes count only once.
+// The last vector overlaps the one before. The overlapping lanes count once.
 TFDIST_INLINE float SumSquares(const float* grad, int64_t dim) {
   constexpr Lanes kLane = {0, 1, 2,  3,  4,  5,  6,  7,
                            8, 9, 10, 11, 12, 13, 14, 15};
