@@ -11,8 +11,9 @@
 
 namespace tfdist {
 
-// OpKernelContext::allocate_output with dimensions that come from users or
-// peers: negative ones, or too many elements, are an error and do not abort.
+// Like OpKernelContext::allocate_output, for dimensions from users or peers.
+// Negative dimensions, or too many elements, return an error instead of
+// aborting.
 inline absl::Status AllocateOutput(tensorflow::OpKernelContext* ctx, int index,
                                    std::initializer_list<int64_t> dims,
                                    tensorflow::Tensor** output) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Neighbouring columns of a row as one load or store of up to 16 bytes.
+// Adjacent columns of a row as one load or store of up to 16 bytes.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_COLUMNS_H_
 #define TFDIST_CUSTOM_OPS_COMMON_COLUMNS_H_
 
@@ -26,7 +26,7 @@ TFDIST_INLINE float FloatFrom(Bfloat16 value) {
   return FloatOf(uint32_t{value.bits} << 16);
 }
 
-// `from` is aligned to all of them.
+// `from` must be aligned to the size of all columns.
 template <int kCount, typename T>
 TFDIST_INLINE Columns<float, kCount> LoadColumns(const T* from) {
   const auto loaded = *reinterpret_cast<const Columns<T, kCount>*>(from);
@@ -35,7 +35,8 @@ TFDIST_INLINE Columns<float, kCount> LoadColumns(const T* from) {
   return result;
 }
 
-// In pieces of 16 bytes: more columns than those of a bfloat16 row.
+// Stores in pieces of 16 bytes, because the floats of eight bfloat16 columns
+// take 32 bytes.
 template <int kCount>
 TFDIST_INLINE void StoreColumns(const Columns<float, kCount>& values,
                                 float* to) {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Random numbers as a function of a counter: no state, so that any rank or
-// thread can draw any of them by itself, in any order. There are two ways:
+// Random numbers as a function of a counter. There is no state, so any rank or
+// thread can compute any number, in any order. There are two generators:
 //
-//   Philox   initial values of tables, ten rounds for four numbers: a table has
-//            billions of them, and they must not show a pattern
-//   Mix      rounding, a round or two a number: a seed and a place mixed. It
-//            has three sets of constants, which are equally good; each stays
-//            with its user because others would draw other numbers, and a
-//            training that is repeated with its seed shall round as it did.
+//   Philox   for initial values of tables: ten rounds for four numbers, because
+//            a table has billions of numbers, which must not show a pattern
+//   Mix      for rounding: one or two rounds per number, which mix a seed and a
+//            position. It has three sets of constants, which are equally good.
+//            Each user keeps its set, because others would give other numbers,
+//            and a training that is repeated with its seed must round equally.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_COUNTER_RANDOM_H_
 #define TFDIST_CUSTOM_OPS_COMMON_COUNTER_RANDOM_H_
 
@@ -19,7 +19,8 @@
 
 namespace tfdist {
 
-// The golden ratio's fraction in 64 bits: multiples of it are spread evenly.
+// The fractional part of the golden ratio in 64 bits. Its multiples are evenly
+// distributed.
 constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;
 
 // Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy
@@ -70,9 +71,9 @@ struct Murmur32 {
   static constexpr uint32_t kFactor2 = 0xC2B2AE35;
 };
 
-// Mixes words, or vectors of words: those that differ in one bit become
-// unrelated. `key` is added half way, so that two keys do not give shifted
-// sequences of the same numbers.
+// Mixes words, or vectors of words. Words that differ in one bit get unrelated
+// results. `key` is added after the first multiplication, so that two keys do
+// not give shifted sequences of the same numbers.
 template <typename Constants, typename W>
 TFDIST_INLINE W Mix(const W& word, const W& key = W{}) {
   W x = (word ^ (word >> Constants::kShift1)) * Constants::kFactor1 + key;

@@ -15,8 +15,8 @@
 
 namespace tfdist {
 
-// All that host code asks of CUDA's runtime, so that tests can stand in for it.
-// Every call throws CudaError where CUDA refuses.
+// All calls of the CUDA runtime by host code, so that tests can replace them.
+// Every call throws CudaError if CUDA returns an error.
 class CudaError : public std::runtime_error {
  public:
   CudaError(const char* call, cudaError_t code)
@@ -29,12 +29,12 @@ inline void CheckCuda(cudaError_t code, const char* call) {
   if (code != cudaSuccess) throw CudaError(call, code);
 }
 
-// Of the thread that asks.
+// Sets the device of the calling thread.
 inline void UseDevice(int device) {
   CheckCuda(cudaSetDevice(device), "cudaSetDevice");
 }
 
-// Bytes of the device in use, whoever has them.
+// Returns the total memory of the current device, in bytes.
 inline int64_t MemoryOfDevice() {
   size_t free = 0, total = 0;
   CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
@@ -68,14 +68,14 @@ class CudaStream {
     if (bytes == 0) return;
     CheckCuda(cudaMemsetAsync(memory, 0, bytes, stream_), "cudaMemsetAsync");
   }
-  // Blocks until all of it is over, or will never be.
+  // Blocks until all work on the stream has completed or failed.
   void Drain() const { (void)cudaStreamSynchronize(stream_); }
 
  private:
   cudaStream_t stream_ = nullptr;
 };
 
-// What a stream has been given so far.
+// A point in a stream: the work that the stream has received so far.
 class CudaEvent {
  public:
   explicit CudaEvent(cudaStream_t stream) {
@@ -96,7 +96,7 @@ class CudaEvent {
     CheckCuda(code, "cudaEventQuery");
     return true;
   }
-  // What the stream is given from now on comes after it.
+  // Orders all later work on `stream` after this event.
   void Precedes(const CudaStream& stream) const {
     CheckCuda(cudaStreamWaitEvent(stream.get(), event_, 0),
               "cudaStreamWaitEvent");
@@ -106,11 +106,12 @@ class CudaEvent {
   cudaEvent_t event_ = nullptr;
 };
 
-// Host memory that a GPU copies from and to by itself. To pin it takes longer
-// than to copy it, so it survives a step.
+// Host memory that a GPU can copy from and to directly. It is reused between
+// steps, because pinning memory takes longer than copying it.
 class PinnedPool {
  public:
-  // At least `bytes` bytes; goes back when released.
+  // Returns at least `bytes` bytes. The memory returns to the pool when it is
+  // released.
   std::shared_ptr<uint8_t> Acquire(size_t bytes) {
     std::shared_ptr<State> state = state_;
     {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How threads of a GPU find their work. A row is the work of a group: 1 to 32
-// neighbouring threads, a power of two, as many as the row has pieces.
+// The assignment of work to GPU threads. A group of threads processes one row.
+// A group is 1 to 32 adjacent threads, a power of two, with about as many
+// threads as the row has pieces.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_CUDA_THREADS_H_
 #define TFDIST_CUSTOM_OPS_COMMON_CUDA_THREADS_H_
 
@@ -14,15 +15,16 @@ namespace tfdist {
 constexpr int kBlockThreads = 256;
 constexpr int kWarpThreads = 32;
 
-// Threads of a group for rows of so many pieces.
+// Returns the threads of a group for rows of `pieces` pieces.
 inline int GroupOf(int64_t pieces) {
   int group = 1;
   while (group < kWarpThreads && group < pieces) group *= 2;
   return group;
 }
 
-// Blocks for `units` of work that `threads` threads do each, at least one and
-// at most what the grid stride is for.
+// Returns the number of blocks for `units` units of work of `threads` threads
+// each: at least one, and at most a limit, above which threads process several
+// units.
 inline unsigned Blocks(int64_t units, int threads = 1) {
   constexpr int64_t kMostBlocks = int64_t{1} << 20;
   const int64_t per_block = kBlockThreads / threads;
@@ -31,8 +33,8 @@ inline unsigned Blocks(int64_t units, int threads = 1) {
   return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
 }
 
-// Units [FirstUnit(n), ..) in steps of UnitStride(n) are those of this thread,
-// or of its group of n.
+// A thread, or its group of n threads, processes the units FirstUnit(n),
+// FirstUnit(n) + UnitStride(n), and so on.
 __device__ inline int64_t FirstUnit(int threads = 1) {
   return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / threads;
 }
@@ -41,8 +43,9 @@ __device__ inline int64_t UnitStride(int threads = 1) {
   return int64_t{gridDim.x} * blockDim.x / threads;
 }
 
-// The last of `count` that begins at or before `place`. `begin_of(i)` never
-// falls, and begin_of(0) is at or before it.
+// Returns the last of `count` items that begins at or before `place`.
+// `begin_of(i)` must not decrease, and begin_of(0) must be at or before
+// `place`.
 template <typename BeginOf>
 __device__ int64_t LastBegun(int64_t count, int64_t place,
                              const BeginOf& begin_of) {

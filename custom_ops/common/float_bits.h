@@ -9,7 +9,7 @@
 
 namespace tfdist {
 
-// Of a float of 32 bits.
+// Bits of a 32-bit float.
 constexpr uint32_t kSign = 0x80000000;
 constexpr uint32_t kInfinity = 0x7F800000;
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an OpKernel asks of the GPU it runs on. Ids that came over the network
-// are checked where they are decoded, on the GPU; sizes and hyperparameters are
-// in the host's memory and checked there, as on a CPU. So no other kernel has
-// to wait to know whether an input is wrong.
+// The GPU functions that an OpKernel uses. Ids that came over the network are
+// checked on the GPU, when they are decoded. Sizes and hyperparameters are in
+// host memory and are checked there, as on a CPU. So no other kernel has to
+// wait for the GPU to detect an invalid input.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
 #define TFDIST_CUSTOM_OPS_COMMON_GPU_WORK_H_
 
@@ -24,7 +24,7 @@
 
 namespace tfdist {
 
-// In tests kernels run under emulation, on a CPU, where they are asked for.
+// Tests run these kernels under emulation on a CPU.
 #if TFDIST_CUDA
 const char* const kGpuDevice = tensorflow::DEVICE_GPU;
 const char* const kGpuLabel = "";
@@ -33,8 +33,8 @@ const char* const kGpuDevice = tensorflow::DEVICE_CPU;
 const char* const kGpuLabel = "emulated";
 #endif
 
-// Work of one call of an OpKernel: on TensorFlow's stream, in memory of
-// TensorFlow's allocator.
+// The GPU work of one call of an OpKernel, on TensorFlow's stream, with memory
+// from TensorFlow's allocator.
 class GpuWork {
  public:
   explicit GpuWork(tensorflow::OpKernelContext* ctx) : ctx_(ctx) {
@@ -45,7 +45,7 @@ class GpuWork {
 
   void* stream() const { return stream_; }
 
-  // What a launch has returned, as a status.
+  // Converts the result of a launch to a status.
   absl::Status Launched(int error) const {
     if (error == cudaSuccess) return absl::OkStatus();
     return absl::InternalError(
@@ -53,14 +53,14 @@ class GpuWork {
                      cudaGetErrorString(static_cast<cudaError_t>(error))));
   }
 
-  // Memory of the GPU while this object lives. Whoever gets it next uses it on
-  // the same stream, behind what has been launched here.
+  // Allocates device memory for the life of this object. A later owner of the
+  // memory uses it on the same stream, after the work launched here.
   template <typename T>
   absl::Status Room(int64_t count, T** room) {
     return Take({}, count, room);
   }
 
-  // Memory of the host that the GPU reaches, while this object lives.
+  // Allocates host memory that the GPU can access, for the life of this object.
   template <typename T>
   absl::Status PinnedRoom(int64_t count, T** room) {
     tensorflow::AllocatorAttributes pinned;
@@ -75,9 +75,9 @@ class GpuWork {
                                     static_cast<cudaStream_t>(stream_)));
   }
 
-  // Ends an asynchronous kernel once all that has been launched is done: calls
-  // `finish`, which keeps this object, on another thread, so that none of
-  // TensorFlow's waits.
+  // Ends an asynchronous kernel after all launched work has completed. Calls
+  // `finish`, which must hold a reference to this object, on a separate thread,
+  // so that no thread of TensorFlow waits.
   void WhenDone(WaiterThreads* waiters, std::function<absl::Status()> finish,
                 tensorflow::AsyncOpKernel::DoneCallback done) {
     int device = 0;
@@ -98,7 +98,7 @@ class GpuWork {
       }
       cudaEventDestroy(over);
       if (status.ok()) status = finish();
-      kept_.clear();  // the device may end when the kernel has
+      kept_.clear();  // the device may be destroyed once the kernel has ended
       OP_REQUIRES_OK_ASYNC(ctx_, status, done);
       done();
     };
@@ -109,7 +109,8 @@ class GpuWork {
     }
   }
 
-  // Keeps the memory taken last until all that has been launched is done.
+  // Keeps the most recently allocated memory until all launched work has
+  // completed.
   absl::Status KeepLastUntilDone() {
     auto last = std::make_unique<tensorflow::Tensor>(kept_.back());
     TF_RETURN_IF_ERROR(Launched(cudaLaunchHostFunc(
@@ -139,12 +140,12 @@ class GpuWork {
   std::vector<tensorflow::Tensor> kept_;
 };
 
-// Arrays of the host that the GPU gets in one copy, from pinned memory.
+// Host arrays that are copied to the GPU in one transfer, from pinned memory.
 class Upload {
  public:
   explicit Upload(GpuWork* work) : work_(work) {}
 
-  // Adds an array, which must stay until Start(). Returns its number.
+  // Adds an array, which must remain valid until Start(). Returns its number.
   template <typename T>
   size_t Add(const T* data, int64_t count) {
     arrays_.push_back({data, static_cast<size_t>(count) * sizeof(T), bytes_});
@@ -169,7 +170,7 @@ class Upload {
     return work_->KeepLastUntilDone();
   }
 
-  // Where an array is on the GPU.
+  // Returns the device address of an array.
   template <typename T>
   const T* At(size_t number) const {
     return reinterpret_cast<const T*>(there_ + arrays_[number].at);

@@ -12,14 +12,14 @@ constexpr int64_t kLanes = 16;
 
 typedef int32_t Words __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-// The place of a key is the number of keys below it. Counting those takes a
-// comparison for every pair, but 16 at once, on memory that stays in the
-// first-level cache and without a branch on the data: less than three passes
-// over a hundred keys.
+// The position of a key is the number of smaller keys. Counting them compares
+// every pair of keys, but 16 pairs at once, in memory that fits into the
+// first-level cache, and without a branch on the data. For a hundred keys, this
+// takes less time than three passes of a radix sort.
 TFDIST_INLINE void SortGroup(uint64_t* keys, int64_t size, int low_bits) {
   const uint64_t mask = (uint64_t{1} << low_bits) - 1;
   const uint64_t group = keys[0] & ~mask;
-  // The index makes equal keys differ.
+  // The index makes equal keys different.
   alignas(sizeof(Words)) int32_t words[kMostKeys];
   for (int64_t i = 0; i < size; ++i) {
     words[i] = static_cast<int32_t>((keys[i] & mask) << kIndexBits | i);

@@ -6,15 +6,16 @@
 
 namespace tfdist {
 
-// Low bits by which keys can be sorted in groups, at most.
+// The maximum number of low bits for SortGroups.
 constexpr int kMostGroupBits = 24;
 
-// From this many keys per group on it is faster than RadixSort.
+// The minimum number of keys per group for which SortGroups is faster than
+// RadixSort.
 constexpr int64_t kFewestPerGroup = 8;
 
-// Sorts keys that are in order but for their `low_bits`: a group is those that
-// agree in the bits above, such as the rows of one sample. Returns false if a
-// group is larger than what is sorted in this way; some may be sorted then.
+// Sorts keys that are already in order except for their `low_bits`. A group
+// consists of keys with the same higher bits, such as the rows of one sample.
+// Returns false if a group is too large; some groups may then be sorted.
 bool SortGroups(uint64_t* keys, int64_t count, int low_bits);
 
 }  // namespace tfdist

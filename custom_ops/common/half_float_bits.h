@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One number between 32 and 16 bits; half_floats.h says how.
+// Conversion of one number between 32 and 16 bits; see half_floats.h.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_HALF_FLOAT_BITS_H_
 #define TFDIST_CUSTOM_OPS_COMMON_HALF_FLOAT_BITS_H_
 
@@ -10,14 +10,15 @@
 
 namespace tfdist {
 
-// Bits of a float that a float16 does not have, and what its exponent is less.
+// The bits of a float's mantissa that a float16 lacks, and the difference of
+// the exponents.
 constexpr uint32_t kCutBits = 13;
 constexpr uint32_t kExponentShift = (127 - 15) << 23;
-constexpr uint32_t kLeastNormal = 0x38800000;  // 2^-14, of a float16
+constexpr uint32_t kLeastNormal = 0x38800000;  // 2^-14, for a float16
 constexpr uint32_t kTooHigh = 0x47800000;      // 2^16
 
-// Written so that no compiler makes a branch of it, which it would not
-// vectorise: an operation on floats left out might not trap.
+// Returns `yes` or `no` without a branch. A compiler would not vectorize a
+// branch, because skipped float operations might not trap.
 TFDIST_INLINE uint32_t Select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -25,7 +26,7 @@ TFDIST_INLINE uint32_t Select(bool condition, uint32_t yes, uint32_t no) {
 
 TFDIST_INLINE float FromFloat16(uint16_t half) {
   const uint32_t magnitude = half & 0x7FFF;
-  // Below 2^10 the bits are a number of steps of 2^-24.
+  // Below 2^10, the bits are a number of steps of 2^-24.
   const float subnormal =
       static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
   uint32_t bits = (magnitude << kCutBits) + kExponentShift;
@@ -40,7 +41,7 @@ TFDIST_INLINE uint16_t ToFloat16(float value) {
   const uint32_t odd = magnitude >> kCutBits & 1;
   const uint32_t rounded = magnitude + ((1u << (kCutBits - 1)) - 1) + odd;
   const uint32_t normal = (rounded - kExponentShift) >> kCutBits;
-  // In the sum with 1/2 the last bit of a float stands for a step of 2^-24.
+  // In the sum with 1/2, the last bit of a float is a step of 2^-24.
   const uint32_t subnormal =
       BitsOf(FloatOf(Select(magnitude < kLeastNormal, magnitude, 0)) + 0.5f) -
       BitsOf(0.5f);

@@ -7,10 +7,11 @@
 
 namespace tfdist {
 
-// Between floats of 32 and 16 bits, many at a time, by their bits: as
-// static_cast of Eigen's types does it, which compilers do not vectorise. To
-// the nearest, ties to even; a NaN stays one. Subnormal numbers count, also
-// where the processor is told to take them for zeros.
+// Conversions of many numbers between 32 and 16 bits, on their bits. The
+// results are those of static_cast of Eigen's types, which compilers do not
+// vectorize. Numbers are rounded to nearest, ties to even. A NaN remains a NaN.
+// Subnormal numbers are converted correctly, even if the processor is set to
+// flush them to zero.
 void WidenFloat16(const uint16_t* in, size_t count, float* out);
 void WidenBfloat16(const uint16_t* in, size_t count, float* out);
 void NarrowToFloat16(const float* in, size_t count, uint16_t* out);

@@ -16,7 +16,7 @@
 namespace tfdist {
 namespace {
 
-// Smaller ones fit the processor's table of pages anyway.
+// Smaller buffers need so few pages that the processor caches their addresses.
 constexpr size_t kSmallest = 2 * kHugePage;
 constexpr int kTries = 3;
 
@@ -28,7 +28,8 @@ bool Wanted() {
   return wanted;
 }
 
-// Of tables and their slots: as many as a program makes.
+// Whether `data` is new. The set contains tables and their slots, so its size
+// is limited by those that a program creates.
 bool IsNew(const void* data) {
   static std::mutex mutex;
   static auto* known = new std::unordered_set<const void*>;
@@ -36,8 +37,8 @@ bool IsNew(const void* data) {
   return known->insert(data).second;
 }
 
-// Advises the huge pages that lie within the buffer, in parts. A page that is
-// in use at the moment is tried again; no free memory in one piece ends it.
+// Calls madvise for the huge pages within the buffer, in parts. Retries a page
+// that is in use. Stops if there is no contiguous free memory.
 void Advise(void* data, size_t bytes, int advice, uintptr_t part) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
@@ -66,7 +67,7 @@ void ExchangeForHugePages(void* data, size_t bytes) {
   if (!Wanted() || bytes < kSmallest || !IsNew(data)) return;
   AdviseHugePages(data, bytes);
 #ifdef __linux__
-  constexpr int kMadvCollapse = 25;  // Newer than some C libraries.
+  constexpr int kMadvCollapse = 25;  // newer than some C libraries
   constexpr uintptr_t kPart = 32 * kHugePage;
   Advise(data, bytes, kMadvCollapse, kPart);
 #endif

@@ -9,19 +9,19 @@ namespace tfdist {
 
 constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
 
-// Asks for huge pages behind a buffer, where Linux gives them only on request.
-// Rows are scattered over a table: with small pages nearly every row also
-// costs a walk through the page tables, which takes as long as the row itself.
-// Small buffers are left alone; so are all with TFDIST_HUGE_PAGES=0 in the
-// environment. Contents stay as they are.
+// Requests huge pages for a buffer, on Linux systems that provide them only on
+// request. Rows are scattered over a table. With small pages, nearly every row
+// also needs a walk through the page tables, which takes as long as the row
+// itself. Does nothing for small buffers, or if the environment variable
+// TFDIST_HUGE_PAGES is 0. The contents do not change.
 //
-// Best before the buffer is first written to.
+// Works best before the buffer is first written to.
 void AdviseHugePages(void* data, size_t bytes);
 
-// The same for a buffer that has been written to: exchanges its pages at once,
-// in about the time of a copy, without a second buffer. On kernels before 6.1
-// the exchange happens in the background, if at all. Does nothing for an
-// address that was given before.
+// Like AdviseHugePages, for a buffer that has been written to. Replaces the
+// pages at once, in about the time of a copy, without a second buffer. On
+// kernels before 6.1, this happens in the background, if at all. Does nothing
+// for an address that it was called with before.
 void ExchangeForHugePages(void* data, size_t bytes);
 
 }  // namespace tfdist

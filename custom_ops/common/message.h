@@ -7,7 +7,7 @@
 
 namespace tfdist {
 
-// The arguments printed one after another, for error messages.
+// Returns the arguments as one text, for error messages.
 template <typename... Args>
 std::string Message(const Args&... args) {
   std::ostringstream stream;

@@ -11,16 +11,17 @@ namespace tfdist {
 namespace {
 
 constexpr int64_t kPartsPerThread = 4;
-constexpr int64_t kLeastNanoseconds = 20000;  // worth waking up a thread
+// The minimum that is worth waking a thread.
+constexpr int64_t kLeastNanoseconds = 20000;
 
-// Parts of a call, which the caller and its helpers take one by one.
+// The parts of a call. The caller and its helpers take them one by one.
 class Parts {
  public:
-  // `run` is not called after Finish().
+  // `run` is not called after Finish() has returned.
   Parts(int64_t count, const std::function<void(int64_t part)>& run)
       : count_(count), run_(run) {}
 
-  // Runs parts until none is left to be taken.
+  // Runs parts until no part is left.
   void Help() {
     int64_t mine = 0;
     for (int64_t i; (i = next_.fetch_add(1)) < count_; ++mine) run_(i);
@@ -30,8 +31,8 @@ class Parts {
     if (done_ == count_) all_done_.notify_one();
   }
 
-  // Runs parts and waits for those that helpers have taken, not for helpers
-  // that have yet to come.
+  // Runs parts and waits for those that helpers are running. Does not wait for
+  // helpers that have not started.
   void Finish() {
     Help();
     std::unique_lock<std::mutex> lock(mutex_);
@@ -52,7 +53,8 @@ class Parts {
 void ParallelTasks(
     tensorflow::thread::ThreadPool* pool, const std::vector<Task>& tasks,
     const std::function<void(size_t task, int64_t begin, int64_t end)>& work) {
-  std::vector<int64_t> starts = {0};  // of every task, were it one thread
+  // Start time of each task, if one thread ran them all.
+  std::vector<int64_t> starts = {0};
   for (const Task& task : tasks) {
     starts.push_back(starts.back() + task.units * task.nanoseconds);
   }
@@ -62,7 +64,7 @@ void ParallelTasks(
                             ? 1
                             : std::clamp<int64_t>(total / kLeastNanoseconds, 1,
                                                   kPartsPerThread * threads);
-  // The units that start in [low, high).
+  // Runs the units that start in [low, high).
   const auto run = [&](int64_t low, int64_t high) {
     size_t task = std::upper_bound(starts.begin(), starts.end(), low) -
                   starts.begin() - 1;
@@ -87,8 +89,8 @@ void ParallelTasks(
   const std::function<void(int64_t)> run_part = [&](int64_t part) {
     run(cut(part), cut(part + 1));
   };
-  // The caller is one of the threads, and done alone where no other is free: a
-  // ParallelFor of the pool waits until one has come.
+  // The caller takes part and completes the work alone if no other thread is
+  // free. ParallelFor of the pool would wait for another thread.
   const auto shared = std::make_shared<Parts>(parts, run_part);
   for (int64_t i = 1; i < std::min(threads, parts); ++i) {
     pool->Schedule([shared] { shared->Help(); });

@@ -11,21 +11,21 @@
 
 namespace tfdist {
 
-// A piece of work that can be cut at any of its units.
+// A piece of work that can be divided between any of its units.
 struct Task {
   int64_t units;
-  int64_t nanoseconds;  // about, for a unit; at least 1
+  int64_t nanoseconds;  // approximate time of a unit; at least 1
 };
 
-// Calls work(task, begin, end) for all units of all tasks, every unit once.
-// Cut by time: a long task is spread over threads, many short ones share one,
-// and work for a single thread stays on the caller's. A task that cannot be cut
-// does all of its work in the call with begin == 0.
+// Calls work(task, begin, end) for all units of all tasks, each unit once. The
+// work is divided by time: a long task is spread over threads, many short tasks
+// share one, and work for a single thread runs on the caller's thread. A task
+// that cannot be divided must do all its work in the call with begin == 0.
 void ParallelTasks(
     tensorflow::thread::ThreadPool* pool, const std::vector<Task>& tasks,
     const std::function<void(size_t task, int64_t begin, int64_t end)>& work);
 
-// The same for a single task.
+// Like ParallelTasks, for a single task.
 void ParallelUnits(tensorflow::thread::ThreadPool* pool, int64_t units,
                    int64_t nanoseconds,
                    const std::function<void(int64_t begin, int64_t end)>& work);

@@ -10,8 +10,9 @@ namespace tfdist {
 
 constexpr int64_t kLineBytes = 64;
 
-// Rows are scattered over a table larger than the caches: asks for the lines
-// of `count` elements a few rows ahead of their use.
+// Prefetches the cache lines of `count` elements. Rows are scattered over a
+// table that is larger than the caches, so they are prefetched a few rows ahead
+// of their use.
 template <bool kWrite, typename T>
 TFDIST_INLINE void PrefetchLines(const T* first, int64_t count) {
   constexpr int64_t kLine = kLineBytes / sizeof(T);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The sort of this library: stable, by counting. Its one competitor is
-// group_sort.h, for keys that are almost in order.
+// The standard sort of this library: stable, by counting. For keys that are
+// almost in order, see group_sort.h.
 #ifndef TFDIST_CUSTOM_OPS_COMMON_RADIX_SORT_H_
 #define TFDIST_CUSTOM_OPS_COMMON_RADIX_SORT_H_
 
@@ -14,25 +14,26 @@
 
 namespace tfdist {
 
-// Number of bits needed to write `value`; 0 for 0.
+// Returns the number of bits of `value`; 0 for 0.
 inline int BitWidth(uint64_t value) {
   return value == 0 ? 0 : 64 - __builtin_clzll(value);
 }
 
-// One pass of a counting sort. Who sorts goes through the elements twice, in
-// the same order: Count() the bin of each, Start(), and ask for the Place() of
-// each. Less than 2^32 elements.
+// One pass of a counting sort. The caller passes over the elements twice, in
+// the same order: first it calls Count() with the bin of each element, then
+// Start(), then Place() for each element. Supports less than 2^32 elements.
 class CountingSort {
  public:
-  // `places` has room for a number per bin, and must outlive this.
+  // `places` must have an element per bin, and must outlive this object.
   CountingSort(uint32_t* places, size_t bins) : places_(places), bins_(bins) {
     std::fill_n(places, bins, 0);
   }
 
   TFDIST_INLINE void Count(uint64_t bin) { ++places_[bin]; }
 
-  // Calls visit(bin, first, size) for every bin, ascending: its elements have
-  // the places from `first` on. Returns the number of all elements.
+  // Calls visit(bin, first, size) for each bin in ascending order. The elements
+  // of the bin get `size` places, from `first`. Returns the number of all
+  // elements.
   template <typename Visit>
   TFDIST_INLINE uint32_t Start(const Visit& visit) {
     uint32_t first = 0;
@@ -52,8 +53,8 @@ class CountingSort {
   const size_t bins_;
 };
 
-// Keys, and optionally one 32-bit value per key, with room of the same size to
-// move them to. After a sort the result is in `keys` and `values`.
+// Keys, and optionally one 32-bit value per key, with spare memory of the same
+// size. After a sort, the result is in `keys` and `values`.
 struct SortBuffers {
   uint64_t* keys;
   uint64_t* spare_keys;
@@ -61,8 +62,9 @@ struct SortBuffers {
   uint32_t* spare_values = nullptr;
 };
 
-// Sorts by bits [low_bit, high_bit) of the keys: least significant digit first,
-// digits of at most 11 bits so that the places stay in the L1 cache.
+// Sorts by bits [low_bit, high_bit) of the keys. The least significant digit
+// comes first. Digits have at most 11 bits, so that the places fit into the L1
+// cache.
 inline void RadixSort(size_t count, int low_bit, int high_bit,
                       SortBuffers* buffers) {
   constexpr int kMaxDigitBits = 11;

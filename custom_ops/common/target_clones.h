@@ -2,9 +2,10 @@
 #ifndef TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_
 #define TFDIST_CUSTOM_OPS_COMMON_TARGET_CLONES_H_
 
-// The wheel runs on any x86-64; the dynamic linker picks the fastest clone of a
-// function. Inlined callees are compiled for the clone's processor as well. The
-// choice runs before a sanitizer has set itself up, so not under one.
+// The wheel runs on any x86-64 processor. The dynamic linker selects the
+// fastest clone of a function. Inlined callees are also compiled for the
+// clone's processor. The selection runs before a sanitizer is initialized, so
+// clones are disabled under sanitizers.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__CUDACC__) && !defined(__SANITIZE_ADDRESS__) &&          \
     !defined(__SANITIZE_THREAD__)
@@ -14,15 +15,15 @@
 #define TFDIST_CLONES
 #endif
 #define TFDIST_ALWAYS __attribute__((always_inline))
-// Kernels use the same functions.
+// GPU kernels use the same functions.
 #if defined(__CUDACC__)
 #define TFDIST_INLINE __host__ __device__ inline TFDIST_ALWAYS
 #else
 #define TFDIST_INLINE inline TFDIST_ALWAYS
 #endif
 
-// What is always inlined passes no vector in a register that a clone for
-// another processor does not have.
+// Functions that are always inlined pass no vectors in registers, so this
+// warning about the ABI of clones does not apply.
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif

@@ -29,8 +29,9 @@ UniqueRows::UniqueRows(const int64_t* rows, int64_t count, int64_t* indices)
     RadixSort(count, 0, BitWidth(static_cast<uint64_t>(largest) - first),
               &sort);
   }
-  // The rows take the places of keys that have been read. Which of them repeat
-  // is unpredictable: without a branch, all are written and the last one stays.
+  // The unique rows overwrite keys that have been read. Which rows are
+  // duplicates is unpredictable, so every row is written, without a branch. A
+  // duplicate rewrites the elements of its row.
   uint32_t* starts = sort.spare_values;
   starts[0] = 0;
   int64_t last = -1;

@@ -8,21 +8,22 @@
 
 namespace tfdist {
 
-// Rows, or ids, that may repeat: each once, ascending, and where it came from.
+// The unique values of rows, or ids, in ascending order, with the positions of
+// each.
 class UniqueRows {
  public:
-  // Positions are 32-bit numbers.
+  // The limit of rows, because positions are 32-bit numbers.
   static constexpr int64_t kMostRows = std::numeric_limits<uint32_t>::max();
 
-  // Takes any numbers, at most kMostRows of them. Writes which of the unique
-  // rows every one is to indices[count], unless nullptr.
+  // `rows`: any numbers, at most kMostRows. If `indices` is not nullptr,
+  // indices[count] is set to the index of the unique row of each row.
   UniqueRows(const int64_t* rows, int64_t count, int64_t* indices = nullptr);
 
-  // How many there are.
+  // The number of unique rows.
   int64_t size() const { return size_; }
   const int64_t* rows() const { return rows_; }
 
-  // Row k was at positions(k)[0] .. positions(k + 1)[-1], ascending.
+  // Unique row k occurs at positions(k)[0] .. positions(k + 1)[-1], ascending.
   const uint32_t* positions(int64_t k) const { return positions_ + starts_[k]; }
 
  private:

@@ -9,8 +9,9 @@ namespace tfdist {
 
 namespace {
 
-// Bytes of the character at the front of `text`, 0 if there is none: the
-// well-formed sequences of table 3-7 of the Unicode standard.
+// Returns the length in bytes of the character at the start of `text`, or 0 if
+// there is none. Accepts the well-formed sequences of table 3-7 of the Unicode
+// standard.
 size_t CharacterLength(absl::string_view text) {
   const auto byte = [text](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t first = byte(0);
@@ -18,7 +19,8 @@ size_t CharacterLength(absl::string_view text) {
   if (first < 0xC2 || first > 0xF4) return 0;
   const size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
   if (text.size() < length) return 0;
-  // Neither longer than needed, nor a surrogate, nor beyond the last.
+  // Refuses overlong sequences, surrogates, and values after the last
+  // character.
   const uint8_t least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
   const uint8_t most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
   if (byte(1) < least || byte(1) > most) return 0;

@@ -8,9 +8,9 @@
 
 namespace tfdist {
 
-// `text` with a '?' for each byte that is of no UTF-8 character: Python refuses
-// an error whose text is not UTF-8, and a text from a peer may be anything, be
-// it cut within a character.
+// Returns `text` with a '?' in place of each byte that is not part of a UTF-8
+// character. Python refuses an error whose text is not UTF-8. A text from a
+// peer may contain any bytes, and may be truncated within a character.
 std::string AsUtf8(absl::string_view text);
 
 }  // namespace tfdist

@@ -10,8 +10,8 @@
 
 namespace tfdist {
 
-// Shared with the threads, which are detached: the last reference to the owner
-// may be dropped on one of them, and a thread cannot join itself.
+// Shared with the threads, which are detached. One of them may drop the last
+// reference to the owner, and a thread cannot join itself.
 struct WaiterThreads::State {
   std::mutex mutex;
   std::condition_variable wake;
@@ -42,8 +42,9 @@ void WaiterThreads::Schedule(std::function<void()> task) {
 
 void WaiterThreads::Work(std::shared_ptr<State> state,
                          std::function<void()> first) {
-  // A thread inherits how floats are computed, and TensorFlow's threads take
-  // subnormal numbers for zeros: no sum may depend on who has made its thread.
+  // A thread inherits the floating-point environment, and TensorFlow's threads
+  // flush subnormal numbers to zero. No sum may depend on which thread created
+  // this one.
   std::fesetenv(FE_DFL_ENV);
   first();
   first = nullptr;
@@ -54,7 +55,7 @@ void WaiterThreads::Work(std::shared_ptr<State> state,
       state->tasks.pop_front();
       lock.unlock();
       task();
-      task = nullptr;  // what it holds is released outside the lock
+      task = nullptr;  // releases what the task holds outside of the lock
       lock.lock();
     }
     if (state->stopping) return;

@@ -7,19 +7,20 @@
 
 namespace tfdist {
 
-// Threads that spend their life waiting for the network, so that TensorFlow's
-// own threads never do. A task always gets a thread at once: an idle one, or
-// a new one when all are waiting. A bounded pool could deadlock two ranks
-// whose pools are filled with operations that wait for each other.
+// Threads that wait for the network, so that TensorFlow's own threads do not. A
+// task gets a thread at once: an idle one, or a new one if all are busy. A
+// bounded pool could deadlock two ranks whose pools are full of operations that
+// wait for each other.
 class WaiterThreads {
  public:
   WaiterThreads();
-  // Lets idle threads go. Threads still in a task finish it and go then.
+  // Ends idle threads. Threads that run a task end after it.
   ~WaiterThreads();
   WaiterThreads(const WaiterThreads&) = delete;
   WaiterThreads& operator=(const WaiterThreads&) = delete;
 
-  // Throws std::system_error where no thread can be made; `task` is not run.
+  // Throws std::system_error if no thread can be created; `task` is then not
+  // run.
   void Schedule(std::function<void()> task);
 
  private:
