@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// This rank's samples of a batch of tensors, SparseTensors and RaggedTensors.
+// Slices of this rank from a batch of tensors, SparseTensors and RaggedTensors.
 //
-// One op for the whole batch: a slice made of TensorFlow's ops takes a dozen
-// for each part, every loop of Keras traces them anew, and tf.data goes
-// through all of them again for every iterator.
+// One op slices the entire batch. With TensorFlow's ops, a slice would take a
+// dozen ops for each value. Every loop of Keras would trace them again, and
+// tf.data would process all of them again for every iterator.
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -28,19 +28,19 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// What a value of the batch consists of: a tensor; three tensors; or a tensor
-// and as many row splits.
+// The kind of a value of the batch: a tensor; three tensors; or a tensor and as
+// many row splits as the kind says.
 constexpr int kDense = 0;
 constexpr int kSparse = -1;
 
 int TensorsOf(int kind) { return kind == kSparse ? 3 : 1 + kind; }
 
-// Rows [start, stop) of something.
+// Rows [start, stop) of a value.
 struct Rows {
   int64_t start;
   int64_t stop;
 
-  // Those of a rank, of n.
+  // Returns the rows of a rank, of n rows.
   static Rows Of(int64_t n, int rank, int world_size) {
     return {rank * n / world_size, (rank + 1) * n / world_size};
   }
@@ -77,9 +77,9 @@ absl::Status InferShapes(InferenceContext* c) {
       if (kind == kDense && c->ValueKnown(whole)) {
         const int64_t known =
             Rows::Of(c->Value(whole), rank, world_size).size();
-        // Keras leaves the losses of a batch that is known to be empty as
-        // they are, and ranks with samples would exchange what those without
-        // do not.
+        // Keras skips the losses of a batch that it knows to be empty. Ranks
+        // with samples would then make exchanges that ranks without samples do
+        // not.
         if (known > 0) size = c->MakeDim(known);
       }
       TF_RETURN_IF_ERROR(c->ReplaceDim(first, 0, size, &part));
@@ -112,7 +112,7 @@ rank: whose samples.
 world_size: W.
 )doc");
 
-// Rows of a tensor, in new memory.
+// Copies rows of a tensor to new memory.
 absl::Status CopyRows(const Tensor& from, const Rows& rows, Tensor* to) {
   if (from.dims() < 1 || rows.start < 0 || rows.start > rows.stop ||
       rows.stop > from.dim_size(0)) {
@@ -124,7 +124,8 @@ absl::Status CopyRows(const Tensor& from, const Rows& rows, Tensor* to) {
   return absl::OkStatus();
 }
 
-// Cuts row splits, and says which rows of what they split are left.
+// Copies the row splits of `rows`, and sets `rows` to the corresponding rows of
+// the next inner level.
 template <typename T>
 absl::Status CutSplits(const Tensor& from, const Tensor& split, Rows* rows,
                        Tensor* to) {
@@ -172,7 +173,7 @@ class SliceOfRankOp : public OpKernel {
   }
 
  private:
-  // A tensor, or the flat values of lists, after their row splits.
+  // Slices a tensor, or the flat values of a RaggedTensor after its row splits.
   absl::Status CutLists(OpKernelContext* ctx, int place, int levels) {
     const Tensor& samples = ctx->input(levels ? place + 1 : place);
     if (samples.dims() < 1 || (levels && samples.dim_size(0) < 1)) {
@@ -190,7 +191,8 @@ class SliceOfRankOp : public OpKernel {
                                split.shape().DebugString());
       }
       Tensor cut;
-      // Of an inner level, the row splits split lists, one more than rows.
+      // If `split` contains the row splits of an inner level, it has one
+      // element more than there are lists.
       switch (splits.dtype()) {
         case tensorflow::DT_INT32:
           TF_RETURN_IF_ERROR(CutSplits<int32_t>(splits, split, &rows, &cut));
@@ -229,7 +231,7 @@ class SliceOfRankOp : public OpKernel {
     const auto is_mine = [&](int64_t i) {
       return places(i, 0) >= samples.start && places(i, 0) < samples.stop;
     };
-    // Runs of entries; of indices in order there is one.
+    // Collects runs of consecutive entries. Ordered indices have one run.
     for (int64_t start = 0, end = 0; start < count; start = end + 1) {
       end = start;
       while (end < count && is_mine(end)) ++end;
@@ -252,7 +254,7 @@ class SliceOfRankOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // Pieces of a tensor, in new memory.
+  // Concatenates pieces of a tensor in new memory.
   static absl::Status Joined(const Tensor& whole,
                              const std::vector<Tensor>& pieces, Tensor* to) {
     if (pieces.size() > 1) return tensorflow::tensor::Concat(pieces, to);
