@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy, and what Keras's loops do under it."""
+"""The strategy, and the functions that Keras's loops call under it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done before the first step: scopes, orders of arrays, builds."""
+"""Work before the first step: scopes, order of arrays, building of models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _is_of_arrays(x: Any) -> bool:
 
 @contextlib.contextmanager
 def _order_of_first_rank(collectives: Collectives) -> Iterator[None]:
-    """Lets TensorFlow's generator be that of rank 0; all ranks must call."""
+    """Uses TensorFlow's random state of rank 0; all ranks must call this."""
     own = internals.random_state()
     text = text_of_first_rank(json.dumps(own), collectives, "order of arrays")
     if collectives.group.rank == 0:
@@ -94,7 +94,7 @@ def in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _optimizers_of(model: Any) -> list[Any]:
-    """Those of `compile`, and a model's own, as those of a GAN."""
+    """Optimizers of `compile`, and others of the model, such as of a GAN."""
     found = [
         each
         for each in vars(model).values()
@@ -119,7 +119,7 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def metrics_of(model: Any) -> Iterator[Any]:
-    """All metrics that a model and its layers have, some of them twice."""
+    """All metrics of a model and its layers; some are yielded twice."""
     compiled = keras_internals.compile_config(model)
     given = [compiled.get(key) for key in ("metrics", "weighted_metrics")]
     yield from _metrics_in(given)
@@ -139,14 +139,15 @@ def _metrics_in(value: Any) -> Iterator[Any]:
 
 
 def move_metric(metric: Any, strategy: Any) -> None:
-    """Gives a metric states that all ranks know, for those it has.
+    """Creates a metric's states again in the scope of a strategy.
 
     Args:
-        metric: whose states may have been made outside of the scope.
-        strategy: in whose scope they shall be.
+        metric: metric whose states may have been created outside of the
+            scope.
+        strategy: strategy in whose scope the states must be.
 
     Raises:
-        ValueError: for states that cannot be moved.
+        ValueError: states cannot be created again.
     """
     outside = [
         variable
@@ -172,7 +173,7 @@ def move_metric(metric: Any, strategy: Any) -> None:
 
 
 def _is_outside(variable: Any, strategy: Any) -> bool:
-    if variable is None:  # made later, in the scope
+    if variable is None:  # It will be created later, in the scope.
         return False
     return not strategy.extended.variable_created_in_scope(variable)
 
@@ -197,8 +198,8 @@ def build(
             raise
         if strategy.collectives is not None:
             strategy.collectives.give_up("building the model", error)
-    # Without a strategy Keras does not call a model before its own step does,
-    # which may call something else.
+    # Without a strategy, Keras does not call a model before its own step
+    # does. That step may call something else.
     with strategy.scope():
         if model.optimizer is not None and not _has_built_optimizer(model):
             model.optimizer.build(model.trainable_variables)
@@ -206,7 +207,7 @@ def build(
 
 
 def _is_built_for_own_steps(model: Any) -> bool:
-    """Whether a model with steps of its own has all of its variables."""
+    """Whether all layers of a model with its own steps are built."""
     kind = type(model)
     own = (
         kind.train_step is not keras.Model.train_step
@@ -230,19 +231,19 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
         return None
     except Exception as error:
         if _built_layers(model) > built:
-            # In a tf.function a table is not there when it is made there, but
-            # is when that is traced again.
+            # A tf.function cannot use a table that was created while it was
+            # traced. A second trace can use it.
             return _build_unread(original, model, iterator)
         no_other_way = keras_internals.first_batches(iterator) is not None
-        # Its build has failed half-way, and is not begun a second time.
+        # An optimizer whose build failed half-way is not built again.
         no_other_way |= unbuilt and _has_built_optimizer(model)
         if no_other_way:
             raise
-        # All ranks read, or none: reading is an exchange.
+        # Reading is an exchange: either all ranks read, or none.
         if collectives is not None:
             collectives.give_up("building the model", error)
-    # Of a dataset the batch size is not known, which code for eager execution
-    # may need. A second reading tells, or fails likewise.
+    # The specs of a dataset do not contain the batch size, which code for
+    # eager execution may need. The data does, or the error is the same.
     return original(model, iterator=iterator)
 
 
@@ -255,10 +256,10 @@ def _built_layers(model: Any) -> int:
 
 
 def _shapes_of(iterator: Any) -> Nest | None:
-    """A batch of `tf.TensorSpec`, or None if only the data can tell.
+    """A batch of `tf.TensorSpec`; None if shapes are known only from data.
 
     Args:
-        iterator: Keras's `TFEpochIterator`.
+        iterator: `TFEpochIterator` of Keras.
     """
     element = keras_internals.dataset_of(iterator).element_spec
     flat = [_dense(spec) for spec in tf.nest.flatten(element)]
@@ -276,7 +277,7 @@ def _shapes_of(iterator: Any) -> Nest | None:
 
 
 def _dense(spec: Any) -> tf.TensorSpec | None:
-    """Shape and dtype of a value of any kind; None for Keras's None."""
+    """Shape and dtype of a value of any type; None for Keras's None."""
     if isinstance(spec, tf.OptionalSpec):
         return None
     return tf.TensorSpec(spec.shape, spec.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does at start: finds the others, connects, shares seeds."""
+"""Start of a rank: finds the other ranks, connects, shares the seeds."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 
 
 def take_share_of_host(launched: Launched) -> None:
-    """Takes a GPU and a share of the cores where nobody has chosen any.
+    """Takes one GPU and a share of the cores, unless the user chose them.
 
     Args:
-        launched: this rank. Alone on its host it takes all.
+        launched: this rank. If it is the only rank of its host, it takes all.
     """
     if launched.local_size == 1:
         return
     try:
         _take_gpu(launched)
         _take_cores(launched)
-    except RuntimeError as error:  # TensorFlow has started its devices
+    except RuntimeError as error:  # TensorFlow has initialized its devices.
         _LOG.warning(
             "tfdist_ext: rank %d cannot take its share of GPUs and cores, "
             "which %d ranks of this host use (%s). Create the strategy before "
@@ -80,7 +80,7 @@ def _take_cores(launched: Launched) -> None:
     if chosen or threading.get_intra_op_parallelism_threads():
         return
     cores = len(os.sched_getaffinity(0))
-    # A launcher that binds its processes has shared the cores already.
+    # A launcher that binds its processes to cores has divided them already.
     if cores == os.cpu_count():
         share = max(1, cores // launched.local_size)
         threading.set_intra_op_parallelism_threads(share)
@@ -92,27 +92,27 @@ _PATH = "/tfdist_ext/host_of_rank_0"
 
 
 def put_text(store: tuple[str, int], text: str) -> None:
-    """Keeps a text in the store.
+    """Stores a text in the key-value store of horovodrun.
 
     Args:
         store: host and port.
-        text: of ASCII.
+        text: ASCII text.
 
     Raises:
-        RuntimeError: the store cannot be reached, or does not keep it.
+        RuntimeError: the store cannot be reached, or rejects the text.
     """
     _request(store, "PUT", text.encode("ascii"))
 
 
 def get_text(store: tuple[str, int], timeout: float) -> str:
-    """Waits until somebody has put a text.
+    """Waits until a rank has stored a text with `put_text`.
 
     Args:
         store: host and port.
         timeout: seconds to wait.
 
     Raises:
-        RuntimeError: the store cannot be reached, or nobody has.
+        RuntimeError: the store cannot be reached, or has no text in time.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -130,8 +130,8 @@ def get_text(store: tuple[str, int], timeout: float) -> str:
 def _request(
     store: tuple[str, int], method: str, body: bytes | None = None
 ) -> str | None:
-    """What the store answers; None for 404."""
-    # Not urllib, which would ask the proxies of the environment.
+    """Response of the store; None for status 404."""
+    # urllib would use the proxies of the environment.
     connection = http.client.HTTPConnection(*store, timeout=_REQUEST_SECONDS)
     try:
         connection.request(method, _PATH, body)
@@ -153,7 +153,7 @@ def _request(
 
 
 def share_a_host(addresses: Sequence[str]) -> bool:
-    """Whether any two ranks do, by their addresses `host:port`."""
+    """Whether two ranks have the same host in addresses `host:port`."""
     hosts = [address.rpartition(":")[0] for address in addresses]
     return len(set(hosts)) < len(hosts)
 
@@ -169,20 +169,21 @@ def connect(
 
     Args:
         cluster: the ranks.
-        timeout: seconds, of the process group.
+        timeout: seconds that an exchange of the process group waits.
         startup_timeout: seconds that ranks wait for each other to start.
-        transport: whether ranks of one host talk through memory.
-        allow_unauthenticated: whether ranks may do without a secret where
-            other users or hosts reach them.
+        transport: whether ranks of one host use shared memory.
+        allow_unauthenticated: whether ranks may start without a secret where
+            other users or hosts can connect to them.
 
     Returns:
-        The connected process group; None for a process that trains alone.
+        The connected process group; None for a single process.
 
     Raises:
-        RuntimeError: the ranks did not meet.
-        ValueError: the job has no secret and needs one, or it cannot be read;
-            or the environment names no interface or ports of this host, no
-            form of sums, or no time to poll.
+        RuntimeError: the ranks did not connect.
+        ValueError: the job needs a secret and has none, or the secret cannot
+            be read; or a variable of the environment has an interface or port
+            that this host does not have, or an invalid algorithm of sums or
+            polling time.
     """
     addresses, rank = cluster.addresses, cluster.rank
     if len(addresses) < 2:
@@ -217,10 +218,10 @@ def connect(
 
 
 def connect_gpus(collectives: Collectives | None) -> None:
-    """Lets exchanges run on GPUs, and tells what tables may have of these.
+    """Lets exchanges run on GPUs, and records which GPUs tables can use.
 
     Args:
-        collectives: of the strategy; None for a process that trains alone.
+        collectives: collectives of the strategy; None for a single process.
     """
     if collectives is not None:
         _, collectives.gpus = gpus.connect(
@@ -231,15 +232,15 @@ def connect_gpus(collectives: Collectives | None) -> None:
 def check_secret(
     address: str, secret: bytes, allow_unauthenticated: bool
 ) -> None:
-    """Refuses ranks without a secret where other hosts reach them.
+    """Rejects ranks without a secret where other hosts can connect to them.
 
     Args:
         address: "host:port" of rank 0.
-        secret: of the job, may be empty.
-        allow_unauthenticated: whether the user wants that.
+        secret: secret of the job, may be empty.
+        allow_unauthenticated: whether the user allows this.
 
     Raises:
-        ValueError: says how to give a secret.
+        ValueError: no secret; the error says how to set one.
     """
     where = addresses_lib.of_this_user(*addresses_lib.split(address))
     if secret or allow_unauthenticated or isinstance(where, str):
@@ -256,7 +257,7 @@ def check_secret(
 
 
 def serve_keys(group: ProcessGroup) -> None:
-    """Lets TensorFlow's handlers of preemptions agree through a group."""
+    """Lets TensorFlow's preemption handlers use the group's key-value store."""
 
     def wait(key: str, timeout_in_ms: int = 0) -> str:
         return group.await_key(key, timeout_in_ms / 1000)
@@ -270,20 +271,20 @@ def serve_keys(group: ProcessGroup) -> None:
 def locate(
     resolver: Any, timeout: float, allow_unauthenticated: bool = False
 ) -> tuple[Any, Cluster]:
-    """Finds the ranks, by TF_CONFIG or what else a launcher has said.
+    """Finds the ranks by TF_CONFIG or the environment of another launcher.
 
-    In the latter case this rank also takes its share of its host.
+    With another launcher this rank also takes its share of its host.
 
     Args:
-        resolver: the user's; None for that of TF_CONFIG.
+        resolver: resolver of the user; None reads TF_CONFIG.
         timeout: seconds that ranks wait for each other.
         allow_unauthenticated: see `bootstrap.check_secret`.
 
     Returns:
-        A resolver that knows all ranks, and what it says.
+        A resolver that knows all ranks, and the cluster that it returns.
 
     Raises:
-        RuntimeError: the ranks cannot meet, or did not.
+        RuntimeError: the ranks cannot connect, or not all did within `timeout`.
         ValueError: TF_CONFIG is malformed, or an address cannot be used.
     """
     resolvers = tf.distribute.cluster_resolver
@@ -319,7 +320,7 @@ def locate(
 
 
 def _ask_store(launched: Launched, timeout: float) -> Launched:
-    """Learns the host of rank 0, which tells it the store of horovodrun."""
+    """Gets the host of rank 0, which rank 0 stores in horovodrun's store."""
     store = addresses_lib.split(launched.store)
     if launched.rank == 0:
         host = _way_to(launched.store, timeout)
@@ -331,7 +332,7 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
 
 
 def _own_host(launched: Launched, timeout: float) -> str:
-    """Numeric address of this host on the way to rank 0's."""
+    """Numeric address of this host from which rank 0 is reached."""
     if launched.rank != 0:
         return _way_to(launched.master, timeout)
     numeric = addresses_lib.bind_address(launched.master)
@@ -340,14 +341,14 @@ def _own_host(launched: Launched, timeout: float) -> str:
 
 
 def _way_to(address: str, timeout: float) -> str:
-    """Numeric address of this host by which an address is reached.
+    """Numeric address of this host from which an address is reached.
 
     Args:
         address: "host:port".
-        timeout: seconds to wait until its name can be resolved.
+        timeout: seconds to wait until the host's name can be resolved.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: the name cannot be resolved.
     """
     began = time.monotonic()
     while True:
@@ -362,12 +363,12 @@ def _way_to(address: str, timeout: float) -> str:
     port = addresses_lib.split(address)[1]
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((numeric, port))  # sends nothing
+        probe.connect((numeric, port))  # This sends no packet.
         return str(probe.getsockname()[0])
 
 
 def _check_first(launched: Launched, numeric: str) -> None:
-    """Refuses an address at which the other ranks cannot reach rank 0."""
+    """Rejects an address at which the other ranks cannot reach rank 0."""
     remedy = (
         "Set MASTER_ADDR, for all ranks, to the address by which the others "
         "reach the host of rank 0."
@@ -400,15 +401,15 @@ _REMEDY = (
 
 
 def start_horovod(collectives: Collectives) -> None:
-    """Lets Horovod carry the messages; all ranks must call this.
+    """Lets Horovod send the data of exchanges; all ranks must call this.
 
     Args:
-        collectives: of several ranks, which talk to each other already.
+        collectives: collectives of several connected ranks.
 
     Raises:
-        ImportError: Horovod's library cannot be loaded here.
-        RuntimeError: it sees other ranks than we do.
-        tf.errors.AbortedError: one of these has come on another rank.
+        ImportError: Horovod's library cannot be loaded on this rank.
+        RuntimeError: Horovod's ranks are not the ranks of the strategy.
+        tf.errors.AbortedError: another rank raised one of these errors.
     """
     group = collectives.group
     with collectives.together("load Horovod", all_end=True, own_first=True):
@@ -429,7 +430,7 @@ def start_horovod(collectives: Collectives) -> None:
 def _load() -> Any:
     try:
         return importlib.import_module("horovod.tensorflow")
-    except Exception as error:  # also one of TensorFlow, of what it loads
+    except Exception as error:  # Also an error of TensorFlow while it loads.
         raise ImportError(
             f"engine='horovod' needs Horovod, which cannot be imported: "
             f"{type(error).__name__}: {error}. {_REMEDY}."
@@ -440,15 +441,15 @@ def share_seeds(collectives: Collectives) -> None:
     """Gives all ranks the seed and the generators' states of rank 0.
 
     A rank that has called `tf.random.set_seed` keeps its seed. Python's and
-    NumPy's generators do not know whether they were seeded: their states are
-    taken over from rank 0, which changes nothing where all ranks have seeded
-    them alike, and nothing on rank 0.
+    NumPy's generators do not record whether they were seeded, so the other
+    ranks take the states of rank 0. This changes nothing if all ranks have
+    set the same seeds.
     """
     first = collectives.group.rank == 0
     mine: dict[str, Any] = {"seed": internals.global_seed()}
     if first:
         if mine["seed"] is None:
-            # Nobody can guess it, nor what is derived from it.
+            # The seed, and what is derived from it, must not be guessable.
             mine["seed"] = secrets.randbits(128)
         mine["python"] = random.getstate()
         mine["numpy"] = _numpy_state()
@@ -474,7 +475,7 @@ def _bit_generator() -> str:
 
 
 def _numpy_state() -> dict[str, Any]:
-    """The state of NumPy's global generator as JSON can hold it."""
+    """State of NumPy's global generator in types that JSON can represent."""
     state: Any = np.random.get_state(legacy=False)
     inner = {
         field: value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that TF_CONFIG or a launcher names, checked before they start."""
+"""Ranks read from TF_CONFIG or from a launcher, validated before the start."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _BAD = (TypeError, AttributeError, KeyError, ValueError, OverflowError)
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Tasks and their addresses, and which of them this process is.
+    """Tasks with their addresses, and the task of this process.
 
     Attributes:
         jobs: addresses "host:port" by job, "chief" before "worker"; empty for
-            a process that trains alone.
-        job: of this process, "" if alone.
-        index: of this process within the job.
-        launched: what a launcher says that has set no TF_CONFIG.
+            a single process.
+        job: job of this process; "" for a single process.
+        index: index of this process within the job.
+        launched: what a launcher sets if there is no TF_CONFIG.
     """
 
     jobs: Mapping[str, list[str]]
@@ -47,26 +47,26 @@ class Cluster:
 
     @property
     def rank(self) -> int:
-        """Index of this process among all."""
+        """Index of this process among all ranks."""
         chiefs = len(self.jobs.get("chief", ())) if self.job == "worker" else 0
         return chiefs + self.index
 
     @property
     def own_address(self) -> str:
-        """The address of this process, "" if it trains alone."""
+        """Address of this process; "" for a single process."""
         return self.jobs[self.job][self.index] if self.jobs else ""
 
 
 def read(resolver: Any) -> Cluster:
-    """Reads the cluster of a resolver and checks what can be before the start.
+    """Reads the cluster of a resolver and validates it.
 
     Args:
         resolver: the cluster resolver of the strategy.
 
     Raises:
         ValueError: TF_CONFIG is malformed, or its tasks cannot be ranks.
-        RuntimeError: there is none, and another launcher has started several
-            processes, but not said how they meet.
+        RuntimeError: there is no TF_CONFIG, and another launcher started
+            several processes without saying how they connect.
     """
     if isinstance(
         resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
@@ -105,12 +105,12 @@ def _check_json(text: str) -> None:
 
 
 def _read_launched(index: int | None) -> Cluster:
-    """Reads without a cluster in TF_CONFIG what a launcher says.
+    """Reads the cluster from a launcher if TF_CONFIG has none.
 
     Raises:
         ValueError: TF_CONFIG has a task index above 0.
-        RuntimeError: another launcher has started this process beside others,
-            but not said how they meet.
+        RuntimeError: another launcher started several processes without
+            saying how they connect.
     """
     if index:
         raise _malformed(f"it names task {index}, but no cluster")
@@ -123,7 +123,7 @@ def _read_launched(index: int | None) -> Cluster:
 
 
 def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:
-    """Refuses tasks that are no ranks, and a task that is none of them."""
+    """Rejects tasks that cannot be ranks, and an unknown own task."""
     wrong = set(jobs) - {"chief", "worker"}
     if wrong or job not in ("", "chief", "worker"):
         raise ValueError(
@@ -132,7 +132,7 @@ def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:
             f"{dict(jobs)} and task type {job!r}."
         )
     for name, tasks in jobs.items():
-        if not isinstance(tasks, list):  # as_dict() leaves gaps in a dict
+        if not isinstance(tasks, list):  # as_dict() returns a dict for gaps.
             raise _malformed(
                 f"the tasks of {name!r} have the indices {sorted(tasks)}, not "
                 f"0 to {len(tasks) - 1}"
@@ -146,7 +146,7 @@ def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:
 
 
 def _check_addresses(cluster: Cluster) -> None:
-    """Refuses addresses at which ranks cannot be reached."""
+    """Rejects addresses at which ranks cannot be reached."""
     addresses = cluster.addresses
     alone = len(addresses) == 1
     for rank, address in enumerate(addresses):
@@ -157,7 +157,7 @@ def _check_addresses(cluster: Cluster) -> None:
                 f"the address of rank {rank} must be HOST:PORT, and "
                 f"[HOST]:PORT for IPv6, not {address!r}"
             )
-        # With port 0 a lone rank takes any; others could not know which.
+        # A single rank may take any port (0). Others must know the port.
         if not (0 if alone else 1) <= int(port) < 1 << 16:
             raise _malformed(
                 f"the address of rank {rank} must have a port from 1 to "
@@ -173,7 +173,7 @@ def _check_addresses(cluster: Cluster) -> None:
 
 
 def _check_own_host(cluster: Cluster) -> None:
-    """Refuses an address of another host, or one that others do not reach."""
+    """Rejects an own address of another host, or one that is unreachable."""
     address = cluster.own_address
     numeric = addresses_lib.bind_address(address)
     _check_loopback(cluster, numeric)
@@ -194,12 +194,12 @@ def _check_own_host(cluster: Cluster) -> None:
 
 
 def _check_loopback(cluster: Cluster, numeric: str) -> None:
-    """Refuses to listen on loopback for ranks of other hosts.
+    """Rejects an own address on loopback if ranks run on other hosts.
 
     Raises:
-        ValueError: the name of this host stands for loopback to itself.
+        ValueError: this host's name resolves to a loopback address.
     """
-    # Only rank 0 listens there if an interface is named for the others.
+    # If an interface is set, ranks other than 0 listen on it instead.
     if cluster.rank and Listening.of(os.environ).interface:
         return
     if not addresses_lib.is_loopback(numeric):

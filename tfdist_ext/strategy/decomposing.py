@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras's losses and metrics that decompose over the samples of a batch.
 
-Their value on the whole batch follows from what each rank has of its own
-samples: a loss is a mean or a sum of one value per sample, and the states of a
-metric are sums over samples. All others see the whole batch. The lists are
-explicit: a name is on them because its definition says so, and a test compares
-every public loss and metric of Keras with one process.
+Their value on the global batch follows from the values that each rank
+computes on its own samples: such a loss is a mean or a sum of one value per
+sample, and the states of such a metric are sums over samples. All other losses
+and metrics are computed on the global batch. The lists are explicit. A name is
+listed if its definition decomposes, and a test compares every public loss and
+metric of Keras with one process.
 
-Not on them, though they are Keras's: `dice`, `tversky` and `circle` reduce
-over the batch; `hinge` and `squared_hinge` look at all labels to tell 0 and 1
-from -1 and 1; `ctc` fails for a rank without samples; `MeanTensor` and
-`MeanRelativeError` have a state for each position in the batch.
+These losses and metrics of Keras are not listed: `dice`, `tversky` and `circle`
+reduce over the batch; `hinge` and `squared_hinge` check all labels to
+distinguish 0 and 1 from -1 and 1; `ctc` fails on a rank without samples;
+`MeanTensor` and `MeanRelativeError` have a state for each position in the
+batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tfdist_ext import keras_internals
 
 keras = tf.keras
 
-# The mean over the last axis of what each element gives.
+# Losses that are a mean of values of elements over the last axis.
 _ELEMENT_MEANS = (
     "binary_crossentropy",
     "binary_focal_crossentropy",
@@ -52,7 +54,7 @@ _LOSSES = (
     "kld",
     "sparse_categorical_crossentropy",
 )
-# Metrics of what each element gives, whatever its dimensions.
+# Metrics of single elements, in any number of dimensions.
 _ELEMENT_METRICS = ("Accuracy", "BinaryAccuracy")
 _METRIC_FUNCTIONS = (
     "binary_accuracy",
@@ -63,7 +65,7 @@ _METRIC_FUNCTIONS = (
     "sparse_top_k_categorical_accuracy",
     "top_k_categorical_accuracy",
 )
-# Their labels have one dimension less than their predictions.
+# Functions whose labels have one dimension less than their predictions.
 _SPARSE = (
     "sparse_categorical_accuracy",
     "sparse_categorical_crossentropy",
@@ -119,13 +121,13 @@ _METRIC_METHODS = ("update_state", "result", "reset_state")
 def is_loss_local(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
 ) -> bool:
-    """Whether the loss of a rank's own samples is enough.
+    """Whether a loss can be computed on each rank's own samples.
 
     Args:
         loss: an instance of Keras's `Loss`.
-        y_true: what it is called with.
-        y_pred: what it is called with.
-        sample_weight: what it is called with.
+        y_true: labels of the call.
+        y_pred: predictions of the call.
+        sample_weight: sample weights of the call, or None.
     """
     kind = type(loss)
     stock = keras.losses.MeanSquaredError
@@ -144,8 +146,8 @@ def is_metric_local(metric: Any, args: tuple[Any, ...], weighted: bool) -> bool:
 
     Args:
         metric: an instance of Keras's `Metric`.
-        args: what its `update_state` is called with, without weights.
-        weighted: whether it is called with weights.
+        args: arguments of the call of `update_state`, without weights.
+        weighted: whether the call has weights.
     """
     if not is_metric_class_local(type(metric)):
         return False
@@ -164,7 +166,7 @@ def is_metric_local(metric: Any, args: tuple[Any, ...], weighted: bool) -> bool:
 
 
 def is_metric_class_local(kind: type[Any]) -> bool:
-    """Whether a class of metrics has the states and the result of Keras's."""
+    """Whether a class has the states and the result of a listed metric."""
     known = _known_class(kind)
     return known is not None and all(
         getattr(kind, name) is getattr(known, name) for name in _METRIC_METHODS
@@ -173,7 +175,7 @@ def is_metric_class_local(kind: type[Any]) -> bool:
 
 @functools.cache
 def _named(names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Those of Keras's functions that this version has."""
+    """Functions of these names that the installed Keras has."""
     found = [
         getattr(module, name, None)
         for name in names
@@ -194,9 +196,9 @@ def _metric_classes() -> tuple[type[Any], ...]:
 
 
 def _known_class(kind: type[Any]) -> type[Any] | None:
-    """The class on the list that a class is, or comes from first.
+    """First class in the method resolution order that is listed.
 
-    None where another class of Keras's, which is not on it, comes before.
+    None if a class of Keras that is not listed comes before it.
     """
     for each in kind.__mro__:
         if each in _metric_classes():
@@ -212,11 +214,11 @@ def _is_by_sample(
     values: tuple[Any, ...],
     weighted: bool,
 ) -> bool:
-    """Whether a function on the lists gives a value for each sample.
+    """Whether a listed function returns a value for each sample.
 
-    Of labels and predictions without a second dimension it reduces the only
-    one, which is that of the batch: that is a mean of equal parts, if at all,
-    where nothing is weighted.
+    If labels and predictions have one dimension, the function reduces the
+    dimension of the batch. This decomposes only for a mean of equally weighted
+    elements.
     """
     if arguments.get("ignore_class") is not None:
         return False

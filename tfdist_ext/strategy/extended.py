@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy's overrides behind the public methods of `tf.distribute`."""
+"""Implementation of the strategy behind `tf.distribute.Strategy`'s methods."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Nest = Any
 
 
 class HybridParallelExtended(internals.CollectiveAllReduceExtended):
-    """Overrides for shards and for collectives through the process group.
+    """Adds shards, and collectives through the process group.
 
     Args:
-        container_strategy: whose overrides these are.
-        cluster_resolver: of the strategy.
-        cluster: what the resolver says, checked.
-        collectives: of the ranks; None for a process that trains alone.
+        container_strategy: strategy that owns this object.
+        cluster_resolver: resolver of the strategy.
+        cluster: the ranks that the resolver returns, validated.
+        collectives: collectives of the ranks; None in a single process.
     """
 
-    # Our own control channel notices a dead peer at once.
+    # The process group detects a dead peer at once.
     _enable_check_health = False
 
     def __init__(
@@ -62,7 +62,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         )
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        # Stock starts TensorFlow's server where there are several ranks.
+        # The stock method starts TensorFlow's server for several ranks.
         internals.initialize_local(self, cluster_resolver)
         if not self._cluster.jobs:
             return
@@ -77,7 +77,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        # One replica per process: more GPUs are used by more ranks.
+        # One replica per process: each GPU needs a rank of its own.
         devices, kind = super()._initialize_local_devices(
             cluster_resolver, worker_device
         )
@@ -86,7 +86,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: Any
     ) -> Any:
-        # Called in a process alone: with ranks there is more to it.
+        # Called in a single process only; with several ranks the strategy
+        # overrides the public method.
         if self._stays_here(options) or input_lib.has_optional(dataset):
             return input_lib.read_ahead(dataset)
         return super()._experimental_distribute_dataset(dataset, options)
@@ -107,7 +108,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> tf.Variable:
         owner = kwargs.get("colocate_with")
         spec = sharded_variable.spec_for(owner)
-        if sharded_variable.is_shard(owner):  # of a slot
+        if sharded_variable.is_shard(owner):  # The new variable is a slot.
             marks.fix(owner)
         unsynchronized = (
             kwargs.get("synchronization") == tf.VariableSynchronization.NONE
@@ -127,7 +128,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             kwargs.pop(name, None)
         kwargs["synchronization"] = tf.VariableSynchronization.NONE
         kwargs["aggregation"] = tf.VariableAggregation.NONE
-        # A slot may start with the table's values.
+        # A slot may be initialized with values of the table.
         with (
             tf.device(self.worker_devices[0]),
             sharded_variable.reads_allowed(),
@@ -140,7 +141,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _on_host(
         self, next_creator: Callable[..., tf.Variable]
     ) -> Callable[..., tf.Variable]:
-        """Creates variables in the host's memory, also of ranks with a GPU."""
+        """Creates variables in host memory, also on ranks with a GPU."""
         device = tf.DeviceSpec.from_string(self.worker_devices[0])
         device = device.replace(device_type="CPU", device_index=0)
 
@@ -175,8 +176,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        # An optimizer that is built outside of the scope, to restore it,
-        # says by its variables which strategy it is of.
+        # An optimizer may be built outside of the scope to restore it. Its
+        # variables then determine the strategy.
         scope = contextlib.nullcontext()
         if not tf.distribute.has_strategy():
             scope = self._container_strategy().scope()
@@ -190,7 +191,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         super()._validate_colocate_with_variable(variable)
 
     def _check_created_here(self, variable: Any) -> None:
-        # Stock shows the values, or asserts, and names no remedy.
+        # The stock error shows the values, or an assertion, and no remedy.
         if not self.variable_created_in_scope(variable):
             raise ValueError(
                 f"Variable {variable.name!r} {variable.shape} was created "
@@ -207,8 +208,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        # Stock hands this to another thread, for replicas of other devices,
-        # and fails within a condition, as of `ema_overwrite_frequency`.
+        # The stock method calls `fn` in another thread, for replicas on other
+        # devices. It fails inside of a condition, which
+        # `ema_overwrite_frequency` creates.
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(
@@ -232,8 +234,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def _after_checks(self) -> Iterator[None]:
-        # A bad id fails the step on every rank; nothing may be written
-        # before all ids of the step are known to be good.
+        # An invalid id fails the step on every rank. Variables may be written
+        # only after all ids of the step have been checked.
         current = self.collectives.step if self.collectives else None
         checks = current.checks_here() if current else None
         with tf.control_dependencies(checks):
@@ -273,14 +275,17 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return tf.nest.pack_sequence_as(value, reduced)
 
     def reduce_gradients(self, values: list[Any]) -> list[Any]:
-        """Gradients of the whole batch from those of the ranks, in Keras steps.
+        """Gradients of the global batch from those of the ranks.
+
+        Called in steps of Keras's loops.
 
         Args:
-            values: of this rank, to be averaged over the ranks by samples;
-                tensors or IndexedSlices. Those of shards are whole already.
+            values: gradients of this rank, tensors or IndexedSlices, to be
+                averaged over the ranks by samples. Gradients of shards are
+                complete already and stay as they are.
 
         Returns:
-            Tensors or IndexedSlices, equal on all ranks but for shards. An
+            Tensors or IndexedSlices, equal on all ranks except for shards. An
             optimizer does not reduce them again.
         """
         collectives = self.collectives
@@ -310,7 +315,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return result
 
     def _is_whole(self, value: Any) -> bool:
-        """Whether a value of a Keras step is that of the whole batch."""
+        """Whether a value of a Keras step is that of the global batch."""
         current = whole_batch.keras_step()
         if current is None:
             return False
@@ -329,7 +334,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     def _reduce_flat(
         self, mean: bool, values: list[Any], label: str
     ) -> list[Any]:
-        """Reduces values over the ranks, except those of the whole batch."""
+        """Reduces values over the ranks, except those of the global batch."""
         result = list(values)
         parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
         reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
@@ -351,16 +356,17 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             and not backward
             and step_lib.is_gradient_reduction(current)
         )
-        # Means weigh by samples, so that a rank without any does not count
-        # (its batch normalisation has taken the mean of nothing). In Keras's
-        # loops gradients are means as well, whatever Keras calls them. Sums
-        # that are read, such as those of metrics, are what they are.
+        # Means are weighted by samples, so that a rank without samples does
+        # not count: its batch normalization has averaged zero values. In
+        # Keras's loops gradients are means as well, even if Keras asks for
+        # their sum. Sums that are read, such as those of metrics, are not
+        # weighted.
         weighted = (
             current is not None
             and current.weighted
             and (mean or backward or _may_be_gradients(values, gradients_only))
         )
-        if backward:  # by what the ranks have exchanged: not a table
+        if backward:  # Gradients by exchanged tensors, never by a table.
             values = [tf.convert_to_tensor(value) for value in values]
         if weighted and mean:
             values = [_as_float(value) for value in values]
@@ -373,8 +379,9 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             self.error_feedback if gradients_only else None,
         )
         if weighted and backward and not mean:
-            # The gradient of a sum over the ranks. It will be weighed by this
-            # rank's samples, though it is that of what all ranks have.
+            # The value is the gradient of a sum over the ranks, so it belongs
+            # to all ranks. It will be weighted by this rank's samples, and
+            # `total_of` compensates for that.
             return [whole_batch.total_of(value) for value in result]
         if weighted or not mean:
             return result
@@ -386,7 +393,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         ]
 
     def _is_on_whole_batch(self) -> bool:
-        """Whether a loss or a metric computes what one process computes."""
+        """Whether a loss or a metric is computed on the global batch."""
         current = self.collectives.step if self.collectives else None
         return current is not None and current.whole
 
@@ -394,13 +401,14 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
         if self.collectives is None or self._is_on_whole_batch():
-            # Stock refuses what comes from a replica: it names no device.
+            # The stock method rejects values of a replica, which have no
+            # device.
             return tf.convert_to_tensor(local_value(value))
         value = tf.convert_to_tensor(local_value(value))
         current = self.collectives.step
         if current is not None and current.checking:
             return value
-        if axis == 0:  # of any rank, known or not
+        if axis == 0:  # Any number of dimensions, also an unknown one.
             return self.collectives.all_gather(value, "gather")
         order = list(range(value.shape.rank))
         order[0], order[axis] = order[axis], order[0]
@@ -411,27 +419,27 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
 
 def _of_one_process(value: Any) -> Any:
-    """A value where every rank has the whole batch: it is that of all."""
+    """Returns the value unreduced: every rank has the global batch."""
     if isinstance(value, tf.IndexedSlices):
         return value
     return tf.convert_to_tensor(value)
 
 
 def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:
-    # A scalar for itself is a count or the like that a step adds up.
+    # A single scalar is a count or a similar number that a step sums.
     alone = len(values) == 1 and tf.TensorShape(values[0].shape).rank == 0
     return gradients_only and not alone
 
 
 def _as_float(value: Any) -> Any:
-    """A value with a mean; that of integers is float64, as in TensorFlow."""
+    """A value that has a mean; integers become float64, as in TensorFlow."""
     if isinstance(value, tf.IndexedSlices) or not value.dtype.is_integer:
         return value
     return tf.cast(value, tf.float64)
 
 
 def local_value(value: Any) -> Any:
-    """The value of this rank's only replica."""
+    """Value of this rank's only replica."""
     if isinstance(value, tf.distribute.DistributedValues):
         return value.values[0]
     return value

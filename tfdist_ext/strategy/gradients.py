@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of gradients: dense in buckets, sparse by row, shards not at all."""
+"""Sums of gradients over the ranks: dense, sparse, and those of shards."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from tfdist_ext.optimizers.row_gradients import without_duplicates
 
 
 class ErrorFeedback:
-    """All-reduce in 16 bits with error feedback, on both ways.
+    """All-reduce in 16 bits with error feedback, before and after the sum.
 
-    What rounding takes from a rank's part is added to its part of the next
-    step; the rank that sums a chunk does the same with the sum. So errors do
-    not add up over steps, whatever the rounding.
+    The rounding error of a rank's part is added to its part of the next
+    step. The rank that sums a chunk does the same with the sum. So errors do
+    not accumulate over steps, with any kind of rounding.
 
-    Errors are float32, 1 + 1 / world_size as many as numbers in the gradients,
-    and in no checkpoint. They are kept by label, place in the step and size: a
-    smaller last batch goes on with those of the others, but so do models of one
-    size that a program trains alternately.
+    The errors are float32 values, 1 + 1 / world_size times as many as there
+    are gradient values, and are not saved in checkpoints. They are stored by
+    label, occurrence in the step, and size. Steps of another batch size
+    therefore share them, and so do models of one size that a program trains
+    alternately.
 
     Source: Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent
     with Double-Pass Error-Compensated Compression, ICML 2019,
     arXiv:1905.05957.
 
     Args:
-        collectives: of the strategy; its `gradient_dtype` is what travels.
+        collectives: collectives of the strategy; values are sent with their
+            `gradient_dtype`.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -48,9 +50,9 @@ class ErrorFeedback:
         """Sums tensors over the ranks, bitwise equal on all of them.
 
         Args:
-            tensors: float32, of static shapes.
+            tensors: float32, with static shapes.
             label: names the exchange in errors.
-            weighted: as of `Collectives.all_reduce`.
+            weighted: see `Collectives.all_reduce`.
 
         Returns:
             The sums, in order.
@@ -63,7 +65,7 @@ class ErrorFeedback:
             shapes = [tensors[i].shape for i in indices]
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
             if share is not None:
-                # Of a rank without samples not even NaNs count.
+                # A rank without samples contributes zeros, even for NaNs.
                 flat = tf.where(share > 0, flat * share, 0)
             total = self._sum(flat, label)
             sizes = [shape.num_elements() for shape in shapes]
@@ -73,7 +75,7 @@ class ErrorFeedback:
         return result
 
     def _sum(self, flat: tf.Tensor, label: str) -> tf.Tensor:
-        """A reduce-scatter and an all-gather of float32 `[n]`."""
+        """Reduce-scatter and all-gather of a float32 `[n]`."""
         collectives = self._collectives
         ranks = collectives.group.world_size
         size = flat.shape.num_elements()
@@ -96,9 +98,9 @@ class ErrorFeedback:
         exact += kept
         rounded = tf.cast(exact, self._collectives.gradient_dtype)
         error = exact - tf.cast(rounded, tf.float32)
-        # What is infinite or no number ends with its step.
+        # Infinite and NaN errors are not added to the next step.
         error = tf.where(tf.math.is_finite(error), error, 0)
-        # A step that fails because of a bad id changes nothing.
+        # A step that fails because of an invalid id changes no variable.
         step = self._collectives.step
         with tf.control_dependencies(step.checks_here() if step else None):
             kept.assign(error)
@@ -117,8 +119,8 @@ class ErrorFeedback:
         return self._errors[key]
 
 
-# Below this size a table's whole gradient travels faster than its rows, with
-# those of all other small tables.
+# The gradient of an entire table up to this size is sent with those of the
+# other small tables, which is faster than sending its rows.
 _SMALL_TABLE_BYTES = 256 << 10
 
 
@@ -133,19 +135,19 @@ def reduce_values(
     """Sums values over the ranks, or takes their mean.
 
     Args:
-        collectives: of the strategy.
-        values: tensors, IndexedSlices or Python numbers. Those of shards
-            have a marked `dense_shape`: they are sums over all ranks already
-            and do not travel.
+        collectives: collectives of the strategy.
+        values: tensors, IndexedSlices or Python numbers. Gradients of shards
+            have a marked `dense_shape`. They are sums over all ranks already
+            and are not sent.
         label: names the exchange in errors.
-        weighted: take means, every rank weighed by its samples in the step.
-        wire_dtype: in which float32 travels. Parts and sums are rounded to
-            it; they are added up in float32.
-        error_feedback: sums dense float32 instead, and keeps what is lost.
+        weighted: take means, weighted by each rank's samples in the step.
+        wire_dtype: dtype in which float32 values are sent. Parts and sums are
+            rounded to it; parts are added up in float32.
+        error_feedback: sums dense float32 instead, and stores the errors.
 
     Returns:
-        The results, in order. IndexedSlices hold a row as often as those of
-        one process with the whole batch, whose optimizer may square each.
+        The results, in order. IndexedSlices contain each row as often as in
+        one process with the global batch: an optimizer may square each one.
     """
     result = list(values)
     round_to = {tf.float32: wire_dtype}
@@ -155,7 +157,7 @@ def reduce_values(
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
         elif marks.gradient_spec(value) is not None:
-            # A layer that was called twice has given some rows twice.
+            # A layer that was called twice has added some rows twice.
             result[i] = tf.IndexedSlices(
                 *reversed(sum_duplicate_rows(value.indices, value.values)),
                 value.dense_shape,
@@ -181,12 +183,13 @@ def differentiable(
     values: list[Any],
     collectives: Collectives,
 ) -> list[Any]:
-    """Gradients of the whole batch that a tape can differentiate again.
+    """Gradients of the global batch that a tape can differentiate again.
 
     Args:
-        reduce: makes them from those of the ranks.
-        values: of this rank; those of shards are returned as they are.
-        collectives: of the strategy.
+        reduce: computes them from the gradients of the ranks.
+        values: gradients of this rank; those of shards are returned
+            unchanged.
+        collectives: collectives of the strategy.
     """
     result = list(values)
     dense = [
@@ -226,10 +229,10 @@ def _sum_dense(
     round_to: Mapping[tf.DType, tf.DType],
     error_feedback: ErrorFeedback | None,
 ) -> dict[int, tf.Tensor]:
-    """The sums of tensors, by the same numbers; see `reduce_values`."""
+    """Sums of tensors by the keys of `dense`; see `reduce_values`."""
     result: dict[int, tf.Tensor] = {}
     if weighted:
-        # Before the wire, which may hold no number as large as their sum.
+        # Divided first, because the wire dtype may overflow at the sum.
         ranks = collectives.group.world_size
         dense = {
             i: value / tf.constant(ranks, value.dtype)
@@ -272,10 +275,10 @@ def _is_small(slices: tf.IndexedSlices) -> bool:
 
 
 def _as_table(slices: tf.IndexedSlices) -> tf.Tensor:
-    """The gradient of a whole table `[rows, width + 1]`.
+    """The gradient of an entire table, `[rows, width + 1]`.
 
-    The last column is not 0 for rows of the slices: a lazy rule leaves alone
-    what no rank has looked up.
+    The last column is nonzero in rows of the slices: a lazy update rule does
+    not change rows that no rank has looked up.
     """
     rows = int(tf.get_static_value(slices.dense_shape)[0])
     width = int(tf.get_static_value(slices.dense_shape)[1:].prod())
@@ -286,7 +289,7 @@ def _as_table(slices: tf.IndexedSlices) -> tf.Tensor:
 
 
 def _as_slices(table: tf.Tensor, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The rows of `_as_table`, summed, that any rank has looked up."""
+    """Rows of a sum of `_as_table` that any rank has looked up."""
     touched = tf.where(table[:, -1] > 0)[:, 0]
     shape = tf.get_static_value(slices.dense_shape)
     values = tf.reshape(tf.gather(table[:, :-1], touched), [-1, *shape[1:]])

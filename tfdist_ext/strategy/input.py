@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a dataset by sample over the ranks, equally many steps on each."""
+"""Splits a dataset by samples over the ranks, with equally many steps."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.numbers import data_digest
 
-# Datasets that have names of their own at a time. A program may make any
-# number of them, one in every `fit`, and what a name is exchanged by stays.
+# Number of distinct names of datasets. A program may create any number of
+# datasets, one in every `fit`. Names are reused, because the buffers of a
+# name's exchanges are never freed.
 _DATASETS = 64
 
 
 class DatasetNames:
-    """Numbers that count on all ranks alike."""
+    """Counts datasets, with the same number on all ranks."""
 
     def __init__(self) -> None:
         self._number = 0
 
     def next(self, collectives: Collectives) -> str:
-        """A name, the same on all ranks, which must all ask for it.
+        """A name that is the same on all ranks; all ranks must call this.
 
         Args:
-            collectives: of the strategy.
+            collectives: collectives of the strategy.
         """
-        # A rank that has failed where others went on has named fewer.
+        # A rank that failed where others continued has counted fewer.
         numbers = collectives.all_gather(
             tf.constant([self._number], tf.int64), "input/number"
         )
@@ -47,21 +48,21 @@ class DatasetNames:
 def compare_pipelines(
     dataset: tf.data.Dataset, may_part: bool, collectives: Collectives
 ) -> bool:
-    """Refuses a dataset that ranks of one host cache in one file.
+    """Rejects a dataset that several ranks of one host cache in one file.
 
-    Each rank reads the whole dataset, and would write all of the file.
+    Each rank reads the entire dataset, and would write the entire file.
 
     Args:
-        dataset: of this rank; all ranks must call.
-        may_part: whether this rank's data may differ from that of others
+        dataset: dataset of this rank; all ranks must call this function.
+        may_part: whether this rank's data may differ from that of other ranks
             after the first batch.
-        collectives: of the strategy.
+        collectives: collectives of the strategy.
 
     Returns:
-        Whether that of any rank may.
+        Whether `may_part` is True on any rank.
 
     Raises:
-        ValueError: on all ranks, naming the file and the ranks.
+        ValueError: the error names the file and the ranks, on all ranks.
     """
     files = [
         str(pathlib.Path(name).absolute())
@@ -102,14 +103,14 @@ def distribute(
     """This rank's part of a dataset batched by the global batch size.
 
     With the policies AUTO and DATA every rank reads the same dataset and
-    keeps its slice of every batch: the ranks together see exactly the
-    batches that one process would see. FILE gives every rank its own files,
-    OFF its own dataset; both keep the global batch size.
+    takes its slice of every batch, so the ranks jointly train exactly the
+    batches of one process. With FILE every rank reads its own files, with
+    OFF its own dataset; the global batch size is the same.
 
     Args:
         dataset: yields global batches.
-        collectives: of the strategy.
-        name: the same on all ranks, for tags and errors.
+        collectives: collectives of the strategy.
+        name: name of the dataset in tags and errors, equal on all ranks.
 
     Returns:
         A dataset of local batches, the same number of them on every rank:
@@ -175,7 +176,7 @@ def _slices(
     options = tf.data.Options()
     policy = dataset.options().experimental_external_state_policy
     if policy is None and pure:
-        # The comparison has no state that a saved iterator would need.
+        # A saved iterator needs no state of the comparison.
         options.experimental_external_state_policy = (
             tf.data.experimental.ExternalStatePolicy.IGNORE
         )
@@ -186,7 +187,7 @@ def _slices(
 
 
 def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
-    """Refuses values that only we can cut, see `batches.empty_like`."""
+    """Rejects values that `Dataset.rebatch` cannot cut (`empty_like`)."""
     if any(
         hasattr(spec, "empty") for spec in tf.nest.flatten(dataset.element_spec)
     ):
@@ -207,23 +208,23 @@ def _in_own_memory(*batch: Nest) -> Nest:
 
 
 def has_optional(dataset: tf.data.Dataset) -> bool:
-    """Whether there are `tf.experimental.Optional` in a dataset.
+    """Whether a dataset has elements of type `tf.experimental.Optional`.
 
-    Keras 3 makes them of the None in (x, y, None) of a generator.
+    Keras 3 uses them for the None in the (x, y, None) of a generator.
     """
     flat = tf.nest.flatten(dataset.element_spec)
     return any(isinstance(spec, tf.OptionalSpec) for spec in flat)
 
 
 def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset for one process alone, read while a step runs.
+    """A dataset for a single process that is read while a step runs.
 
-    It stays one of plain tf.data. Stock's iterators for devices are made of a
-    dozen functions, which are traced for every loop, and ask a thread and
-    several ops at every step.
+    It remains a plain tf.data dataset. The stock iterator for devices
+    consists of a dozen functions, which are traced for every loop, and uses a
+    thread and several ops in every step.
 
     Args:
-        dataset: of any batches.
+        dataset: dataset of any batches.
     """
     return dataset if internals.reads_ahead(dataset) else dataset.prefetch(1)
 
@@ -231,15 +232,15 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def own_batches(
     dataset: tf.data.Dataset, collectives: Collectives, name: str
 ) -> tf.data.Dataset:
-    """A dataset of per-rank batches that a rank has made for itself.
+    """Prepares a dataset of per-rank batches that a rank has created.
 
     Args:
         dataset: yields local batches.
-        collectives: of the strategy.
-        name: the same on all ranks, for tags and errors.
+        collectives: collectives of the strategy.
+        name: name of the dataset in tags and errors, equal on all ranks.
 
     Returns:
-        The batches, as many on every rank.
+        A dataset of these batches, with the same number on every rank.
     """
     copies = dataset.map(_in_own_memory, synchronous=True)
     return equal_steps(copies, collectives, name)
@@ -256,18 +257,18 @@ def equal_steps(
 
     Args:
         dataset: this rank's batches.
-        collectives: of the strategy.
-        name: the same on all ranks, for tags and errors.
+        collectives: collectives of the strategy.
+        name: name of the dataset in tags and errors, equal on all ranks.
         same_data: whether all ranks read one dataset.
-        finish: makes a batch of an element when a step asks for it; None
-            where elements are batches.
+        finish: maps an element to a batch when a step requests it; None
+            if the elements are batches.
 
     Returns:
         A dataset with the same number of batches on every rank.
 
     Raises:
-        ValueError: if the dataset is infinite on some ranks only, or
-            lengths of `same_data` differ.
+        ValueError: the dataset is infinite on some ranks only, or the lengths
+            differ and `same_data` is set.
     """
     steps = collectives.all_gather(
         tf.reshape(dataset.cardinality(), [1]), f"{name}/cardinality"
@@ -310,9 +311,10 @@ def _until_all_end(
     flag = tf.data.Dataset.from_tensors
     marked = tf.data.Dataset.zip((flag(True).repeat(), dataset))
     empty = tf.data.Dataset.zip((flag(False), batches.empty_like(dataset)))
-    # Asked when the step asks for its batch, never ahead of it: an iterator
-    # that is dropped half-way leaves no question open on some ranks only.
-    # Synchronous: tf.data would make an own thread run ahead of a plain map.
+    # The ranks exchange `has_data` when a step requests its batch, never
+    # earlier: an iterator that is dropped half-way leaves no exchange that
+    # only some ranks have started. `synchronous` is needed because tf.data
+    # runs a plain map ahead in a thread of its own.
     return _finished(
         marked.prefetch(tf.data.AUTOTUNE)
         .concatenate(empty.repeat())
@@ -331,14 +333,15 @@ def _finished(
     dataset = prefetched_ids.with_next(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
-    # Another policy stays: TensorFlow warns of each change of an option.
+    # Another policy is not changed: TensorFlow warns if an option changes.
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.AUTO:
         options.experimental_distribute.auto_shard_policy = _Policy.OFF
     if dataset.options().autotune.enabled is None:
-        # The end of an iterator can wait for its autotuner's next round, up
-        # to a minute: TensorFlow wakes it before it marks it cancelled. All
-        # ranks would wait along. AUTOTUNE then means as many calls as cores,
-        # and a prefetch buffer that grows by need.
+        # An iterator can wait up to a minute for the next round of its
+        # autotuner when it ends, because TensorFlow wakes the autotuner
+        # before it marks it as cancelled. All ranks would wait with it.
+        # Without autotuning, AUTOTUNE means as many calls as cores, and a
+        # prefetch buffer that grows when it is empty.
         options.autotune.enabled = False
     return dataset.with_options(options)

@@ -29,15 +29,16 @@ from tfdist_ext.patching import stage
 
 keras = tf.keras
 
-# Numbers of a metric that the ranks exchange in every step, at most.
+# Largest size of a metric's states that ranks exchange in every step.
 _MOST_NUMBERS = 16384
 
 
 def watch_results(model: Any) -> None:
-    """Lets the metrics of a model say which tensors are their results.
+    """Marks the tensors that are results of a model's metrics.
 
     Args:
-        model: whose step is about to be run; None of a step of no model.
+        model: model whose step is about to run; None for a step without a
+            model.
     """
     if not keras_internals.KERAS_3 or not isinstance(model, keras.Model):
         return
@@ -46,7 +47,7 @@ def watch_results(model: Any) -> None:
 
 
 def _metrics_of(owner: Any) -> list[Any]:
-    """Metrics of a model, also those that a metric consists of."""
+    """Metrics of a model, including those inside of other metrics."""
     found = []
     for metric in owner.metrics:
         inner = getattr(metric, "metrics", None)
@@ -71,14 +72,14 @@ def _result(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def states_of(metric: Any) -> list[tf.Tensor] | None:
-    """What a rank adds to the states of all ranks; None if that is unknown.
+    """This rank's states of a metric; None if they are many or averaged.
 
     Args:
-        metric: of Keras 3.
+        metric: metric of Keras 3.
 
     Returns:
-        A tensor for each of its variables. Those that are equal on all ranks
-        are not to be added up, see `is_summed`.
+        A tensor for each variable of the metric. States that are equal on all
+        ranks must not be summed, see `is_summed`.
     """
     variables = [keras_internals.value_of(v) for v in metric.variables]
     numbers = sum(v.shape.num_elements() or 0 for v in variables)
@@ -114,12 +115,12 @@ def _is_averaged(variable: Any) -> bool:
 
 
 def result_of_states(metric: Any, states: Sequence[tf.Tensor]) -> list[Any]:
-    """The leaves of a metric's result, had it these states."""
+    """Leaves of the result of a metric with the given states."""
     return list(tf.nest.flatten(metric.stateless_result(states)))
 
 
 Nest = Any
-# Of booleans as integers too.
+# Reductions of integers, and of booleans as integers.
 _REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "All": tf.reduce_min,
     "Any": tf.reduce_max,
@@ -130,12 +131,12 @@ _REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What the ranks add up for some of the values.
+    """Tensors that are summed over the ranks to compute some of the values.
 
     Attributes:
         own: tensors of this rank.
-        finish: makes the values of the sums.
-        places: where the values are in the nest.
+        finish: computes the values from the sums.
+        places: indices of the values in the flat nest.
     """
 
     own: Sequence[tf.Tensor]
@@ -144,18 +145,18 @@ class _Parts:
 
 
 def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
-    """What a step returns, its scalars as those of one process.
+    """The outputs of a step, with scalars as one process computes them.
 
     Args:
-        outputs: of a step of Keras's loops, on this rank.
-        collectives: of the strategy, whose scope this is.
+        outputs: outputs of a step of Keras's loops, on this rank.
+        collectives: collectives of the strategy, called in its scope.
 
     Returns:
-        The same nest. Tensors that are not scalars are as they were.
+        The same nest. Tensors that are not scalars are unchanged.
     """
     step = collectives.step
     assert step is not None
-    if step.checking:  # every rank has the whole batch
+    if step.checking:  # Every rank has the global batch.
         return outputs
     flat = [_as_tensor(value) for value in tf.nest.flatten(outputs)]
     places = [i for i, value in enumerate(flat) if _is_scalar(value)]
@@ -181,7 +182,7 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A variable, or an integer that may be a fixed size, as a tensor."""
+    """Converts a variable, or an integer that may be a static size."""
     variable = tf.is_tensor(value) and not isinstance(
         value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor
     )
@@ -215,7 +216,7 @@ def _exchange(
 
 
 def _of_metrics(flat: Sequence[Any], places: Sequence[int]) -> list[_Parts]:
-    """Results of metrics by the states of all ranks."""
+    """Results of metrics, computed from the states of all ranks."""
     of_metric: dict[int, tuple[Any, list[int], list[int]]] = {}
     for i in places:
         metric, index = marks.result_of(flat[i]) or (None, 0)
@@ -268,7 +269,7 @@ def _of_means(means: Mapping[int, tf.Tensor]) -> list[_Parts]:
 
 def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
     samples = tf.cast(whole_batch.samples(), dtype)
-    # Of a rank without samples a mean is no number.
+    # The mean is NaN on a rank without samples.
     own = [
         tf.where(samples > 0, tf.cast(value, dtype) * samples, 0)
         for value in means.values()
@@ -285,7 +286,7 @@ def _of_means_in(dtype: tf.DType, means: Mapping[int, tf.Tensor]) -> _Parts:
 
 
 def _is_count(value: tf.Tensor, step: Step) -> bool:
-    """Whether an integer is certainly a sum over the samples."""
+    """Whether an integer is known to be a sum over the samples."""
     if not value.dtype.is_integer or not tf.is_symbolic_tensor(value):
         return False
     kind = whole_batch.kind_of(step, value)
@@ -295,7 +296,7 @@ def _is_count(value: tf.Tensor, step: Step) -> bool:
 def _of_integer(
     value: tf.Tensor, name: str, collectives: Collectives
 ) -> tf.Tensor:
-    """An integer or a boolean that is no sum over the samples."""
+    """An integer or a boolean that is not a sum over the samples."""
     step = collectives.step
     assert step is not None
     if _is_constant(value):
@@ -319,7 +320,7 @@ def _of_integer(
 def _of_constant(
     value: tf.Tensor, name: str, collectives: Collectives
 ) -> tf.Tensor:
-    """A number that is the same on all ranks, or a size that a graph fixes."""
+    """An integer that is equal on all ranks, or a static size in the graph."""
     step = collectives.step
     assert step is not None
     samples = tf.get_static_value(step.samples)
@@ -350,14 +351,14 @@ def _warn_of_integer(value: tf.Tensor, name: str, logged: str) -> None:
 
 
 def _is_constant(value: tf.Tensor) -> bool:
-    """Whether a tensor of a graph follows from constants of it alone."""
+    """Whether a tensor of a graph depends on constants of the graph only."""
     if not tf.is_symbolic_tensor(value):
         return False
     return all(op.type == "Const" for op in _sources(value))
 
 
 def _sources(value: tf.Tensor) -> list[tf.Operation]:
-    """The ops without inputs that a tensor of a graph is computed from."""
+    """Ops without inputs that a tensor of a graph is computed from."""
     known, found, pending = set(), [], [value.op]
     while pending:
         op = pending.pop()

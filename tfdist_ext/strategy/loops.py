@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's loops: their start, their settings, and what ranks do in them."""
+"""Keras's loops: start, comparison of settings, and building of models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfdist_ext.strategy import refused
 keras = tf.keras
 Nest = Any
 
-# Of arrays, if `fit` is not told.
+# Batch size of arrays if `fit` has no `batch_size`.
 _BATCH_OF_KERAS = 32
 
 Find = Callable[[Any], Sequence[Any]]
@@ -36,11 +36,11 @@ Place = Callable[[Any, Collectives], None]
 
 
 def place_first(find: Find, place: Place) -> Callable[..., Any]:
-    """A stage of Keras's loops that places the tables of a model.
+    """Creates a stage of Keras's loops that places the tables of a model.
 
     Args:
-        find: the layers of a model that have tables, built or not.
-        place: moves what can be moved of the tables of a model; all ranks
+        find: returns the layers of a model that have tables, built or not.
+        place: moves the tables of a model that can still be moved; all ranks
             call it.
     """
 
@@ -68,7 +68,10 @@ def place_first(find: Find, place: Place) -> Callable[..., Any]:
 
 
 def place_built(place: Place) -> Callable[..., Any]:
-    """A stage of `Optimizer.build`: all layers are built before slots are."""
+    """Creates a stage of `Optimizer.build` that places the tables of a model.
+
+    All layers are built then, and no slots exist yet.
+    """
 
     def stage(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = collectives_lib.active()
@@ -82,12 +85,12 @@ def place_built(place: Place) -> Callable[..., Any]:
 
 
 def samples_of(x: Any, batch_size: int | None, world_size: int) -> int:
-    """Samples of a rank in a step, 0 if nothing tells.
+    """Number of samples of a rank in a step, or 0 if it is unknown.
 
     Args:
-        x: what `fit` is given: a dataset, of global batches or distributed,
-            arrays, or a generator, of which nothing is known.
-        batch_size: of arrays, of all ranks; None for Keras's default.
+        x: data that is passed to `fit`: a dataset of global batches, a
+            distributed dataset, arrays, or a generator (always unknown).
+        batch_size: global batch size of arrays; None for Keras's default.
         world_size: number of ranks.
     """
     if marks.is_distributed(x):
@@ -103,7 +106,7 @@ def samples_of(x: Any, batch_size: int | None, world_size: int) -> int:
 
 
 def _agreed(samples: int, collectives: Collectives) -> int | None:
-    """The most that a rank knows of, None if no rank knows."""
+    """Largest number of samples that a rank knows; None if no rank does."""
     everyone = collectives.all_gather(
         tf.constant([samples], tf.int64), "samples of a step"
     )
@@ -113,8 +116,8 @@ def _agreed(samples: int, collectives: Collectives) -> int | None:
 def _build(model: Any, x: Any, collectives: Collectives) -> None:
     """Builds a model of tf_keras in a graph that is never run.
 
-    It would build its layers while it traces its first step, where tables
-    cannot be moved any more. Keras 3 does as much by itself.
+    tf_keras builds layers while it traces the first step, and by then tables
+    can no longer be moved. Keras 3 builds them before the first step.
     """
     inputs = _specs_of(x)
     if keras_internals.KERAS_3 or inputs is None:
@@ -122,11 +125,11 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
     strategy = model.distribute_strategy
 
     def call(values: Nest) -> Nest:
-        # A step of the model's own may call it with less.
+        # A `train_step` of the user may pass fewer inputs to the model.
         with keras_internals.forgetting_inputs(model):
             return model(values, training=False)
 
-    # Under this name layers know that it is never run, and it is no step.
+    # By this name layers detect a graph that is never run and is no step.
     def scratch_graph(values: Nest) -> Nest:
         return tf.distribute.Strategy.run(strategy, call, args=(values,))
 
@@ -135,13 +138,13 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
             inputs
         )
     except Exception as error:
-        # A model that needs more than that is built by its first step, which
-        # says better what is wrong. All ranks do the same.
+        # A model that needs more than its inputs is built by its first step,
+        # whose error is more precise. All ranks do the same.
         collectives.give_up("building the model", error)
 
 
 def _specs_of(x: Any) -> Nest | None:
-    """What a model is called with, None if nothing tells."""
+    """Specs of the inputs of a model; None if they are unknown."""
     if isinstance(x, tf.data.Dataset):
         spec = x.element_spec
         if isinstance(spec, tuple):
@@ -157,12 +160,12 @@ def _specs_of(x: Any) -> Nest | None:
 
 
 def _spec_of(value: Any) -> Any:
-    """A type of TensorFlow, without reading what may lie on a disk."""
+    """TensorFlow type of a value; does not read data from a file."""
     if isinstance(value, tf.Tensor | tf.__internal__.CompositeTensor):
         return tf.type_spec_from_value(value)
     try:
         return tf.TensorSpec(value.shape, value.dtype)
-    except (AttributeError, TypeError):  # a table of pandas, say
+    except (AttributeError, TypeError):  # For example a pandas DataFrame.
         return None
 
 
@@ -182,15 +185,15 @@ def on_all_ranks(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     name = original.__name__
     if name in ("fit", "train_on_batch"):
         _warn_of_eager_steps(model)
-    # Nobody goes on from a loop that has failed elsewhere; a batch is too
-    # short for that.
+    # If a loop fails on one rank, it ends on all ranks. The functions of one
+    # batch are too short for that.
     loop = name in keras_internals.LOOPS
     with collectives.together(name, all_end=loop, own_first=True):
         return original(model, *args, **kwargs)
 
 
 def _warn_of_eager_steps(model: Any) -> None:
-    """Says what `whole_batch` cannot tell of a step that has no graph."""
+    """Warns that a step without a graph cannot tell sums from means."""
     own = type(model).train_step is not keras.Model.train_step
     if own and model.run_eagerly:
         warnings.warn(
@@ -205,10 +208,10 @@ def _warn_of_eager_steps(model: Any) -> None:
 def build_on_all_ranks(
     original: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Lets an optimizer be built once all ranks have come to it.
+    """Waits until all ranks are about to build an optimizer.
 
-    Keras marks it as built before it has made its slots. Had another rank
-    failed before, they would be missing for ever.
+    Keras marks the optimizer as built before it has created the slots. If
+    another rank failed before, this rank's slots would never be created.
     """
     collectives = collectives_lib.active()
     if collectives is not None and not keras_internals.is_built(optimizer):
@@ -220,8 +223,8 @@ def build_on_all_ranks(
 def finite_on_all_ranks(original: Any, optimizer: Any, grads: Any) -> Any:
     """Lets ranks agree whether Keras 3's loss scale skips a step.
 
-    Keras asks before the gradients are summed, so that one rank's may be
-    infinite alone.
+    Keras checks the gradients before they are summed, so they may be
+    infinite on one rank only.
     """
     finite = original(optimizer, grads)
     return sum_over_ranks(
@@ -232,9 +235,9 @@ def finite_on_all_ranks(original: Any, optimizer: Any, grads: Any) -> Any:
 def average_of_rows(
     original: Any, optimizer: Any, variables: Sequence[Any]
 ) -> None:
-    """Lets Keras 3 average the tables of which this rank has no rows.
+    """Lets Keras 3 average weights although this rank has no rows of a table.
 
-    Its `ops.add` takes a tensor without rows for a bias, and fails.
+    Keras's `ops.add` treats a tensor without rows as a bias, and fails.
     """
     if not optimizer.use_ema or collectives_lib.active() is None:
         return original(optimizer, variables)
@@ -244,18 +247,19 @@ def average_of_rows(
     state = keras_internals.averages_state(
         optimizer, [average for _, average in kept]
     )
-    # Their values: a part of a table is refused where it stands for all.
+    # A shard may not be read where the entire table is expected, so its
+    # values are read here.
     read = [keras_internals.value_of(v).read_value() for v, _ in kept]
     return original(state, read)
 
 
 def collectives_of(model: Any) -> Collectives | None:
-    """Those of the strategy of a model; None with a single process."""
+    """Collectives of the strategy of a model; None with a single process."""
     return getattr(model.distribute_strategy, "collectives", None)
 
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
-# What a rank may choose for itself, and what Keras's validation passes on.
+# Arguments that may differ between ranks, or that Keras's validation passes.
 _OWN = (
     "self",
     "verbose",
@@ -289,8 +293,8 @@ def compare_settings(
     try:
         return original(model, *args, **kwargs)
     except (UnboundLocalError, StopIteration) as error:
-        # How Keras 3's `predict`, and tf_keras with a generator, end where
-        # there is no batch at all.
+        # Keras 3's `predict`, and tf_keras with a generator, raise these
+        # errors if there is no batch.
         ours = hasattr(strategy, "collectives")
         if not ours or (str(error) and "batch_outputs" not in str(error)):
             raise
@@ -302,14 +306,15 @@ def compare_settings(
 def compare_texts(
     collectives: Collectives, settings: Mapping[str, str]
 ) -> None:
-    """Raises on all ranks if they do not all give the same settings.
+    """Raises on all ranks if their settings are not equal.
 
     Args:
-        collectives: of the strategy.
-        settings: by names.
+        collectives: collectives of the strategy.
+        settings: text of each setting by its name.
 
     Raises:
-        ValueError: naming what differs, and its value on every rank.
+        ValueError: the error names the settings that differ, with the value
+            of every rank.
     """
     own = np.frombuffer(json.dumps(settings).encode() + b"\0", np.uint8)
     gathered = collectives.all_gather(tf.constant(own), "settings")
@@ -335,11 +340,11 @@ def compare_texts(
 
 
 def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """What ranks must have in common, as text.
+    """Text of each setting that must be equal on all ranks, by its name.
 
     Args:
-        model: whose method is called.
-        arguments: of the method, by names.
+        model: model whose method is called.
+        arguments: arguments of the method by their names.
     """
     compiled = {
         **keras_internals.compile_config(model),
@@ -357,12 +362,12 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def vocabularies_of(model: Any) -> dict[str, str]:
-    """What the layers that number strings or integers know, as text.
+    """Texts of the vocabularies of a model's preprocessing layers.
 
-    A vocabulary that comes of a set has another order on every rank.
+    A vocabulary that was made from a set has another order on every rank.
 
     Args:
-        model: with such layers at any depth, or none.
+        model: model that may have such layers at any depth.
     """
     found = {}
     for layer in keras_internals.layers_of(model):
@@ -401,12 +406,12 @@ def _describe_dataset(dataset: tf.data.Dataset) -> str:
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether a list is data, not a list of inputs."""
+    """Whether a list is data, rather than a list of inputs."""
     return all(isinstance(v, bool | int | float | str | list) for v in value)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Names and texts of a setting, and of all that it is made of."""
+    """Names and texts of a setting and of its components."""
     if isinstance(value, tf.Variable) or tf.is_tensor(value):
         value = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0:
@@ -434,7 +439,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _config_of(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
-    except Exception:  # a class of the user's that does not implement it
+    except Exception:  # A class of the user may not implement it.
         return {}
-    # Names are numbered by how many objects a rank has made.
+    # Keras numbers names by the objects that a rank has created.
     return {key: part for key, part in config.items() if key != "name"}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train_on_batch` and the like of Keras 3 take a global batch, as `fit` does.
+"""Global batches for `train_on_batch` and similar methods of Keras 3.
 
-Keras 3 gives every rank the whole of it. Each rank takes its samples here,
-as tf_keras does by itself.
+Keras 3 gives every rank the entire batch. These functions take the rank's
+samples of it, as tf_keras does, so that the batch is a global one as in `fit`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _slice(batch: Nest, collectives: Collectives, name: str) -> Nest:
     """This rank's samples of a batch that all ranks have.
 
     Raises:
-        ValueError: if the ranks have different batches, or values of a batch
+        ValueError: the batches of the ranks differ, or values of a batch have
             different numbers of samples.
     """
     values = tf.nest.map_structure(_as_tensor, _with_arrays(batch))
@@ -102,7 +102,7 @@ def _slice(batch: Nest, collectives: Collectives, name: str) -> Nest:
 
 
 def _with_arrays(batch: Nest) -> Nest:
-    """The same batch, lists of Python's numbers as arrays."""
+    """The batch, with lists of Python numbers converted to arrays."""
     return type(batch)(
         np.asarray(part)
         if isinstance(part, list) and loops.is_numbers(part)
@@ -130,7 +130,7 @@ def _describe(value: Any) -> str:
 
 
 def _spec_of(value: Any) -> Any:
-    """What describes batches of any size, None of None."""
+    """Spec of a value with any batch size; None for None."""
     if value is None:
         return None
     spec = tf.type_spec_from_value(value)
@@ -140,9 +140,9 @@ def _spec_of(value: Any) -> Any:
 
 
 def _dataset_of(batch: Nest) -> tf.data.Dataset:
-    """A dataset of one batch that does not tell its size.
+    """A dataset of one batch, with unknown batch size in its specs.
 
-    A step is traced once for batches of all sizes then, on all ranks.
+    All ranks then trace a step once for batches of all sizes.
     """
     dataset = tf.data.Dataset.from_tensors(batch)
     values = [v for v in tf.nest.flatten(batch) if v is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `predict` returns of a batch, and its step."""
+"""Outputs of `predict` for a global batch, and tracing of its step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LABEL = "gather"
 
 
 class NoRowsError(ValueError):
-    """An output has no row for each sample."""
+    """An output does not have one row for each sample."""
 
-    # So that AutoGraph, which looks at it, can make another with more text.
+    # AutoGraph inspects this method to raise the error with a longer message.
     __init__ = Exception.__init__
 
 
@@ -41,12 +41,12 @@ def concatenate(original: Any, value: Any, strategy: Any) -> Any:
 def outputs_of(
     fn: Callable[..., Any], outputs: Nest, collectives: Collectives
 ) -> Nest:
-    """What a step of Keras's loops returns for the whole batch.
+    """Outputs of a step of Keras's loops for the global batch.
 
     Args:
-        fn: the step.
-        outputs: of it, on this rank.
-        collectives: of the strategy, whose scope this is.
+        fn: function of the step.
+        outputs: outputs of `fn` on this rank.
+        collectives: collectives of the strategy, called in its scope.
     """
     outputs = logs.of_whole_batch(outputs, collectives)
     if "make_predict_function" in calls.role_of(fn):
@@ -55,16 +55,17 @@ def outputs_of(
 
 
 def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
-    """What a model predicts for the whole batch, on every rank.
+    """Predictions of a model for the global batch, on every rank.
 
     Args:
-        outputs: of a step of `predict` on this rank, a nest of tensors,
-            RaggedTensors and SparseTensors; what is reduced already stays.
-        collectives: of the strategy, whose scope this is.
+        outputs: outputs of a step of `predict` on this rank, a nest of
+            tensors, RaggedTensors and SparseTensors. Values that are reduced
+            already are unchanged.
+        collectives: collectives of the strategy, called in its scope.
 
     Raises:
-        NoRowsError: for an output that has no rows for samples and depends on
-            them; naming it.
+        NoRowsError: an output depends on the samples and does not have a row
+            for each; the error names it.
     """
     step = collectives.step
     assert step is not None
@@ -103,7 +104,7 @@ def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
 
 
 def _may_have_rows(value: tf.Tensor) -> bool:
-    """Whether a tensor may have a row for each sample, by its shape."""
+    """Whether the shape of a tensor allows one row for each sample."""
     if value.shape.rank is None:
         return True
     rows = value.shape[0] if value.shape.rank else 0
@@ -112,10 +113,10 @@ def _may_have_rows(value: tf.Tensor) -> bool:
 
 
 def _with_a_row_each(value: tf.Tensor, name: str) -> tf.Tensor:
-    """The tensor, once it is known that it has a row for each sample.
+    """The tensor, after a check that it has a row for each sample.
 
-    Of SparseTensors the number of samples is not known when the step is traced,
-    that of the rows of a result may be.
+    With SparseTensors the number of samples is unknown when the step is
+    traced, while the number of rows of a result may be known.
     """
     samples = whole_batch.samples()
     rows = value.shape[0] if value.shape.rank else None
@@ -139,7 +140,7 @@ def _no_rows(value: tf.Tensor, name: str) -> str:
 
 
 def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
-    """Averages a function of sums and means over the samples, if it is one."""
+    """Averages a function of sums and means over the samples; else warns."""
     part = whole_batch.averageable(value, f"Output '{name}' of `predict`")
     if marks.is_reduced(part):
         return part
@@ -156,11 +157,11 @@ keras = tf.keras
 
 
 def trace_for(model: Any, spec: Any) -> None:
-    """Makes a model's function of `predict`, for batches of any size.
+    """Creates a model's function of `predict`, for batches of any size.
 
     Args:
-        model: of Keras 3.
-        spec: of the batches.
+        model: model of Keras 3.
+        spec: specs of the batches.
     """
     model.distribute_strategy.distributed_spec = spec
     with thread_context.setting(predicting=model):
@@ -193,11 +194,11 @@ def make_predict_function(
 
 
 def _trace(function: Any, strategy: Any) -> None:
-    """Traces a step for what the dataset of the loop gives.
+    """Traces a step for the specs of the loop's dataset.
 
     Args:
-        function: that Keras calls with a list of one batch.
-        strategy: which has distributed the dataset.
+        function: function that Keras calls with a list of one batch.
+        strategy: strategy that has distributed the dataset.
     """
     spec, collectives = strategy.distributed_spec, strategy.collectives
     if spec is None or not any(map(_varies, tf.nest.flatten(spec))):
@@ -208,13 +209,13 @@ def _trace(function: Any, strategy: Any) -> None:
     except NoRowsError:
         raise
     except Exception as error:
-        # A model that needs to know the size, or an error of the model's own,
-        # which the first batch meets again. All ranks do the same.
+        # The model needs to know the batch size, or has an error, which the
+        # first batch will raise again. All ranks do the same.
         collectives.give_up("tracing a step of predict", error)
 
 
 def _varies(spec: Any) -> bool:
-    """Whether batches differ in size; not of Keras's None."""
+    """Whether the batch size is unknown; False for Keras's None."""
     if isinstance(spec, tf.OptionalSpec):
         return False
     shape = tf.TensorShape(spec.shape)

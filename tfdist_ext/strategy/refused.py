@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and callbacks that would train wrongly, refused with the remedy."""
+"""Rejects models and callbacks that would train wrongly on several ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tfdist_ext.optimizers import supported
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses an optimizer of Horovod, which would sum gradients again.
+    """Rejects an optimizer of Horovod, which would sum gradients again.
 
     Args:
-        optimizer: of a model, or None; also within that of a loss scale.
+        optimizer: optimizer of a model, possibly inside of a loss-scale
+            optimizer; or None.
 
     Raises:
-        ValueError: it is one; says what to do.
+        ValueError: it is an optimizer of Horovod; the error says what to do.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if _of_horovod(inner):
@@ -33,13 +34,14 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuses callbacks of Horovod, whose work the strategy does.
+    """Rejects callbacks of Horovod, whose work the strategy does.
 
     Args:
-        callbacks: what `fit` is given: one, several or None.
+        callbacks: `callbacks` argument of `fit`: one, several or None.
 
     Raises:
-        ValueError: naming the first of them; says what to do.
+        ValueError: the error names the first such callback and says what to
+            do.
     """
     for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
         if _of_horovod(callback):
@@ -60,14 +62,15 @@ keras = tf.keras
 
 
 def check_recurrent(model: Any, ranks: int) -> None:
-    """Refuses a model with stateful recurrent layers.
+    """Rejects a model with stateful recurrent layers.
 
     Args:
-        model: about to be trained, evaluated or asked to predict.
-        ranks: their number, more than one.
+        model: model that is about to be trained, evaluated or used to
+            predict.
+        ranks: number of ranks, more than one.
 
     Raises:
-        ValueError: naming the first such layer.
+        ValueError: the error names the first such layer.
     """
     for layer in keras_internals.layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
@@ -107,17 +110,17 @@ def _is_beyond_xla(model: Any) -> bool:
 
 
 def check_model(model: Any) -> None:
-    """Refuses an optimizer that would train a model wrongly on ranks.
+    """Rejects an optimizer that would train a model wrongly on several ranks.
 
-    It is done in a step because a wrapper of an optimizer (a loss scale) is
-    not seen where the optimizer updates its variables.
+    Called in a step, because the update of variables does not show whether
+    the optimizer is inside of another one, such as a loss-scale optimizer.
 
     Args:
-        model: whose step runs; None, or something else, in a step of the
-            user's.
+        model: model whose step runs; None or another object in a step of
+            the user.
 
     Raises:
-        ValueError: saying what to do instead.
+        ValueError: the error says what to do instead.
     """
     optimizer = getattr(model, "optimizer", None)
     check_optimizer(optimizer)
@@ -128,12 +131,12 @@ def check_model(model: Any) -> None:
 
 
 def check_in_one_process(model: Any) -> None:
-    """Refuses an optimizer that fails under a strategy of any size.
+    """Rejects an optimizer that fails under a strategy with any ranks.
 
     Args:
-        model: see `check`.
+        model: see `check_model`.
 
     Raises:
-        ValueError: saying what to do instead.
+        ValueError: the error says what to do instead.
     """
     supported.check_accumulation(getattr(model, "optimizer", None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells its launcher, and the error that it ends with."""
+"""Statistics that a rank reports to its launcher, and short tracebacks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LOG = logging.getLogger("tfdist_ext")
 
 
 class Reporter:
-    """A thread that writes this rank's figures about once a second.
+    """A thread that writes this rank's statistics about once a second.
 
     Args:
-        group: of the rank; None with a single process.
-        file: of the rank; None where nobody asks for figures.
+        group: process group of the rank; None with a single process.
+        file: file of the rank; None if no statistics are requested.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Reporter:
             return
         self._began = time.monotonic()
         with tf.init_scope(), tf.device("CPU:0"):
-            # Steps that are run by a graph pass no Python.
+            # A graph can run several steps without returning to Python.
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=[file], daemon=True
         )
         self._thread.start()
-        # Before that of the group, which is older.
+        # Functions registered later run first: the group closes after this.
         atexit.register(self.close)
 
     def count_step(self) -> None:
-        """Counts a step, in each run of the graph where this is called."""
+        """Counts a step each time that the calling graph runs."""
         if self._file is None:
             return
         with tf.device("CPU:0"):
@@ -61,7 +61,7 @@ class Reporter:
             )
 
     def close(self) -> None:
-        """Ends the thread; does nothing the second time."""
+        """Ends the thread; a second call does nothing."""
         atexit.unregister(self.close)
         if self._file is not None:
             self._end.set()
@@ -97,12 +97,12 @@ class Reporter:
 def start_reporter(
     group: ProcessGroup | None, environment: Mapping[str, str]
 ) -> Reporter:
-    """Starts to report, where the launcher asks for it.
+    """Starts to report statistics if the launcher requests them.
 
     Args:
-        group: of the rank; None with a single process.
-        environment: of the process. It may be one that a rank has started,
-            which goes unreported.
+        group: process group of the rank; None with a single process.
+        environment: environment of the process. A process that a rank has
+            started has the same one, and does not report.
     """
     file = None
     if path := environment.get(live_stats.VARIABLE):
@@ -112,14 +112,14 @@ def start_reporter(
 
 
 def _memory() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident memory of this process, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _LIBRARIES = ("keras", "tf_keras", "tensorflow")
-# What TensorFlow puts before the reason.
+# Prefix that TensorFlow puts before the reason of an error.
 _PLACE = re.compile(r"\{\{function_node [^}]*\}\} *")
 _HEAD = re.compile(
     r"\s|$|Graph execution error|Detected at node|\d+ root error|node "
@@ -131,10 +131,10 @@ _name = ""
 
 
 def shorten_tracebacks(name: str) -> None:
-    """Shows errors that end this process in short form from now on.
+    """Shortens the tracebacks of errors that end this process.
 
     Args:
-        name: of this rank, put before the reason; "" for none.
+        name: name of this rank, printed before the reason; "" for none.
     """
     global _before, _name
     _name = name
@@ -152,14 +152,14 @@ def _show(kind: Any, error: Any, traceback: Any) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The kind of an error and the line of its message that says why."""
+    """Type of an error and the line of its message that gives the reason."""
     lines = _PLACE.sub("", str(error)).splitlines()
     found = next((line for line in lines if not _HEAD.match(line)), "")
     return f"{type(error).__name__}: {found}"
 
 
 def _shorten(error: BaseException | None) -> None:
-    """Leaves out frames, also of the errors that have led to this one."""
+    """Removes frames from the traceback, and from those of its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -172,7 +172,7 @@ def without_frames(
 ) -> types.TracebackType | None:
     """A traceback without frames of this package, Keras and TensorFlow.
 
-    All of it where there are no others.
+    If there are no other frames, returns the entire traceback.
     """
     frames = []
     part = traceback

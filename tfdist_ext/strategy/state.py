@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables that a step assigns, other than by an optimizer."""
+"""Variables that a step assigns without an optimizer."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _array(
     dtype: Any = None,
     copy: bool | None = None,
 ) -> Any:
-    """What numpy reads; of a scalar TensorFlow returns no array."""
-    del original, copy  # It is one.
+    """Array of a variable; for a scalar, `numpy()` does not return an array."""
+    del original, copy  # `numpy()` returns a copy.
     return np.asarray(variable.numpy(), dtype)
 
 
-# By the method's name: stages, around no original.
+# Stages of conversion methods by name. The stock class lacks these methods.
 CONVERSIONS: dict[str, Callable[..., Any]] = {
     "__array__": _array,
     "__complex__": _reading(complex),
@@ -58,10 +58,10 @@ keras = tf.keras
 
 
 def change_sum(original: Any, variable: Any, value: Any) -> Any:
-    """Adds up what the ranks add to a variable with aggregation "sum".
+    """Sums what the ranks add to a variable with aggregation "sum".
 
-    Keras 3 assigns the total plus the value, of which TensorFlow would assign
-    the sum over the ranks.
+    Keras 3 assigns the total plus the value. TensorFlow would assign the sum
+    of these totals over the ranks.
     """
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
@@ -79,14 +79,15 @@ def write(
     value: Any,
     **options: Any,
 ) -> Any:
-    """Assigns in a step what the ranks' values make.
+    """Assigns a value computed from the values of all ranks, in a step.
 
     Args:
         original: TensorFlow's method.
-        variable: mirrored.
-        update: assigns, adds or subtracts, of a component of the variable.
-        value: this rank's.
-        **options: of `update`.
+        variable: mirrored variable.
+        update: assigns, adds to or subtracts from a component of the
+            variable.
+        value: value of this rank.
+        **options: keyword arguments of `update`.
     """
     strategy = variable.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
@@ -95,7 +96,8 @@ def write(
         return original(variable, update, value, **options)
     (component,) = strategy.experimental_local_results(variable)
     writer = keras_internals.writing_module()
-    equal = step.checking or step.whole  # all ranks compute it on all samples
+    # In these steps all ranks compute the value on all samples.
+    equal = step.checking or step.whole
     if not equal and not keras_internals.writes_alone(writer):
         writing = _Writing(collectives, step, variable, component, writer)
         value = writing.whole(value)
@@ -104,12 +106,12 @@ def write(
 
 
 def _is_equal(step: Step, value: tf.Tensor) -> bool:
-    """Whether a value is equal on all ranks, as far as its graph tells."""
+    """Whether the graph shows that a value is equal on all ranks."""
     return whole_batch.kind_of(step, value).name == SAME
 
 
 def _as_argument(aggregation: Any) -> str:
-    """How the Keras in use is given an aggregation."""
+    """Aggregation as it is passed to the installed version of Keras."""
     if keras_internals.KERAS_3:
         return repr(aggregation.name.lower())
     return f"tf.VariableAggregation.{aggregation.name}"
@@ -119,10 +121,10 @@ class _Writing:
     """One assignment of a step.
 
     Args:
-        collectives: of the strategy.
-        step: that is traced or run.
-        variable: that is assigned.
-        component: of this rank.
+        collectives: collectives of the strategy.
+        step: step that is traced or run.
+        variable: mirrored variable that is assigned.
+        component: component of the variable on this rank.
         writer: name of the module that assigns.
     """
 
@@ -141,10 +143,10 @@ class _Writing:
         self._of_keras = keras_internals.is_of_keras(writer)
 
     def whole(self, value: Any) -> Any:
-        """What is assigned instead of this rank's value.
+        """Value that is assigned instead of this rank's value.
 
         Raises:
-            ValueError: if nothing says how the ranks' values become one.
+            ValueError: the variable has no rule to reduce the ranks' values.
         """
         aggregation = self._variable.aggregation
         if aggregation == _Aggregation.SUM:
@@ -187,9 +189,9 @@ class _Writing:
         )
 
     def _is_later(self, value: Any) -> bool:
-        """Whether the ranks' values become one at the end of the step.
+        """Whether the ranks' values are reduced at the end of the step.
 
-        Ranks may take different branches, and update different rows.
+        Ranks may take different branches, or update different rows.
         """
         if isinstance(value, tf.IndexedSlices):
             return True
@@ -207,11 +209,11 @@ class _Writing:
 
 
 def settle(collectives: Collectives, step: Step) -> None:
-    """Makes one value of what branches of a step have assigned; at its end.
+    """Reduces at the end of a step what its branches have assigned.
 
     Args:
-        collectives: of the strategy.
-        step: whose function has been traced or run.
+        collectives: collectives of the strategy.
+        step: step whose function has been traced or run.
     """
     later = list({id(each): each for each in step.later}.values())
     if later:
@@ -233,7 +235,7 @@ def settle(collectives: Collectives, step: Step) -> None:
 
 
 def _name(variables: list[Any], later: set[str]) -> None:
-    """Says once which variables are averaged, and which of them late."""
+    """Logs once which variables are averaged, and which at the end."""
     at_once = [each.name for each in variables if each.name not in later]
     if at_once:
         _LOG.info(
@@ -262,11 +264,11 @@ def _listed(names: list[str]) -> str:
 
 
 def mean(collectives: Collectives, values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The means over the ranks, weighted by the step's samples.
+    """Means over the ranks, weighted by the step's samples.
 
     Args:
-        collectives: of the strategy.
-        values: floating, of this rank.
+        collectives: collectives of the strategy.
+        values: floating-point values of this rank.
     """
     ranks = collectives.group.world_size
     parts = [value / tf.constant(ranks, value.dtype) for value in values]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes steps of Keras's loops mean on several ranks what they mean on one."""
+"""Stages of the functions of Keras and TensorFlow that a step calls."""
 
 from __future__ import annotations
 
@@ -48,16 +48,19 @@ def call_without_samples(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a layer so that it may get no samples.
+    """Calls a layer whose input may have no samples.
+
+    Convolution and pooling layers fail on an empty batch, so they get a
+    sample of zeros, which is removed from the result.
 
     Args:
-        layer: of Keras.
-        original: its `__call__`, bound.
-        args: of the call.
-        kwargs: of the call.
+        layer: Keras layer.
+        original: bound `__call__` of the layer.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
 
     Returns:
-        What the layer returns.
+        The result of the layer.
     """
     inputs = args[0] if args else None
     if not isinstance(layer, _LAYERS) or not isinstance(inputs, tf.Tensor):
@@ -99,9 +102,10 @@ def tf_keras_moments(
 
 
 def skips_empty(original: Callable[..., bool], layer: Any) -> bool:
-    """Whether a rank without samples leaves its moving averages as they are.
+    """Whether a rank without samples leaves its moving averages unchanged.
 
-    It has the moments of all ranks, and the averages must stay equal on all.
+    A synchronized layer updates them: it has the moments of all ranks, and
+    the averages must stay equal on all ranks.
     """
     return not _of_all_ranks(layer) and original(layer)
 
@@ -121,11 +125,11 @@ def whole_moments(
     """The mean and the variance over the samples of all ranks.
 
     Args:
-        inputs: this rank's values, in a replica's context.
-        axes: that are summed over.
-        keep_dims: whether these axes stay, with size one.
+        inputs: this rank's values, in a replica context.
+        axes: axes to sum over.
+        keep_dims: whether the results have these axes, with size one.
         mask: boolean, of the shape of `inputs` without its last axis; None
-            for all.
+            counts all values.
 
     Returns:
         The mean and the variance, of the inputs' dtype.
@@ -197,7 +201,7 @@ Nest = Any
 
 
 def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage that acts in steps of Keras's loops only."""
+    """Decorates a stage to act in steps of Keras's loops only."""
 
     @functools.wraps(function)
     def around(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +218,8 @@ def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
 def allow_means(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets losses of tf_keras be means where the ranks are averaged.
 
-    Stock allows that to the losses in `compile` only, whatever the ranks.
+    The stock function allows means only for losses passed to `compile`,
+    even with a single rank.
     """
     strategy = tf.distribute.get_strategy()
     single = getattr(strategy, "collectives", strategy) is None
@@ -226,7 +231,7 @@ def allow_means(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
 def tell_forward_sums(
     original: Any, context: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Lets sums over the ranks in a model be told from those of gradients."""
+    """Records whether a sum over the ranks is called in a forward pass."""
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
     if step is None:
@@ -242,10 +247,9 @@ def tell_forward_sums(
 def call_layer(
     step: Step, original: Any, layer: Any, *args: Any, **kwargs: Any
 ) -> Nest:
-    """The results of a layer, each row of which belongs to one sample.
+    """Calls a layer and marks its results as one row for each sample.
 
-    The forward pass of a rank is that of its own samples, whatever ops it
-    consists of.
+    The forward pass of a rank runs on its own samples, with any ops.
     """
     outputs = call_without_samples(layer, original, args, kwargs)
     dependence = whole_batch.dependence_in(step)
@@ -271,7 +275,7 @@ def call_loss(
     y_pred: Any,
     sample_weight: Any = None,
 ) -> tf.Tensor:
-    """The loss of a batch, as it is to be averaged over the ranks."""
+    """Loss of a batch, in a form that is averaged over the ranks."""
     if not decomposing.is_loss_local(loss, y_true, y_pred, sample_weight):
         return whole_values.loss_of_batch(
             step, original, loss, y_true, y_pred, sample_weight
@@ -280,12 +284,12 @@ def call_loss(
     if divisor is None:
         value = original(y_true, y_pred, sample_weight)
     else:
-        # Where nothing counts, tf_keras would divide zero by zero.
+        # With a mask of zeros only, tf_keras would divide zero by zero.
         with keras_internals.mask_or(y_pred, tf.equal(divisor, 0)):
             value = original(y_true, y_pred, sample_weight)
     if loss.reduction in (None, "none"):
         return value
-    if value.shape == [0]:  # Keras 3, eagerly, where a rank has no samples
+    if value.shape == [0]:  # Eager Keras 3, without samples.
         value = tf.reduce_sum(value)
     if value.shape.rank != 0:
         return value
@@ -299,10 +303,12 @@ def call_loss(
 
 
 def _divisor(loss: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
-    """What a loss divides by that need not grow as the samples do.
+    """Divisor of a loss that need not be proportional to the samples.
 
-    float32 scalar of this rank: how many elements a mask leaves, or the sum
-    of the weights. None of a loss that divides by its size.
+    Returns:
+        float32 scalar of this rank: the number of elements that the mask
+        keeps, or the sum of the weights. None for a loss that divides by its
+        size.
     """
     if loss.reduction in (None, "none", "sum"):
         return None
@@ -326,12 +332,12 @@ def track_mean(
     values: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Counts a number that each rank has once, as one process would."""
+    """Counts a scalar that every rank has once, as one process would."""
     value = _scalar(values)
     if value is None:
         return original(values, sample_weight)
     mean = whole_batch.averageable(value, f"The value given to `{metric.name}`")
-    # Of a rank without samples the mean is no number.
+    # The mean is NaN on a rank without samples.
     value = tf.where(whole_batch.samples() > 0, mean, 0)
     if sample_weight is None:
         sample_weight = tf.cast(whole_batch.share_of_rank(), value.dtype)
@@ -346,7 +352,7 @@ def track_sum(
     values: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Adds a mean over the samples once, not once for every rank."""
+    """Adds a mean over the samples once, instead of once for every rank."""
     value = _scalar(values)
     if value is None or not tf.is_symbolic_tensor(value):
         return original(values, sample_weight)
@@ -378,11 +384,11 @@ def gradient(
     output_gradients: Nest = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Nest:
-    """The gradient of the whole batch.
+    """The gradient of the global batch.
 
-    By a variable it is summed over the ranks here, so that whatever a step
-    does with it (clips it, logs its norm) sees what one process sees. By a
-    tensor with a row for each sample, each rank gets its own rows.
+    Gradients by variables are summed over the ranks here, so that a step
+    that clips or logs them gets the values that one process gets. A tensor
+    with a row for each sample has the gradient of this rank's rows.
     """
     del tape
     flat = tf.nest.flatten(sources)
@@ -399,7 +405,7 @@ def gradient(
 def _averageable(
     step: Step, target: Nest, output_gradients: Nest
 ) -> tuple[list[Any], list[Any] | None]:
-    """What to differentiate for gradients that the ranks can average."""
+    """Targets and weights whose gradients the ranks can average."""
     targets = tf.nest.flatten(target)
     given: list[Any] = [None] * len(targets)
     if output_gradients is not None:
@@ -411,7 +417,7 @@ def _averageable(
         else:
             pairs.append((value, weight))
     whole_batch.warn_of_constants(step)
-    if not pairs:  # a value that nothing can be differentiated by
+    if not pairs:  # The value does not depend on any source.
         return targets, [tf.zeros_like(value) for value in targets]
     values, weights = map(list, zip(*pairs, strict=True))
     if all(weight is None for weight in weights):
@@ -425,7 +431,7 @@ def _averageable(
 def _of_whole_batch(
     step: Step, sources: list[Any], found: list[Any]
 ) -> list[Any]:
-    """Gradients of the whole batch, from what is to be averaged."""
+    """Gradients of the global batch, from values that are to be averaged."""
     result = list(found)
     shared = []
     for i, (source, gradient) in enumerate(zip(sources, found, strict=True)):
@@ -439,7 +445,7 @@ def _of_whole_batch(
             shared.append(i)
         else:
             part = tf.cast(whole_batch.share_of_rank(), gradient.dtype)
-            # Of a rank without samples, no number counts.
+            # A rank without samples contributes zero, even for a NaN.
             result[i] = tf.math.multiply_no_nan(gradient, part)
             if tf.is_symbolic_tensor(result[i]) and kind.axis == 0:
                 marks.set_dependence(result[i], ROWS)
@@ -482,7 +488,7 @@ def share_exchanges(
 
 
 def _sparse_layers(layer: Any) -> Iterator[Any]:
-    """Layers within one that look up in tables, each with its own call."""
+    """Layers inside of a layer that look up in tables in their own calls."""
     for inner in keras_internals.inner_layers(layer):
         if getattr(inner, "looks_up_tables", False):
             yield inner
@@ -491,7 +497,7 @@ def _sparse_layers(layer: Any) -> Iterator[Any]:
 
 
 def _forget(model: Any, graph: tf.Graph) -> None:
-    """Takes tensors of a graph out of the lists that layers keep."""
+    """Removes the tensors of a graph from the lists that layers have."""
 
     def is_of_graph(value: Any) -> bool:
         return tf.is_symbolic_tensor(value) and value.graph is graph

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy: its difference from stock MultiWorkerMirroredStrategy."""
+"""`HybridParallelStrategy`, a subclass of MultiWorkerMirroredStrategy."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ Nest = Any
 
 
 class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Data-parallel dense layers, partitioned sparse layers, one `fit`.
+    """Trains mirrored dense layers and partitioned tables with one `fit`.
 
-    Dense variables are mirrored on all ranks and their gradients summed;
-    tables of `tfdist_ext.layers` are partitioned over the ranks. One process
-    per rank, started with TF_CONFIG, as by `tfdist-run`, or by srun, mpirun
-    and such; without any, one process that gives the same results.
+    Dense variables are mirrored on all ranks, and their gradients are summed.
+    Tables of `tfdist_ext.layers` are partitioned over the ranks. Each rank is
+    one process, started with TF_CONFIG (`tfdist-run` sets it) or by srun,
+    mpirun or similar. Without a launcher one process gives the same results.
 
         strategy = tfdist_ext.HybridParallelStrategy()
         with strategy.scope():
@@ -60,48 +60,52 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Args:
         timeout: seconds that a rank waits for its peers in one exchange
-            before it names the silent ones and fails. While a peer is alive
-            and in no exchange (it reads, traces, saves), the others warn
-            and wait for up to five times as long.
+            before it fails with an error that names the silent ranks. If a
+            peer is alive but in no exchange (it reads, traces or saves),
+            the other ranks warn and wait up to five times as long.
         startup_timeout: seconds that ranks wait for each other to start.
-        cluster_resolver: as of the stock strategy; default TF_CONFIG,
-            else what srun, mpirun and such say.
-        gradient_dtype: in which float32 gradients of dense layers travel:
-            "float32", or "bfloat16" or "float16" for half the bytes. They
-            are rounded on the way and added up in float32; all ranks get
-            equal sums.
-        error_feedback: whether what is lost by that rounding is added to
-            the gradients of the next step, so that it does not add up.
-            Costs float32 memory of 1 + 1 / world_size times the dense
+        cluster_resolver: resolver of the ranks, as for the stock strategy.
+            By default the ranks are read from TF_CONFIG, else from the
+            environment that srun, mpirun or a similar launcher sets.
+        gradient_dtype: dtype in which float32 gradients of dense layers are
+            sent: "float32", or "bfloat16" or "float16" for half the bytes.
+            Gradients are rounded when they are sent and are added up in
+            float32. All ranks get equal sums.
+        error_feedback: whether the rounding error of a step is added to the
+            gradients of the next step, so that errors do not accumulate.
+            Takes float32 memory of 1 + 1 / world_size times the dense
             layers.
-        measure: whether ranks measure their links and memory once, in less
-            than a second, for the plans of tables (`measure_machine`).
-            Otherwise plans are made for the defaults of `tfdist_ext.plan`.
-        transport: "auto" lets ranks of one host talk through memory, 2 MiB
-            for each two, where their containers allow it; "tcp" never does.
-        engine: "horovod" lets the user's Horovod carry what layers and
-            gradients exchange (by MPI, NCCL or Gloo, as it is built), started
-            by horovodrun or mpirun; the ranks still meet, agree and name
-            failures by this package, "tfdist", which otherwise does all.
-        check: whether the first step of a `fit` is compared with what one
-            process computes, before it is trained. "auto" does that where a
-            model has a `train_step`, a loss method or state of its own, and
-            memory allows; "always" for every model; "error" likewise, and
-            raises where they differ; "off" never, nor compares replicas. "auto"
-            leaves it to `tfdist-run --check`.
-        allow_unauthenticated: whether ranks start without a secret
-            (`TFDIST_SECRET`) where other users or hosts reach them. Otherwise
-            they then raise, and on loopback accept their own user only.
+        measure: whether ranks measure their network and memory once, in less
+            than a second, to plan placements (`measure_machine`). Otherwise
+            plans use the defaults of `tfdist_ext.plan`.
+        transport: "auto" lets ranks of one host exchange data through shared
+            memory, 2 MiB for each pair of ranks, where their containers
+            allow it. "tcp" never uses shared memory.
+        engine: "tfdist" sends all data through this package. With "horovod"
+            the user's Horovod (built with MPI, NCCL or Gloo, and started by
+            horovodrun or mpirun) sends what layers and gradients exchange;
+            this package still connects the ranks and reports failures.
+        check: whether the first step of each `fit` is compared with the step
+            that one process computes, before it is trained. "auto" compares
+            a model that has a `train_step`, a loss method or state of its
+            own, if memory allows; `tfdist-run --check` replaces "auto".
+            "always" compares every model. "error" also compares every model,
+            and raises at a difference. "off" compares neither the step nor
+            the replicas.
+        allow_unauthenticated: whether ranks may start without a secret
+            (`TFDIST_SECRET`) where other users or hosts can connect to them.
+            If False they raise there; on loopback they accept processes of
+            their own user only.
 
     Raises:
-        ValueError: for a TF_CONFIG that is malformed or has other tasks than
-            chief and workers, another `gradient_dtype`, `transport`,
-            `engine` or `check`, or `error_feedback` where nothing is rounded;
-            or if other hosts reach the ranks and there is no secret.
-        RuntimeError: another launcher has started several processes and not
-            said how they meet, rank 0's port is taken, not all ranks came
-            within `startup_timeout`, or Horovod knows other ranks.
-        ImportError: engine="horovod", and it is not built for this TensorFlow.
+        ValueError: TF_CONFIG is malformed or has tasks other than chief and
+            workers; `gradient_dtype`, `transport`, `engine` or `check` is
+            unknown; `error_feedback` is set but nothing is rounded; or other
+            hosts can connect to the ranks and there is no secret.
+        RuntimeError: another launcher started several processes and did not
+            say how they connect, rank 0's port is in use, ranks are missing
+            after `startup_timeout`, or Horovod has other ranks.
+        ImportError: engine="horovod" and it is not built for this TensorFlow.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if engine == "horovod" and self.collectives is not None:
                 engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)
-        except BaseException:  # the others shall not wait for this rank
+        except BaseException:  # Peers must not wait for this rank.
             self.close()
             raise
 
@@ -182,13 +186,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 self.collectives.machine = measuring.measure_machine(self)
 
     def close(self) -> None:
-        """Leaves the other ranks in good order.
+        """Closes the connections to the other ranks without an error.
 
-        What the strategy has made can be read and saved by one process as it
-        is on this rank; exchanges raise `FailedPreconditionError`. The process
-        may make another strategy, of other ranks too. Runs by itself when
-        Python exits; the other ranks see no failure in it. Every rank should
-        close when all are done with what they do together.
+        This process can still read and save what the strategy has created,
+        with the values of this rank. Exchanges raise
+        `FailedPreconditionError`.
+        The process may create another strategy, also with other ranks.
+        Python calls this method at exit, and the other ranks do not report a
+        failure then. Each rank should close the strategy only after all ranks
+        have completed their joint calls.
         """
         release(self)
         self._reporter.close()
@@ -203,7 +209,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The ranks and their connections; None with a single process."""
+        """Process group of the ranks; None with a single process."""
         return self.collectives.group if self.collectives else None
 
     @property
@@ -220,8 +226,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that losses are divided by: one per process.
 
-        In a step of Keras's loops one, as gradients are averaged there:
-        neither Keras nor `tf.nn.compute_average_loss` divides a second time.
+        It is 1 in a step of Keras's loops, because gradients are averaged
+        there. Keras and `tf.nn.compute_average_loss` then do not divide a
+        second time.
         """
         trial = self.collectives.trial if self.collectives else None
         if trial is not None and trial.whole:
@@ -238,21 +245,22 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         kwargs: dict[str, Any] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Nest:
-        """Runs `fn` on this rank's replica, as the stock method.
+        """Runs `fn` on this rank's replica, like the stock method.
 
-        In Keras's loops `fn` is written as for one process: gradients and
-        the scalars that it returns (loss and metrics) are averaged over the
-        ranks, weighed by their samples.
+        In Keras's loops `fn` is written as for one process. Gradients and
+        the scalars that `fn` returns (loss and metrics) are averaged over
+        the ranks, weighted by each rank's number of samples.
 
         Args:
-            fn: takes this rank's part of the batch; on all ranks the same.
-            args: its positional arguments, as a dataset of this strategy
+            fn: function of this rank's part of the batch; the same function
+                on all ranks.
+            args: positional arguments of `fn`, as a dataset of this strategy
                 yields them.
-            kwargs: its keyword arguments.
-            options: as of the stock method.
+            kwargs: keyword arguments of `fn`.
+            options: passed to the stock method.
 
         Returns:
-            What `fn` returns, of this rank.
+            The result of `fn` on this rank.
         """
         trial = self.collectives.trial if self.collectives else None
         if trial is None:
@@ -261,7 +269,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.collectives is None:
             refused.check_in_one_process(model)
             return super().run(fn, args, kwargs, options)
-        if trial is None:  # a model of tf_keras may not be built yet
+        if trial is None:  # A model of tf_keras may not be built yet.
             refused.check_model(model)
         whole = trial is not None and trial.whole
         current = calls.Step(
@@ -270,7 +278,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             checking=whole,
             role=calls.role_of(fn),
             graph=internals.current_graph(),
-            # A trial calls it from a function of its own.
+            # A trial (a run of a check) calls `run` in its own function.
             is_function=trial is None and hasattr(fn, "python_function"),
             merges_rows=_merges_rows(model),
         )
@@ -290,14 +298,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any
     ) -> Nest:
-        """Reduces a value, or every value of a nest, over the ranks.
+        """Reduces a value, or each value of a nest, over the ranks.
 
-        Stock refuses nests and axes of scalars, which Keras 3 asks for.
+        The stock method rejects nests, and an axis for scalars. Keras 3 uses
+        both.
 
         Args:
             reduce_op: "sum" or "mean".
-            value: of this rank: a tensor, or a nest of tensors.
-            axis: of the tensors, reduced as well; None for none.
+            value: this rank's tensor, or a nest of tensors.
+            axis: axis of the tensors that is reduced as well, or None.
 
         Returns:
             The reduced values in the same nest, on every rank.
@@ -305,7 +314,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         stock_reduce = super().reduce
 
         def reduce_one(leaf: Any) -> Any:
-            # Not `getattr` on distributed values: they reduce themselves.
+            # `getattr` on distributed values would reduce them.
             local = extended_lib.local_value(leaf)
             if isinstance(local, tf.Tensor) and marks.is_reduced(local):
                 return local
@@ -320,15 +329,16 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """This rank's part of a dataset batched by the global batch size.
 
         Args:
-            dataset: whose auto-shard policy says what a rank reads and
-                trains; every rank gives its own.
-            options: as of the stock method.
+            dataset: dataset of this rank. Its auto-shard policy determines
+                what the rank reads and trains.
+            options: passed to the stock method.
 
         Returns:
-            A dataset of this rank's batches; some may have no samples.
+            A dataset of this rank's batches. Some batches may have no
+            samples.
 
         Raises:
-            ValueError: where ranks read data that do not go together.
+            ValueError: the datasets of the ranks do not match.
         """
         if self.collectives is None:
             return super().experimental_distribute_dataset(dataset, options)
@@ -341,7 +351,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
-        self.distributed_spec = local.element_spec  # for `predictions`
+        self.distributed_spec = local.element_spec  # Read by `predictions`.
         return local
 
     def distribute_datasets_from_function(
@@ -349,17 +359,17 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
         options: Any = None,
     ) -> tf.data.Dataset:
-        """The dataset that `dataset_fn` makes for this rank.
+        """Dataset of this rank, created by `dataset_fn`.
 
-        Ranks that have fewer batches than others are padded with batches of
-        zero samples.
+        If a rank has fewer batches than another, batches of zero samples are
+        appended.
 
         Args:
-            dataset_fn: makes the dataset, of batches for one rank.
-            options: as of the stock method.
+            dataset_fn: creates the dataset of per-rank batches.
+            options: passed to the stock method.
 
         Returns:
-            That dataset, padded.
+            The dataset, with as many batches as on every other rank.
         """
         if self.collectives is None:
             return super().distribute_datasets_from_function(
@@ -377,20 +387,21 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def gather_table(
         self, layer: Any, path: str | os.PathLike[str] | None = None
     ) -> np.ndarray | None:
-        """The whole table of a sparse layer, on every rank.
+        """The entire table of a sparse layer, on every rank.
 
-        All ranks must call it. For tables that fit into one process only,
-        unless a path is given; checkpoints never gather.
+        All ranks must call this method. Without `path` the table must fit
+        into the memory of one process. Checkpoints never gather a table.
 
         Args:
-            layer: a layer with a `kernel`, or its kernel, or a slot of it.
-            path: of a `.npy` file, which rank 0 writes in blocks of rows.
+            layer: layer with a `kernel`, or its kernel, or a slot of it.
+            path: path of a `.npy` file, which rank 0 writes in blocks of
+                rows; None returns the table.
 
         Returns:
-            `[rows, dim]`, float32; None with a path.
+            `[rows, dim]`, float32; None if a path is given.
 
         Raises:
-            ValueError: for a layer that has no kernel, or several tables.
+            ValueError: the layer has no kernel, or several tables.
         """
         variable = whole_tables.kernel_of(layer)
         if path is None:
@@ -401,25 +412,27 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def check_step(
         self, step: Callable[[Nest], Nest], batch: Nest
     ) -> CheckReport:
-        """Compares a step of a loop of your own with that of one process.
+        """Compares a step of a custom training loop with that of one process.
 
-        Every rank runs it once on its batch, as `run` does, and on the batch
-        of all ranks, with `num_replicas_in_sync` 1. Nothing is applied: all
-        variables become again what they were. Rank 0 says what was found.
+        Every rank runs the step twice: on its batch, as `run` does, and on
+        the batches of all ranks, with `num_replicas_in_sync` 1. Afterwards
+        all variables are restored. Rank 0 logs the result.
 
             report = strategy.check_step(train_step, next(iter(dataset)))
             assert report.ok, report
 
         Args:
-            step: is given to `run`; takes the batch and may return numbers,
-                of which the program takes the sum or the mean of the ranks.
-            batch: of this rank, as a dataset of this strategy yields it.
+            step: function that is passed to `run`. It takes the batch and
+                may return numbers that the program sums or averages over the
+                ranks.
+            batch: batch of this rank, as a dataset of this strategy yields
+                it.
 
         Returns:
-            The same on all ranks.
+            The report, equal on all ranks.
 
         Raises:
-            ValueError: on all ranks, for what cannot be compared.
+            ValueError: the step cannot be compared; raised on all ranks.
         """
         if self.collectives is None:
             return CheckReport(True, ())
@@ -427,18 +440,19 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return check.check_step(self, step, batch)
 
     def statistics(self) -> dict[str, Any]:
-        """What the process group has sent, received and waited for.
+        """Bytes and seconds of the exchanges of this rank.
 
         Returns:
-            Totals; `labels`, of each its calls, bytes sent and seconds; and
-            `waited`, seconds of waiting by rank. Empty in one process.
+            Totals; `labels`, which maps a label to its calls, bytes sent and
+            seconds; and `waited`, seconds of waiting for each rank. Empty in
+            a single process.
         """
         group = self.process_group
         return dataclasses.asdict(group.stats()) if group else {}
 
 
 def _merges_rows(model: Any) -> bool:
-    """Whether the optimizer of a model sums gradients of equal rows first."""
+    """Whether the model's optimizer first sums gradients of equal rows."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return bool(marks.does_work_over_ranks(optimizer))

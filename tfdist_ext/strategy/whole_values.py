@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and metrics of Keras that are given the whole batch."""
+"""Losses and metrics of Keras that are computed on the global batch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ keras = tf.keras
 Nest = Any
 
 LABEL = "losses/whole batch"
-# Per step; what is gathered beyond it is worth a thought.
+# Bytes gathered per step above which a warning is logged.
 _MANY_BYTES = 8 << 20
 
 
 @dataclasses.dataclass
 class _Expected:
-    """What is known of the data of Keras's loop.
+    """What is known of the data of a Keras loop.
 
     Attributes:
-        samples: of a rank in a step, 0 if nothing tells.
+        samples: samples of a rank in a step; 0 if unknown.
     """
 
     samples: int = 0
@@ -49,7 +49,7 @@ _expected = _Expected()
 
 
 def expect(samples: int) -> None:
-    """Says how many samples of a rank the steps that follow have."""
+    """Sets the number of samples of a rank in the following steps."""
     _expected.samples = samples
 
 
@@ -61,9 +61,9 @@ def loss_of_batch(
     y_pred: Nest,
     sample_weight: Any,
 ) -> tf.Tensor:
-    """The loss of the whole batch, equal on all ranks.
+    """The loss of the global batch, equal on all ranks.
 
-    With reduction "none" a loss per sample is this rank's part of it.
+    With reduction "none", a loss per sample is this rank's part.
     """
     who = describe("Loss", loss)
     values = [_tensors(each) for each in (y_true, y_pred, sample_weight)]
@@ -79,7 +79,7 @@ def loss_of_batch(
 def _own_part(
     step: Step, who: str, values: Nest, value: tf.Tensor
 ) -> tf.Tensor:
-    """This rank's rows of what a loss gives for each sample."""
+    """This rank's rows of a loss that has a value for each sample."""
     rows = [each for each in tf.nest.flatten(values) if _has_rows(each)]
     found = _gathered(step, who, rows[-1:])[0]
     start, count = found.first(), found.sizes[found.rank]
@@ -103,7 +103,7 @@ def call_loss(
     y_pred: Nest,
     sample_weight: Any = None,
 ) -> Any:
-    """A loss whose class computes more than one value per sample itself."""
+    """Calls a loss whose class computes its total itself, on all samples."""
     step = whole_batch.keras_step()
     call = functools.partial(keras_internals.converted(original), loss)
     if step is None or keras_internals.is_container(loss):
@@ -112,7 +112,7 @@ def call_loss(
 
 
 def final(value: tf.Tensor) -> tf.Tensor:
-    """Says that a value is that of the whole batch."""
+    """Marks a value as that of the global batch."""
     value = tf.identity(value)
     marks.set_reduced(value)
     return value
@@ -121,12 +121,12 @@ def final(value: tf.Tensor) -> tf.Tensor:
 def update_metric(
     original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Updates a metric, by the whole batch where it does not decompose."""
+    """Updates a metric, with the global batch if it does not decompose."""
     step = whole_batch.keras_loop_step()
     if step is None or step.checking or keras_internals.is_container(metric):
         return original(metric, *args, **kwargs)
     if not step.whole:
-        if not _is_outermost(original, metric):  # of a class it comes from
+        if not _is_outermost(original, metric):  # Called by a subclass.
             return original(metric, *args, **kwargs)
         first, weighted = _labels_and_predictions(args, kwargs)
         if decomposing.is_metric_local(metric, first, weighted):
@@ -139,17 +139,18 @@ def update_metric(
     read_as_is(metric)
     with step.on_whole_batch():
         result = keras_internals.converted(original)(metric, *args, **kwargs)
-    read_as_is(metric)  # also what the first update has made
+    read_as_is(metric)  # The first update may have created states.
     return result
 
 
 def _count_once(step: Step, bound: inspect.BoundArguments) -> None:
-    """Weighs rows that every rank has, as the states of ranks are summed.
+    """Weights rows that every rank has, because states are summed over ranks.
 
-    Such rows come from `gather_batch`, for example. Each rank counts its share.
+    Such rows are results of `gather_batch`, for example. Each rank counts its
+    share of them.
 
     Args:
-        step: that is traced.
+        step: step that is traced.
         bound: arguments of `update_state`.
     """
     given = bound.arguments
@@ -182,7 +183,7 @@ def _is_outermost(original: Callable[..., Any], metric: Any) -> bool:
 def _labels_and_predictions(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], bool]:
-    """Those that a metric is called with, and whether it is with weights."""
+    """Labels and predictions of a call, and whether it has sample weights."""
     names = ("y_true", "y_pred", "sample_weight")
     named = dict(zip(names, args, strict=False)) | kwargs
     values = tuple(named[name] for name in names[:2] if name in named)
@@ -190,13 +191,13 @@ def _labels_and_predictions(
 
 
 def read_as_is(metric: Any) -> None:
-    """Lets the states of a metric, which all ranks have, not be summed."""
+    """Reads the states of a metric from this rank, without a sum over ranks."""
     for variable in metric.variables:
         internals.read_from_first(keras_internals.value_of(variable))
 
 
 def describe(kind: str, value: Any) -> str:
-    """What a loss or a metric is called in errors and warnings."""
+    """Name of a loss or a metric in errors and warnings."""
     return f"{kind} {value.name!r} ({type(value).__name__})"
 
 
@@ -208,7 +209,7 @@ def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _tensors(value: Nest) -> Nest:
-    """The same with tensors for arrays and for lists of numbers."""
+    """The nest with arrays and lists of numbers converted to tensors."""
     if isinstance(value, list | tuple):
         leaves = tf.nest.flatten(value)
         if leaves and all(isinstance(x, int | float) for x in leaves):
@@ -235,11 +236,11 @@ def whole(step: Step, who: str, values: Nest, exchanged: bool = False) -> Nest:
     """Values with the rows of all ranks, in the order of the batch.
 
     Args:
-        step: in which they are.
-        who: is given them, for errors.
-        values: nest of tensors and other things, which stay as they are.
-        exchanged: whether what each rank computes from them differs, so that
-            gradients have to travel, too.
+        step: step that computes the values.
+        who: name of the loss or metric that uses them, for errors.
+        values: nest of tensors, and of other values, which are unchanged.
+        exchanged: whether ranks compute different results from the values, so
+            that their gradients must be exchanged as well.
     """
     flat = tf.nest.flatten(values)
     indices = [i for i, each in enumerate(flat) if _has_rows(each)]
@@ -265,13 +266,13 @@ def _is_never_run() -> bool:
 
 
 def _is_broadcast(flat: Sequence[Any], indices: list[int], i: int) -> bool:
-    """Whether a value has one row, which is meant for all samples."""
+    """Whether a value has a single row, which is broadcast to all samples."""
     others = [flat[k].shape[0] for k in indices if k != i]
     return flat[i].shape[0] == 1 and any(rows != 1 for rows in others)
 
 
 def _numbers(who: str, values: Nest) -> Nest:
-    """The same with numbers of the whole batch for those of this rank."""
+    """Replaces scalars of this rank with those of the global batch."""
     flat = tf.nest.flatten(values)
     indices = [i for i, each in enumerate(flat) if _is_number(each)]
     if not indices or _is_never_run():
@@ -313,7 +314,7 @@ def _averageable(who: str, value: tf.Tensor) -> tf.Tensor:
 def _gathered(
     step: Step, who: str, tensors: Sequence[Any]
 ) -> list[whole_batch.Gathered]:
-    """The rows of all ranks, gathered once in a step."""
+    """Rows of all ranks; each tensor is gathered once in a step."""
     collectives = collectives_lib.active()
     assert collectives is not None
     graph = id(internals.current_graph())
@@ -329,7 +330,7 @@ def _gathered(
 
 
 def _known(step: Step, graph: int, x: Any) -> whole_batch.Gathered | None:
-    """What is gathered of a tensor, or of what Keras has made it from."""
+    """Gathered rows of a tensor, or of the tensor that Keras made it from."""
     found = step.rows.get((graph, id(x)))
     if found is not None or not tf.is_symbolic_tensor(x):
         return found
@@ -352,7 +353,7 @@ def _known(step: Step, graph: int, x: Any) -> whole_batch.Gathered | None:
 
 
 def _check_rows(step: Step, who: str, tensors: Sequence[Any]) -> None:
-    """Refuses what has not one row for each sample of the step."""
+    """Rejects tensors that do not have one row for each sample of the step."""
     samples = whole_batch.samples()
     known = tf.get_static_value(samples)
     for x in tensors:
@@ -392,12 +393,12 @@ def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
         )
 
 
-# What metrics make their states with, in Keras 3 `add_weight` as well.
+# Method with which metrics create states; in Keras 3 `add_weight` calls it.
 _ADD_STATE = "add_variable" if keras_internals.KERAS_3 else "add_weight"
 
 
 def add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """A state that is not summed over ranks, if all of them have it."""
+    """Creates a state, not summed over ranks if all of them have its value."""
     variable = original(metric, *args, **kwargs)
     local = decomposing.is_metric_class_local(type(metric))
     if collectives_lib.active() is None or local:
@@ -433,7 +434,7 @@ def gather_first(
                 loss, labels, predictions, sample_weight
             )
         ]
-        if len(given) > 1:  # one alone gathers all that it needs at once
+        if len(given) > 1:  # A single loss gathers its values in one exchange.
             who = ", ".join(describe("Loss", loss) for loss, _ in given)
             whole(step, who, [values for _, values in given])
     return original(model, x, y, y_pred, sample_weight, *training, **kwargs)
