@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How N ranks train what one process trains, and the check of it."""
+"""Values of steps on several ranks equal to one process, and their check."""

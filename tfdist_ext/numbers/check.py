@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step as one process and as the ranks do, and compares.
+"""Runs a step as one process and as the ranks, and compares the results.
 
-The first step of `fit` is checked before it is trained; `check_step` checks
+The first step of `fit` is checked before it is trained. `check_step` checks
 the step of a custom loop.
 """
 
@@ -35,16 +35,16 @@ _LOG = logging.getLogger("tfdist_ext")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The step that is checked.
 
     Attributes:
-        name: in the report.
-        step: as `strategy.run` is given it: takes a batch of this rank.
-        models: whose variables the step may change, as far as known.
-        optimizers: that are no attributes of the models.
+        name: name of the step in the report.
+        step: function of a batch of this rank, as passed to `strategy.run`.
+        models: models whose variables the step may change, as far as known.
+        optimizers: optimizers that are not attributes of the models.
         of_keras: whether it is a step of Keras's loops.
-        eager: whether it is run without a graph.
-        limits_memory: whether to leave out what needs much memory.
+        eager: whether it runs without a graph.
+        limits_memory: whether the check is skipped if it needs much memory.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Subject:
 def check(
     strategy: Any, subject: Subject, batch: Nest, signature: Nest
 ) -> check_report.CheckReport:
-    """Compares one step; all ranks must call, and get the same.
+    """Compares one step; all ranks must call this, and get the same report.
 
     Args:
-        strategy: of several ranks.
-        subject: what is checked.
-        batch: of this rank.
-        signature: of that, as the step is traced to train.
+        strategy: strategy of several ranks.
+        subject: the step that is checked.
+        batch: batch of this rank.
+        signature: specs of the batch with which the step is traced to train.
 
     Raises:
-        CannotCheck: of something that cannot be compared, on all ranks.
+        CannotCheck: the step cannot be compared; raised on all ranks.
     """
     layers = [
         layer
@@ -81,7 +81,7 @@ def check(
 
 @contextlib.contextmanager
 def _same_generators() -> Iterator[None]:
-    """A trace may draw of Python's and NumPy's generators."""
+    """Restores Python's and NumPy's generators, which a trace may use."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -138,7 +138,7 @@ def _compared(
 def _held(
     strategy: Any, subject: Subject, traced: Sequence[check_runs.Run]
 ) -> list[model_state.Held]:
-    """What the runs may change, if memory allows to copy it."""
+    """Variables that the runs may change, if memory allows to copy them."""
     slots = [v for m in subject.models for v in model_state.slots_of(m)]
     for optimizer in subject.optimizers:
         slots += model_state.variables_of_optimizer(optimizer)
@@ -172,12 +172,12 @@ def _circumstances(
 def _shown_metrics(subject: Subject, changed: set[str]) -> set[str]:
     """Names of metrics that the step has updated.
 
-    The result of one step is shown only while an epoch runs. The states, of
-    which that of the epoch is made, are compared.
+    The result of a single step is only displayed. The results of an epoch
+    are computed from the metrics' states, and the states are compared.
     """
     shown: set[str] = set()
     for model in subject.models:
-        shown.update(model.get_metrics_result())  # of nested ones, too
+        shown.update(model.get_metrics_result())  # Also of nested metrics.
         for metric in model.metrics:
             if not changed.intersection(
                 map(model_state.label_of, metric.variables)
@@ -199,20 +199,19 @@ def attempt(
     signature: Nest,
     required: bool,
 ) -> check_report.CheckReport | None:
-    """Checks a step and says what was found; None if it cannot be checked.
+    """Checks a step and logs the result; None if it cannot be checked.
 
-    What goes wrong in a check does not end a training that goes well, unless
-    the check is required.
+    An error in a check that is not required does not end the training.
 
     Args:
-        strategy: as of `check`.
-        subject: as of `check`.
-        batch: as of `check`.
-        signature: as of `check`.
+        strategy: see `check`.
+        subject: see `check`.
+        batch: see `check`.
+        signature: see `check`.
         required: whether a step that cannot be checked is an error.
 
     Raises:
-        ValueError: for a required check that cannot be made.
+        ValueError: the check is required and the step cannot be checked.
     """
     try:
         found = check(strategy, subject, batch, signature)
@@ -220,7 +219,7 @@ def attempt(
         _skip(strategy, subject, str(reason), required)
         return None
     except Exception as error:
-        # All ranks come to this, by their own error or by that of another.
+        # All ranks get here, by their own error or by another rank's.
         strategy.collectives.give_up(f"check of {subject.name}", error)
         text = " ".join(str(error).split())[-300:]
         _skip(strategy, subject, f"{type(error).__name__}: {text}", required)
@@ -263,7 +262,7 @@ def check_first_step(
 
 
 def _warn_of_normalization(model: Any) -> None:
-    """Names layers that do not train what they train in one process."""
+    """Warns of layers that train differently from one process."""
     names = check_runs.unsynchronized(model)
     if names:
         warnings.warn(
@@ -276,11 +275,11 @@ def _warn_of_normalization(model: Any) -> None:
 
 
 class _First:
-    """Keras's train function, whose first batch is checked before.
+    """Keras's train function, with a check before its first batch.
 
     Args:
-        model: of Keras.
-        function: takes an iterator.
+        model: Keras model.
+        function: train function, which takes an iterator.
     """
 
     def __init__(self, model: Any, function: Any) -> None:
@@ -298,7 +297,7 @@ class _First:
 
 
 def _checked(model: Any, iterator: Any) -> Any:
-    """An iterator of what the first call of a train function trains."""
+    """Checks the first batch, and returns an iterator of the read batches."""
     strategy = model.distribute_strategy
     mode = strategy.collectives.check
     wanted = mode in ("always", "error")
@@ -330,7 +329,7 @@ def _checked(model: Any, iterator: Any) -> Any:
 
 
 def _again(batches: list[Nest], element_spec: Nest) -> tf.data.Iterator:
-    """An iterator of batches that were read, of the type of the first one."""
+    """An iterator of the read batches, of the same type as the first one."""
     dataset = _single(batches[0], element_spec)
     for batch in batches[1:]:
         dataset = dataset.concatenate(_single(batch, element_spec))
@@ -339,12 +338,12 @@ def _again(batches: list[Nest], element_spec: Nest) -> tf.data.Iterator:
 
 def _single(batch: Nest, element_spec: Nest) -> tf.data.Dataset:
     values = tf.nest.flatten(batch, expand_composites=True)
-    # Weights that are missing have a spec without components.
+    # Missing sample weights have a spec without components.
     values = [value for value in values if value is not None]
     specs = tf.nest.flatten(element_spec, expand_composites=True)
 
     def read(_: tf.Tensor) -> Nest:
-        # Of the shapes of the dataset, which may be open.
+        # Placeholders have the dataset's shapes, which may be partly unknown.
         opened = [
             tf.compat.v1.placeholder_with_default(value, spec.shape)
             for value, spec in zip(values, specs, strict=True)
@@ -362,9 +361,9 @@ def check_step(
     """Compares a step with that of one process; see the strategy's method.
 
     Args:
-        strategy: of several ranks.
-        step: takes a batch.
-        batch: of this rank.
+        strategy: strategy of several ranks.
+        step: function of a batch.
+        batch: batch of this rank.
     """
     used = list(_used_by(step, depth=3))
     subject = Subject(
@@ -384,7 +383,7 @@ def check_step(
 
 
 def _used_by(function: Any, depth: int) -> Iterator[Any]:
-    """What a function, and those it calls, get from around them."""
+    """Objects that a function, and the functions it calls, refer to."""
     function = inspect.unwrap(getattr(function, "python_function", function))
     owner = getattr(function, "__self__", None)
     code = getattr(function, "__code__", None)
@@ -394,7 +393,7 @@ def _used_by(function: Any, depth: int) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # of a name that is not given yet
+        except ValueError:  # The variable has no value yet.
             continue
     names = getattr(function, "__globals__", {})
     found += [names[name] for name in code.co_names if name in names]

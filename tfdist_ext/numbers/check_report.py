@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check found: differences, probable causes, and the report."""
+"""Report of a check: differences, their probable causes and remedies."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tfdist_ext.tables import checks
 
 
 def mode_of(check: str, environment: Mapping[str, str]) -> str:
-    """When steps are checked.
+    """Mode of the check.
 
     Args:
-        check: of the strategy; "auto" leaves it to the launcher.
-        environment: of the process.
+        check: argument of the strategy; "auto" uses the launcher's mode.
+        environment: environment of the process.
 
     Raises:
-        ValueError: for another word in the environment.
+        ValueError: the environment has an unknown mode.
     """
     if check != "auto":
         return check
@@ -48,16 +48,16 @@ _First = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A number, or an array, of both runs.
+    """Norms of a number, or an array, in both runs.
 
     Attributes:
-        kind: what it is.
-        name: of the log or the variable.
+        kind: kind of the value.
+        name: name of the log or the variable.
         whole: norm in one process.
-        ranks: norm of what the ranks have.
+        ranks: norm on the ranks.
         apart: norm of the difference.
         noise: norm of the difference of two runs in one process.
-        product: of both, as vectors.
+        product: dot product of both, as vectors.
         size: norm of the values that the changes are added to.
     """
 
@@ -89,18 +89,18 @@ def compare(
     sums: Sequence[str],
     collectives: Collectives,
 ) -> list[Compared]:
-    """Compares a run on the ranks with what one process computes.
+    """Compares a run on the ranks with one in a single process.
 
     Args:
-        wholes: one or two runs on the whole batch.
+        wholes: one or two runs on the global batch.
         ranks: the run of this rank on its part.
-        snapshot: of the state before.
-        sums: logs of a custom loop, of which the program takes a sum or a
-            mean of the ranks; what is nearer to one process counts.
-        collectives: of the strategy; all ranks must call.
+        snapshot: state before the runs.
+        sums: names of logs of a custom loop, which the program sums or
+            averages over the ranks; the closer of both is compared.
+        collectives: collectives of the strategy; all ranks must call this.
 
     Returns:
-        The same on all ranks.
+        The comparisons, equal on all ranks.
     """
     items = [
         *_logs(wholes, ranks, sums, collectives),
@@ -175,7 +175,7 @@ def _state(
         of_optimizer = each.trainable or each.owner is None or each.is_slot
         if each.is_random or each.name in seen or not _is_plain(each.dtype):
             continue
-        # What an optimizer makes of equal gradients is equal.
+        # An optimizer computes equal values from equal gradients.
         if hidden or not of_optimizer:
             chosen.append(i)
     deltas = [_delta(ranks, snapshot, i) for i in chosen]
@@ -227,7 +227,7 @@ def _delta(outcome: Outcome, snapshot: Snapshot, i: int) -> np.ndarray:
 def _read_as_metrics(
     deltas: list[np.ndarray], held: Sequence[Held], collectives: Collectives
 ) -> None:
-    """Makes of the ranks' metric states what is read of them."""
+    """Replaces metric states of a rank by what is read from all ranks."""
     world_size, rank = collectives.group.world_size, collectives.group.rank
     metrics = [i for i, each in enumerate(held) if each.aggregation is not None]
     parts = []
@@ -274,7 +274,7 @@ def _of_all_ranks(
     for i, item in enumerate(items):
         if item.is_shard:
             numbers = ranks[:, i].sum(axis=0)
-        else:  # of the rank that differs most
+        else:  # The rank with the largest difference counts.
             numbers = ranks[np.argmax(ranks[:, i, 2]), i]
         norms = np.sqrt(numbers[[0, 1, 2, 3, 5]])
         found.append(
@@ -306,7 +306,7 @@ def _squares(item: _Item) -> list[float]:
 
 
 def _alike(*values: Any) -> list[np.ndarray]:
-    """Vectors that can be compared: of rows, those that any of them has."""
+    """Vectors of equal sizes; of rows, all that occur in any of the values."""
     rows = [value for value in values if isinstance(value, Rows)]
     if not rows:
         return [np.asarray(v, np.float64).ravel() for v in values]
@@ -329,11 +329,12 @@ def _as_rows(value: Any, width: int) -> Rows:
     return Rows(np.arange(len(table)), table)
 
 
-# How far apart float32 sums in another order, or a few random numbers, may be.
+# Relative differences of float32 sums in another order, and of few random
+# numbers.
 _RANDOM_TIMES = 4.0
 _ROUNDING = 1e-6
-# A ratio counts as that of the number of ranks, within this: where ranks have
-# different numbers of samples, it is not quite that.
+# A ratio this close to the number of ranks counts as equal to it. The ratio
+# is not exact if ranks have different numbers of samples.
 _NEAR, _PARALLEL = 0.15, 0.95
 
 _SUM_OR_MEAN = (
@@ -368,12 +369,12 @@ _JOINT = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is not what one process computes.
+    """A value that differs from one process.
 
     Attributes:
-        compared: both numbers.
-        cause: the probable one.
-        remedy: against it.
+        compared: norms of both values.
+        cause: the probable cause.
+        remedy: what to do about it.
     """
 
     compared: Compared
@@ -383,12 +384,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Circumstances:
-    """What is known of a step besides its numbers.
+    """Properties of a checked step.
 
     Attributes:
         world_size: number of ranks.
-        tolerance: relative, of gradients that are added in another order.
-        unsynchronized: names of layers that normalize by rank.
+        tolerance: relative tolerance of gradients summed in another order.
+        unsynchronized: names of layers that normalize on each rank.
         is_random: whether the step draws random numbers.
         of_keras: whether it is a step of Keras's loops.
     """
@@ -403,11 +404,11 @@ class Circumstances:
 def findings(
     compared: Sequence[Compared], known: Circumstances
 ) -> list[Finding]:
-    """What differs, the largest relative difference first.
+    """Differences, the largest relative difference first.
 
     Args:
-        compared: of all ranks.
-        known: of the step.
+        compared: comparisons over all ranks.
+        known: properties of the step.
     """
     scale = max(
         (each.whole for each in compared if each.kind == "gradient"),
@@ -421,13 +422,13 @@ def findings(
         if known.is_random:
             noise = max(each.noise, _loudness(compared, each.kind) * norm)
             allowed += _RANDOM_TIMES * noise
-        if not each.apart <= allowed:  # not a number is one, too
+        if not each.apart <= allowed:  # Also if it is NaN.
             found.append(Finding(each, *_cause(each, known)))
     return sorted(found, key=lambda f: -_relative(f.compared))
 
 
 def ratio_of(compared: Compared) -> float:
-    """What the ranks have, by what one process has."""
+    """Norm on the ranks, divided by the norm in one process."""
     if compared.whole == 0.0:
         return float("inf") if compared.ranks else 1.0
     return compared.ranks / compared.whole
@@ -438,9 +439,9 @@ def _relative(compared: Compared) -> float:
 
 
 def _loudness(compared: Sequence[Compared], kind: str) -> float:
-    """How much random ops change a number of a kind, relative to it.
+    """Median relative change of a kind of values by random ops.
 
-    One number alone may be the same twice by chance.
+    A single number may be the same in two runs by chance.
     """
     relative = [
         each.noise / each.whole
@@ -471,7 +472,7 @@ def _normalized(known: Circumstances) -> tuple[str, str]:
 
 
 def _is_multiple(compared: Compared, world_size: int) -> bool:
-    """Whether it is one process's, times or by the number of ranks."""
+    """Whether the ratio is the number of ranks, or one over it."""
     if not compared.whole or not compared.ranks:
         return False
     ratio = ratio_of(compared)
@@ -489,10 +490,10 @@ class CheckReport:
     """The result of `HybridParallelStrategy.check_step`.
 
     Attributes:
-        ok: whether the ranks compute what one process computes. True where
+        ok: whether the ranks compute what one process computes. True if
             nothing could be compared.
-        lines: that were printed by rank 0.
-        compared: how many numbers and arrays were compared, by kind.
+        lines: lines that rank 0 has logged.
+        compared: number of compared numbers and arrays, by kind.
     """
 
     ok: bool
@@ -509,13 +510,13 @@ def report_of(
     compared: Sequence[Compared],
     found: Sequence[Finding],
 ) -> CheckReport:
-    """Says what was found.
+    """Creates the report.
 
     Args:
-        what: was checked.
+        what: name of the step.
         world_size: number of ranks.
-        compared: all that was.
-        found: what differs.
+        compared: all comparisons.
+        found: differences.
     """
     counts = {
         kind: len({each.name for each in compared if each.kind == kind})
@@ -535,11 +536,11 @@ def report_of(
 
 
 def show(report: CheckReport, rank: int) -> None:
-    """Lets rank 0 say it.
+    """Logs the report on rank 0.
 
     Args:
-        report: the same on all ranks.
-        rank: this one.
+        report: the report, equal on all ranks.
+        rank: this rank.
     """
     if rank == 0:
         level = logging.INFO if report.ok else logging.WARNING

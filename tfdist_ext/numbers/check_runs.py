@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs that a check compares, of which nothing is applied."""
+"""Runs of a step that a check compares, without a change of the state."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from tfdist_ext.numbers.model_state import Snapshot
 
 
 class CannotCheck(Exception):
-    """Ends a check of what cannot be checked; its text says why."""
+    """A step cannot be checked; the message says why."""
 
 
 Nest = Any
 
 
 def whole_batch_of(batch: Nest, collectives: Collectives) -> Nest:
-    """The ranks' batches one after the other; all ranks must call.
+    """Concatenates the batches of the ranks; all ranks must call this.
 
     Args:
-        batch: of this rank: tensors, ragged and sparse ones, in any nest.
-        collectives: of the strategy.
+        batch: batch of this rank, any nest of dense, ragged and sparse
+            tensors.
+        collectives: collectives of the strategy.
 
     Returns:
-        The same nest of the samples of all ranks, in the order of the ranks.
+        The same nest of the samples of all ranks, in rank order.
 
     Raises:
-        CannotCheck: for a batch with something that cannot be gathered.
+        CannotCheck: the batch has a value that cannot be gathered.
     """
     flat = tf.nest.flatten(batch)
     gathered = [_gather(value, i, collectives) for i, value in enumerate(flat)]
@@ -47,10 +48,10 @@ def whole_batch_of(batch: Nest, collectives: Collectives) -> Nest:
 
 
 def signature_of(batch: Nest) -> Nest:
-    """Type specs of a batch, of any number of samples.
+    """Type specs of a batch, with any number of samples.
 
     Args:
-        batch: as `whole_batch_of` returns it.
+        batch: result of `whole_batch_of`.
     """
     return tf.nest.map_structure(_open_spec, batch)
 
@@ -71,7 +72,7 @@ def _open_spec(value: Any) -> Any:
 
 def _gather(value: Any, index: int, collectives: Collectives) -> Any:
     label = f"check/batch/{index}"
-    # What is missing; in a dataset of Keras 3 it is an Optional.
+    # A missing value, which is an Optional in a dataset of Keras 3.
     if value is None or isinstance(value, tf.experimental.Optional):
         return value
     if not tf.is_tensor(value) or not hasattr(value, "dtype"):
@@ -92,7 +93,7 @@ def _gather(value: Any, index: int, collectives: Collectives) -> Any:
 
 keras = tf.keras
 
-# Packages whose layers are known.
+# Packages whose layers need no check.
 _KNOWN = ("keras", "tf_keras", "tensorflow", "tfdist_ext")
 _OWN_STEPS = ("train_step", "compute_loss")
 _MEMORY_PART = 4
@@ -100,17 +101,17 @@ _TOLERANCE = {tf.float32: 1e-4, tf.float16: 5e-3, tf.bfloat16: 4e-2}
 
 
 def needs_check(model: Any) -> bool:
-    """Whether a model has something whose meaning nobody knows.
+    """Whether a model has user code that may need all samples.
 
-    A step or loss of the user's, or a layer of the user's with state of its
-    own. All ranks find the same.
+    This is a step or a loss of the user, or a user's layer with state of its
+    own. The result is equal on all ranks.
 
     Args:
-        model: of Keras, built.
+        model: built model of Keras.
     """
     for name in _OWN_STEPS:
         step = getattr(type(model), name)
-        # What this package has put around Keras's own is of Keras.
+        # Methods of Keras that this package has wrapped count as Keras's.
         if _package(getattr(step, "python_function", step)) not in _KNOWN:
             return True
     return any(map(_has_own_state, keras_internals.layers_of(model)))
@@ -141,7 +142,7 @@ def unsynchronized(model: Any) -> list[str]:
 
 
 def tolerance_of(model: Any, collectives: Collectives) -> float:
-    """How far numbers may be apart, relative, for the dtypes they have."""
+    """Relative tolerance of numbers in the dtypes of a model."""
     dtypes = {collectives.gradient_dtype, tf.float32}
     for layer in keras_internals.layers_of(model) if model is not None else ():
         names = (
@@ -155,15 +156,15 @@ def tolerance_of(model: Any, collectives: Collectives) -> float:
 def require_memory(
     held: Sequence[Held], collectives: Collectives, how: str
 ) -> None:
-    """Refuses to copy more than a part of the memory that is available.
+    """Raises if a copy takes more than a quarter of the available memory.
 
     Args:
-        held: what is to be copied, on this rank.
-        collectives: of the strategy; all ranks must call.
-        how: to check all the same.
+        held: variables to copy on this rank.
+        collectives: collectives of the strategy; all ranks must call this.
+        how: how to check nevertheless, for the error.
 
     Raises:
-        CannotCheck: on all ranks, if one of them has too little memory.
+        CannotCheck: a rank has too little memory; raised on all ranks.
     """
     bytes_ = sum(each.bytes for each in held)
     fits = bytes_ * _MEMORY_PART <= available_bytes()
@@ -178,7 +179,7 @@ def require_memory(
 
 
 def available_bytes() -> int:
-    """Bytes of memory that can be used."""
+    """Bytes of memory that are available on this host."""
     try:
         text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -190,17 +191,17 @@ def available_bytes() -> int:
     return 1 << 62
 
 
-# Parts of the names of ops that do not give the same again.
+# Parts of the names of ops whose results differ between runs.
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "Sampler", "PyFunc")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A gradient of some rows.
+    """A gradient of some rows of a table.
 
     Attributes:
-        indices: of the rows; one may occur several times, to be summed.
-        values: of the rows, flat.
+        indices: indices of the rows; values of equal indices are summed.
+        values: values of the rows, `[n, width]`.
     """
 
     indices: np.ndarray
@@ -209,12 +210,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run of a step gives.
+    """Results of one run of a step.
 
     Attributes:
         logs: numbers that the step returns, by name.
-        gradients: by which trainable variables are updated: arrays, or
-            `Rows`; by name and how many updates of it came before.
+        gradients: gradients that update trainable variables, as arrays or
+            `Rows`. Keys are the name of the variable and its number of
+            earlier updates in the run.
         changed: new values of variables, by their index in the snapshot.
     """
 
@@ -224,15 +226,15 @@ class Outcome:
 
 
 class Run:
-    """A step, traced to be run for a comparison.
+    """A step that is traced to run for a comparison.
 
     Args:
-        strategy: of the ranks.
-        step: is given to `strategy.run`.
-        signature: of the batch: values or type specs.
-        whole: whether every rank has the whole batch.
-        reduces: whether what the step returns is averaged over the ranks, as
-            Keras does.
+        strategy: strategy of the ranks.
+        step: function that is passed to `strategy.run`.
+        signature: the batch, as values or type specs.
+        whole: whether every rank has the global batch.
+        reduces: whether outputs of the step are averaged over the ranks, as
+            in Keras.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class Run:
 
     @property
     def handles(self) -> list[Any]:
-        """The handles of the resources that the step uses."""
+        """Handles of the resources that the step uses."""
         return [
             each
             for each in self._function.captured_inputs
@@ -266,16 +268,16 @@ class Run:
 
     @property
     def is_random(self) -> bool:
-        """Whether a second run may give something else."""
+        """Whether a second run may have other results."""
         ops = internals.ops_of(self._function.graph.as_graph_def())
         return any(part in op for op in ops for part in _RANDOM)
 
     def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
-        """Runs the step once; the state is then as the step leaves it.
+        """Runs the step once, and leaves the state as the step leaves it.
 
         Args:
-            batch: of the signature.
-            snapshot: of the state before.
+            batch: batch that matches the signature.
+            snapshot: state before the run.
         """
         outputs, gradients = self._function(batch)
         return _outcome(outputs, self._variables, gradients, snapshot)
@@ -291,12 +293,12 @@ class Run:
 
 
 class EagerRun:
-    """A step that is run without a graph, for a comparison.
+    """A step that runs without a graph for a comparison.
 
     Args:
-        strategy: of the ranks.
-        step: is given to `strategy.run`.
-        reduces: as of `Run`.
+        strategy: strategy of the ranks.
+        step: function that is passed to `strategy.run`.
+        reduces: see `Run`.
     """
 
     def __init__(
@@ -306,7 +308,7 @@ class EagerRun:
         self._reduces = reduces
 
     def __call__(self, batch: Nest, snapshot: Snapshot) -> Outcome:
-        """Runs the step once, as `Run` does."""
+        """Runs the step once, like `Run`."""
         outputs, updates = _tried(*self._arguments, batch, False, self._reduces)
         variables = [variable for variable, _ in updates]
         values = [value for _, value in updates]
@@ -335,12 +337,12 @@ def _tried(
 
 
 def _without_optional(value: Any) -> Any:
-    # As Keras 3 does.
+    # Keras 3 replaces an Optional by None as well.
     return None if isinstance(value, tf.experimental.Optional) else value
 
 
 def _named(outputs: Nest, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves of what a step returns, by paths."""
+    """Leaves of a step's outputs, with their paths."""
     if isinstance(outputs, dict):
         parts = list(outputs.items())
     elif isinstance(outputs, list | tuple):
@@ -380,7 +382,7 @@ def _outcome(
 
 
 def name_of(variable: Any, held: Sequence[Held]) -> str:
-    """The name that a variable has in a snapshot."""
+    """Name of a variable in a snapshot."""
     parts = {id(part.handle) for part in internals.components(variable)}
     for each in held:
         if id(each.handle) in parts:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks read the same batches, of which each keeps its slice.
+"""Checks that all ranks read the same batches, of which each takes a slice.
 
-A shuffle without a common seed gives every rank another order: some samples
-would be trained twice and others never, without a word. So the ranks compare
-a digest of the first batch of every iterator. What differs by right, because
-the pipeline draws random numbers for its samples, only causes a warning.
+A shuffle without a common seed has another order on every rank. Some samples
+would then be trained twice and others never, without an error. Therefore the
+ranks compare a digest of the first batch of every iterator. A difference
+only causes a warning if the pipeline draws random numbers for its samples.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ REMEDY = (
 def draws_random_numbers(op_types: set[str]) -> bool:
     """Whether ops of a dataset's functions draw random numbers.
 
-    Numbers drawn in a parallel map are not the same on all ranks, whatever
-    the seeds; those that put samples into another order do not count.
+    Random numbers in a parallel map differ between ranks, even with equal
+    seeds. Ops that only shuffle samples do not count.
     """
     return any(
         op in _DRAWS_TOO
@@ -59,7 +59,7 @@ def draws_random_numbers(op_types: set[str]) -> bool:
 
 
 def is_pure(op_types: set[str]) -> bool:
-    """Whether a dataset gives the same again, as far as its ops tell."""
+    """Whether the ops of a dataset are known to repeat the same elements."""
     python = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
     return not draws_random_numbers(op_types) and op_types.isdisjoint(python)
 
@@ -68,9 +68,9 @@ class Comparison:
     """Compares batches of an iterator over the ranks.
 
     Args:
-        collectives: of the strategy.
-        name: of the dataset, the same on all ranks.
-        may_differ: whether features may differ by right, all of them.
+        collectives: collectives of the strategy.
+        name: name of the dataset, equal on all ranks.
+        may_differ: whether it is correct if all features differ.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Comparison:
         """Compares the first batch, in a map.
 
         Args:
-            index: int64 scalar, of the batch.
+            index: int64 scalar, index of the batch.
             batch: the global batch.
 
         Raises:
-            tf.errors.InvalidArgumentError: on all ranks, when the pipeline
-                runs: the batches differ, or the numbers of samples of the
-                values in it.
+            tf.errors.InvalidArgumentError: the batches of the ranks differ,
+                or the values of a batch have different numbers of samples.
+                Raised on all ranks when the pipeline runs.
         """
 
         def compare() -> tf.Operation:
@@ -100,7 +100,7 @@ class Comparison:
         tf.cond(index == 0, compare, tf.no_op)
 
     def digest_of_some(self, index: tf.Tensor, batch: Nest) -> tf.Tensor:
-        """What `compare_some` takes, in a map: int64 `[1 + features, 2]`."""
+        """Input of `compare_some`, in a map: int64 `[1 + features, 2]`."""
         shape = [1 + len(dict(_features(batch))), 2]
         digest = tf.cond(
             _is_compared_later(index),
@@ -112,10 +112,10 @@ class Comparison:
     def compare_some(
         self, index: tf.Tensor, digest: tf.Tensor, names: Sequence[str]
     ) -> None:
-        """Compares batch 1, 3, 7, 15 and so on.
+        """Compares the batches 1, 3, 7, 15 and so on.
 
-        Call it where a step asks for its batch, never ahead of it: all ranks
-        come to the same batches.
+        This must run when a step requests its batch, never earlier, so that
+        all ranks compare the same batches.
         """
         tf.cond(
             _is_compared_later(index),
@@ -126,7 +126,7 @@ class Comparison:
     def compare(
         self, index: tf.Tensor, own: tf.Tensor, names: Sequence[str]
     ) -> tf.Operation:
-        """Compares the digests of a batch, see `digest`."""
+        """Compares the digests of a batch, which `_digest` computes."""
 
         def judge(index: np.ndarray, gathered: np.ndarray) -> None:
             ranks = self._collectives.group.world_size
@@ -144,8 +144,8 @@ class Comparison:
         rows = [isinstance(value, tf.Tensor) for value in features.values()]
         parts = [_parts(value) for value in features.values()]
         sizes = tf.stack([batches.size_of(v) for v in features.values()])
-        # In Python: every `fit` traces this anew, and TensorFlow goes through
-        # all ops again for every iterator.
+        # Computed in Python: every `fit` traces this again, and TensorFlow
+        # optimizes all ops again for every iterator.
         digest = functools.partial(_digest, names, list(map(len, parts)), rows)
         inputs = [sizes, _samples(batch), *itertools.chain(*parts)]
         own = tf.numpy_function(digest, inputs, tf.int64)
@@ -154,7 +154,7 @@ class Comparison:
 
 
 def _is_compared_later(index: tf.Tensor) -> tf.Tensor:
-    """Whether a batch, not the first, is one that is compared."""
+    """Whether a batch other than the first is compared."""
     following = tf.bitwise.bitwise_and(index, index + 1) == 0
     return tf.logical_and(index > 0, following)
 
@@ -164,12 +164,12 @@ def _what(index: int) -> str:
 
 
 def names_of(batch: Nest) -> list[str]:
-    """The names of what is compared of a batch."""
+    """Names of the compared features of a batch."""
     return list(dict(_features(batch)))
 
 
 def _features(value: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a batch by their names, such as `0/user`."""
+    """Leaves of a batch with their names, such as `0/user`."""
     items: Any = None
     if isinstance(value, dict):
         items = value.items()
@@ -188,7 +188,7 @@ def _samples(batch: Nest) -> tf.Tensor:
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
-    """The tensors of a feature; those of strings as a hash of each row."""
+    """Tensors of a feature; a tensor of strings is replaced by row hashes."""
     parts = tf.nest.flatten(value, expand_composites=True)
     return [
         _hashes(part) if part.dtype == tf.string else part for part in parts
@@ -208,20 +208,21 @@ def _digest(
     samples: np.ndarray,
     *parts: np.ndarray,
 ) -> np.ndarray:
-    """What is compared of a batch.
+    """Digest of a batch.
 
     Args:
-        names: of the features.
-        counts: parts of each feature.
-        with_rows: of each feature, whether it has one part, with a row for
-            each sample, or a scalar.
-        sizes: samples of each feature, -1 of a scalar.
-        samples: their number.
-        *parts: of all features.
+        names: names of the features.
+        counts: number of parts of each feature.
+        with_rows: whether a feature has a single part, which is a scalar or
+            has a row for each sample.
+        sizes: number of samples of each feature; -1 for a scalar.
+        samples: number of samples of the batch.
+        *parts: parts of all features.
 
     Returns:
-        int64 `[1 + features, 2]`: the samples; a hash of each feature, and 1
-        if all its rows are alike.
+        int64 `[1 + features, 2]`. The first row has the number of samples.
+        The other rows have the hash of a feature, and 1 if all its rows are
+        equal, else 0.
     """
     batches.check_sizes(names, sizes.tolist())
     rest = iter(parts)
@@ -242,14 +243,13 @@ def _repeats(blob: bytes, rows: int) -> bool:
 def _judge(
     rows: np.ndarray, names: Sequence[str], may_differ: bool, what: str
 ) -> None:
-    """Raises or warns.
+    """Raises or warns if the digests of the ranks differ.
 
     Args:
-        rows: int64 `[ranks, 1 + features, 2]`, equal numbers of samples
-            first.
-        names: of the features.
+        rows: int64 `[ranks, 1 + features, 2]`, the digests of the ranks.
+        names: names of the features.
         may_differ: see `Comparison`.
-        what: was compared.
+        what: name of the compared batches.
     """
     samples = rows[:, 0, 0]
     if (samples != samples[0]).any():
@@ -261,7 +261,7 @@ def _judge(
     differ = (hashes != hashes[0]).any(axis=0)
     ranks = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
     listed = ", ".join(f"'{names[i]}'" for i in np.flatnonzero(differ)[:8])
-    # Rows that are all alike tell nothing of their order.
+    # A feature whose rows are all equal shows nothing about their order.
     if may_differ or (~differ & ~alike).any():
         warnings.warn(
             f"The ranks read different values in {what}: "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor of a step depends on the samples of its batch.
+"""Analysis of how a tensor of a step depends on the samples of the batch.
 
-The analysis follows the ops of a graph from the data to a value. It knows an
-op only where it knows its rule; the result of any other op that reads samples
-is `UNKNOWN`, with that op as the cause. Nothing is taken for a mean because
-nothing is known about it.
+The analysis follows the ops of a graph from the data to a value. Each
+supported op has a rule. The result of any other op that reads samples is
+`UNKNOWN`, with the op as the cause. A value is never assumed to be a mean
+because nothing is known about it.
 """
 
 from __future__ import annotations
@@ -83,21 +83,22 @@ QUOTIENTS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _OTHER_REDUCTIONS = {
     "All", "Any", "EuclideanNorm", "Max", "Min", "Prod",
 }  # fmt: skip
-# Ops that pass on that a constant is a size.
+# Ops whose result is a static size if an input is one.
 _OF_STATIC_SIZES = {
     "Cast", "Identity", "Maximum", "Mul", "Prod",
 }  # fmt: skip
-# How TensorFlow names sizes that it makes constants.
+# Names that TensorFlow gives to sizes that it replaces by constants.
 _SIZE_NAME = re.compile(r"(?:.*/)?(?:Shape|Size|shape)(?:_\d+)?")
-# Of sums over the samples, these ops make sums over the samples.
+# Ops whose result is a sum over the samples if an input is one.
 _KEEP_SUMS = {
     *_PASS_ON, *_ADDITIONS, *_PRODUCTS, *QUOTIENTS, "Cast", "Reshape",
     "Squeeze",
 }  # fmt: skip
-_ROUNDING = 1e-6  # of one over a number in float32
-# Ops on shapes; a scalar element of a shape is no shape.
+_ROUNDING = 1e-6  # relative error of a reciprocal in float32
+# Ops on shapes. A scalar element of a shape is not a shape.
 _OF_SIZES = {"Cast", "ConcatV2", "Pack", "Prod"}
-# Ops over the last axis, or over all but the first, for each row.
+# Ops that compute each row from a row: over the last axis, or over all axes
+# but the first.
 _BY_ROW = {
     "AvgPool", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative",
     "InTopK", "InTopKV2", "LogSoftmax", "MaxPool", "ResizeBilinear",
@@ -113,32 +114,33 @@ _RANDOM = {
     "StatelessTruncatedNormal", "StatelessTruncatedNormalV2",
     "TruncatedNormal",
 }  # fmt: skip
-# What numbers of rows may be used for: as labels, and to take one element of
-# each row.
+# Ops that may use indices of rows: as labels, or to take one element of each
+# row.
 _OF_NUMBERS = {
     "Cast", "ExpandDims", "GatherNd", "Identity", "Pack", "Reshape",
     "SparseSoftmaxCrossEntropyWithLogits", "StopGradient",
 }  # fmt: skip
-# Sums or rows of all ranks, which are equal on each of them.
+# Exchanges of sums or rows of all ranks, which are equal on all ranks.
 _EXCHANGES = {"Tfdist>AllGather", "Tfdist>AllReduce"}
 
 
 class BatchDependence:
-    """Tells how tensors of a step's graphs depend on the batch.
+    """Analyses how tensors of a step's graphs depend on the batch.
 
     Args:
-        samples: of this rank's batch if the graph fixes them, else None.
+        samples: samples of this rank's batch if the graph has a static batch
+            size, else None.
     """
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
         self._known: dict[tuple[int, str], list[Kind]] = {}
-        # Whether rows of all ranks are gathered with this rank's first, so
-        # that numbers of rows mean the same in them.
+        # Whether rows of all ranks are gathered with this rank's rows first,
+        # so that an index of a row is valid in them.
         self.own_rows_first = False
-        # Types and source lines of ops that a warning has named.
+        # Types and source lines of ops that a warning has named already.
         self.warned: set[tuple[str, str]] = set()
-        # Divisions by a constant that is this rank's number of elements.
+        # Divisions by a constant equal to this rank's number of elements.
         self.by_constant: list[tf.Operation] = []
 
     def of(self, value: tf.Tensor) -> Kind:
@@ -197,7 +199,7 @@ class BatchDependence:
         return self._known[_key(value.op)][value.value_index]
 
     def _of_source(self, op: tf.Operation) -> Kind | None:
-        """The kind of what an op reads from outside of the graph."""
+        """Kind of a value that an op reads from outside of the graph."""
         if op.type == "Const":
             return STATIC_KIND if self._is_static_size(op) else SAME_KIND
         if op.type in ("IteratorGetNext", "OptionalGetValue"):
@@ -287,7 +289,7 @@ class BatchDependence:
         return elementwise(op, kinds)
 
     def _is_samples(self, quotient: tf.Operation) -> bool:
-        """Whether samples are divided by a constant, how many they are."""
+        """Whether an op divides samples by a constant equal to their number."""
         divisor = number_of(quotient.inputs[1])
         if self.samples is None or divisor is None:
             return False
@@ -295,7 +297,7 @@ class BatchDependence:
         return divisor in (size, self.samples) and size != 1
 
     def _note_factor(self, op: tf.Operation, kinds: list[Kind]) -> None:
-        """Notes a sum times a constant that may be one over its samples."""
+        """Records a sum times a constant that may be one over its samples."""
         for total, factor in ((0, 1), (1, 0)):
             if kinds[total] != SUM_KIND or kinds[factor] != SAME_KIND:
                 continue
@@ -308,13 +310,13 @@ class BatchDependence:
                 self.by_constant.append(op)
 
     def _is_own_size(self, total: tf.Tensor, divisor: float | None) -> bool:
-        """Whether a number is how many elements or samples a sum has here."""
+        """Whether a number equals a sum's elements or samples on this rank."""
         if self.samples is None or divisor is None:
             return False
         return divisor == self.samples or divisor in self._numbers_summed(total)
 
     def _numbers_summed(self, total: tf.Tensor) -> set[int | None]:
-        """How many elements each of the sums has that make up a sum."""
+        """Numbers of elements of the sums that a value is computed from."""
         found, values = set(), [total]
         while values:
             op = values.pop().op
@@ -325,7 +327,7 @@ class BatchDependence:
         return found
 
     def sizes(self, vector: tf.Tensor) -> list[Kind] | None:
-        """The kind of each element of a shape; None if it is no shape."""
+        """Kind of each element of a shape; None if it is not a shape."""
         constant = constant_of(vector)
         if constant is not None and constant.ndim == 1:
             first = self.of(vector) == STATIC_KIND
@@ -356,7 +358,7 @@ class BatchDependence:
         return [SAME_KIND] * vector.shape[0] if known else None
 
     def slice_of_sizes(self, op: tf.Operation) -> list[Kind] | None:
-        """The kinds of the elements that a StridedSlice takes of a shape."""
+        """Kinds of the elements that a StridedSlice takes from a shape."""
         sizes = self.sizes(op.inputs[0])
         one = all(each.shape.num_elements() == 1 for each in op.inputs[1:4])
         bounds = [number_of(each) for each in op.inputs[1:4]] if one else []

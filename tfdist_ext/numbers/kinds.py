@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tensor of a step is to the samples of its batch, by arithmetic."""
+"""Dependence of a step's tensors on the samples of the batch, op by op."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 
 SAME = "same"  # one process's value, equal on all ranks
-ROWS = "rows"  # has a batch axis; each row follows from its own sample
+ROWS = "rows"  # has a batch axis; each row depends on its own sample only
 COUNT = "count"  # a number proportional to this rank's samples
 LINEAR = "linear"  # a linear combination of sums and means over samples
 COUPLED = "coupled"  # any other function of sums and means over samples
-SHARD = "shard"  # follows from this rank's shard of a table's gradient
-SIZES = "sizes"  # a shape, or a part of one
-NUMBERS = "numbers"  # the numbers of this rank's rows, or one-hot rows of them
-STATE = "state"  # read from a variable of which every rank has its own
-STATIC = "static"  # a size that is a constant, as the graph fixes the batch
+SHARD = "shard"  # depends on this rank's shard of a table's gradient
+SIZES = "sizes"  # a shape, or a part of a shape
+NUMBERS = "numbers"  # indices of this rank's rows, or one-hot rows of them
+STATE = "state"  # read from a variable with a value of its own on each rank
+STATIC = "static"  # a constant size, because the graph has a static batch size
 UNKNOWN = "unknown"
-MEAN, SUM = "mean", "sum"  # parts of LINEAR; SAME is the third
+MEAN, SUM = "mean", "sum"  # parts of LINEAR; the third possible part is SAME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Kind:
     Attributes:
         name: one of the constants above.
         axis: the batch axis of ROWS, and of COUPLED if it has one.
-        parts: of LINEAR, what is combined: SAME, MEAN, SUM.
-        reduction: how values of the ranks become that of the whole batch, for
-            a COUPLED that reduces the batch axis: "sum", "mean" or an op type.
-        cause: of UNKNOWN, the first op whose rule is not known.
-        at_least: of COUNT, whether it is 1 where there are no samples.
+        parts: for LINEAR, the parts that are combined: SAME, MEAN, SUM.
+        reduction: for a COUPLED that reduces the batch axis, the reduction of
+            the ranks' values to the value of the global batch: "sum", "mean"
+            or an op type.
+        cause: for UNKNOWN, the first op without a known rule.
+        at_least: for COUNT, whether it is 1 if there are no samples.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Kind:
 
     @property
     def over_ranks(self) -> str:
-        """How the ranks' values become one, "" if not by one reduction."""
+        """Reduction that combines the ranks' values; "" if there is none."""
         if self.name == COUNT:
             return "" if self.at_least else SUM
         if self.name == LINEAR and SUM not in self.parts:
@@ -71,7 +72,7 @@ COUPLED_KIND = Kind(COUPLED)
 
 
 class Sizes(Protocol):
-    """What the rules of ops ask the analysis of a graph."""
+    """Analysis of a graph, as the rules of ops use it."""
 
     @property
     def samples(self) -> int | None: ...
@@ -84,7 +85,7 @@ class Sizes(Protocol):
 
 
 def constant_of(value: tf.Tensor) -> np.ndarray | None:
-    """The value of a tensor that is known when it is traced."""
+    """Value of a tensor that is known when it is traced; None otherwise."""
     found = tf.get_static_value(value)
     return None if found is None else np.asarray(found)
 
@@ -98,7 +99,7 @@ _OF_NUMBERS: dict[str, Callable[..., float]] = {
 
 
 def number_of(value: tf.Tensor) -> float | None:
-    """The number that a scalar, or a sum of a constant's elements, is.
+    """Value of a constant scalar, or of a sum of a constant's elements.
 
     TensorFlow does not compute `reduce_sum(ones_like(x))` or `tf.rank(x) - 1`
     when it traces.
@@ -121,12 +122,12 @@ def number_of(value: tf.Tensor) -> float | None:
 
 
 def follows_from_constants(value: tf.Tensor) -> bool:
-    """Whether a symbolic tensor is computed of constants alone."""
+    """Whether a symbolic tensor is computed from constants only."""
     seen: set[tuple[int, str]] = set()
     pending = [value]
     while pending:
         tensor = internals.captured(pending.pop())
-        if not tf.is_symbolic_tensor(tensor):  # captured from outside
+        if not tf.is_symbolic_tensor(tensor):  # Captured from outside.
             if tensor.dtype in (tf.resource, tf.variant):
                 return False
             continue
@@ -140,7 +141,7 @@ def follows_from_constants(value: tf.Tensor) -> bool:
 
 
 def parts_of(kind: Kind) -> frozenset[str]:
-    """What a kind adds to a linear combination; nothing if it is none."""
+    """Parts that a kind adds to a linear combination; empty if not linear."""
     if kind.name == LINEAR:
         return kind.parts
     return {COUNT: SUM_KIND.parts, SAME: frozenset([SAME])}.get(
@@ -149,7 +150,7 @@ def parts_of(kind: Kind) -> frozenset[str]:
 
 
 def axes_of(value: tf.Tensor, axes: tf.Tensor) -> list[int] | None:
-    """Axes of a value, counted from the first; None if they are not known."""
+    """Axes of a value, counted from the first; None if they are unknown."""
     constant = constant_of(axes)
     if constant is None or value.shape.rank is None:
         return None
@@ -157,12 +158,12 @@ def axes_of(value: tf.Tensor, axes: tf.Tensor) -> list[int] | None:
 
 
 def like(kind: Kind, axis: int | None) -> Kind:
-    """A kind with its batch axis elsewhere."""
+    """The kind with another batch axis."""
     return dataclasses.replace(kind, axis=axis, reduction="")
 
 
-_MOST_ELEMENTS = 1 << 20  # of constants that are looked at
-# Reductions over given axes.
+_MOST_ELEMENTS = 1 << 20  # Constants with more elements are not inspected.
+# Linear reductions of values over given axes.
 LINEAR_REDUCTIONS = {"Sum": SUM, "Mean": MEAN}
 
 
@@ -203,7 +204,7 @@ def of_product(op: tf.Operation, kinds: list[Kind]) -> Kind | None:
 
 
 def of_largest_count(op: tf.Operation, kinds: list[Kind]) -> Kind | None:
-    """`maximum(samples, 1)` is the number of samples where there are any."""
+    """`maximum(samples, 1)` is the number of samples if there are any."""
     for kind, each in zip(kinds, op.inputs, strict=True):
         constant = constant_of(each)
         if kind == SAME_KIND and constant is not None and (constant <= 1).all():
@@ -212,7 +213,7 @@ def of_largest_count(op: tf.Operation, kinds: list[Kind]) -> Kind | None:
 
 
 def elementwise(op: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
-    """Broadcasts the inputs; row i of the result follows from their row i."""
+    """Broadcasts the inputs; row i of the result depends on their row i."""
     output = op.outputs[0]
     axes = set()
     if any(kind.name == SIZES for kind in kinds):
@@ -226,7 +227,7 @@ def elementwise(op: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     if not axes:
         return COUPLED_KIND if coupled else SAME_KIND
     if len(axes) > 1 or output.shape.rank is None:
-        return None  # pairs of samples
+        return None  # The op combines pairs of samples.
     (from_right,) = axes
     for kind, each in zip(kinds, op.inputs, strict=True):
         if kind.axis is None and not _is_one_at(each, from_right, op):
@@ -288,7 +289,7 @@ def by_row(op: tf.Operation, kinds: list[Kind]) -> Kind | None:
         no_axis = all(kind.axis is None for kind in kinds)
         return COUPLED_KIND if no_axis else None
     if op.inputs[0].shape.rank == 1 and not cross_entropy:
-        return None  # over the samples
+        return None  # The op works over the samples.
     if op.type.startswith(("Conv", "Depthwise")) and others[0] != SAME_KIND:
         return None
     if cross_entropy and any(kind.axis != 0 for kind in kinds):
@@ -300,14 +301,14 @@ def by_row(op: tf.Operation, kinds: list[Kind]) -> Kind | None:
 
 
 def contracted(kinds: Sequence[Kind]) -> Kind:
-    """A sum over the batch axis of products."""
+    """Kind of a sum of products over the batch axis."""
     if all(kind.name in (SAME, ROWS) for kind in kinds):
         return SUM_KIND
     return dataclasses.replace(COUPLED_KIND, reduction=SUM)
 
 
 def _bilinear(kinds: Sequence[Kind]) -> Kind:
-    """A product of two values without a batch axis."""
+    """Kind of a product of two values without a batch axis."""
     names = sorted(kind.name for kind in kinds)
     if names == [LINEAR, SAME]:
         return next(kind for kind in kinds if kind.name == LINEAR)
@@ -372,13 +373,13 @@ def of_contraction(
     kinds: Sequence[Kind],
     op: tf.Operation,
 ) -> Kind | None:
-    """The kind of an einsum.
+    """Kind of the result of an einsum.
 
     Args:
         terms: the letters of each input.
         result: the letters of the result.
-        kinds: of the inputs.
-        op: whose inputs they are.
+        kinds: kinds of the inputs.
+        op: the op that has these inputs.
     """
     letters = {
         term[kind.axis]
@@ -388,7 +389,7 @@ def of_contraction(
     if not letters:
         return _bilinear(kinds) if len(kinds) == 2 else COUPLED_KIND
     if len(letters) > 1:
-        return None  # pairs of samples
+        return None  # The einsum combines pairs of samples.
     (letter,) = letters
     kinds = [
         Kind(ROWS, term.index(letter))
@@ -398,7 +399,7 @@ def of_contraction(
     ]
     for term, kind in zip(terms, kinds, strict=True):
         if kind.axis is None and letter in term:
-            return None  # another value for each sample of this rank
+            return None  # The value differs between this rank's samples.
         if term.count(letter) > 1:
             return None
     if letter not in result:

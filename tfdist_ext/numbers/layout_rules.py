@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of ops that move, choose or repeat elements, and the table of rules."""
+"""Rules of ops that move, select or repeat elements, and the table of rules."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _of_transpose(
 def _of_reshape(
     found: Sizes, op: tf.Operation, kinds: list[Kind]
 ) -> Kind | None:
-    """Keeps the batch axis where it stays the outermost of its elements."""
+    """Finds the batch axis of the new shape; None if it mixes samples."""
     kind, before, after = kinds[0], op.inputs[0].shape, op.outputs[0].shape
     if kind.axis is None:
         return like(kind, None)
     if before.rank is None or after.rank is None:
         return None
     axis = kind.axis
-    if axis == 0 and before[0] != 1:  # [n, 3] may become [1, n * 3]
+    if axis == 0 and before[0] != 1:  # For example [n, 3] to [1, n * 3].
         while axis < after.rank - 1 and after[axis] == 1:
             axis += 1
     elif before[:axis].as_list() != after[:axis].as_list():
@@ -61,11 +61,11 @@ def _of_reshape(
     if axis >= after.rank or not after[:axis].is_fully_defined():
         return None
     size, samples = after[axis], found.samples
-    if size is not None:  # as many rows for each sample
+    if size is not None:  # Each sample has the same number of rows.
         return like(kind, axis) if samples and size % samples == 0 else None
     sizes = found.sizes(op.inputs[1])
     if sizes is not None and sizes[axis].name == COUNT:
-        return like(kind, axis)  # such as `tf.shape` of what has a row for each
+        return like(kind, axis)  # This size is the number of samples.
     inner, outer = before[kind.axis + 1 :], after[axis + 1 :]
     fits = not (inner.is_fully_defined() and outer.is_fully_defined())
     if not fits:
@@ -126,7 +126,7 @@ def _joined(
         return None
     (axis,) = with_axis
     if None in axes:
-        # A constant beside the samples, such as a row of padding.
+        # A constant that is concatenated to the samples, such as padding.
         one = all(
             value.shape[axis] == 1
             for kind, value in zip(kinds, values, strict=True)
@@ -192,7 +192,7 @@ def _of_strided_slice(
 
 
 def _kept_by_slice(op: tf.Operation, kind: Kind) -> Kind | None:
-    """The kind of `x[:, 3]`: the batch axis is kept whole, or it is unknown."""
+    """Kind of a slice such as `x[:, 3]`; None if it cuts the batch axis."""
     names = ("begin", "end", "ellipsis", "new axis", "shrink axis")
     bits = {n: op.get_attr(f"{n} mask".replace(" ", "_")) for n in names}
     batch = kind.axis
@@ -203,7 +203,7 @@ def _kept_by_slice(op: tf.Operation, kind: Kind) -> Kind | None:
         return None
     given = len(strides)
     new_axes = bin(bits["new axis"]).count("1")
-    axis = place = 0  # of the input and of the output
+    axis = place = 0  # Axis of the input and of the output.
     for i in range(given):
         bit = 1 << i
         if bits["ellipsis"] & bit:
@@ -224,7 +224,7 @@ def _kept_by_slice(op: tf.Operation, kind: Kind) -> Kind | None:
 
 
 def _of_slice(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
-    """Keeps the batch axis where it is taken whole: from 0, -1 or all."""
+    """Passes on the kind if the slice contains the entire batch axis."""
     kind, begin = kinds[0], constant_of(op.inputs[1])
     if kind.axis is None:
         return like(kind, None)
@@ -238,7 +238,7 @@ def _of_slice(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
 
 
 def _of_shape(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
-    """A vector of sizes, whose elements `sizes` tells apart."""
+    """A vector of sizes; `Sizes.sizes` returns the kind of each element."""
     kind = kinds[0]
     if op.type == "Size":
         return COUNT_KIND if kind.axis is not None else SAME_KIND
@@ -311,7 +311,7 @@ def _of_lookup(
 def _of_gather_nd(
     found: Sizes, op: tf.Operation, kinds: list[Kind]
 ) -> Kind | None:
-    """Elements of a constant, or one element of each row by its number."""
+    """Elements of a constant, or one element of each row by its index."""
     params, indices = kinds
     if params == SAME_KIND and indices == Kind(ROWS, 0):
         return indices
@@ -332,7 +332,7 @@ def _of_range(found: Sizes, op: tf.Operation, kinds: list[Kind]) -> Kind | None:
 def _of_diagonal(
     found: Sizes, op: tf.Operation, kinds: list[Kind]
 ) -> Kind | None:
-    """`tf.eye` of the number of samples: a one-hot row for each."""
+    """`tf.eye` of the number of samples: a one-hot row for each sample."""
     ones = op.inputs[0 if op.type == "MatrixDiagV3" else 1]
     rows = all(k in (SAME_KIND, Kind(ROWS, 0)) for k in kinds)
     return Kind(NUMBERS, 0) if rows and ones.shape.rank == 1 else None
@@ -413,7 +413,7 @@ def _of_l2_loss(
 def _of_segments(
     found: Sizes, op: tf.Operation, kinds: list[Kind]
 ) -> Kind | None:
-    """A sum for each label of the samples."""
+    """A sum over the samples of each label."""
     data, labels, number = kinds
     if data.axis == 0 and labels == Kind(ROWS, 0) and number == SAME_KIND:
         return contracted([data])

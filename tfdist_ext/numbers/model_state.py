@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All state that a step may change, and whether replicas of it are equal."""
+"""State that a step may change, and comparison of replicas between ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _ON_READ = tf.VariableSynchronization.ON_READ
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A variable of this rank, by its handle.
+    """A variable of this rank, identified by its handle.
 
     Attributes:
-        name: of the variable, or what is known of it.
-        handle: of the resource.
-        dtype: of the values.
-        owner: the variable, distributed if it is; None if not known.
+        name: name of the variable, or a substitute if it has none.
+        handle: handle of the resource.
+        dtype: dtype of the values.
+        owner: the variable, or the distributed variable that contains it;
+            None if unknown.
         trainable: whether optimizers update it.
-        is_slot: whether it is of an optimizer.
+        is_slot: whether it belongs to an optimizer.
     """
 
     name: str
@@ -53,12 +54,12 @@ class Held:
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is this rank's part of a table or of a slot."""
+        """Whether it is this rank's shard of a table or of a slot."""
         return marks.shard_spec(self.owner) is not None
 
     @property
     def aggregation(self) -> tf.VariableAggregation | None:
-        """How the ranks' values are read; None if they are to be equal."""
+        """Reduction of the ranks' values at a read; None for replicas."""
         if getattr(self.owner, "synchronization", None) != _ON_READ:
             return None
         found: tf.VariableAggregation = self.owner.aggregation
@@ -66,7 +67,7 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """How much memory the values take."""
+        """Bytes of the values; 0 if the shape is unknown."""
         shape = getattr(self.owner, "shape", None)
         if shape is None or not tf.TensorShape(shape).is_fully_defined():
             return 0
@@ -80,10 +81,10 @@ class Held:
         return np.array(value.numpy())
 
     def write(self, value: np.ndarray) -> None:
-        """Puts values back.
+        """Restores values.
 
         Args:
-            value: what `read` has returned.
+            value: values that `read` has returned.
         """
         tf.raw_ops.AssignVariableOp(
             resource=self.handle, value=tf.constant(value, self.dtype)
@@ -91,15 +92,15 @@ class Held:
 
 
 def is_random(name: str) -> bool:
-    """Whether a variable is the state of a random generator, by its name."""
+    """Whether a variable's name is that of a random generator's state."""
     return any(part in name for part in _RANDOM)
 
 
 def slots_of(model: Any) -> Iterator[Any]:
-    """The variables of a model's optimizers.
+    """Yields the variables of a model's optimizers.
 
     Args:
-        model: that may have optimizers of its own besides the compiled one.
+        model: model that may have other optimizers than the compiled one.
     """
     for found in [getattr(model, "optimizer", None), *vars(model).values()]:
         if is_optimizer(found):
@@ -107,7 +108,7 @@ def slots_of(model: Any) -> Iterator[Any]:
 
 
 def is_optimizer(thing: Any) -> bool:
-    """Whether it is an optimizer of either Keras, old or new."""
+    """Whether an object is an optimizer of Keras, also a legacy one."""
     legacy = getattr(keras.optimizers, "legacy", None)
     old = getattr(legacy, "Optimizer", keras.optimizers.Optimizer)
     return isinstance(thing, keras.optimizers.Optimizer | old)
@@ -120,7 +121,7 @@ def variables_of_optimizer(optimizer: Any) -> list[Any]:
 
 
 def label_of(variable: Any) -> str:
-    """How a variable is named in a report."""
+    """Name of a variable in a report."""
     native = keras_internals.value_of(variable)
     name = getattr(variable, "path", None) or getattr(native, "name", "")
     return str(name).removesuffix(":0")
@@ -132,14 +133,14 @@ def held_by(
     slots: Iterable[Any],
     others: Iterable[Any],
 ) -> list[Held]:
-    """The variables that a function may change.
+    """Variables that a function may change.
 
     Args:
-        handles: that a traced function captures, in order; may be of other
-            resources.
-        variables: of Keras's models.
-        slots: of their optimizers.
-        others: of TensorFlow, that may be among these.
+        handles: handles that a traced function captures, in order; other
+            resources are skipped.
+        variables: variables of Keras models.
+        slots: variables of the models' optimizers.
+        others: variables of TensorFlow, possibly including these.
     """
     slots = list(slots)
     are_slots = {id(slot) for slot in slots}
@@ -172,7 +173,7 @@ def held_by(
 
 
 class Snapshot:
-    """What variables, and vocabularies that grow, are before a trial.
+    """Copy of variables, and of the keys of dynamic vocabularies.
 
     Args:
         held: the variables.
@@ -187,7 +188,7 @@ class Snapshot:
         self._keys = [(each, each.copy()) for each in known.values()]
 
     def changed(self) -> dict[int, np.ndarray]:
-        """The values of those that have other values now, by index."""
+        """New values of variables that have changed, by index."""
         found = {}
         for i, each in enumerate(self.held):
             now = each.read()
@@ -200,10 +201,10 @@ class Snapshot:
         return found
 
     def restore(self, random: bool) -> None:
-        """Makes everything what it was.
+        """Restores all variables and vocabularies.
 
         Args:
-            random: whether random generators, too, go back.
+            random: whether states of random generators are restored as well.
         """
         for i in self.changed():
             if random or not self.held[i].is_random:
@@ -215,9 +216,9 @@ class Snapshot:
 _LOG = logging.getLogger("tfdist_ext")
 _DIGEST_BYTES = 8
 _MOST_LINES = 20
-# Bytes of variables that are compared after an epoch: some milliseconds.
+# Bytes of variables that are compared after an epoch, within milliseconds.
 _BYTES_OF_AN_EPOCH = 32 << 20
-# Elements of a variable for which ranks also say how far they are apart.
+# Largest variable for which ranks also report the size of the difference.
 _MOST_ELEMENTS = 1 << 22
 
 
@@ -227,20 +228,20 @@ def compare_replicas(
     when: str,
     epoch: int | None = None,
 ) -> None:
-    """Says which variables differ between the ranks; all ranks must call.
+    """Reports variables that differ between ranks; all ranks must call this.
 
-    Tables and slots in parts, metrics and random generators are left out:
-    each rank has its own.
+    Shards of tables and slots, metrics and random generators are not
+    compared, because each rank has its own values.
 
     Args:
-        variables: of Keras or TensorFlow, the same on all ranks.
-        collectives: of the strategy.
-        when: for the message.
-        epoch: compares some of them, where they are many; None
-            compares all.
+        variables: variables of Keras or TensorFlow, the same on all ranks.
+        collectives: collectives of the strategy.
+        when: when the variables are compared, for the message.
+        epoch: index of an epoch, which selects a group of variables if there
+            are many; None compares all.
 
     Raises:
-        ValueError: on all ranks, where they differ and `check="error"`.
+        ValueError: variables differ and `check="error"`; raised on all ranks.
     """
     replicas = _replicas_of(variables)
     if epoch is not None:
@@ -284,7 +285,7 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def _replicas_of(variables: Iterable[Any]) -> list[tuple[str, tf.Variable]]:
-    """Names and values of the variables that are equal by design."""
+    """Names and values of the variables that must be equal on all ranks."""
     found: dict[int, tuple[str, tf.Variable]] = {}
     for variable in variables:
         native = keras_internals.value_of(variable)
@@ -299,7 +300,7 @@ def _replicas_of(variables: Iterable[Any]) -> list[tuple[str, tf.Variable]]:
 def _groups_of(
     replicas: Sequence[tuple[str, tf.Variable]],
 ) -> list[list[tuple[str, tf.Variable]]]:
-    """Variables in groups that are read fast."""
+    """Divides variables into groups that are compared within milliseconds."""
     groups: list[list[tuple[str, tf.Variable]]] = []
     left = 0
     for name, variable in replicas:
@@ -315,7 +316,7 @@ def _groups_of(
 def _digests_of_ranks(
     replicas: Sequence[tuple[str, tf.Variable]], collectives: Collectives
 ) -> np.ndarray:
-    """A number of 8 bytes for every rank and variable, in one exchange."""
+    """A digest of 8 bytes for every rank and variable, in one exchange."""
     with tf.device("CPU:0"):
         own = tf.concat([_digest(variable) for _, variable in replicas], axis=0)
     gathered, rows = collectives.all_gather_parts(own, "check/replicas")
@@ -362,7 +363,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _apart(variable: tf.Variable, collectives: Collectives) -> float:
-    """Largest distance of an element from the ranks' mean."""
+    """Largest difference of an element from the ranks' mean."""
     value = tf.cast(variable.read_value(), tf.float64)
     (total,) = collectives.all_reduce([value], "check/replicas/values")
     mean = total / collectives.group.world_size
@@ -372,10 +373,10 @@ def _apart(variable: tf.Variable, collectives: Collectives) -> float:
 
 
 class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Compares before other callbacks save what the ranks have."""
+    """Compares replicas before other callbacks save them."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says what differs."""
+        """Reports differences."""
         compare_replicas(
             variables_of(self.model),
             self.model.distribute_strategy.collectives,
@@ -394,7 +395,7 @@ def compare_after_epochs(
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     callbacks = bound.arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        # The caller's own, which Keras asks to train with as it is.
+        # Keras trains with a `CallbackList` of the caller unchanged.
         return original(model, *args, **kwargs)
     bound.arguments["callbacks"] = [
         _Compare(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives values of a Keras step the value that one process computes."""
+"""Converts values of a Keras step to the values that one process computes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tfdist_ext.numbers.whole_functions import WholeValues
 
 _KERAS = {"keras", "tf_keras"}
 _LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
-# Folders of code that makes ops for others.
+# Directories of code that creates ops for a caller.
 _BETWEEN = {"tensorflow", "tfdist_ext", "ops", "backend"}
 
 
@@ -54,9 +54,9 @@ def line_of(op: tf.Operation) -> str:
 
 
 def is_of_keras(op: tf.Operation) -> bool:
-    """Whether Keras's own code has made an op, such as a regularizer's.
+    """Whether Keras's own code created an op, such as a regularizer's.
 
-    Of what `keras.ops` makes, who calls it counts.
+    For an op created in `keras.ops`, the caller counts.
     """
     frames: Any = op.traceback or ()
     for frame in reversed(list(frames)):
@@ -70,9 +70,9 @@ Pairs = list[tuple[tf.Tensor, Any]]
 
 
 def keras_step() -> Step | None:
-    """The step of a Keras loop at several ranks that is traced or run now.
+    """The step of a Keras loop on several ranks that is traced or run now.
 
-    None also where every rank computes on the whole batch.
+    None also if every rank computes on the global batch.
     """
     current = keras_loop_step()
     if current is None or current.checking or current.whole:
@@ -84,14 +84,14 @@ def keras_step() -> Step | None:
 
 
 def keras_loop_step() -> Step | None:
-    """The step of a Keras loop at several ranks, whatever it computes on."""
+    """The step of a Keras loop on several ranks, with any part of the batch."""
     collectives = collectives_lib.active()
     current = collectives.step if collectives else None
     return current if current is not None and current.weighted else None
 
 
 def share_of_rank() -> tf.Tensor:
-    """This rank's part of the step's samples, float32 in [0, 1]."""
+    """This rank's share of the step's samples, float32 in [0, 1]."""
     collectives = collectives_lib.active()
     assert collectives is not None and collectives.step is not None
     known = collectives.step.shares
@@ -104,7 +104,7 @@ def share_of_rank() -> tf.Tensor:
 
 
 def know_share(value: tf.Tensor) -> None:
-    """Says what `share` is where an exchange has told it."""
+    """Stores the value of `share_of_rank` if an exchange has computed it."""
     step = keras_loop_step()
     assert step is not None
     step.shares.setdefault(_graph_of_shares(), value)
@@ -117,10 +117,10 @@ def _graph_of_shares() -> int:
 
 
 def means_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The ranks' means of numbers, weighted by their samples.
+    """Means of scalars over the ranks, weighted by their samples.
 
     Args:
-        values: scalars; one of a rank without samples does not count.
+        values: scalars; the scalar of a rank without samples does not count.
     """
     collectives = collectives_lib.active()
     assert collectives is not None
@@ -129,13 +129,14 @@ def means_of(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
-    """This rank's part of a divisor of all ranks, by its part of the samples.
+    """Share of this rank in a divisor, divided by its share of the samples.
 
-    A sum that is divided by this rank's divisor, times this: the ranks'
-    average of that is divided by the divisor of all.
+    If each rank multiplies this by its sum divided by its own divisor, the
+    weighted average over the ranks is the total sum divided by the total
+    divisor.
 
     Args:
-        value: float32 scalar, this rank's part of a sum.
+        value: float32 scalar, this rank's part of the divisor.
     """
     collectives = collectives_lib.active()
     assert collectives is not None
@@ -145,14 +146,14 @@ def ratio_of_parts(value: tf.Tensor) -> tf.Tensor:
 
 
 def samples() -> tf.Tensor:
-    """float32 scalar, this rank's samples in the step."""
+    """Number of this rank's samples in the step, a float32 scalar."""
     collectives = collectives_lib.active()
     assert collectives is not None
     return collectives.samples()
 
 
 def dependence_in(step: Step) -> BatchDependence:
-    """What tells how tensors of a step depend on its batch."""
+    """Analysis of how tensors of a step depend on its batch."""
     if step.dependence is None:
         samples = tf.get_static_value(step.samples)
         step.dependence = BatchDependence(samples and int(samples))
@@ -163,7 +164,7 @@ def dependence_in(step: Step) -> BatchDependence:
 def kind_of(step: Step, value: tf.Tensor) -> Kind:
     """How a tensor depends on the batch.
 
-    Eager scalars do not tell what they are; they count as means.
+    Eager scalars have no graph to analyse; they count as means.
     """
     if tf.is_symbolic_tensor(value):
         return dependence_in(step).of(value)
@@ -178,10 +179,10 @@ def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
     """A scalar whose weighted mean over the ranks is one process's value.
 
     Args:
-        value: floating scalar of the step.
-        what: names the value in warnings.
+        value: floating-point scalar of the step.
+        what: name of the value in warnings.
     """
-    value = tf.convert_to_tensor(value)  # also of a variable of Keras
+    value = tf.convert_to_tensor(value)  # It may be a variable of Keras.
     step = keras_step()
     if step is None:
         return value
@@ -201,12 +202,12 @@ def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
 
 
 def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
-    """What to differentiate for a gradient that the ranks can average.
+    """Targets to differentiate for a gradient that the ranks can average.
 
     Args:
-        step: of a Keras loop.
-        target: of which the gradient is asked for; its elements are added up.
-        weight: the gradient by the target, None for 1.
+        step: step of a Keras loop.
+        target: tensor that is to be differentiated, summed over its elements.
+        weight: gradient by the target; None for 1.
 
     Returns:
         Tensors, and the gradients by them.
@@ -233,7 +234,7 @@ def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
 
 
 def _whole_weight(step: Step, weight: tf.Tensor) -> tf.Tensor:
-    """A gradient that a step gives to a tape, as one process gives it."""
+    """Output gradient of a tape as one process passes it."""
     kind = kind_of(step, weight)
     eager = not tf.is_symbolic_tensor(weight)
     if eager or kind.name in (ROWS, SAME, STATE):
@@ -256,7 +257,10 @@ def _whole(step: Step, value: tf.Tensor) -> Whole | None:
 
 
 def total_of(value: tf.Tensor) -> tf.Tensor:
-    """A sum over this rank's samples, to be averaged over the ranks."""
+    """Scales a sum over this rank's samples, to be averaged over the ranks.
+
+    The weighted average of the results is the sum over all samples.
+    """
     value = tf.math.divide_no_nan(value, tf.cast(share_of_rank(), value.dtype))
     if tf.is_symbolic_tensor(value):
         marks.set_dependence(value, MEAN)
@@ -264,11 +268,11 @@ def total_of(value: tf.Tensor) -> tf.Tensor:
 
 
 def warn_of_constants(step: Step) -> None:
-    """Names constants that may be this rank's samples, or one over them."""
+    """Warns of constants that may be this rank's samples, or one over them."""
     for op in dependence_in(step).by_constant:
         kind = kind_of(step, op.outputs[0])
         if kind.name == LINEAR and is_of_keras(op):
-            continue  # of an activity regularizer, by the batch's samples
+            continue  # An activity regularizer divides by the batch size.
         numbers = [each for each in map(number_of, op.inputs) if each]
         divides = op.type in QUOTIENTS
         number = f"{numbers[-1]:g}" if numbers else "a constant"
@@ -287,7 +291,7 @@ def warn_of_constants(step: Step) -> None:
 
 
 def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
-    """Names a layer of the user's whose result mixes samples of its rank."""
+    """Warns of a layer of the user that combines samples of its rank."""
     if type(layer).__module__.split(".")[0] in _KNOWN_LAYERS:
         return
     _warn_once(
@@ -301,7 +305,7 @@ def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
 
 
 def warn_of_shard(value: tf.Tensor) -> None:
-    """Names an op that computes a gradient from a part of another one."""
+    """Warns of an op that computes a gradient from a shard's gradient."""
     _warn_once(
         value.op,
         f"Op '{value.op.name}' ({line_of(value.op)}) makes a gradient from the "
@@ -321,7 +325,7 @@ _REMEDY = (
 
 
 def _warn(what: str, value: tf.Tensor, kind: Kind) -> None:
-    """Says what cannot be told to be a sum or a mean, once for each op."""
+    """Warns once for each op whose result is not known to be a sum or mean."""
     op = kind.cause
     if op is None:
         op = value.op
@@ -353,13 +357,13 @@ Rows = Any  # tf.Tensor or tf.RaggedTensor
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The rows of all ranks, in the order of the batch.
+    """Rows of all ranks, in the order of the batch.
 
     Attributes:
-        own: this rank's rows, of which they are gathered.
-        rows: those of all ranks.
-        sizes: int64 `[world_size]`, how many each rank has.
-        rank: of this process.
+        own: this rank's rows.
+        rows: the rows of all ranks.
+        sizes: int64 `[world_size]`, number of rows of each rank.
+        rank: rank of this process.
     """
 
     own: Rows
@@ -368,11 +372,11 @@ class Gathered:
     rank: int
 
     def first(self) -> tf.Tensor:
-        """int64 scalar, which row is the first of this rank."""
+        """Index of the first row of this rank, an int64 scalar."""
         return tf.reduce_sum(self.sizes[: self.rank])
 
     def share(self) -> tf.Tensor:
-        """This rank's part of the rows, float32 in [0, 1]."""
+        """This rank's share of the rows, float32 in [0, 1]."""
         sizes = tf.cast(self.sizes, tf.float32)
         return tf.math.divide_no_nan(sizes[self.rank], tf.reduce_sum(sizes))
 
@@ -383,13 +387,13 @@ def gather(
     """Gathers rows of several tensors, if possible in one exchange.
 
     Args:
-        collectives: of the strategy; all ranks must call.
+        collectives: collectives of the strategy; all ranks must call this.
         tensors: dense `[n, ...]` with the same n, or ragged, of any dtype
             that `exchanges.can_gather`; n may differ between the ranks.
         label: names the exchange in errors and statistics.
 
     Returns:
-        What is gathered of each, in order.
+        The gathered rows of each tensor, in order.
     """
     agree(collectives, [f"{label} of {_kinds(tensors)}"])
     packed = [i for i, x in enumerate(tensors) if _is_packed(x)]
@@ -420,7 +424,7 @@ def _is_packed(x: Rows) -> bool:
 def _gather_packed(
     collectives: Collectives, tensors: Sequence[tf.Tensor], label: str
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Gathers dense tensors side by side, as the bytes of their rows."""
+    """Gathers dense tensors in one exchange, as the bytes of their rows."""
     if len(tensors) == 1:
         rows, sizes = exchanges.all_gather(collectives, tensors[0], label)
         return [rows], sizes
@@ -435,7 +439,7 @@ def _gather_packed(
 
 
 def _row_elements(x: tf.Tensor) -> int | tf.Tensor:
-    """How many elements a row has, static where it is known."""
+    """Number of elements of a row; an int if it is static."""
     if x.shape.rank is not None and None not in x.shape[1:]:
         return functools.reduce(operator.mul, x.shape[1:], 1)
     return tf.reduce_prod(tf.shape(x)[1:])
@@ -446,14 +450,14 @@ def _row_bytes(x: tf.Tensor) -> int | tf.Tensor:
 
 
 def _bytes_of(x: tf.Tensor) -> tf.Tensor:
-    """uint8 `[n, bytes of a row]`."""
+    """Bytes of a tensor's rows, uint8 `[n, bytes of a row]`."""
     narrow = x.dtype == tf.bool or x.dtype.size == 1
     codes = tf.cast(x, tf.uint8) if narrow else tf.bitcast(x, tf.uint8)
     return tf.reshape(codes, [tf.shape(x)[0], _row_bytes(x)])
 
 
 def _from_bytes(codes: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """The rows whose bytes `_bytes_of` has given."""
+    """Inverse of `_bytes_of` for a tensor like `like`."""
     shape = tf.concat([tf.shape(codes)[:1], tf.shape(like)[1:]], 0)
     if like.dtype == tf.bool or like.dtype.size == 1:
         rows = tf.cast(tf.reshape(codes, shape), like.dtype)
@@ -465,23 +469,23 @@ def _from_bytes(codes: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def static_row_bytes(x: Rows) -> int:
-    """Bytes of a row, 0 where that is not known before a step runs."""
+    """Bytes of a row; 0 if they are unknown before a step runs."""
     if not _is_packed(x) or None in x.shape[1:]:
         return 0
     return int(_row_bytes(x))
 
 
 def connected(found: Gathered, exchanged: bool = False) -> Rows:
-    """The gathered rows; their gradient is that of this rank's own rows.
+    """The gathered rows, with gradients to this rank's own rows.
 
-    Each use of rows that are gathered once is connected for itself, so that
-    every tape that records sees it.
+    Rows are gathered once, but each use is connected separately, so that
+    every recording tape records it.
 
     Args:
-        found: floating rows, or others, which have no gradient.
-        exchanged: whether the ranks compute different things from the rows.
-            Their gradients are summed then, which is an exchange; otherwise
-            they are equal.
+        found: gathered rows; only floating-point rows have a gradient.
+        exchanged: whether the ranks compute different values from the rows.
+            Their gradients are then summed in an exchange. Otherwise the
+            gradients are equal.
     """
     own, rows = found.own, found.rows
     if not own.dtype.is_floating:
@@ -498,8 +502,8 @@ def connected(found: Gathered, exchanged: bool = False) -> Rows:
 def _connected(
     own: tf.Tensor, rows: tf.Tensor, first: tf.Tensor, exchanged: bool
 ) -> tf.Tensor:
-    # Ranks average their gradients by their shares in Keras's loops, and sum
-    # them elsewhere.
+    # Ranks average gradients, weighted by their shares, in Keras's loops.
+    # Elsewhere they sum gradients.
     share = share_of_rank() if keras_step() else None
     start = tf.cast(first, tf.int64)
 
@@ -521,11 +525,11 @@ def _connected(
 
 
 def _sum_of_all(upstream: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """What the rows are to the ranks together."""
+    """Gradient by the rows, summed over the ranks."""
     collectives = collectives_lib.active()
     assert collectives is not None
     if share is not None:
-        # Of a rank without samples, no number counts.
+        # A rank without samples contributes zero, even for a NaN.
         share = tf.cast(share, upstream.dtype)
         upstream = tf.math.multiply_no_nan(upstream, share)
     return collectives.all_reduce([upstream], "losses/gradients")[0]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a function of sums and means over samples for the whole batch.
+"""Computes functions of sums and means over samples for the global batch.
 
 A loss such as `sqrt(reduce_mean(errors))` or `sum(x * m) / sum(m)` is not the
-average of what the ranks compute. Its value over the whole batch is: the ops
-between its reductions over the batch and the loss run once more, in a copy,
-on the reductions of all ranks. Where a reduction depends on another one (a
+average of the ranks' losses. To compute it for the global batch, the ops
+between its reductions over the batch and the loss are copied, and the copies
+get the reductions of all ranks. If a reduction depends on another one (a
 variance on a mean), there are several levels, each with one exchange.
 
     rank 0 has 4 samples, rank 1 has 2
     loss = sqrt(reduce_mean(errors))
     copy = sqrt(all_reduce(reduce_mean(errors)))       equal on both ranks
 
-The gradient follows the same way back. Every rank differentiates its share
-of the value, so that the sum over the ranks is the gradient; the gradient of
-an all-reduce is an all-reduce.
+The gradient is computed in the opposite direction. Every rank differentiates
+its share of the value, so that the sum over the ranks is the gradient. The
+gradient of an all-reduce is an all-reduce.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LABEL = "batch/reductions"
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A value of the whole batch.
+    """A value of the global batch.
 
     Attributes:
         value: the tensor; equal on all ranks if it has no batch axis.
@@ -63,8 +63,8 @@ class Whole:
         """Gradients by the leaves, to be averaged over the ranks by samples.
 
         Args:
-            upstream: the gradient by the value, None for 1.
-            share: this rank's part of the samples of all ranks.
+            upstream: the gradient by the value; None for 1.
+            share: fraction of all ranks' samples that this rank has.
 
         Returns:
             For each leaf a tensor, or None if the value does not depend on it.
@@ -88,10 +88,10 @@ class Whole:
 
 
 class WholeValues:
-    """Makes whole values of a step, each once.
+    """Computes values of the global batch in a step, each once.
 
     Args:
-        dependence: of the step's tensors.
+        dependence: analysis of the step's tensors.
     """
 
     def __init__(self, dependence: BatchDependence) -> None:
@@ -101,15 +101,15 @@ class WholeValues:
     def of(
         self, value: tf.Tensor, share: tf.Tensor, collectives: Collectives
     ) -> Whole | None:
-        """The value over the whole batch.
+        """The value for the global batch.
 
         Args:
-            value: COUPLED or LINEAR, of the graph that is being traced.
-            share: this rank's part of the samples of all ranks.
-            collectives: of the strategy.
+            value: COUPLED or LINEAR tensor of the graph that is being traced.
+            share: fraction of all ranks' samples that this rank has.
+            collectives: collectives of the strategy.
 
         Returns:
-            None if an op on the way cannot be copied.
+            The value, or None if an op that computes it cannot be copied.
         """
         key = id(value.graph), value.name
         if key not in self._made:
@@ -121,19 +121,19 @@ class WholeValues:
 
 
 class _Region:
-    """The ops from the reductions over the batch to a value.
+    """The ops between the reductions over the batch and a value.
 
     Args:
         value: see `WholeValues.of`.
-        dependence: of the step's tensors.
+        dependence: analysis of the step's tensors.
     """
 
     def __init__(self, value: tf.Tensor, dependence: BatchDependence) -> None:
         self._target = value
         self._dependence = dependence
-        self._ops: dict[str, tf.Operation] = {}  # to be copied
-        self._cuts: dict[str, tf.Tensor] = {}  # to be reduced over the ranks
-        self._leaves: dict[str, tf.Tensor] = {}  # taken as they are
+        self._ops: dict[str, tf.Operation] = {}  # are copied
+        self._cuts: dict[str, tf.Tensor] = {}  # are reduced over the ranks
+        self._leaves: dict[str, tf.Tensor] = {}  # are used unchanged
         self._levels: dict[str, int] = {}
         self._whole: dict[str, tf.Tensor] = {}
         self._collect()
@@ -159,7 +159,7 @@ class _Region:
                 self._leaves[tensor.name] = tensor
 
     def can_be_copied(self) -> bool:
-        """Whether all ops are pure functions, with gradients of their own."""
+        """Whether all ops are pure functions, without custom gradients."""
         here = tf.compat.v1.get_default_graph()
         return self._target.graph is here and not any(
             op.op_def.is_stateful or internals.OWN_GRADIENT in op.node_def.attr
@@ -167,7 +167,7 @@ class _Region:
         )
 
     def whole(self, share: tf.Tensor, collectives: Collectives) -> Whole:
-        """Exchanges and copies level by level."""
+        """Exchanges reductions and copies ops, level by level."""
         level = self._level_of(self._target)
         last = max(self._levels.values(), default=0)
         has_rows = self._dependence.of(self._target).axis is not None
@@ -177,15 +177,15 @@ class _Region:
                 for name, cut in self._cuts.items()
                 if self._levels[name] == each
             ]
-            # A reduction that rows depend on has another gradient on each
-            # rank. One that only the final value depends on has the same.
+            # If rows depend on a reduction, its gradient differs between
+            # ranks. If only the final value does, the gradient is equal.
             inner = each < level or has_rows
             self._exchange(cuts, inner, share, collectives)
         (value,) = self._copies([self._target])
         return Whole(value, list(self._leaves.values()), has_rows)
 
     def _level_of(self, value: tf.Tensor) -> int:
-        """How many exchanges one after the other a tensor takes."""
+        """Number of successive exchanges that a tensor depends on."""
         levels: dict[str, int] = {}
         order = [
             op for op in value.graph.get_operations() if op.name in self._ops
@@ -212,7 +212,7 @@ class _Region:
         share: tf.Tensor,
         collectives: Collectives,
     ) -> None:
-        """Reduces tensors over the ranks, in one exchange of a kind."""
+        """Reduces tensors over the ranks, in one exchange per reduction."""
         local = self._copies(cuts)
         by_reduction: dict[str, list[int]] = {}
         for i, cut in enumerate(cuts):
@@ -226,7 +226,7 @@ class _Region:
                 self._whole[cuts[i].name] = total
 
     def _copies(self, wanted: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The same tensors, computed from what is of the whole batch."""
+        """Copies of tensors, computed from values of the global batch."""
         known = {**self._leaves, **self._whole}
         missing = [t for t in wanted if t.name not in known]
         if not missing:
@@ -260,14 +260,14 @@ def _import(
     """Copies ops within a graph.
 
     Args:
-        graph: the one that is being traced.
-        names: of the ops.
-        inputs: what the copies take instead of the tensors of these names.
-        wanted: tensors to be copied.
+        graph: the graph that is being traced.
+        names: names of the ops.
+        inputs: replacements of the ops' inputs, by the names of the inputs.
+        wanted: tensors whose copies are returned.
     """
     whole = graph.as_graph_def()
-    # Without the library: the graph has its functions, and TensorFlow would
-    # replace and then delete them, as they would have the same names.
+    # The function library is left out. The graph has these functions, and
+    # TensorFlow would replace and then delete functions of the same names.
     part = tf.compat.v1.GraphDef(versions=whole.versions)
     for node in whole.node:
         if node.name in names:
@@ -294,10 +294,10 @@ class _Reduction:
 
     Attributes:
         how: SUM, MEAN (weighted by samples) or an op type.
-        inner: whether gradients by the results differ between the ranks, and
-            are to be summed over them.
-        share: this rank's part of the samples.
-        collectives: of the strategy.
+        inner: whether gradients by the results differ between the ranks, so
+            that they are summed over the ranks.
+        share: fraction of all ranks' samples that this rank has.
+        collectives: collectives of the strategy.
     """
 
     how: str
@@ -336,7 +336,7 @@ class _Reduction:
         ]
 
     def _of_gathered(self, value: tf.Tensor) -> tf.Tensor:
-        """Reduces the results of all ranks by the same op."""
+        """Gathers the results of all ranks and reduces them by the same op."""
         again, rank = _REDUCE_AGAIN[self.how], self.collectives.group.rank
 
         @tf.custom_gradient
