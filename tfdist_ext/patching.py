@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts stages around methods of TensorFlow and Keras, and removes them again.
+"""Replaces functions of TensorFlow and Keras, and restores them.
 
 The table of `tfdist_ext.hooks` lists all attributes that this package replaces.
-They are replaced while an object that needs it is there: `hold` says so, and
-`release`, or the end of the object, takes it back. With nothing held, Keras and
-TensorFlow are as they were before.
+An attribute is replaced as long as an object needs it: `hold` registers the
+object. `release`, or the deletion of the object, removes the registration.
+Without registered objects Keras and TensorFlow are unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StageFn = Callable[..., Any]
 
 
 class Need(enum.Enum):
-    """What attributes are replaced for."""
+    """Reasons to replace attributes."""
 
     STRATEGY = "an open strategy"
     RANKS = "an open strategy of several ranks"
@@ -41,11 +41,12 @@ class Need(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A function through which calls go while it is needed.
+    """A function that is called instead of a replaced one.
 
     Attributes:
-        call: takes the function that it stands around, then the arguments.
-        needs: it is in use while one of these is held.
+        call: function of the inner function (the next stage, or the original)
+            and the arguments of the call.
+        needs: the stage is active while an object is held for one of these.
     """
 
     call: StageFn
@@ -53,25 +54,25 @@ class Stage:
 
 
 def stage(call: StageFn, *needs: Need) -> Stage:
-    """A stage that is in use while one of these needs is held."""
+    """A stage that is active while one of these needs is held."""
     return Stage(call, frozenset(needs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """An attribute that this package replaces, and by what.
+    """An attribute that this package replaces, and its stages.
 
     Attributes:
         owner: a class or a module.
-        name: of its attribute.
-        why: what does not work without it.
-        upstream: what would make it unnecessary.
-        stages: calls go through these, the first one first.
-        plain: whether AutoGraph is to call it as it is. What it calls is then
-            converted, or not, as before.
-        subclasses: if given, the attribute is replaced in the classes that
-            come from the owner and have their own, also in those that are
-            defined later, if this is true of them; not in the owner.
+        name: name of the attribute.
+        why: what does not work without the hook.
+        upstream: a change of Keras or TensorFlow that would replace the hook.
+        stages: stages of a call, the outermost first.
+        plain: whether AutoGraph calls the stages without conversion. Functions
+            that they call are then converted, or not, as without the hook.
+        subclasses: if given, the attribute is replaced in subclasses of the
+            owner that define it and for which this function returns True,
+            also in subclasses that are defined later; not in the owner.
     """
 
     owner: Any
@@ -92,16 +93,17 @@ def hook(
     plain: bool = False,
     subclasses: Callable[[type[Any]], bool] | None = None,
 ) -> Hook:
-    """An attribute, and the stages that it gets: see `Hook`."""
+    """Creates a `Hook`."""
     return Hook(owner, name, why, upstream, stages, plain, subclasses)
 
 
 def hold(need: Need, holder: Any) -> None:
-    """Replaces what an object needs, until it is released or gone.
+    """Replaces what an object needs, until it is released or deleted.
 
     Args:
-        need: what for.
-        holder: any object that can be referenced weakly; twice is once.
+        need: reason to replace attributes.
+        holder: any object that can be referenced weakly. A second call with
+            the same object has no effect.
     """
     with _lock:
         holders = _holders.setdefault(need, {})
@@ -115,7 +117,7 @@ def hold(need: Need, holder: Any) -> None:
 
 
 def release(holder: Any) -> None:
-    """Takes back all that was held for an object."""
+    """Ends all needs of an object."""
     with _lock:
         for need, holders in _holders.items():
             if id(holder) in holders:
@@ -124,14 +126,14 @@ def release(holder: Any) -> None:
 
 
 def extend(owner: type[Any], name: str, added: Stage) -> None:
-    """Puts a stage around a method of a class that is known only now.
+    """Adds a stage to a method of a class that is not in the table.
 
-    It stands there as long as what it needs is held.
+    The stage is active while one of its needs is held.
 
     Args:
         owner: the class.
-        name: of its method.
-        added: the stage; twice is once.
+        name: name of the method.
+        added: the stage. A second call with the same stage has no effect.
     """
     with _lock:
         patch = _patches.get((id(owner), name))
@@ -142,10 +144,10 @@ def extend(owner: type[Any], name: str, added: Stage) -> None:
 
 @dataclasses.dataclass
 class _Target:
-    """What one function that was put in place calls; it keeps its patch.
+    """The function that an installed function calls; references its patch.
 
-    Each has its own: who kept a function from before still calls what it stood
-    around then.
+    Each installed function has its own target. Code that stored an earlier
+    installed function still calls the original of that time.
     """
 
     patch: _Patch
@@ -153,7 +155,7 @@ class _Target:
 
 
 class _Patch:
-    """One attribute, and the stages that stand around it."""
+    """One replaced attribute and its stages."""
 
     def __init__(
         self, owner: Any, name: str, plain: bool, stages: Sequence[Stage]
@@ -168,8 +170,8 @@ class _Patch:
         owner, name = self.owner, self.name
         found = getattr(owner, name, None)
         if found is None and hasattr(builtins, name):
-            # A module has its own in place of Python's, which others may
-            # replace too.
+            # The module gets an attribute in place of a builtin function,
+            # which other code may replace as well.
             return lambda *args: getattr(builtins, name)(*args)
         bound = inspect.ismethod(found)
         if self._own is not _ABSENT or not isinstance(owner, type) or bound:
@@ -177,8 +179,8 @@ class _Patch:
         if found is None:
             return None
 
-        # What it comes from may have a patch of its own. A stage may call it
-        # with what only resembles an instance.
+        # The base class may have a patch of its own. A stage may pass an
+        # object that is no instance of the class.
         @functools.wraps(found)
         def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, owner):
@@ -188,12 +190,12 @@ class _Patch:
         return inherited
 
     def use(self, needed: set[Need]) -> None:
-        """Lets calls go through the stages for what is needed."""
+        """Activates the stages of the needs that are held."""
         used = [each for each in self._stages if each.needs & needed]
         if used == self._used:
             return
         new = self._installed is None
-        if new:  # another library may have replaced it since the last time
+        if new:  # Another library may have replaced the attribute meanwhile.
             self._own = vars(self.owner).get(self.name, _ABSENT)
             self._original = self._find_original()
         call = self._original
@@ -222,8 +224,8 @@ class _Patch:
         setattr(self.owner, self.name, self._installed)
 
     def _remove(self) -> None:
-        # Where another library has replaced it since, that calls this still,
-        # which calls the original.
+        # If another library has replaced the attribute since, its function
+        # still calls this one, which calls the original.
         if vars(self.owner).get(self.name) is not self._installed:
             return
         self._installed = None
@@ -246,14 +248,14 @@ def _around(call: StageFn, inner: Any) -> Any:
 
 
 class _Subclasses:
-    """A method in the classes that come from one, now and later."""
+    """A replaced method in the subclasses of a class, also in later ones."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
         self._installed = False
 
     def use(self, needed: set[Need]) -> None:
-        """Lets calls go through the stages for what is needed."""
+        """Activates the stages of the needs that are held."""
         wanted = any(each.needs & needed for each in self._hook.stages)
         if wanted != self._installed:
             self._installed = wanted
@@ -293,8 +295,8 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
 
 _lock = threading.RLock()
 _holders: dict[Need, dict[int, weakref.finalize[Any, Any]]] = {}
-# By the owner's id and the name. The function that a patch has put in its place
-# keeps it, and the table those that are listed there.
+# Patches by the id of the owner and the name. A patch is referenced by its
+# installed function, or by the table.
 _patches: weakref.WeakValueDictionary[tuple[int, str], _Patch] = (
     weakref.WeakValueDictionary()
 )
@@ -323,15 +325,15 @@ def _forget(need: Need, holder: int) -> None:
 
 
 class _Update:
-    """Whether `_update` runs, and is to run once more."""
+    """Whether `_update` is running, and whether it must run once more."""
 
     running = False
     again = False
 
 
 def _update() -> None:
-    # An object whose end the garbage collector notes meanwhile asks for it
-    # again, within this call.
+    # The garbage collector may delete a holder during this call, and call
+    # this function again from within it.
     _Update.again = True
     if _Update.running:
         return

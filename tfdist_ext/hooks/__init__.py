@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes of TensorFlow and Keras that this package replaces."""
+"""Table of the attributes of TensorFlow and Keras that are replaced."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is replaced around files: models, checkpoints, callbacks, exports."""
+"""Hooks for files: models, checkpoints, callbacks and exports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ keras = tf.keras
 
 STRATEGY, RANKS, TABLES = Need.STRATEGY, Need.RANKS, Need.TABLES
 
-# What would make a row unnecessary.
+# Changes of Keras or TensorFlow that would replace a hook.
 _SAVING = "a hook of Keras around what writes and reads files, for strategies"
 _CHECKPOINT = "a hook of TensorFlow's checkpoints, for partitioned variables"
 _EXPORT = "a hook of SavedModels for what cannot be served as it is"
@@ -31,7 +31,7 @@ _CALLBACKS = "callbacks of Keras 3 that know of several workers"
 
 
 def rows() -> list[Hook]:
-    """The rows for the Keras that is in use."""
+    """Hooks for files, for the installed version of Keras."""
     return [
         *_writers(),
         *_readers(),
@@ -43,7 +43,7 @@ def rows() -> list[Hook]:
 
 
 def _writers() -> list[Hook]:
-    """What writes Keras's files of models and weights."""
+    """Hooks of functions that write Keras's files of models and weights."""
     saving = names.SavingModules()
     files, folders = saving.files, saving.folders
     if KERAS_3:
@@ -77,7 +77,7 @@ def _writers() -> list[Hook]:
 
 
 def _readers() -> list[Hook]:
-    """What reads them."""
+    """Hooks of functions that read Keras's files of models and weights."""
     saving = names.SavingModules()
     files, hdf5, folders = saving.files, saving.hdf5, saving.folders
     read, refuse = keras_files.read_on_all_ranks, keras_files.refuse_tables
@@ -96,7 +96,7 @@ def _readers() -> list[Hook]:
         (files, "load_weights_only", read),
         (hdf5, "load_weights_from_hdf5_group", refuse),
         (hdf5, "load_weights_from_hdf5_group_by_name", refuse),
-        # They look whether there is a file, before any of the above.
+        # These check first whether the file exists.
         *((module, "load_model", read) for module in names.public_readers()),
         (keras.Model, "load_weights", read),
         (keras.optimizers.Optimizer, "load_own_variables", slots),
@@ -129,7 +129,7 @@ def _copies() -> list[Hook]:
 
 
 def _checkpoints() -> list[Hook]:
-    """Checkpoints of TensorFlow."""
+    """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
     why = "Each rank writes and reads its shards; all end alike."
     rows = []
@@ -206,7 +206,7 @@ def _callbacks() -> list[Hook]:
 
 
 def _exports() -> list[Hook]:
-    """SavedModels and TFLite."""
+    """Hooks of exports as SavedModels and TFLite models."""
     module = internals.saved_model_save
     served = "Models with tables are exported with ops of TensorFlow only."
     export = [stage(exporting.export_archive, TABLES)]

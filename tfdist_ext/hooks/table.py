@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all that this package replaces in TensorFlow and Keras.
+"""Table of all attributes of TensorFlow and Keras that this package replaces.
 
-`patching` installs a row while something needs it and restores the original
-afterwards. Calls go through the stages of a row in the order given, then to the
-original. The rows here are those of training; `files` has those around files.
+`patching` installs a hook while an object needs it and restores the original
+afterwards. A call runs the stages of a hook in the given order, then the
+original. This module has the hooks of training; `files` has those of files.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ STRATEGY, RANKS, TABLES = Need.STRATEGY, Need.RANKS, Need.TABLES
 _place_first = loops.place_first(model_plan.layers_of, model_plan.place)
 _place_built = loops.place_built(model_plan.place)
 
-# What would make a row unnecessary.
+# Changes of Keras or TensorFlow that would replace a hook.
 _LOOP = "a hook of Keras around its loops, for strategies"
 _STEP = "a hook of Keras around losses and metrics, for strategies"
 _OPTIMIZER = "a hook of Keras's optimizers around updates, for strategies"
 
 
 def training_rows() -> list[Hook]:
-    """The rows for the Keras that is in use."""
+    """Hooks of training, for the installed version of Keras."""
     return [
         hook(
             internals.autograph_conversion,
@@ -76,7 +76,7 @@ def training_rows() -> list[Hook]:
 
 
 def _loops() -> list[Hook]:
-    """`fit`, `evaluate`, `predict` and their steps on batches."""
+    """Hooks of `fit`, `evaluate` and `predict`."""
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     compare_settings = stage(loops.compare_settings, STRATEGY)
@@ -130,7 +130,7 @@ def _loops() -> list[Hook]:
 
 
 def _functions() -> list[Hook]:
-    """What makes and calls the functions of the loops."""
+    """Hooks of methods that create or call the functions of the loops."""
     model = keras.Model
     (compiles, *_) = (c for c in model.__mro__ if "compile" in vars(c))
     return [
@@ -164,7 +164,7 @@ def _functions() -> list[Hook]:
 
 
 def _batches() -> list[Hook]:
-    """Steps on batches of the caller's, and how models are traced."""
+    """Hooks of steps on batches of the caller, and of tracing."""
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     in_scope = stage(before_training.in_scope, STRATEGY)
@@ -223,7 +223,7 @@ def _batches() -> list[Hook]:
 
 
 def _steps() -> list[Hook]:
-    """What a step calls: layers, losses, metrics, gradients."""
+    """Hooks of layers, losses and gradients in a step."""
     loss = [stage(steps.call_loss, STRATEGY)]
     if not KERAS_3:
         loss.append(stage(steps.allow_means, STRATEGY))
@@ -478,8 +478,9 @@ def _layers() -> list[Hook]:
 
 
 def table() -> list[Hook]:
-    """All rows, for the Keras that is in use.
+    """All hooks, for the installed version of Keras.
 
-    Owners and originals are those of now: nothing is to be replaced yet.
+    Must be called before the first attribute is replaced, because hooks
+    contain the owners and originals at the time of the call.
     """
     return [*training_rows(), *files.rows()]
