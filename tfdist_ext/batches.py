@@ -20,8 +20,8 @@ def names_of(nest: Nest) -> list[str]:
     """A name such as `0/user` for each value, in the order of `tf.nest`.
 
     Args:
-        nest: of dicts, tuples and lists. Values of other containers have
-            their number only.
+        nest: nest of dicts, tuples and lists. With other containers the names
+            are the indices of the values.
     """
     names = list(_names(nest, ""))
     count = len(tf.nest.flatten(nest))
@@ -51,15 +51,15 @@ REMEDY = (
 
 
 def check_lengths(values: Nest, what: str) -> None:
-    """Refuses values of a batch whose numbers of samples differ.
+    """Rejects values of a batch whose numbers of samples differ.
 
     Args:
-        values: tensors of a batch, eager or of a graph, or what describes
-            them. What is not known (of a dynamic shape) passes.
-        what: they are, for the error.
+        values: tensors of a batch, eager or symbolic, or their specs. Values
+            with a dynamic number of samples are not checked.
+        what: name of the batch, for the error.
 
     Raises:
-        ValueError: naming the values and their shapes.
+        ValueError: the error names the values and their shapes.
     """
     sizes = {}
     names = names_of(values)
@@ -75,14 +75,14 @@ def check_lengths(values: Nest, what: str) -> None:
 
 
 def check_sizes(names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Refuses a batch whose values have different numbers of samples.
+    """Rejects a batch whose values have different numbers of samples.
 
     Args:
-        names: of the values.
-        sizes: of the values, -1 of a scalar.
+        names: names of the values.
+        sizes: numbers of samples of the values; -1 for a scalar.
 
     Raises:
-        ValueError: naming the values and their sizes.
+        ValueError: the error names the values and their sizes.
     """
     if len({size for size in sizes if size >= 0}) > 1:
         pairs = zip(names, sizes, strict=True)
@@ -91,23 +91,23 @@ def check_sizes(names: Sequence[str], sizes: Sequence[int]) -> None:
 
 
 def size_of(value: Any) -> tf.Tensor:
-    """int64 scalar, the samples of a value in a graph, -1 of a scalar."""
+    """Number of samples of a value, an int64 scalar; -1 for a scalar value."""
     if isinstance(value, tf.SparseTensor):
         return value.dense_shape[0]
-    if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+    if hasattr(value, "nrows"):  # RaggedTensor and PrefetchedIds.
         return tf.cast(value.nrows(), tf.int64)
     if not isinstance(value, tf.Tensor) or value.shape.rank == 0:
         return tf.constant(-1, tf.int64)
-    # Of an unknown rank it may be a scalar.
+    # A tensor of unknown rank may be a scalar.
     return tf.concat([tf.shape(value, tf.int64), [-1]], 0)[0]
 
 
 def error_of_lengths(what: str, shapes: dict[str, Any]) -> str:
-    """The text of the refusal.
+    """Error message for different numbers of samples.
 
     Args:
-        what: the values are.
-        shapes: of the values, by name.
+        what: name of the batch.
+        shapes: shapes of the values by their names.
     """
     listed = ", ".join(f"'{n}' {_text(s)}" for n, s in list(shapes.items())[:8])
     return (
@@ -117,7 +117,7 @@ def error_of_lengths(what: str, shapes: dict[str, Any]) -> str:
 
 
 def _static_size(value: Any) -> int | None:
-    """The first dimension of a value, None if unknown or a scalar."""
+    """First dimension of a value; None if it is unknown or a scalar."""
     if value is None or isinstance(value, tf.OptionalSpec):
         return None
     shape = getattr(value, "shape", None)
@@ -133,14 +133,14 @@ def _text(shape: Any) -> str:
 
 
 def copied(value: tf.Tensor) -> tf.Tensor:
-    """A tensor of rank 1 or more, in new memory."""
-    # Not DeepCopy: it counts as stateful, and an iterator of a dataset with
-    # such an op cannot be saved in a checkpoint.
+    """A copy of a tensor of rank 1 or more, in new memory."""
+    # DeepCopy counts as stateful, and an iterator of a dataset with a
+    # stateful op cannot be saved in a checkpoint.
     return tf.roll(value, shift=0, axis=0)
 
 
 def in_own_memory(batch: Nest) -> Nest:
-    """A batch whose tensors share no memory with a user's arrays."""
+    """A copy of a batch that shares no memory with arrays of the user."""
     flat = tf.nest.flatten(batch, expand_composites=True)
     return tf.nest.pack_sequence_as(
         batch,
@@ -157,13 +157,13 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
     """Samples `[rank * n // W, (rank + 1) * n // W)` of a batch of n.
 
     Args:
-        batch: of tensors, RaggedTensors, SparseTensors and `PrefetchedIds`;
-            scalars are passed on whole.
-        rank: whose samples.
+        batch: nest of tensors, RaggedTensors, SparseTensors and
+            `PrefetchedIds`; scalars are returned unchanged.
+        rank: rank whose samples are returned.
         world_size: W.
 
     Returns:
-        A nest like `batch`, in memory of its own.
+        A nest like `batch`, in new memory.
     """
     flat = tf.nest.flatten(batch)
     kinds: dict[int, int] = {}
@@ -171,7 +171,7 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
         kind = _kind(value)
         if kind is not None:
             kinds[i] = kind
-        elif hasattr(value, "nrows"):  # PrefetchedIds
+        elif hasattr(value, "nrows"):  # PrefetchedIds.
             samples = value.nrows()
             start = rank * samples // world_size
             flat[i] = rows(value, start, (rank + 1) * samples // world_size)
@@ -190,14 +190,14 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
 
 
 def _kind(value: Any) -> int | None:
-    """What `batch_ops` calls it; None of what is no batch of tensors."""
+    """Code of a value in `collective_ops`; None if it is not sliced there."""
     if isinstance(value, tf.SparseTensor):
         return collective_ops.SPARSE
     if isinstance(value, tf.RaggedTensor):
         return len(value.nested_row_splits)
     if isinstance(value, tf.Tensor) and not _is_scalar(value):
         return collective_ops.DENSE
-    return None  # a scalar, PrefetchedIds, or an Optional: Keras's None
+    return None  # A scalar, PrefetchedIds, or an Optional for Keras's None.
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
@@ -211,7 +211,7 @@ def _parts(value: Any) -> list[tf.Tensor]:
 def _like(
     value: Any, parts: list[tf.Tensor], rank: int, world_size: int
 ) -> Any:
-    """Samples of a rank as the same kind of value that they were in."""
+    """Converts slices of the parts of a value to the type of the value."""
     if isinstance(value, tf.RaggedTensor):
         return tf.RaggedTensor.from_nested_row_splits(
             parts[0], parts[1:], validate=False
@@ -228,7 +228,7 @@ def _like(
 
 
 def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    """Rows `[start, stop)` of a value, in memory of their own.
+    """Rows `[start, stop)` of a value, in new memory.
 
     Args:
         value: Tensor, RaggedTensor or `PrefetchedIds`.
@@ -236,7 +236,7 @@ def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
         stop: integer scalar.
     """
     if isinstance(value, tf.RaggedTensor):
-        # As TensorFlow slices it, but for the copy: it subtracts in place.
+        # The copy is needed because TensorFlow subtracts in place.
         splits = copied(value.row_splits[start : stop + 1])
         return tf.RaggedTensor.from_row_splits(
             rows(value.values, splits[0], splits[-1]),
@@ -254,7 +254,7 @@ def _size_of_slice(samples: int, rank: int, world_size: int) -> int:
 def _with_static_shape(
     value: tf.SparseTensor, shape: list[int | None]
 ) -> tf.SparseTensor:
-    # The static shape of a SparseTensor is read off its dense_shape.
+    # The static shape of a SparseTensor is derived from its dense_shape.
     parts = [
         value.dense_shape[i] if size is None else tf.constant(size, tf.int64)
         for i, size in enumerate(shape)
@@ -263,14 +263,14 @@ def _with_static_shape(
 
 
 def empty_like(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Endless batches of zero samples, shaped like the dataset's.
+    """Infinite batches of zero samples, with the specs of a dataset.
 
     Args:
-        dataset: of tensors, RaggedTensors, SparseTensors, Keras's None and
-            values whose spec has `empty()`, as `PrefetchedIds`.
+        dataset: dataset of tensors, RaggedTensors, SparseTensors, Keras's
+            None and values whose spec has `empty()`, such as `PrefetchedIds`.
 
     Raises:
-        ValueError: at a tensor of unknown rank.
+        ValueError: a tensor has an unknown rank.
     """
     elements = tf.nest.map_structure(_empty, dataset.element_spec)
     return tf.data.Dataset.from_tensors(elements).repeat()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is used of Keras that its public API does not tell, of either Keras."""
+"""Private parts of Keras that this package uses, in Keras 3 and tf_keras."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import tensorflow as tf
 
 keras = tf.keras
 
-# tf.keras of tf_keras has no __version__; `ops` came with Keras 3.
+# tf_keras has no __version__ in tf.keras; `ops` exists since Keras 3.
 KERAS_3 = hasattr(keras, "ops")
 
 _MODULES = ("keras.", "tf_keras.")
-# What is between an assignment and the code that it is in.
+# Modules between an assignment of a variable and the code that assigns it.
 _ASSIGNING = (
     "tensorflow.",
     "tfdist_ext.",
@@ -32,7 +32,7 @@ _ASSIGNING = (
     "functools",
 )
 
-# Methods that this package wraps.
+# Methods that this package replaces; their classes are in the comments.
 LOOPS = ("fit", "evaluate", "predict")  # Model
 BUILD_BY_SHAPES = "_maybe_symbolic_build"  # Model, Keras 3
 UPDATE_AVERAGES = "_update_model_variables_moving_average"  # Optimizer
@@ -42,32 +42,32 @@ LOG_WEIGHTS = "_log_weights"  # TensorBoard
 WRITE_BACKUP = "_save_model"  # BackupAndRestore, Keras 3
 SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
 
-# An argument of `evaluate` that tells it is called by `fit`.
+# Argument of `evaluate` that is set if `fit` calls it.
 WITHIN_FIT = "_use_cached_eval_dataset"
 
 
 def array_adapter() -> Any:
-    """The class by which Keras 3 makes datasets of arrays."""
+    """The class with which Keras 3 creates datasets of arrays."""
     from keras.src.trainers.data_adapters import array_data_adapter
 
     return array_data_adapter.ArrayDataAdapter
 
 
 def concatenation() -> tuple[Any, str]:
-    """Where Keras concatenates what ranks predict: a module, and the name."""
+    """Function that concatenates predictions of ranks: its module and name."""
     return inspect.getmodule(inspect.unwrap(_trainer())), "_multi_worker_concat"
 
 
 def _trainer() -> Callable[..., Any]:
-    """A method that is defined where Keras's loops are."""
+    """A method that is defined in the module of Keras's loops."""
     method: Callable[..., Any] = keras.Model.make_predict_function
     return method
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the user's, by AutoGraph if what is traced now is.
+    """Converts a user's function by AutoGraph if the current code is converted.
 
-    Layers of tf_keras are; Keras 3 converts nothing.
+    This applies to layers of tf_keras. Keras 3 converts nothing.
     """
     if KERAS_3:
         return function
@@ -76,13 +76,13 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def value_of(variable: Any) -> Any:
-    """TensorFlow's variable of one of Keras 3; any other object as it is.
+    """TensorFlow's variable of a Keras 3 variable; other objects unchanged.
 
-    None for a variable that Keras 3 has not made yet. Keras's own `value`
+    None for a variable that Keras 3 has not created yet. Keras's own `value`
     would be rounded in mixed precision.
     """
     if isinstance(variable, tf.Variable):
-        return variable  # a mirrored one would be read to be asked
+        return variable  # `getattr` would read a mirrored variable.
     return getattr(variable, "_value", variable)
 
 
@@ -91,15 +91,15 @@ def when_made(
     scope: Callable[[], contextlib.AbstractContextManager[Any]],
     then: Callable[[], None],
 ) -> None:
-    """Calls `then` once a variable is made, which is now or later.
+    """Calls `then` once a variable is created, which is now or later.
 
-    Keras 3 builds some models in a scope where no variable may be made, and
-    makes them afterwards.
+    Keras 3 builds some models in a scope where no variable may be created,
+    and creates the variables afterwards.
 
     Args:
-        variable: from `add_weight`.
-        scope: in which it is to be made, if that is later.
-        then: what is to be done next.
+        variable: result of `add_weight`.
+        scope: scope for the creation of the variable, if that is later.
+        then: function to call after the creation.
     """
     if value_of(variable) is not None:
         return then()
@@ -115,7 +115,7 @@ def when_made(
 
 
 def is_symbolic_build() -> bool:
-    """Whether Keras 3 builds a model, in a graph that is never run.
+    """Whether Keras 3 is building a model in a graph that is never run.
 
     It does so under a strategy, with dense placeholders even for sparse
     inputs.
@@ -124,15 +124,16 @@ def is_symbolic_build() -> bool:
 
 
 def is_shape_inference() -> bool:
-    """Whether tf_keras learns shapes, in a graph that is never run."""
+    """Whether tf_keras is inferring shapes in a graph that is never run."""
     name = _name_of_graph()
     return name.endswith("_scratch_graph") or name == "build_graph"
 
 
 def _name_of_graph() -> str:
-    """The name of the graph that is traced, or whose branch or loop is.
+    """Name of the graph that is traced, or of the graph around its branches.
 
-    A `tf.function` that is called there has its own: it is kept, and run.
+    A `tf.function` that is called in the graph has a name of its own, because
+    it is stored and run.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     function = tf.__internal__.FuncGraph
@@ -147,36 +148,36 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def inner_layers(layer: Any) -> list[Any]:
-    """The layers right within one."""
+    """Layers directly inside of a layer."""
     return list(layer._flatten_layers(recursive=False, include_self=False))
 
 
 def is_built(optimizer: Any) -> bool:
-    """Whether an optimizer has its slots, or is about to make them."""
+    """Whether an optimizer has its slots, or is about to create them."""
     built = getattr(optimizer, "_built", False)
     return bool(getattr(optimizer, "built", built))
 
 
 def trained_by(optimizer: Any) -> Sequence[Any]:
-    """The variables that an optimizer of Keras 3 was built for."""
+    """Variables that an optimizer of Keras 3 was built for."""
     return list(getattr(optimizer, "_trainable_variables", ()))
 
 
 def compile_config(model: Any) -> dict[str, Any]:
-    """What a model of Keras was compiled with, by argument."""
+    """Arguments of a model's `compile`, by their names."""
     config = getattr(model, "_compile_config", None)
     return getattr(config, "config", {})
 
 
 def dataset_of(iterator: Any) -> tf.data.Dataset:
-    """What Keras 3's `TFEpochIterator` reads, or tf_keras's `DataHandler`."""
+    """Dataset of Keras 3's `TFEpochIterator` or tf_keras's `DataHandler`."""
     if KERAS_3:
         return iterator._distributed_dataset
     return iterator._dataset
 
 
 def batch_loop() -> tuple[Any, str]:
-    """The method by which Keras goes from batch to batch: owner and name."""
+    """Method that iterates over the batches of a loop: its owner and name."""
     module: Any = inspect.getmodule(inspect.unwrap(_trainer()))
     if KERAS_3:
         return module.TFEpochIterator, "__next__"
@@ -186,13 +187,13 @@ def batch_loop() -> tuple[Any, str]:
 def without_calls(
     original: Any, loop: Any, skips: Callable[[int, int], bool] | None
 ) -> Any:
-    """What the method of `batch_loop` returns, without some of the calls.
+    """Result of the method of `batch_loop`, without some of the calls.
 
     Args:
         original: the method.
-        loop: that it is called of.
-        skips: is given first and last batch of a call of the train function,
-            says whether it is left out; None for none.
+        loop: the object whose method is called.
+        skips: function of the first and the last batch of a call of the train
+            function; returns whether the call is skipped. None skips none.
     """
     if KERAS_3:
         found = original(loop)
@@ -209,9 +210,9 @@ def without_calls(
 
 
 def first_batches(iterator: Any) -> list[Any] | None:
-    """The batches of a generator that Keras 3 has read, None of other data.
+    """Batches of a generator that Keras 3 has read; None for other data.
 
-    It has read two of them to look at them, and gives them again.
+    Keras 3 reads two batches to inspect them, and yields them again.
     """
     return getattr(iterator.data_adapter, "_first_batches", None)
 
@@ -228,22 +229,22 @@ def means_allowed(loss: Any, allowed: bool) -> Iterator[None]:
 
 
 def symbolic(shape: Sequence[int | None], dtype: str, ragged: bool) -> Any:
-    """A result of a layer in Keras 3, whose older versions know no ragged."""
+    """Symbolic result of a layer in Keras 3; old versions have no `ragged`."""
     options = {"ragged": True} if ragged else {}
     return keras.KerasTensor(shape, dtype=dtype, **options)
 
 
 def mask_of(value: Any) -> tf.Tensor | None:
-    """What Keras says of a result that counts in a loss; None for all."""
+    """Keras's mask of the elements that count in a loss; None for all."""
     return getattr(value, "_keras_mask", None)
 
 
 @contextlib.contextmanager
 def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
-    """Lets all of a result count where `everything` is true.
+    """Includes all elements of a result in a loss where `everything` is True.
 
     Args:
-        value: whose mask is widened, if it has one.
+        value: result whose mask is extended, if it has one.
         everything: bool scalar.
     """
     mask = mask_of(value)
@@ -259,9 +260,9 @@ def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgetting_inputs(model: Any) -> Iterator[None]:
-    """Lets a model of tf_keras learn from later calls what it is called with.
+    """Restores the recorded inputs of a tf_keras model after a call.
 
-    It saves what it was called with first.
+    tf_keras records the inputs of the first call only.
     """
     names = ("_saved_model_inputs_spec", "_saved_model_arg_spec")
     before = {name: getattr(model, name) for name in names}
@@ -273,9 +274,9 @@ def forgetting_inputs(model: Any) -> Iterator[None]:
 
 
 def writing_module() -> str:
-    """The module whose code assigns a variable, below TensorFlow's own.
+    """Name of the module that assigns a variable.
 
-    Also below the variables of Keras 3.
+    Frames of TensorFlow, and of Keras's variables, are skipped.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -287,21 +288,20 @@ def writing_module() -> str:
 
 
 def is_of_keras(module: str) -> bool:
-    """Whether a module is one of Keras's."""
+    """Whether a module belongs to Keras."""
     return module.startswith(_MODULES)
 
 
 def writes_alone(module: str) -> bool:
-    """Whether what a module assigns is not to be made one for all ranks.
+    """Whether values that a module assigns must not be reduced over ranks.
 
-    Optimizers count steps and scale losses, and random generators count what
-    they have drawn: that is the same on all ranks. States of a recurrent
-    layer are those of this rank's samples. The layers of
-    tensorflow_recommenders that search number the candidates, which are no
-    batch.
+    Optimizers count steps and scale losses, and random generators count drawn
+    numbers; these values are equal on all ranks. States of a recurrent layer
+    belong to this rank's samples. The retrieval layers of
+    tensorflow_recommenders number the candidates, which are not a batch.
 
     Args:
-        module: by `writing_module`.
+        module: result of `writing_module`.
     """
     if module == "tensorflow_recommenders.layers.factorized_top_k":
         return True
@@ -312,12 +312,12 @@ def writes_alone(module: str) -> bool:
 
 
 def averages_of(optimizer: Any) -> Sequence[Any]:
-    """The moving averages of an optimizer, one for each of its variables."""
+    """Moving averages of an optimizer, one for each of its variables."""
     return optimizer._model_variables_moving_average
 
 
 def averages_state(optimizer: Any, averages: Sequence[Any]) -> Any:
-    """What `UPDATE_AVERAGES` takes for an optimizer with other averages."""
+    """Argument of `UPDATE_AVERAGES` for an optimizer with other averages."""
     return types.SimpleNamespace(
         use_ema=True,
         ema_momentum=optimizer.ema_momentum,
@@ -328,13 +328,13 @@ def averages_state(optimizer: Any, averages: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Backup:
-    """What Keras 3's `BackupAndRestore` has of its files.
+    """Files and progress of Keras 3's `BackupAndRestore`.
 
     Attributes:
         weights: path of the weights.
-        progress: path of what `training` says.
-        weights_before: path of the weights before those.
-        progress_before: path of the progress before that.
+        progress: path of the file of `training`.
+        weights_before: path of the previous weights.
+        progress_before: path of the previous progress.
         training: the epoch and the batch, as Keras writes them.
     """
 
@@ -346,7 +346,7 @@ class Backup:
 
     @classmethod
     def of(cls, callback: Any) -> Backup:
-        """That of a callback, as it stands now."""
+        """Current state of a callback."""
         training = {
             "epoch": callback._current_epoch,
             "batch": callback._last_batch_seen,
@@ -361,17 +361,17 @@ class Backup:
 
 
 def read_backup(callback: Any) -> None:
-    """Reads weights and progress back into the model."""
+    """Loads weights and progress into the model."""
     callback._load_model()
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Says from which epoch `fit` is to go on."""
+    """Sets the epoch from which `fit` continues."""
     model._initial_epoch = epoch
 
 
 def start_at_epoch(model: Any, epoch: int | None) -> None:
-    """Says in `on_train_begin` where `fit` is to begin; None as it was told."""
+    """Sets the first epoch of `fit`, in `on_train_begin`; None for default."""
     if KERAS_3:
         model._initial_epoch = epoch
         return
@@ -385,12 +385,12 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
 
 @contextlib.contextmanager
 def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
-    """Layers of tf_keras trace later with the seeds that they have now.
+    """Restores the seeds of layers of tf_keras after a trace.
 
-    Each trace counts them up.
+    Each trace increments the seeds.
 
     Args:
-        layers: that may draw random numbers.
+        layers: layers that may draw random numbers.
     """
     generators = [getattr(each, "_random_generator", None) for each in layers]
     found: list[Any] = [each for each in generators if hasattr(each, "_seed")]
@@ -403,7 +403,7 @@ def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def steps_of_call(model: Any) -> int:
-    """How many batches one call of a model's train function reads."""
+    """Number of batches that one call of a model's train function reads."""
     if KERAS_3:
         return int(model.steps_per_execution)
     steps = model._steps_per_execution
@@ -411,7 +411,7 @@ def steps_of_call(model: Any) -> int:
 
 
 def keep_metrics(model: Any, kept: bool) -> None:
-    """Says whether the metrics of a model stay when an epoch begins."""
+    """Sets whether the metrics of a model are not reset before an epoch."""
     if kept:
         model.reset_metrics = lambda: None
     elif "reset_metrics" in vars(model):
@@ -419,10 +419,10 @@ def keep_metrics(model: Any, kept: bool) -> None:
 
 
 def untracked_variables(model: Any) -> list[Any]:
-    """Variables of a built model that TensorFlow's checkpoints leave out.
+    """Variables of a built model that TensorFlow's checkpoints omit.
 
-    Of Keras 3: its metrics, and the states of its random generators. Metrics
-    of tf_keras are made in the first step only.
+    In Keras 3 these are metrics and the states of random generators. tf_keras
+    creates metrics only in the first step.
     """
     if not KERAS_3:
         return []
@@ -432,13 +432,13 @@ def untracked_variables(model: Any) -> list[Any]:
 
 
 class SavingModules:
-    """The modules that Keras's public ways to save and load end in.
+    """Modules that implement Keras's public functions to save and load.
 
     Attributes:
-        asking: that of `input`, with which Keras asks whether to overwrite.
-        files: that of .keras and .weights.h5 files.
-        hdf5: that of the legacy format in one file.
-        folders: that of tf_keras's legacy formats; None in Keras 3.
+        asking: module of `input`, with which Keras asks whether to overwrite.
+        files: module of .keras and .weights.h5 files.
+        hdf5: module of the legacy format in one file.
+        folders: module of tf_keras's legacy formats; None in Keras 3.
     """
 
     def __init__(self) -> None:
@@ -454,24 +454,24 @@ class SavingModules:
 
 
 def public_readers() -> list[Any]:
-    """The modules that have Keras's public function `load_model`."""
+    """Modules that have Keras's public function `load_model`."""
     public = keras.models.load_model
     modules = list(sys.modules.values())
     return [m for m in modules if vars(m).get("load_model") is public]
 
 
 def function_arguments(wrapper: Any) -> dict[str, Any]:
-    """What a loss or a metric passes on to the function that it wraps."""
+    """Arguments that a loss or a metric passes to its wrapped function."""
     return getattr(wrapper, "_fn_kwargs", {})
 
 
 def metric_function(metric: Any) -> Any:
-    """The function of a `MeanMetricWrapper`."""
+    """Function of a `MeanMetricWrapper`."""
     return metric._fn
 
 
 def strategy_of(optimizer: Any) -> Any:
-    """The strategy in whose scope an optimizer was made, None if unknown."""
+    """Strategy in whose scope an optimizer was created; None if unknown."""
     return getattr(optimizer, "_distribution_strategy", None)
 
 
@@ -480,15 +480,16 @@ def remake_states(
     states: Sequence[Any],
     prepare: Callable[[Any], object] = lambda variable: None,
 ) -> list[Any]:
-    """Makes variables of a metric once more, where that is asked for.
+    """Creates variables of a metric again, in the current scope.
 
     Args:
-        metric: of either Keras.
-        states: variables of it, with values that the new ones get.
-        prepare: is given TensorFlow's new variable before it gets its value.
+        metric: metric of Keras 3 or tf_keras.
+        states: variables of the metric; new ones get their values.
+        prepare: called with TensorFlow's new variable before it gets its
+            value.
 
     Returns:
-        Those that cannot be replaced.
+        Variables that cannot be replaced.
     """
     if not KERAS_3:
         return _replace_states(metric, states, prepare)
@@ -496,17 +497,17 @@ def remake_states(
         value = state.numpy()
         state._initialize(value)
         prepare(value_of(state))
-        state.assign(value)  # a part of it, where ranks are summed
+        state.assign(value)  # A summed variable gets a part on each rank.
     return []
 
 
 def _replace_states(
     metric: Any, states: Sequence[Any], prepare: Callable[[Any], object]
 ) -> list[Any]:
-    """`remake_states` for tf_keras, by the attributes that hold them."""
+    """`remake_states` for tf_keras, which replaces attributes of the metric."""
     left = {id(state): state for state in states}
     for holder in (metric, *metric._metrics):
-        # As it was bound when it was made, perhaps before it was wrapped.
+        # It was bound at construction, perhaps before it was replaced.
         vars(holder).pop("update_state", None)
         for name, value in list(vars(holder).items()):
             if id(value) not in left:
@@ -527,33 +528,33 @@ def _replace_states(
 
 
 def is_keras_class(kind: type[Any]) -> bool:
-    """Whether a class is Keras's own, of either Keras."""
+    """Whether a class belongs to Keras 3 or tf_keras."""
     return kind.__module__.split(".")[0] in ("keras", "tf_keras")
 
 
 def is_container(value: Any) -> bool:
-    """Whether a loss or a metric is what `compile` makes of several."""
+    """Whether a loss or a metric is the container that `compile` creates."""
     kind = value if isinstance(value, type) else type(value)
     return is_keras_class(kind) and kind.__module__.endswith("compile_utils")
 
 
 def set_mask(value: Any, mask: tf.Tensor) -> None:
-    """Says what of a result counts, as `mask_of` tells it."""
+    """Sets the mask of a result, see `mask_of`."""
     value._keras_mask = mask
 
 
 def compiled_losses(
     model: Any, y: Any, y_pred: Any
 ) -> list[tuple[Any, Any, Any]]:
-    """The losses of `compile`, and the labels and predictions of each.
+    """The losses of `compile`, with the labels and predictions of each.
 
     Args:
-        model: of either Keras.
+        model: model of Keras 3 or tf_keras.
         y: labels of the outputs.
         y_pred: the outputs.
 
     Returns:
-        Nothing where that is not told before the losses are called.
+        Triples; empty if they are unknown before the losses are called.
     """
     if KERAS_3:
         losses = getattr(model, "_compile_loss", None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses over the whole batch.
+"""Losses over the global batch.
 
-`batch_mean`, `batch_sum` and `gather_batch` are for losses written by hand;
-`Retrieval` is the softmax over the candidates of the whole batch.
+`batch_mean`, `batch_sum` and `gather_batch` are for custom losses. `Retrieval`
+is a softmax over the candidates of the global batch.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from tfdist_ext.numbers import whole_batch
 
 
 def gather_candidates(x: Any) -> tf.Tensor:
-    """The rows of all ranks, this rank's own first, for losses over a batch.
+    """Rows of all ranks, this rank's rows first, for losses over a batch.
 
-    Row i of `x` is row i of the result, so that a loss whose labels are
-    `tf.eye(queries, candidates)` stays as it is, and means the whole batch:
+    Row i of `x` is row i of the result. A loss whose labels are
+    `tf.eye(queries, candidates)` therefore needs no change to compare with
+    the candidates of the global batch:
 
         rank 0 has [a b], rank 1 has [c]
         rank 0 gets [a b c], rank 1 gets [c a b]
 
-    The gradient brings every row what it is to the losses of all ranks. In a
-    `fit` that is one process's, for means and sums over the samples; in a
-    step of your own given to `strategy.run` it is the sum over the ranks.
+    The gradient of a row is computed from the losses of all ranks. In `fit`
+    it is the gradient of one process, for means and sums over the samples.
+    In a step of a custom loop passed to `strategy.run` it is the sum over the
+    ranks.
 
-    All ranks must call it, as they do in a step. Outside of one, without a
-    strategy and in one process it returns `x`.
+    All ranks must call this function, as they do in a step. Outside of a
+    step, without a strategy and in a single process it returns `x`.
 
     Args:
         x: `[n, ...]`, floating, integer, bool or string. n may differ between
@@ -47,10 +49,10 @@ def gather_candidates(x: Any) -> tf.Tensor:
         `[sum of n, ...]`, of the dtype of `x`; differentiable if floating.
 
     Raises:
-        TypeError: for another dtype, and for ragged and sparse tensors.
-        ValueError: for a scalar.
-        tf.errors.InvalidArgumentError: on every rank, if rows have different
-            shapes or dtypes on them.
+        TypeError: another dtype, or a ragged or sparse tensor.
+        ValueError: a scalar.
+        tf.errors.InvalidArgumentError: the ranks have rows of different
+            shapes or dtypes; raised on every rank.
     """
     rows, first = in_order(x)
     if first is None:
@@ -64,21 +66,21 @@ def gather_candidates(x: Any) -> tf.Tensor:
 
 
 def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """The rows of all ranks as they are in the batch, see above.
+    """Rows of all ranks in the order of the batch.
 
     Args:
-        x: as for `gather_candidates`.
+        x: see `gather_candidates`.
 
     Returns:
-        The rows in the order of the ranks, and int32, which of them is the
-        first of this rank; None where nothing is gathered.
+        The rows in rank order; and the index of this rank's first row, int32,
+        or None if nothing is gathered.
     """
     x = _checked(x)
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
     if collectives is None or step is None:
         return x, None
-    if step.whole or step.checking:  # every rank has the rows of all
+    if step.whole or step.checking:  # Every rank has the global batch.
         return x, None
     if is_symbolic_build() or is_shape_inference():
         return x, None
@@ -114,19 +116,19 @@ def _checked(x: Any) -> tf.Tensor:
     return x
 
 
-# Ranks weigh their gradients by their samples, after this: what a rank's loss
-# gives to rows of others has to be weighed by its own samples, not theirs.
+# Ranks weight their gradients by their samples later. The gradient of a rank's
+# loss by rows of other ranks must be weighted by its own samples, not theirs.
 
 
 @tf.custom_gradient
 def _gradient_by_samples(rows: tf.Tensor) -> Any:
-    """The same; weighs the gradient by this rank's part of the batch."""
+    """Identity whose gradient is weighted by this rank's share of samples."""
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         if whole_batch.keras_step() is None:
             return upstream
         share = tf.cast(whole_batch.share_of_rank(), upstream.dtype)
-        # Of a rank without samples, no number counts.
+        # A rank without samples contributes zero, even for a NaN.
         return tf.math.multiply_no_nan(upstream, share)
 
     return tf.identity(rows), gradient
@@ -134,7 +136,10 @@ def _gradient_by_samples(rows: tf.Tensor) -> Any:
 
 @tf.custom_gradient
 def _gradient_of_all(x: tf.Tensor) -> Any:
-    """The same; its gradient is of the whole batch, to be weighed again."""
+    """Identity whose gradient is divided by this rank's share of samples.
+
+    The ranks weight the gradient by this share later.
+    """
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         if whole_batch.keras_step() is None:
@@ -147,44 +152,44 @@ def _gradient_of_all(x: tf.Tensor) -> Any:
 
 Nest = Any
 
-# Sums of narrower numbers are rounded, or overflow.
+# Dtypes whose sums are rounded or overflow.
 _NARROW = (tf.float16, tf.bfloat16)
 
 
 def batch_mean(values: Any, weights: Any = None) -> tf.Tensor:
     """The mean of values of all samples of the batch, on every rank.
 
-    `sum(weights * values) / sum(weights)` over the samples of all ranks, and 0
-    where nothing counts. Every rank gets one process's number, whatever part
-    of the batch it has; in one process and outside of a step it is the plain
-    mean.
+    `sum(weights * values) / sum(weights)` over the samples of all ranks; 0
+    if the weights sum to 0. Every rank gets the value of one process, with
+    any part of the batch. In a single process, and outside of a step, it is
+    the plain mean.
 
     >>> float(batch_mean([1.0, 2.0, 6.0]))
     3.0
     >>> float(batch_mean([1.0, 2.0, 6.0], weights=[1.0, 1.0, 0.0]))
     1.5
 
-    In a `train_step`, differentiate it as it is:
+    In a `train_step`, differentiate the result without scaling:
 
         losses = tf.square(labels - predictions)
         loss = tfdist_ext.losses.batch_mean(losses, weights=mask)
 
-    In a step of your own given to `strategy.run`, gradients are summed over
-    the ranks: there, too, the sum is the gradient of this mean. All ranks must
-    call it; they exchange two numbers.
+    In a step of a custom loop passed to `strategy.run`, gradients are summed
+    over the ranks, and the sum is the gradient of this mean as well. All
+    ranks must call this function; they exchange two numbers.
 
     Args:
         values: `[n, ...]` or a scalar of this rank, floating; the mean is over
             all elements.
-        weights: of the shape of `values`, or of its first dimensions, or
-            another that broadcasts to it; 1 by default.
+        weights: shape of `values`, or of its first dimensions, or another
+            shape that broadcasts to it; 1 by default.
 
     Returns:
         A scalar of the dtype of `values`, equal on all ranks; differentiable,
         also by `weights`.
 
     Raises:
-        TypeError: for values that are not floating.
+        TypeError: values are not floating.
     """
     values = _floating("batch_mean", values)
     dtype = values.dtype
@@ -202,8 +207,8 @@ def batch_mean(values: Any, weights: Any = None) -> tf.Tensor:
 def batch_sum(values: Any) -> tf.Tensor:
     """The sum of values of all samples of the batch, on every rank.
 
-    As `batch_mean`: equal on all ranks and to one process, the plain sum in
-    one process and outside of a step.
+    Like `batch_mean`, it is equal on all ranks and equal to one process. In a
+    single process, and outside of a step, it is the plain sum.
 
     >>> float(batch_sum([1.0, 2.0, 6.0]))
     9.0
@@ -216,7 +221,7 @@ def batch_sum(values: Any) -> tf.Tensor:
         A scalar of the dtype of `values`, equal on all ranks; differentiable.
 
     Raises:
-        TypeError: for values that are not floating.
+        TypeError: values are not floating.
     """
     values = _floating("batch_sum", values)
     (total,) = _totals([tf.reduce_sum(_wide(values))])
@@ -224,11 +229,11 @@ def batch_sum(values: Any) -> tf.Tensor:
 
 
 def gather_batch(tensors: Nest) -> Nest:
-    """The rows of the whole batch, in its order, on every rank.
+    """Rows of the global batch, in its order, on every rank.
 
-    For a loss that does not decompose over the samples. What every rank
-    computes from them is one process's loss; its gradient brings each rank
-    the part of its own rows.
+    For a loss that does not decompose over the samples. The loss that every
+    rank computes from these rows is that of one process. Each rank gets the
+    gradient of its own rows.
 
         rank 0 has [a b], rank 1 has [c]
         both get [a b c]
@@ -241,13 +246,13 @@ def gather_batch(tensors: Nest) -> Nest:
         labels, scores = tfdist_ext.losses.gather_batch((labels, scores))
         loss = correlation_loss(labels, scores)
 
-    With `gather_candidates` a rank computes the loss of its *own* samples, of
-    which each is compared with those of all ranks: gradients are exchanged as
-    well there, and here each rank does the work of all. Do not mix rows of
-    both in one loss.
+    With `gather_candidates`, in contrast, a rank computes the loss of its
+    *own* samples, each compared with the samples of all ranks. There the
+    gradients are exchanged as well; here each rank does the work of all
+    ranks. Do not mix rows of both functions in one loss.
 
-    All ranks must call it; they exchange all tensors at once. In one process
-    and outside of a step it returns `tensors`.
+    All ranks must call this function; they exchange all tensors at once. In a
+    single process, and outside of a step, it returns `tensors`.
 
     Args:
         tensors: nest of dense or ragged tensors `[n, ...]`, floating, integer,
@@ -258,10 +263,10 @@ def gather_batch(tensors: Nest) -> Nest:
         The same nest with `[sum of n, ...]`; floating ones differentiable.
 
     Raises:
-        TypeError: for another dtype, and for sparse tensors.
-        ValueError: for a scalar.
-        tf.errors.InvalidArgumentError: on every rank, if rows have different
-            shapes or dtypes on them.
+        TypeError: another dtype, or a sparse tensor.
+        ValueError: a scalar.
+        tf.errors.InvalidArgumentError: the ranks have rows of different
+            shapes or dtypes; raised on every rank.
     """
     collectives = _exchanging()
     flat = [_rows(each) for each in tf.nest.flatten(tensors)]
@@ -275,7 +280,7 @@ def gather_batch(tensors: Nest) -> Nest:
 
 
 def _exchanging() -> Collectives | None:
-    """Who exchanges in the step that is under way, None where nobody does."""
+    """Collectives of the step that is running; None if nothing is exchanged."""
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
     if step is None or step.checking or step.whole:
@@ -302,7 +307,7 @@ def _wide(values: tf.Tensor) -> tf.Tensor:
 
 
 def _broadcast(weights: Any, values: tf.Tensor) -> tf.Tensor:
-    """Weights of the shape of the values."""
+    """Weights broadcast to the shape of the values."""
     if isinstance(weights, tf.RaggedTensor):
         weights = weights.flat_values
     weights = tf.cast(weights, values.dtype)
@@ -313,7 +318,7 @@ def _broadcast(weights: Any, values: tf.Tensor) -> tf.Tensor:
 
 
 def _totals(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over the ranks; each rank's gradient is that of its own parts."""
+    """Sums over the ranks; each rank gets the gradient of its own parts."""
     collectives = _exchanging()
     if collectives is None:
         return list(parts)
@@ -325,7 +330,7 @@ def _totals(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if share is None:
                 return list(upstream)
-            # Ranks average their gradients by their shares.
+            # Ranks average gradients weighted by their shares of samples.
             return [
                 tf.math.divide_no_nan(each, tf.cast(share, each.dtype))
                 for each in upstream
@@ -337,7 +342,7 @@ def _totals(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _of_batch(value: tf.Tensor) -> tf.Tensor:
-    """Says in steps of Keras's loops that all ranks have the value."""
+    """Marks a value as equal on all ranks in steps of Keras's loops."""
     if whole_batch.keras_step() is not None:
         marks.set_reduced(value)
     return value
@@ -374,38 +379,39 @@ __all__ = [
 
 keras = tf.keras
 
-# Far from all scores, and far from overflow where scores are added to it.
+# Larger than all scores, but sums with scores do not overflow.
 _FAR = float(np.finfo(np.float32).max) / 100.0
 
 
 class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
-    """The candidate of each query is to be found among those of the batch.
+    """Retrieval task: finds each query's candidate among those of the batch.
 
-    A drop-in for `tfrs.tasks.Retrieval`, with its arguments, for either Keras.
-    Negatives are the candidates of all ranks (`gather_candidates`), so that
-    any number of ranks gives one process's loss and gradients.
+    Replaces `tfrs.tasks.Retrieval`, with the same arguments, in Keras 2 and 3.
+    The negatives are the candidates of all ranks (`gather_candidates`), so
+    that any number of ranks computes the loss and gradients of one process.
 
     >>> task = Retrieval(temperature=0.5)
     >>> task(tf.eye(2), tf.eye(2)).shape
     TensorShape([])
 
     Args:
-        loss: of Keras, of one-hot labels and scores; by default
+        loss: Keras loss of one-hot labels and scores; by default
             `CategoricalCrossentropy(from_logits=True, reduction="sum")`.
-        metrics: one or several `tfrs.metrics.FactorizedTopK`, or others with
-            its `update_state`. Under a strategy of several ranks, their
-            candidates are to be a `tfdist_ext.layers.ShardedTopK`.
-        batch_metrics: of Keras, of the labels and scores.
-        loss_metrics: of Keras, of the loss.
-        temperature: by which scores are divided.
-        num_hard_negatives: how many negatives with the highest scores count,
-            of the whole batch; all if it is None or not positive.
+        metrics: one or several `tfrs.metrics.FactorizedTopK`, or other
+            metrics with the same `update_state`. With several ranks, their
+            candidates must be a `tfdist_ext.layers.ShardedTopK`.
+        batch_metrics: Keras metrics of the labels and scores.
+        loss_metrics: Keras metrics of the loss.
+        temperature: number that scores are divided by.
+        num_hard_negatives: number of negatives of the global batch, those
+            with the highest scores, that count; all if it is None or not
+            positive.
         remove_accidental_hits: whether negatives with the id of a query's own
-            candidate do not count.
-        name: of the layer.
+            candidate are excluded.
+        name: name of the layer.
     """
 
-    # XLA cannot compile what the ranks exchange.
+    # XLA cannot compile exchanges.
     supports_jit = False
 
     def __init__(
@@ -433,7 +439,7 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
 
     @property
     def factorized_metrics(self) -> Sequence[Any]:
-        """The metrics over all candidates there are."""
+        """The metrics over all candidates."""
         return list(self._factorized_metrics)
 
     @factorized_metrics.setter
@@ -460,22 +466,22 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         Args:
             query_embeddings: `[n, dim]`; or `[n, heads, dim]`, of which the
                 head with the highest score counts.
-            candidate_embeddings: `[m, dim]`, the first n of them those of the
-                queries; more are negatives of all queries of all ranks.
-            sample_weight: `[n]`.
-            candidate_sampling_probability: `[m]`, of each candidate to be in
-                a batch: its logarithm is taken from the scores.
+            candidate_embeddings: `[m, dim]`. The first n are the candidates
+                of the queries; others are negatives for all ranks' queries.
+            sample_weight: `[n]`, weights of the queries.
+            candidate_sampling_probability: `[m]`, of drawing each candidate;
+                its logarithm is subtracted from the scores.
             candidate_ids: `[m]`, integers or strings.
             compute_metrics: whether to update `metrics`.
             compute_batch_metrics: whether to update `batch_metrics`.
             score_mask: bool, `[n, candidates of all ranks]` in the order of
-                `gather_candidates`; false where a candidate does not count.
+                `gather_candidates`; False excludes a candidate.
 
         Returns:
-            What the loss gives, a scalar by default.
+            Result of the loss, a scalar by default.
 
         Raises:
-            ValueError: without `candidate_ids`, where hits are to be removed.
+            ValueError: `remove_accidental_hits` needs `candidate_ids`.
         """
         scores, labels, first = _scores(query_embeddings, candidate_embeddings)
         queries = tf.shape(scores)[0]
@@ -499,7 +505,7 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         if compute_metrics and query_embeddings.shape.rank == 2:
             if candidate_ids is not None:
                 candidate_ids = tf.convert_to_tensor(candidate_ids)[:queries]
-            own = candidate_embeddings[:queries]  # more are negatives
+            own = candidate_embeddings[:queries]  # The others are negatives.
             self._update_factorized(
                 query_embeddings, own, candidate_ids, sample_weight
             )
@@ -520,9 +526,9 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
 def _scores(
     queries: tf.Tensor, candidates: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | int]:
-    """Products with the candidates of all ranks, labels, the first own column.
+    """Scores of all ranks' candidates, labels, and this rank's first column.
 
-    At least float32, where numbers as far as `_FAR` can be told.
+    Scores are at least float32, which can represent `_FAR`.
     """
     candidates, first = in_order(candidates)
     first = 0 if first is None else first
@@ -539,7 +545,7 @@ def _scores(
 
 
 def _hits(ids: Any, labels: tf.Tensor, name: str) -> tf.Tensor:
-    """1 where a negative has the id of the query's own candidate, else 0."""
+    """1 if a negative has the id of the query's own candidate, else 0."""
     if ids is None:
         raise ValueError(
             "remove_accidental_hits=True needs `candidate_ids`, by which hits "
@@ -553,7 +559,7 @@ def _hits(ids: Any, labels: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _masked(scores: tf.Tensor, mask: Any, first: tf.Tensor | int) -> tf.Tensor:
-    """Scores without those that a mask, this rank's columns first, leaves."""
+    """Masks scores; the mask's columns begin with this rank's candidates."""
     mask = tf.cast(mask, tf.bool)
     check = tf.debugging.assert_equal(
         tf.shape(mask),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes that this package sets on objects of TensorFlow and Keras.
+"""Attributes that this package sets on objects of TensorFlow and Keras.
 
-Nobody else spells their names.
+No other module uses the names of these attributes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tfdist_ext.tables.placement import ShardSpec
 
 
 def set_shard_spec(variable: Any, spec: ShardSpec) -> None:
-    """Says which part of a table TensorFlow's variable holds."""
+    """Marks TensorFlow's variable as a shard, with its part of the table."""
     variable._tfdist_shard = spec
 
 
 def shard_spec(variable: Any) -> ShardSpec | None:
-    """What a variable (TensorFlow's or Keras's) holds, None if no shard."""
+    """Shard spec of a variable of TensorFlow or Keras; None for others."""
     for _ in range(2):
-        # A distributed variable asks its value for what it has not itself,
-        # and a summed one (a metric of tf_keras) gets that by an exchange.
+        # A distributed variable reads its value to find an unknown attribute.
+        # For a summed one (a metric of tf_keras) this is an exchange.
         if variable is None or hasattr(type(variable), "_get_cross_replica"):
             return None
         if "_tfdist_shard" in getattr(variable, "__dict__", ()):
@@ -34,61 +34,61 @@ def shard_spec(variable: Any) -> ShardSpec | None:
 
 
 def set_gradient_spec(dense_shape: Any, spec: ShardSpec) -> None:
-    """Says of which shard a gradient in IndexedSlices is.
+    """Marks IndexedSlices as the gradient of a shard.
 
-    On its `dense_shape`: a tape sums the gradients of several lookups into
-    new slices, but keeps the first `dense_shape`.
+    The mark is set on the `dense_shape`: a tape sums the gradients of several
+    lookups into new slices, but reuses the first `dense_shape`.
     """
     dense_shape._tfdist_shard = spec
 
 
 def gradient_spec(slices: Any) -> ShardSpec | None:
-    """The shard that IndexedSlices are the gradient of, None for no shard."""
+    """Shard spec of a gradient in IndexedSlices; None if it has none."""
     shape = getattr(slices, "dense_shape", None)
     return getattr(shape, "_tfdist_shard", None)
 
 
 def set_unique(dense_shape: Any) -> None:
-    """Says that rows which occur several times in a gradient are to be summed.
+    """Marks a gradient whose duplicate rows must be summed.
 
-    On its `dense_shape`, as that of `set_gradient_spec`.
+    The mark is set on the `dense_shape`, as by `set_gradient_spec`.
     """
     dense_shape._tfdist_unique = True
 
 
 def is_unique(slices: Any) -> bool:
-    """Whether `set_unique` was said of a gradient."""
+    """Whether a gradient has the mark of `set_unique`."""
     return hasattr(slices.dense_shape, "_tfdist_unique")
 
 
 def set_collectives(variable: Any, collectives: Any) -> None:
-    """Says which ranks a checkpoint gets the parts of a shard from."""
+    """Sets the collectives with which checkpoints read parts of a shard."""
     variable._tfdist_collectives = collectives
 
 
 def collectives_of_shard(variable: Any) -> Any:
-    """What `set_collectives` said, None of what is no shard."""
+    """Value of `set_collectives`; None for an object that is not a shard."""
     return getattr(variable, "_tfdist_collectives", None)
 
 
 def set_part_of_index(holder: Any, index: str) -> None:
-    """Says that what an index holds is a part, whose rest is on other ranks."""
+    """Marks the data of an index as one part; other ranks have the rest."""
     holder._tfdist_part_of_index = index
 
 
 def part_of_index(holder: Any) -> str | None:
-    """The name of the index that `set_part_of_index` said, else None."""
+    """Name of the index set by `set_part_of_index`, else None."""
     return getattr(holder, "_tfdist_part_of_index", None)
 
 
 def set_own_optimizer(variable: Any, optimizer: Any) -> None:
-    """Says that an optimizer of its own updates a table."""
+    """Sets an optimizer that updates only this table."""
     for component in _components(variable):
         component._tfdist_optimizer = optimizer
 
 
 def _components(variable: Any) -> list[Any]:
-    """TensorFlow's variable, and what it consists of where it is mirrored."""
+    """TensorFlow's variable, and its components if it is mirrored."""
     native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)
     if strategy is None:
@@ -97,238 +97,243 @@ def _components(variable: Any) -> list[Any]:
 
 
 def _said_of(variable: Any, name: str) -> Any:
-    """An attribute of TensorFlow's variable, None where it has none."""
+    """An attribute of TensorFlow's variable; None if it is not set."""
     native = value_of(variable)
     if isinstance(native, tf.distribute.DistributedValues):
-        # It would be read, by ops of a step, for what it has not itself.
+        # `getattr` would read the variable, by ops of a step.
         holders = (native, *native.values)
         return next((vars(h)[name] for h in holders if name in vars(h)), None)
     return getattr(native, name, None)
 
 
 def own_optimizer(variable: Any) -> Any:
-    """The optimizer of a table that has one for itself, else None."""
+    """The optimizer set by `set_own_optimizer`, else None."""
     return _said_of(variable, "_tfdist_optimizer")
 
 
 def set_max_norm(variable: Any, max_norm: float) -> None:
-    """Says how long the rows of a table may be."""
+    """Sets the largest norm of the rows of a table."""
     for component in _components(variable):
         component._tfdist_max_norm = max_norm
 
 
 def max_norm(variable: Any) -> float | None:
-    """What `set_max_norm` said of a table, None of others."""
+    """Value of `set_max_norm` for a table; None for others."""
     return _said_of(variable, "_tfdist_max_norm")
 
 
 def works_over_ranks(optimizer: type[Any]) -> type[Any]:
-    """Says that the options of an optimizer's class mean whole tables."""
+    """Marks an optimizer class whose options apply to entire tables."""
     optimizer._tfdist_row_updates = True
     return optimizer
 
 
 def does_work_over_ranks(optimizer: Any) -> bool:
-    """Whether `works_over_ranks` was said of the class of an optimizer."""
+    """Whether an optimizer's class has the mark of `works_over_ranks`."""
     return getattr(optimizer, "_tfdist_row_updates", False)
 
 
 def set_element_wise(optimizer: type[Any]) -> None:
-    """Says that an optimizer's class updates every element by itself."""
+    """Marks an optimizer class that updates every element independently."""
     optimizer._tfdist_element_wise = True
 
 
 def is_element_wise(optimizer: type[Any]) -> bool:
-    """Whether `set_element_wise` was said of a class, not of its bases."""
+    """Whether a class itself, not a base, has the mark `set_element_wise`."""
     return "_tfdist_element_wise" in vars(optimizer)
 
 
 def set_exported(model: Any, exported: Any) -> None:
-    """Says what a model was when it was last exported for deltas."""
+    """Stores the state of a model at its last export, for delta exports."""
     object.__setattr__(model, "_tfdist_exported", exported)
 
 
 def exported(model: Any) -> Any:
-    """What `set_exported` said of a model, None if nothing."""
+    """Value of `set_exported` for a model; None if it is not set."""
     return vars(model).get("_tfdist_exported")
 
 
 def set_update_watch(model: Any, watch: Any) -> None:
-    """Says what watches the updates of a model while it is fitted, or None."""
+    """Sets the watch of a model's updates during `fit`; None removes it."""
     object.__setattr__(model, "_tfdist_update_watch", watch)
 
 
 def update_watch(model: Any) -> Any:
-    """What `set_update_watch` said of a model, None if nothing."""
+    """Value of `set_update_watch` for a model; None if it is not set."""
     return vars(model).get("_tfdist_update_watch")
 
 
 def set_dependence(value: Any, kind: str) -> None:
-    """Says how a tensor depends on the batch.
+    """Marks how a tensor depends on the batch.
 
     Args:
         value: a tensor of a step.
-        kind: a constant of `batches.dependence`: SAME, MEAN, SUM or ROWS.
+        kind: a constant of `numbers.kinds`: SAME, MEAN, SUM, ROWS or SHARD.
     """
     value._tfdist_dependence = kind
 
 
 def dependence(value: Any) -> str | None:
-    """What `set_dependence` said of a tensor, None if nothing."""
+    """Value of `set_dependence` for a tensor; None if it is not set."""
     return getattr(value, "_tfdist_dependence", None)
 
 
 def set_per_rank(handle: Any) -> None:
-    """Says that every rank has a value of its own in a variable.
+    """Marks a variable that has its own value on every rank.
 
     Args:
-        handle: of a variable of TensorFlow.
+        handle: handle of a TensorFlow variable.
     """
     handle._tfdist_per_rank = True
 
 
 def is_per_rank(handle: Any) -> bool:
-    """Whether `set_per_rank` was said of a handle."""
+    """Whether a handle has the mark of `set_per_rank`."""
     return hasattr(handle, "_tfdist_per_rank")
 
 
 def set_reduced(value: Any) -> None:
-    """Says that a tensor is that of the whole batch, equal on all ranks."""
+    """Marks a tensor as that of the global batch, equal on all ranks."""
     value._tfdist_reduced = True
 
 
 def is_reduced(value: Any) -> bool:
-    """Whether `set_reduced` was said of a tensor."""
+    """Whether a tensor has the mark of `set_reduced`."""
     return hasattr(value, "_tfdist_reduced")
 
 
 def set_named(variable: Any) -> None:
-    """Says that the log has named a variable that steps assign."""
+    """Marks an assigned variable as named in the log."""
     variable._tfdist_named = True
 
 
 def is_named(variable: Any) -> bool:
-    """Whether `set_named` was said of a variable."""
+    """Whether a variable has the mark of `set_named`."""
     return "_tfdist_named" in vars(variable)
 
 
 def set_result_of(value: Any, metric: Any, index: int) -> None:
-    """Says that a tensor is a metric's result.
+    """Marks a tensor as the result of a metric.
 
     Args:
-        value: the tensor.
-        metric: whose result, by the samples of this rank.
-        index: of the tensor in a result of several.
+        value: the tensor, computed from the samples of this rank.
+        metric: the metric.
+        index: index of the tensor in the flat result.
     """
     value._tfdist_result_of = (metric, index)
 
 
 def result_of(value: Any) -> tuple[Any, int] | None:
-    """What `set_result_of` said of a tensor, None of others."""
+    """Value of `set_result_of` for a tensor; None if it is not set."""
     return getattr(value, "_tfdist_result_of", None)
 
 
 def set_own_part(value: Any, part: Any) -> None:
-    """Says what this rank has given to a gradient of the whole batch."""
+    """Stores this rank's part of a gradient of the global batch."""
     value._tfdist_own_part = part
 
 
 def own_part(value: Any) -> Any:
-    """What `set_own_part` said of a tensor, None of others."""
+    """Value of `set_own_part` for a tensor; None if it is not set."""
     return getattr(value, "_tfdist_own_part", None)
 
 
 def set_distributed(dataset: Any, samples: int) -> None:
-    """Says that a dataset gives this rank's batches, and is not cut again.
+    """Marks a dataset of this rank's batches, which is not split again.
 
     Args:
-        dataset: of the rank.
-        samples: of a batch, 0 if not known.
+        dataset: dataset of the rank.
+        samples: number of samples of a batch; 0 if unknown.
     """
     dataset._tfdist_distributed = True
     dataset._tfdist_samples = samples
 
 
 def samples_of(dataset: Any) -> int:
-    """What `set_distributed` said of a dataset's batches."""
+    """Samples of a dataset's batches by `set_distributed`; 0 if unknown."""
     return int(getattr(dataset, "_tfdist_samples", 0))
 
 
 def is_distributed(dataset: Any) -> bool:
-    """Whether `set_distributed` was said of a dataset."""
+    """Whether a dataset has the mark of `set_distributed`."""
     return getattr(dataset, "_tfdist_distributed", False)
 
 
 def set_watch(dataset: Any, watch: Any) -> None:
-    """Says who wants to know of the iterators of a dataset."""
+    """Sets the object that is notified of the iterators of a dataset."""
     dataset._tfdist_watch = watch
 
 
 def watch(dataset: Any) -> Any:
-    """Who wants to know of the iterators of a dataset, None for nobody."""
+    """Value of `set_watch` for a dataset; None if it is not set."""
     return getattr(dataset, "_tfdist_watch", None)
 
 
 def set_assembly(parts: Any, assemble: Any) -> None:
-    """Says how values of its own are made into those that are written.
+    """Sets a function that converts saved values to their form in the file.
 
     Args:
-        parts: a tensor that nobody changes.
-        assemble: takes it, returns what is written. Holds no reference to it.
+        parts: a tensor that is never modified.
+        assemble: function of the tensor that returns the values to write. It
+            must not have a reference to the tensor.
     """
     parts._tfdist_assembly = assemble
 
 
 def assembly(parts: Any) -> Any:
-    """What `set_assembly` said, None of values that are written as they are."""
+    """Value of `set_assembly`; None if values are written unchanged."""
     return getattr(parts, "_tfdist_assembly", None)
 
 
 def keep(graph: Any, other: Any) -> None:
-    """Keeps another graph for as long as a graph is there.
+    """Extends the lifetime of a graph to that of another one.
 
-    TensorFlow forgets the functions of a graph (the branches of a `tf.cond`)
-    with it; a copy of its ops still calls them.
+    TensorFlow deletes the functions of a graph (the branches of a `tf.cond`)
+    with the graph. A copy of its ops still calls them.
+
+    Args:
+        graph: the graph that stores the reference.
+        other: the graph that must live as long.
     """
     graph._tfdist_kept = [*getattr(graph, "_tfdist_kept", ()), other]
 
 
 def fix(variable: Any) -> None:
-    """Says that a graph or a slot relies on where a table's parts lie."""
+    """Marks a table whose placement a graph or a slot depends on."""
     value_of(variable)._tfdist_fixed = True
 
 
 def is_fixed(variable: Any) -> bool:
-    """Whether a table's parts must stay where they are."""
+    """Whether the placement of a table may no longer change."""
     return bool(_said_of(variable, "_tfdist_fixed"))
 
 
 def set_keys(variable: Any, keys: Any) -> None:
-    """Says which keys have the rows of a table whose vocabulary grows."""
+    """Sets the keys of the rows of a table with a dynamic vocabulary."""
     value_of(variable)._tfdist_keys = keys
 
 
 def keys_of(variable: Any) -> Any:
-    """What `set_keys` said of a table, None of others."""
+    """Value of `set_keys` for a table; None for others."""
     return _said_of(variable, "_tfdist_keys")
 
 
 def set_grows(variable: Any) -> None:
-    """Says that a whole table, or slot, may be restored from one of fewer rows.
+    """Marks a table or slot that may be restored from one with fewer rows.
 
     Args:
-        variable: of TensorFlow.
+        variable: unpartitioned variable of TensorFlow.
     """
     variable._tfdist_grows = True
 
 
 def grows(variable: Any) -> bool:
-    """Whether `set_grows` was said of a variable."""
+    """Whether a variable has the mark of `set_grows`."""
     return getattr(variable, "_tfdist_grows", False)
 
 
 def set_slicing(saved: Any, slicing: Any) -> None:
-    """Says how an object that grows is read of a smaller checkpoint.
+    """Sets how an object that grows is restored from a smaller checkpoint.
 
     Args:
         saved: a variable, or another object that is saved in slices.
@@ -338,5 +343,5 @@ def set_slicing(saved: Any, slicing: Any) -> None:
 
 
 def slicing(saved: Any) -> Any:
-    """What `set_slicing` said, None of what does not grow."""
+    """Value of `set_slicing`; None for an object that does not grow."""
     return getattr(saved, "_tfdist_slicing", None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file that touches private TensorFlow modules.
+"""Private TensorFlow modules; no other file of the package imports them.
 
-Everything else in the package uses the public API. A test lists what is
-imported here, so that the list stays short and every addition is noticed.
+A test lists the imports of this file, so that the list stays short and every
+addition is noticed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
 _PACKAGE = __name__.partition(".")[0]
-# The module: AutoGraph asks one function of it what to convert.
+# The module whose function decides what AutoGraph converts.
 autograph_conversion = conversion
 CollectiveAllReduceExtended = (
     collective_all_reduce_strategy.CollectiveAllReduceExtended
@@ -40,33 +40,33 @@ CollectiveAllReduceExtended = (
 DistributedVariable = values.DistributedVariable
 Mirrored = values.Mirrored
 MirroredVariable = values.MirroredVariable
-# What `tf.is_tensor` knows, and Keras takes as an input.
+# A type that `tf.is_tensor` accepts, and that Keras accepts as an input.
 NativeObject = internal.NativeObject
 MultiDeviceSaver = functional_saver.MultiDeviceSaver
 SaveSpec = saveable_object.SaveSpec
-# The module: tf.saved_model.save and tf_keras end in one function of it.
+# The module of a function that tf.saved_model.save and tf_keras call.
 saved_model_save = save
 SyncOnReadVariable = values.SyncOnReadVariable
 UpdateContext = distribute_lib.UpdateContext
-# Attributes of ops in a GraphDef: with what an op is to be placed, and that it
-# has a gradient of its own.
+# Attributes of ops in a GraphDef: the ops to colocate an op with, and the
+# custom gradient of an op.
 COLOCATION = "_class"
 OWN_GRADIENT = "_gradient_op_type"
-# A function of that module: is given all ops before they are saved.
+# Function of `saved_model_save` that checks all ops before they are saved.
 VERIFY_OPS = "_verify_ops"
-# A method of mirrored variables: does what a replica assigns.
+# Method of mirrored variables that executes an assignment of a replica.
 WRITE_IN_REPLICA = "_update_replica"
 
 
 def calls_as_written(
     original: Callable[..., bool], function: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """Whether AutoGraph leaves a function alone: also those of this package.
+    """Whether AutoGraph does not convert a function, as those of this package.
 
-    It would convert each function that a traced one calls: seconds at the
-    start of every program. `do_not_convert` would also end the conversion of
-    what is the user's below such a function: of a layer's `call`, or of what
-    `strategy.run` runs.
+    AutoGraph would convert each function that a traced one calls, which takes
+    seconds at the start of every program. `do_not_convert` would also prevent
+    the conversion of user code that such a function calls, such as a layer's
+    `call` or the function of `strategy.run`.
     """
     package = str(getattr(function, "__module__", "")).partition(".")[0]
     if package == _PACKAGE and not isinstance(function, functools.partial):
@@ -75,7 +75,7 @@ def calls_as_written(
 
 
 def global_seed() -> int | None:
-    """The seed of `tf.random.set_seed`, None if never set."""
+    """The seed of `tf.random.set_seed`; None if it was never set."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
 
@@ -87,7 +87,7 @@ def random_state() -> list[Any]:
 
 
 def set_random_state(state: Sequence[Any]) -> None:
-    """Goes on from what `random_state` has returned, also by JSON.
+    """Restores a state that `random_state` returned, possibly as JSON.
 
     Nothing else that `tf.random.set_seed` resets is changed.
     """
@@ -100,7 +100,7 @@ def set_random_state(state: Sequence[Any]) -> None:
 
 
 def seeding() -> object:
-    """Another object after every call of `tf.random.set_seed`."""
+    """An object that is replaced at every call of `tf.random.set_seed`."""
     return context.context()._rng
 
 
@@ -110,12 +110,13 @@ def variable_accessed(variable: Any) -> None:
 
 
 def read_from_first(variable: Any) -> bool:
-    """Lets a variable that is summed where it is read be read as it is.
+    """Makes reads of an on-read variable return this rank's value.
 
-    For one whose values are equal on all ranks.
+    Such a variable is otherwise summed over the ranks. The values must be
+    equal on all ranks.
 
     Returns:
-        Whether it is such a variable.
+        Whether it is an on-read variable.
     """
     if not isinstance(variable, SyncOnReadVariable):
         return False
@@ -124,26 +125,26 @@ def read_from_first(variable: Any) -> bool:
 
 
 def replace_value(variable: Any, value: tf.Tensor) -> None:
-    """Gives a variable a value of another shape, which it then has.
+    """Assigns a value of another shape, and changes the variable's shape.
 
-    Graphs that have read it before would go on with the old shape.
+    Graphs that have read the variable before would use the old shape.
 
     Args:
-        variable: not distributed; eager.
-        value: of its dtype, of any shape.
+        variable: eager variable that is not distributed.
+        value: value of the variable's dtype, of any shape.
     """
     tf.raw_ops.AssignVariableOp(
         resource=variable.handle, value=value, validate_shape=False
     )
     variable._shape = value.shape
-    # What graphs that are traced from now on take for its shape.
+    # Graphs that are traced later take the shape from here.
     data = variable.handle._handle_data
     data.shape_and_type[0].shape.CopyFrom(value.shape.as_proto())
     variable.handle._handle_data = data
 
 
 def variable_dtype(handle: tf.Tensor) -> tf.DType | None:
-    """The dtype of the variable of a handle; None of another resource."""
+    """Dtype of the variable of a handle; None for another resource."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -151,13 +152,13 @@ def variable_dtype(handle: tf.Tensor) -> tf.DType | None:
 
 
 def container_of(holder: Any) -> Any:
-    """The distributed variable that a variable, or a handle, is a part of."""
+    """The distributed variable that contains a variable, or a handle's."""
     reference = getattr(holder, "_distributed_container", None)
     return None if reference is None else reference()
 
 
 def is_updating() -> bool:
-    """Whether this thread is in `extended.update`, as optimizers are."""
+    """Whether this thread runs `extended.update`, as optimizers do."""
     return distribute_lib.get_update_replica_id() is not None
 
 
@@ -167,7 +168,7 @@ def is_recording() -> bool:
 
 
 def is_for_xla() -> bool:
-    """Whether what is traced now is in a `tf.function(jit_compile=True)`."""
+    """Whether the current graph is in a `tf.function(jit_compile=True)`."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -175,17 +176,17 @@ def is_for_xla() -> bool:
 
 
 def current_graph() -> tf.Graph | None:
-    """The graph that is being traced, None if ops are run eagerly."""
+    """The graph that is being traced; None if ops are run eagerly."""
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()
 
 
 def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
-    """The graphs that are being traced inside of one, outermost first.
+    """Graphs that are being traced inside of another one, outermost first.
 
     Args:
-        outer: the one; None for all that are being traced.
+        outer: the other graph; None for all that are being traced.
     """
     found: list[tf.Graph] = []
     graph: Any = current_graph()
@@ -196,7 +197,7 @@ def graphs_within(outer: tf.Graph | None) -> list[tf.Graph]:
 
 
 def captured(value: tf.Tensor) -> tf.Tensor:
-    """What a graph that is being traced has captured as a placeholder.
+    """The tensor that graphs being traced have captured as a placeholder.
 
     Args:
         value: a symbolic tensor.
@@ -217,22 +218,22 @@ def captured(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_function(graph: Any) -> bool:
-    """Whether a graph is a `tf.function`'s, not of a branch or a loop of it."""
+    """Whether a graph is that of a `tf.function`, not of its branch or loop."""
     return type(graph) is tf.__internal__.FuncGraph
 
 
 def at_every_call(
     graph: Any, name: str, like: tf.Tensor, value: Callable[[], tf.Tensor]
 ) -> tf.Tensor:
-    """A tensor of a function that gets its value whenever that is called.
+    """A tensor of a function whose value is computed at every call.
 
     Args:
-        graph: of the function.
-        name: of the value.
-        like: a tensor of its dtype and shape.
-        value: is asked where the function is called.
+        graph: graph of the function.
+        name: name of the value.
+        like: a tensor with the dtype and shape of the value.
+        value: computes the value, in the caller of the function.
     """
-    known = [like]  # asked at once for its type, in the function itself
+    known = [like]  # The first call is for the type, inside of the function.
     found: tf.Tensor = graph._experimental_capture_side_input_by_ref(
         name, lambda: known.pop() if known else value()
     )
@@ -247,20 +248,20 @@ def shard_by_file(
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int:
-    """Batch size of a batched dataset, -1 if TensorFlow cannot tell."""
+    """Batch size of a batched dataset; -1 if TensorFlow cannot infer it."""
     try:
         return int(data_ops.compute_batch_size(dataset))
-    except IndexError:  # elements are scalars
+    except IndexError:  # The elements are scalars.
         return -1
 
 
 def reads_ahead(dataset: tf.data.Dataset) -> bool:
-    """Whether `prefetch` is the last that is done to a dataset."""
+    """Whether `prefetch` is the last transformation of a dataset."""
     return isinstance(dataset, prefetch_op._PrefetchDataset)
 
 
 def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
-    """What a dataset, and those it reads from, map, filter and so on."""
+    """Graphs of the functions of a dataset and of its inputs."""
     graphs = [each.function.graph for each in dataset._functions()]
     for source in dataset._inputs():
         graphs += functions_of(source)
@@ -268,7 +269,7 @@ def functions_of(dataset: tf.data.Dataset) -> list[tf.Graph]:
 
 
 def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """A dataset and all that it reads from."""
+    """A dataset and all of its inputs."""
     found = [dataset]
     for source in dataset._inputs():
         found += datasets_within(source)
@@ -276,9 +277,9 @@ def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def may_change_order(dataset: tf.data.Dataset) -> bool:
-    """Whether tf.data may give a dataset's elements in the order of the clock.
+    """Whether the order of a dataset's elements may depend on timing.
 
-    That of a parallel interleave cannot be told; it may.
+    The order of a parallel interleave is unknown, so it may.
     """
     if dataset.options().deterministic is False:
         return True
@@ -290,7 +291,7 @@ def may_change_order(dataset: tf.data.Dataset) -> bool:
 
 
 def cache_files(dataset: tf.data.Dataset) -> list[str]:
-    """The files that a dataset is cached in, by the names it was given."""
+    """Files that a dataset is cached in, by the names passed to `cache`."""
     names = [
         each._filename.numpy().decode()
         for each in datasets_within(dataset)
@@ -316,15 +317,15 @@ def ops_of(definition: Any) -> set[str]:
 
 
 def is_mirrored(variable: Any) -> bool:
-    """Whether a variable is one that a strategy mirrors."""
+    """Whether a variable is mirrored by a strategy."""
     return isinstance(variable, MirroredVariable)
 
 
 def components(value: Any) -> list[tf.Variable]:
-    """The plain variables that a variable consists of; none of another object.
+    """Plain variables that a variable consists of; none for other objects.
 
     Args:
-        value: of TensorFlow: a variable, one that is distributed, or anything.
+        value: a variable of TensorFlow, a distributed one, or any object.
     """
     if isinstance(value, tf.distribute.DistributedValues):
         return [each for each in value.values if isinstance(each, tf.Variable)]
@@ -332,9 +333,10 @@ def components(value: Any) -> list[tf.Variable]:
 
 
 def keep_in_list(values: list[Any], keeps: Callable[[Any], bool]) -> None:
-    """Takes items out of a list, also of one that TensorFlow tracks.
+    """Removes items from a list, also from one that TensorFlow tracks.
 
-    Such a list compares its items, which tensors do not allow.
+    A tracked list compares its items when one is removed, which tensors do
+    not support.
     """
     storage = getattr(values, "_storage", values)
     storage[:] = [value for value in storage if keeps(value)]
@@ -345,9 +347,9 @@ def keep_in_list(values: list[Any], keeps: Callable[[Any], bool]) -> None:
 def stop_spinning() -> None:
     """Lets idle threads of TensorFlow's pools sleep at once.
 
-    By default they look for work for a while first, at the cost of whoever
-    shares the cores. Call it before the first op; TensorFlow has no public
-    way to set this for eager execution.
+    By default they poll for work for a while first, which slows other
+    processes on the same cores. Must be called before the first op.
+    TensorFlow has no public option of this for eager execution.
     """
     ctx: Any = context.context()
     if ctx._config is None:
@@ -358,11 +360,11 @@ def stop_spinning() -> None:
 def initialize_local(extended: Any, resolver: Any) -> None:
     """Initializes a stock strategy for the devices of this process.
 
-    Stock would set up TensorFlow's collectives as well, which nobody uses
-    here, and warn where TensorFlow has been used before.
+    The stock method would also set up TensorFlow's collectives, which are not
+    used here, and would warn if TensorFlow has been used before.
 
     Args:
-        extended: of the strategy.
+        extended: extended object of the strategy.
         resolver: the cluster resolver.
     """
     ctx: Any = context.context()
@@ -378,15 +380,18 @@ def serve_keys(
     wait: Callable[..., str],
     report: Callable[[int, str], None],
 ) -> None:
-    """Gives TensorFlow the store of keys that its own server would keep.
+    """Replaces the key-value store of TensorFlow's server.
 
-    `tf.distribute.experimental.PreemptionCheckpointHandler` agrees by it on
-    the step at which all ranks save.
+    `tf.distribute.experimental.PreemptionCheckpointHandler` uses it to agree
+    on the step at which all ranks save.
 
     Args:
-        insert: key and value; raises AlreadyExistsError if there is one.
-        wait: key and a timeout in ms, 0 for none; returns the value.
-        report: code and text of an error that all ranks shall know.
+        insert: function of a key and a value; raises AlreadyExistsError if
+            the key exists.
+        wait: function of a key and a timeout in ms (0: no timeout); returns
+            the value.
+        report: function of the code and the message of an error that is
+            reported to all ranks.
     """
     ctx: Any = context.context()
     ctx.set_config_key_value = insert
@@ -395,14 +400,14 @@ def serve_keys(
 
 
 def profiled_ops(folder: str) -> list[tuple[str, int, int]]:
-    """The ops that TensorFlow's profiler has recorded on this host.
+    """Ops that TensorFlow's profiler has recorded on this host.
 
     Args:
-        folder: that it was given.
+        folder: directory passed to the profiler.
 
     Returns:
-        The type of the op, when it began and when it ended, in nanoseconds of
-        the time of day. An op that goes on by itself ends with its start.
+        Type of each op, with its begin and its end in nanoseconds since the
+        epoch. An asynchronous op ends when its start has returned.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -415,7 +420,7 @@ def profiled_ops(folder: str) -> list[tuple[str, int, int]]:
             names = {i: each.name for i, each in plane.event_metadata.items()}
             for line in plane.lines:
                 for event in line.events:
-                    # "node:Type#...", of an op.
+                    # Events of ops have names such as "node:Type#...".
                     name = names[event.metadata_id].split("#")[0]
                     _, colon, op = name.rpartition(":")
                     if not colon or "::" in name or " " in op:
