@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates on their ranks, and the search for the highest scores."""
+"""Rows of candidates on their ranks, and the search for the highest scores."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
 
-# Scores at a time, 64 MB.
+# Scores that are computed at a time: 64 MB.
 CELLS = 1 << 24
-# Queries at a time are a multiple of it: products of few queries are summed in
-# another order, and a score shall not depend on who else asks.
+# Queries are padded to a multiple of this number. Products of few queries are
+# summed in another order, and scores must not depend on the number of queries.
 _QUERIES = 16
-# Where there is no candidate: behind all of them.
+# The position of an absent candidate; greater than all other positions.
 _NOWHERE = tf.int64.max
 
 
@@ -37,9 +37,10 @@ class Part:
     """The candidates that a rank scores.
 
     Attributes:
-        rows: `[m, dim]`.
-        positions: int64 `[m]`, ascending, of each among all candidates.
-        everywhere: whether every rank has all of them.
+        rows: the candidates' rows, `[m, dim]`.
+        positions: int64 `[m]`, ascending: the position of each candidate among
+            all candidates.
+        everywhere: whether every rank has all candidates.
     """
 
     rows: tf.Tensor
@@ -48,7 +49,7 @@ class Part:
 
 
 def dtype_of_scores(dtype: tf.DType) -> tf.DType:
-    """The dtype of scores for queries of a dtype: at least single."""
+    """Returns the dtype of scores for queries of a dtype: float32 or wider."""
     return dtype if dtype.size >= tf.float32.size else tf.float32
 
 
@@ -59,22 +60,22 @@ def best_candidates(
     collectives: Collectives | None,
     label: str,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The best candidates of all ranks; all of them must call.
+    """Finds the best candidates of all ranks; a joint call of all ranks.
 
     Args:
-        queries: `[n, dim]`; n may differ between the ranks.
-        part: what this rank scores.
-        k: how many, at most as many as there are candidates.
-        collectives: of the strategy.
-        label: names the exchanges in errors.
+        queries: `[n, dim]`; n may differ between ranks.
+        part: the candidates that this rank scores.
+        k: how many candidates to find; at most the number of candidates.
+        collectives: the strategy's collectives; None in one process.
+        label: the name of the exchanges in errors.
 
     Returns:
-        The scores, `[n, k]`, highest first, and int64 `[n, k]`, the positions
-        of the candidates.
+        The scores `[n, k]`, highest first, and the positions of the candidates,
+        int64 `[n, k]`.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank, if they ask for
-            different numbers, or with queries of different kinds.
+        tf.errors.InvalidArgumentError: on every rank, if the ranks' `k`, or
+            the dtype or width of their queries, differ.
     """
     if collectives is None or part.everywhere:
         return _best_here(queries, part, k)
@@ -91,7 +92,7 @@ def best_candidates(
         )
         for answer, name in zip(answers, names, strict=True)
     )
-    # Of equal numbers, `top_k` takes the first.
+    # `top_k` returns the first of equal scores, so sort by position before.
     order = tf.argsort(positions, axis=1)
     scores = tf.gather(scores, order, batch_dims=1)
     positions = tf.gather(positions, order, batch_dims=1)
@@ -100,7 +101,7 @@ def best_candidates(
 
 
 def _by_query(answers: tf.Tensor, sizes: tuple[int, int]) -> tf.Tensor:
-    """`[ranks * n, k]`, one rank after the other, as `[n, ranks * k]`."""
+    """Reshapes `[ranks * n, k]`, ordered by rank, to `[n, ranks * k]`."""
     ranks, k = sizes
     queries = tf.shape(answers)[0] // ranks
     answers = tf.reshape(answers, tf.stack([ranks, queries, k]))
@@ -111,7 +112,7 @@ def _by_query(answers: tf.Tensor, sizes: tuple[int, int]) -> tf.Tensor:
 def _best_here(
     queries: tf.Tensor, part: Part, k: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The best of a part, filled up with -inf where it has fewer than k."""
+    """Finds the best k candidates of a part; missing ones score -inf."""
     asked, rows = tf.shape(queries)[0], tf.shape(part.rows)[0]
     queries = tf.pad(queries, [[0, -asked % _QUERIES], [0, 0]])
     number = tf.shape(queries)[0]
@@ -122,15 +123,15 @@ def _best_here(
     def more(
         first: tf.Tensor, scores: tf.Tensor, positions: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The best of what was found before and of a block of rows."""
+        """Merges the best candidates so far with a block of rows."""
         found = tf.matmul(
             queries,
             tf.cast(part.rows[first : first + block], queries.dtype),
             transpose_b=True,
         )
-        # Above what fills up, so that it comes before that.
+        # Candidates must score above the -inf of missing ones.
         found = tf.maximum(found, queries.dtype.min)
-        # Rows of before come first: their positions are lower.
+        # Earlier rows come first, because their positions are lower.
         scores, places = tf.math.top_k(tf.concat([scores, found], axis=1), k)
         new = tf.gather(part.positions, tf.maximum(first + places - k, 0))
         old = tf.gather(positions, tf.minimum(places, k - 1), batch_dims=1)
@@ -154,16 +155,17 @@ def _best_here(
 def best_without(
     scores: tf.Tensor, ids: tf.Tensor, exclusions: tf.Tensor, k: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The best of what is found that are not among some.
+    """Finds the best results that are not excluded.
 
     Args:
         scores: `[n, m]`, highest first.
-        ids: `[n, m]`, of what has them.
-        exclusions: `[n, e]`, ids.
-        k: how many, at most m.
+        ids: `[n, m]`, the ids of the results.
+        exclusions: `[n, e]`, the ids to exclude.
+        k: how many results to return, at most m.
 
     Returns:
-        Scores and ids, `[n, k]`; scores are -inf where there are no more.
+        Scores and ids, `[n, k]`. Where fewer than k results remain, the last
+        scores are -inf.
     """
     hit = tf.equal(ids[:, :, tf.newaxis], exclusions[:, tf.newaxis, :])
     lowest = tf.constant(scores.dtype.as_numpy_dtype("-inf"), scores.dtype)
@@ -173,21 +175,22 @@ def best_without(
 
 
 class OwnRows:
-    """Candidates that are kept as they were given, a part on every rank.
+    """Candidates that are stored as given, a part of them on every rank.
 
-    They are given in batches, of each of which a rank has some rows. Batches
-    of rank 0 [a b] [e], and of rank 1 [c d] [f]: the candidates are
-    a b c d e f, in this order.
+    They are given in batches, and every rank has some rows of each batch. The
+    order is by batch, then by rank. For example, if rank 0 has the batches
+    [a b] [e], and rank 1 has [c d] [f], the order is a b c d e f.
 
     Args:
-        batches: this rank's rows of each, `[n, dim]`; on all ranks equally
-            many.
-        ids: of each row, `[n]` for each batch; None for positions.
-        collectives: of the strategy; all ranks must call.
+        batches: this rank's rows of each batch, `[n, dim]`; all ranks have the
+            same number of batches.
+        ids: the ids of each batch's rows, `[n]`; None if ids are positions.
+        collectives: the strategy's collectives; the constructor is a joint
+            call of all ranks.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank, if they have different
-            numbers of batches, or rows of different kinds.
+        tf.errors.InvalidArgumentError: on every rank, if the number of batches,
+            or the dtype or width of the rows, differ between ranks.
     """
 
     def __init__(
@@ -212,19 +215,24 @@ class OwnRows:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """What this rank holds."""
+        """Returns this rank's rows and their positions."""
         return [self._rows, self._positions]
 
     def take(self, other: OwnRows) -> None:
-        """Holds other candidates, where graphs have these variables."""
+        """Replaces the candidates; graphs that read the variables stay valid.
+
+        Args:
+            other: the new candidates, with the same dtype and width.
+        """
         for mine, new in zip(self.variables, other.variables, strict=True):
             mine.assign(new.read_value())
         self._all = None
 
     def _every(self, collectives: Collectives) -> tf.Variable:
-        """All candidates, for a graph that leaves.
+        """Returns all candidates as a variable, for an exported graph.
 
-        Gathered once: rank 0 traces such a graph again, by itself.
+        They are gathered once, because rank 0 traces such a graph a second
+        time without the other ranks.
         """
         if self._all is None:
             with tf.init_scope():
@@ -232,7 +240,7 @@ class OwnRows:
         return self._all
 
     def gather(self, collectives: Collectives | None) -> np.ndarray:
-        """All candidates in order, on every rank; all ranks must call."""
+        """Returns all candidates in order; a joint call of all ranks."""
         rows, positions = self.variables
         found = rows.read_value()
         if collectives is None:
@@ -240,7 +248,10 @@ class OwnRows:
         return np.asarray(_in_order(found, positions.read_value(), collectives))
 
     def part(self, collectives: Collectives | None) -> Part:
-        """What this rank scores now; all, in a model that leaves the ranks."""
+        """Returns the candidates that this rank scores.
+
+        In an exported model these are all candidates.
+        """
         if collectives is not None and pooled_lookup.is_asked():
             every = self._every(collectives)
             positions = tf.range(self.count, dtype=tf.int64)
@@ -253,7 +264,8 @@ class OwnRows:
 
 
 def _variable(value: tf.Tensor) -> tf.Variable:
-    # A graph that is traced already shall find new ones, of any number.
+    # The shape leaves the number of rows open, so that graphs that are already
+    # traced can read new candidates.
     return tf.Variable(
         value,
         shape=[None, *value.shape[1:]],
@@ -266,7 +278,7 @@ def _variable(value: tf.Tensor) -> tf.Variable:
 def _positions(
     sizes: Sequence[int], collectives: Collectives | None
 ) -> tuple[tf.Tensor, int]:
-    """The positions of this rank's rows among all, and how many there are."""
+    """Returns the positions of this rank's rows, and the number of all rows."""
     mine = tf.constant([list(sizes)], tf.int64)
     rank = 0
     if collectives is not None:
@@ -285,7 +297,7 @@ def _positions(
 def _in_order(
     mine: tf.Tensor, positions: tf.Tensor, collectives: Collectives | None
 ) -> tf.Tensor:
-    """What the ranks have of their candidates, for all, by position."""
+    """Returns the rows of all ranks, in the order of their positions."""
     if collectives is None:
         return mine
     every, _ = exchanges.all_gather(collectives, mine, "candidates/all")
@@ -296,11 +308,11 @@ def _in_order(
 def of_all_alike(
     dataset: tf.data.Dataset, collectives: Collectives | None
 ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
-    """This rank's part of a dataset that every rank reads.
+    """Returns this rank's part of a dataset that every rank reads.
 
     Args:
-        dataset: of rows `[n, dim]`, or of pairs of ids and rows.
-        collectives: of the strategy.
+        dataset: batches of rows `[n, dim]`, or of pairs of ids and rows.
+        collectives: the strategy's collectives.
 
     Returns:
         `batches` and `ids` of `OwnRows`.
@@ -316,12 +328,12 @@ def of_all_alike(
 def of_tower(
     dataset: tf.data.Dataset, model: Any, strategy: tf.distribute.Strategy
 ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
-    """Rows that the ranks compute, each of its part of a dataset.
+    """Computes rows; each rank computes those of its part of the dataset.
 
     Args:
-        dataset: batches of what the model takes, or pairs of ids and that.
-        model: makes rows `[n, dim]`.
-        strategy: all ranks of it must call.
+        dataset: batches of the model's inputs, or of pairs of ids and inputs.
+        model: a model that computes rows `[n, dim]`.
+        strategy: the strategy; this is a joint call of all its ranks.
 
     Returns:
         `batches` and `ids` of `OwnRows`.
@@ -340,7 +352,7 @@ def of_tower(
 
 
 def slice_of(batch: Any, collectives: Collectives | None) -> tf.Tensor:
-    """This rank's rows of what all ranks have alike."""
+    """Returns this rank's rows of a batch that is equal on all ranks."""
     batch = tf.convert_to_tensor(batch)
     if collectives is None:
         return batch
@@ -350,10 +362,11 @@ def slice_of(batch: Any, collectives: Collectives | None) -> tf.Tensor:
 
 
 def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
-    """Refuses what are no candidates with their identifiers.
+    """Checks candidates and their identifiers.
 
     Raises:
-        ValueError: naming the layer.
+        ValueError: if candidates are not a matrix of floats, or the number of
+            identifiers differs. The error names the layer.
     """
     if candidates.shape.rank != 2 or not candidates.dtype.is_floating:
         raise ValueError(
@@ -365,10 +378,10 @@ def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
 
 
 def check_ids(count: int, identifiers: Any, name: str) -> None:
-    """Refuses identifiers that are not one for each candidate.
+    """Checks that there is one identifier for each candidate.
 
     Raises:
-        ValueError: naming the layer.
+        ValueError: if there are more or fewer. The error names the layer.
     """
     if identifiers is None:
         return
@@ -381,15 +394,16 @@ def check_ids(count: int, identifiers: Any, name: str) -> None:
 
 
 class TableRows:
-    """Candidates that are rows of a table, as they are at every search.
+    """Candidates that are rows of a table; each search reads them anew.
 
     Args:
         variable: a shard, or a variable that every rank has.
-        rows: int64 `[n]`, which rows are candidates; None for all in order.
-        name: of the layer that searches, for errors.
+        rows: int64 `[n]`, the rows that are candidates; None for all rows in
+            order.
+        name: the name of the layer that searches, for errors.
 
     Raises:
-        ValueError: for rows that the table has not.
+        ValueError: if the table does not have one of the rows.
     """
 
     def __init__(self, variable: Any, rows: Any, name: str) -> None:
@@ -413,12 +427,12 @@ class TableRows:
                 )
 
     def part(self, collectives: Collectives | None) -> Part:
-        """What this rank scores now; all ranks must call."""
+        """Returns the candidates that this rank scores; a joint call."""
         spec = marks.shard_spec(self.variable)
         if spec is None or collectives is None or pooled_lookup.is_asked():
             return self._whole(spec)
         if not tf.executing_eagerly():
-            marks.fix(self.variable)  # a graph relies on where rows are
+            marks.fix(self.variable)  # the graph relies on its placement
         local = value_of(self.variable).read_value()
         first, end = 0, spec.local_rows
         if spec.column_parts > 1:
@@ -432,7 +446,7 @@ class TableRows:
         return Part(tf.gather(local, chosen), positions, False)
 
     def _whole(self, spec: ShardSpec | None) -> Part:
-        """All candidates, of a table that is whole here, or where it goes."""
+        """Returns all candidates of an unpartitioned or exported table."""
         if pooled_lookup.is_asked():
             whole = TablePlacement.data_parallel()
             name, (rows, dim) = self.variable.name, self._size
@@ -448,12 +462,12 @@ class TableRows:
     def _placed(
         self, spec: ShardSpec, first: int, end: int
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Which of this rank's rows are candidates, and their positions.
+        """Returns which local rows are candidates, and the positions of these.
 
         Args:
-            spec: of the rank's part.
-            first: the first of the part's local rows that this rank scores.
-            end: the one after the last.
+            spec: this rank's part of the table.
+            first: the first local row that this rank scores.
+            end: the local row after the last one that this rank scores.
         """
         none = np.zeros([0], np.int64)
         if spec.cell is None:
@@ -471,21 +485,22 @@ class TableRows:
     def _full_rows(
         self, local: tf.Tensor, spec: ShardSpec, collectives: Collectives
     ) -> tuple[tf.Tensor, int, int]:
-        """All columns of some rows, of parts that hold columns.
+        """Returns all columns of some rows, from shards that hold columns.
 
-        The ranks that hold columns of the same rows share these out: each
-        gets the other columns of its share. That is fewer numbers than their
-        scores would be, and every score is summed in the order of one process.
+        The ranks that hold columns of the same rows divide these rows among
+        themselves. Each receives the missing columns of its share. This sends
+        fewer numbers than an exchange of partial scores would, and sums every
+        score in the order of one process.
 
         Returns:
-            `[m, dim]`, and which of the part's local rows they are.
+            The rows `[m, dim]`, and the first and end of their local rows.
         """
         peers = spec.row_peers
         ends = [
             (i + 1) * spec.local_rows // max(len(peers), 1)
             for i in range(len(peers))
         ]
-        # Shares lie, and parts come, in the order of the ranks.
+        # Shares are in the order of ranks, as are the parts that are received.
         by_rank = sorted(peers)
         sizes = dict(zip(by_rank, np.diff([0, *ends]), strict=True))
         splits = [
@@ -509,15 +524,15 @@ class TableRows:
 
 
 def variable_of_table(given: Any, table: str | None) -> Any:
-    """The table that candidates were given as.
+    """Returns the variable of a table whose rows are candidates.
 
     Args:
         given: a layer, or its variable.
-        table: its name, if the layer has several.
+        table: the table's name; needed if the layer has several tables.
 
     Raises:
-        ValueError: for a layer that is not built, or without that table, or a
-            table whose vocabulary grows.
+        ValueError: if the layer is not built or does not have the table, or if
+            the table has a dynamic vocabulary.
     """
     found = _variable_of(given, table)
     _refuse_growing(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many embedding tables, looked up together."""
+"""A layer that looks up many embedding tables in one exchange."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ Nest = Any
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
 class DistributedEmbedding(DynamicTables):
-    """Looks up all features of a model, and reduces each per sample.
+    """Looks up all features of a model, and combines the rows of each sample.
 
     The counterpart of `keras_rs.layers.DistributedEmbedding`, with the same
-    arguments; what differs is in docs/keras_rs.md. Under a
-    `HybridParallelStrategy` tables are partitioned over the ranks as a plan
-    says (`tfdist_ext.plan`), and all of them travel in one exchange
-    per direction and step.
+    arguments. docs/keras_rs.md describes the differences. Under a
+    `HybridParallelStrategy` a plan (`tfdist_ext.plan`) partitions the tables
+    over the ranks. All tables share one exchange per direction and step.
 
     >>> movies = TableConfig("movies", 1000, 8, combiner="mean")
     >>> layer = DistributedEmbedding({
@@ -56,34 +55,37 @@ class DistributedEmbedding(DynamicTables):
     >>> outputs["seen"].shape
     TensorShape([1, 8])
 
-    Inputs, in the nest of `feature_configs`, int32 or int64:
+    Inputs have the nest of `feature_configs`. Each is of dtype int32 or int64,
+    and one of:
 
     * ids `[batch]` or `[batch, k]`;
     * RaggedTensor of ids `[batch, None]`;
     * SparseTensor `[batch, k]` whose values are ids.
 
-    With `combiner=None` the row of every id is kept: `[batch, k, dim]` of
-    `[batch, k]`. Ragged ids give a RaggedTensor `[batch, None, dim]`, or, if
-    `output_shape` tells a length, a tensor of that length: shorter samples
-    end in zeros, longer ones are cut. Cells of a SparseTensor without an id
-    are zeros. With a combiner, ids of more dimensions are combined along the
-    last one.
+    With a combiner, the rows of the ids in the last dimension are combined.
+    With `combiner=None` the output has the row of every id: ids `[batch, k]`
+    give `[batch, k, dim]`. Cells of a SparseTensor without an id give zeros.
+    Ragged ids give a RaggedTensor `[batch, None, dim]`. If `output_shape`
+    has a length, they give a tensor of that length: shorter samples are padded
+    with zeros, and longer ones are cut.
 
     Args:
         feature_configs: nest of `FeatureConfig`. Features with the same
             `TableConfig` share its table.
-        table_stacking: of keras-rs, without effect: all tables travel
-            together.
-        update_stats: of keras-rs, without effect: buffers grow by themselves.
-        plan: a `ShardingPlan` that places the tables, instead of the one
-            made when the layer is built; if it is for another number of
-            ranks, `plan.at` of this number does.
-        prefetch_ids: exchange ids a step ahead, see `preprocess`.
-        **kwargs: of a Keras layer; and how ids and numbers travel, see
-            `FullSparse`.
+        table_stacking: an argument of keras-rs; has no effect, because all
+            tables share one exchange.
+        update_stats: an argument of keras-rs; has no effect, because buffers
+            grow as needed.
+        plan: a `ShardingPlan` that places the tables. If it was made for
+            another number of ranks, `plan.at(world_size)` is used. None makes
+            a plan when the layer is built.
+        prefetch_ids: whether ids are exchanged one step ahead, see
+            `preprocess`.
+        **kwargs: arguments of a Keras layer, and the arguments of the wire
+            format, see `FullSparse`.
 
     Raises:
-        ValueError: for arguments outside of these.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class DistributedEmbedding(DynamicTables):
 
     def build(self, input_shapes: Nest = None) -> None:
         """Creates this rank's part of every table."""
-        del input_shapes  # FeatureConfig tells them
+        del input_shapes  # each FeatureConfig has its own
         if getattr(self, "_features", None) is not None:
             return
         self._collectives = collectives_lib.active()
@@ -162,7 +164,7 @@ class DistributedEmbedding(DynamicTables):
             max_norm=table.max_norm,
             dtype=table.dtype,
         )
-        # Checkpoints find attributes; Keras 3 hides lists from them.
+        # Checkpoints find attributes. Keras 3 hides lists from checkpoints.
         setattr(self, f"table_{table.name}", variable)
         return variable
 
@@ -178,13 +180,13 @@ class DistributedEmbedding(DynamicTables):
             table,
             specs[table],
             config.table.combiner or "sum",
-            # Keys without a row have the row -1.
+            # Keys without a row are looked up with row -1.
             "ignore" if config.table.vocabulary else config.table.out_of_range,
             placements[table].deduplicate,
         )
 
     def _placements(self, world_size: int) -> list[TablePlacement]:
-        """Placements of the tables; one process holds all of them whole."""
+        """Returns the placements; one process holds every table entirely."""
         if world_size == 1:
             return [TablePlacement.data_parallel()] * len(self._configs.tables)
         assert self._collectives is not None
@@ -205,17 +207,22 @@ class DistributedEmbedding(DynamicTables):
         ]
 
     def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
-        """What is looked up, for a plan and in a step."""
+        """Returns the feature configs with the features that are looked up."""
         return list(zip(self._configs.features, self._features, strict=True))
 
     def table_variables(self) -> list[Any]:
-        """This rank's part of each table, by its number in `lookups`."""
+        """Returns this rank's part of each table, by its `Feature.table`."""
         return self._variables
 
     def take_places(
         self, features: Mapping[int, Feature], plan: ShardingPlan
     ) -> None:
-        """Looks up where tables have been moved to, as a plan says."""
+        """Takes the new placements of tables that a plan has moved.
+
+        Args:
+            features: new features, by the index of their table.
+            plan: the plan that has moved the tables.
+        """
         self._features = [
             dataclasses.replace(
                 feature,
@@ -233,15 +240,15 @@ class DistributedEmbedding(DynamicTables):
         """Looks up every feature.
 
         Args:
-            inputs: nest of ids, see the class; or what `preprocess` made.
-            weights: None, or a nest of numbers like the ids; `[batch]` is
-                one for all ids of a sample.
-            training: whether vocabularies that grow learn new keys. They do,
-                too, wherever a gradient tape records.
+            inputs: nest of ids, see the class, or the result of `preprocess`.
+            weights: None, or a nest of numbers with the shapes of the ids.
+                Weights of shape `[batch]` apply to all ids of a sample.
+            training: whether dynamic vocabularies assign rows to new keys.
+                They also do so whenever a gradient tape is recording.
 
         Returns:
-            A nest like `feature_configs` of `[batch, embedding_dim]`, or of
-            sequences, see the class, in the layer's compute dtype.
+            A nest like `feature_configs`, in the layer's compute dtype. Each
+            output is `[batch, embedding_dim]`, or a sequence, see the class.
         """
         if isinstance(inputs, dict) and set(inputs) == {"ids", "weights"}:
             inputs, weights = inputs["ids"], inputs["weights"]
@@ -272,23 +279,23 @@ class DistributedEmbedding(DynamicTables):
     ) -> Nest:
         """Bundles ids and weights into one input of the layer.
 
-        As in keras-rs, to be mapped over a dataset:
+        As in keras-rs, this method is mapped over a dataset:
 
             dataset = dataset.map(lambda x, y: (layer.preprocess(x), y))
 
-        With `prefetch_ids=True` and such a dataset in `fit`, or given to
-        `strategy.experimental_distribute_dataset`, every step exchanges the
-        ids of the next batch while it computes this one. Results do not
-        change. It takes a subclassed model in Keras 3, as Functional models
-        take tensors only.
+        With `prefetch_ids=True`, every step exchanges the ids of the next
+        batch while it computes the current one. This requires that `fit` or
+        `strategy.experimental_distribute_dataset` receives such a dataset.
+        Results do not change. In Keras 3 the model must be subclassed, because
+        Functional models take tensors only.
 
         Args:
             inputs: nest of ids, see the class.
-            weights: None, or a nest of numbers like the ids.
+            weights: None, or a nest of numbers with the shapes of the ids.
             training: not used.
 
         Returns:
-            What the layer takes as its one input.
+            The value to pass to the layer as its only input.
         """
         del training
         if self.prefetch_ids:
@@ -302,20 +309,21 @@ class DistributedEmbedding(DynamicTables):
     def get_embedding_tables(
         self, folder: str | os.PathLike[str] | None = None
     ) -> dict[str, Any]:
-        """The whole tables by name; under a strategy all ranks must call.
+        """Returns the entire tables by name; a joint call of all ranks.
 
-        Needs room for every table on every rank, unless a folder is given.
-        Checkpoints do not.
+        Without `folder`, every rank needs memory for all tables. Checkpoints
+        do not need it.
 
         Args:
-            folder: into which rank 0 writes each table as `<name>.npy`, in
-                blocks of rows.
+            folder: a folder in which rank 0 writes each table as
+                `<name>.npy`, in blocks of rows.
 
         Returns:
-            A tensor for every name; with a folder, the path of its file.
+            A dict from table names to tensors `[vocabulary_size,
+            embedding_dim]`, or to file paths if `folder` is given.
 
         Raises:
-            ValueError: before the layer is built.
+            ValueError: if the layer is not built.
         """
         variables = self._by_name()
         if folder is None:
@@ -328,15 +336,16 @@ class DistributedEmbedding(DynamicTables):
         return whole_tables.write_all(variables, self._collectives, folder)
 
     def set_embedding_tables(self, values: Mapping[str, Any]) -> None:
-        """Sets whole tables; each rank reads the part that it holds.
+        """Sets entire tables; each rank reads only the part that it holds.
 
         Args:
-            values: by name, `[vocabulary_size, embedding_dim]`, anything that
-                can be sliced, for example `np.load(path, mmap_mode="r")`.
+            values: by table name, anything of shape `[vocabulary_size,
+                embedding_dim]` that can be sliced, for example
+                `np.load(path, mmap_mode="r")`.
 
         Raises:
-            ValueError: before the layer is built, for names that it has not,
-                and for other shapes.
+            ValueError: if the layer is not built, does not have a table of
+                that name, or has it with another shape.
         """
         variables = self._by_name()
         if set(values) - set(variables):
@@ -360,16 +369,16 @@ class DistributedEmbedding(DynamicTables):
 
     @classmethod
     def has_sparsecores(cls) -> bool:
-        """Whether there are TPUs with SparseCores, as keras-rs asks; never."""
+        """Returns False: there are no TPUs with SparseCores (for keras-rs)."""
         return False
 
     def compute_output_shape(self, input_shapes: Nest, *_: Any) -> Nest:
-        """A nest of `(None, embedding_dim)`: batches are those of a rank."""
+        """Returns a nest of `(None, embedding_dim)`, or of sequence shapes."""
         del input_shapes
         return self._configs.pack(self._configs.output_shapes)
 
     def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
-        """The symbolic outputs (Keras 3)."""
+        """Returns the symbolic outputs (Keras 3)."""
         return self._configs.pack(
             [
                 symbolic(shape, self.compute_dtype, ragged)
@@ -378,7 +387,7 @@ class DistributedEmbedding(DynamicTables):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config = super().get_config()
         config.update(self._configs.get_config())
         if self._given_plan is not None:
@@ -388,7 +397,7 @@ class DistributedEmbedding(DynamicTables):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
-        """The layer that `get_config`, also that of keras-rs, describes."""
+        """Creates the layer from its `get_config`, or from keras-rs's."""
         arguments = dict(config)
         nest = FeatureConfigs.nest_from_config(arguments)
         if "plan" in arguments:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's Embedding, its table partitioned over the ranks."""
+"""Keras's Embedding layer with a table that is partitioned over the ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tfdist_ext.tables.table_config import TableConfig
 
 keras = tf.keras
 
-# Regularizers that add up what they find of each element.
+# Regularizers whose penalty is a sum over the elements of the weight.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
-# Arguments of Keras's that a partitioned table cannot heed, and what to do.
+# Keras's arguments that a partitioned table does not support, and what to do.
 _REFUSED = {
     "lora_rank": "Train a small layer behind this one instead.",
     "lora_alpha": "Train a small layer behind this one instead.",
@@ -51,44 +51,50 @@ _REFUSED = {
 class Embedding(OneTable):
     """Turns ids into rows of a table, as `keras.layers.Embedding` does.
 
-    Arguments, outputs and masks are those of Keras's layer of either Keras;
-    under a `HybridParallelStrategy` the table is partitioned over the ranks.
-    All such layers of a model, and its other sparse layers, share one exchange
-    per direction and step, and are placed by one plan.
+    Arguments, outputs and masks are the same as in `keras.layers.Embedding`
+    of Keras 3 and of tf_keras. Under a `HybridParallelStrategy` the table is
+    partitioned over the ranks. All sparse layers of a model share one
+    exchange per direction and step, and one plan places their tables.
 
     >>> layer = Embedding(1000, 8, mask_zero=True)
     >>> layer(tf.constant([[3, 7, 0], [2, 0, 0]])).shape
     TensorShape([2, 3, 8])
 
-    Inputs are ids of any rank, of an integer dtype or floats that are whole
-    numbers; a RaggedTensor gives a RaggedTensor. A SparseTensor has id 0
-    where it has none.
+    Inputs are ids in a tensor of any number of dimensions. Their dtype is an
+    integer dtype, or a float dtype whose values are whole numbers. For a
+    RaggedTensor, the output is a RaggedTensor. Cells of a SparseTensor
+    without an id have id 0.
 
-    What differs from Keras: an id out of range is an error on every rank,
-    negative ones too (Keras 3 counts them from the end).
+    One thing differs from Keras: an id out of range is an error on every
+    rank. This includes negative ids, which Keras 3 counts from the end.
 
     Args:
-        input_dim: rows of the table; ids are in `[0, input_dim)`.
-        output_dim: columns of the table.
-        embeddings_initializer: see `tfdist_ext.embedding.initial_rows`.
-        embeddings_regularizer: of Keras, applied to the rows that a batch
-            looks up, each as often as it is, and added to the loss; to the
-            whole table with `sharding="data_parallel"`, as in Keras.
-        embeddings_constraint: only with `sharding="data_parallel"`.
+        input_dim: number of rows of the table; ids are in `[0, input_dim)`.
+        output_dim: number of columns of the table.
+        embeddings_initializer: a Keras initializer or its name, see
+            `tfdist_ext.embedding.initial_rows`.
+        embeddings_regularizer: a Keras regularizer. It is applied to the rows
+            that a batch looks up, once for each lookup of a row, and its
+            result is added to the loss. With `sharding="data_parallel"` it is
+            applied to the entire table, as in Keras.
+        embeddings_constraint: a Keras constraint; allowed only with
+            `sharding="data_parallel"`.
         mask_zero: whether id 0 is padding, which following layers mask.
-        weights: the table to start from, `[input_dim, output_dim]`, or a list
-            of it.
-        input_length: of tf_keras; without effect in Keras 3.
-        sharding: see `FullSparse`.
-        prefetch_ids: exchange ids a step ahead, see `preprocess`.
-        out_of_range: "error" raises on every rank, "ignore" gives zeros.
-        max_norm: the longest that a row may be, see `TableConfig`.
-        storage: where the table is, see `TableConfig`.
-        **kwargs: of a Keras layer; and how ids and numbers travel, see
-            `FullSparse`.
+        weights: the initial table, `[input_dim, output_dim]`, or a list that
+            contains only this table.
+        input_length: an argument of tf_keras's layer; has no effect in Keras 3.
+        sharding: the placement of the table, see `FullSparse`.
+        prefetch_ids: whether ids are exchanged one step ahead, see
+            `preprocess`.
+        out_of_range: "error" raises an error on every rank, "ignore" returns
+            zeros.
+        max_norm: the largest Euclidean norm of a row, see `TableConfig`.
+        storage: the device of the table, see `TableConfig`.
+        **kwargs: arguments of a Keras layer, and the arguments of the wire
+            format, see `FullSparse`.
 
     Raises:
-        ValueError: for arguments outside of these.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -154,7 +160,11 @@ class Embedding(OneTable):
         return tf.as_dtype(self.variable_dtype).name
 
     def build(self, input_shape: Any = None) -> None:
-        """Creates this rank's part of the table."""
+        """Creates this rank's part of the table.
+
+        Args:
+            input_shape: the shape of the ids.
+        """
         initializer = self.embeddings_initializer
         if self._first_table is not None:
             initializer = keras.initializers.Constant(self._first_table)
@@ -176,7 +186,7 @@ class Embedding(OneTable):
         self.built = True
 
     def describe(self, input_shape: Any) -> FeatureConfig:
-        """The layer as a planner sees it."""
+        """Returns the layer's feature and table, for the planner."""
         table = TableConfig(
             self.name,
             self.input_dim,
@@ -199,15 +209,15 @@ class Embedding(OneTable):
         )
 
     def table_variables(self) -> list[Any]:
-        """This rank's part of each table, by its number in `lookups`."""
+        """Returns this rank's part of each table, by its `Feature.table`."""
         return [self.embeddings]
 
     def _own_variables(self) -> dict[str, Any]:
-        # By the name that Keras's Embedding gives it: either reads the other.
+        # "0" is Keras's name, so that each layer can read the other's files.
         return {"0": self.embeddings}
 
     def _ids_shape(self, shape: Any) -> Any:
-        """The shape of the ids in what Keras shows of an input."""
+        """Returns the shape of the ids, given Keras's shape of the input."""
         if self.prefetch_ids and shape is not None:
             return tuple(shape)[:-1]
         return shape
@@ -216,10 +226,10 @@ class Embedding(OneTable):
         """Looks up the row of every id.
 
         Args:
-            inputs: see the class; or what `preprocess` made.
+            inputs: ids, see the class, or the result of `preprocess`.
 
         Returns:
-            `[*ids.shape, output_dim]` in the layer's compute dtype.
+            The rows, `[*ids.shape, output_dim]`, in the layer's compute dtype.
         """
         if is_symbolic_build():
             if self.prefetch_ids:
@@ -236,10 +246,10 @@ class Embedding(OneTable):
         return found[0] if _is_scalar(inputs) else found
 
     def _penalty(self, inputs: Any, found: Any) -> tf.Tensor:
-        """The regularizer of the rows that were looked up.
+        """Applies the regularizer to the rows that were looked up.
 
-        All tables share an exchange, so how rows depend on the batch is told
-        by the layer's own ids.
+        All tables share one exchange, so the rows alone do not show how they
+        depend on the batch. The layer's ids show it.
         """
         rows = tf.identity(getattr(found, "flat_values", found))
         ids = getattr(inputs, "flat_values", inputs)
@@ -249,7 +259,7 @@ class Embedding(OneTable):
             kind = SAME if same else whole_batch.kind_of(step, ids).name
             sums = isinstance(self.embeddings_regularizer, _SUMS)
             if isinstance(found, tf.RaggedTensor) and sums and kind != SAME:
-                kind = ROWS  # however ids were chosen: of this rank's samples
+                kind = ROWS  # these rows belong to this rank's samples
             if kind in (SAME, ROWS):
                 marks.set_dependence(rows, kind)
         return self.embeddings_regularizer(rows)
@@ -264,7 +274,7 @@ class Embedding(OneTable):
         return [sparse_inputs.layout_of(_as_array(inputs), True, self.name)]
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Where the ids are not 0, if that is padding; else None."""
+        """Returns where ids are not 0 if `mask_zero` is set, otherwise None."""
         del mask
         if not self.mask_zero:
             return None
@@ -278,17 +288,17 @@ class Embedding(OneTable):
         return tf.not_equal(inputs, tf.zeros([], inputs.dtype))
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
-        """`(*input_shape, output_dim)`."""
+        """Returns `(*input_shape, output_dim)`."""
         return (*self._ids_shape(input_shape), self.output_dim)
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
-        """The symbolic output (Keras 3)."""
+        """Returns the symbolic output (Keras 3)."""
         shape = self.compute_output_shape(inputs.shape)
         ragged = getattr(inputs, "ragged", False)
         return symbolic(shape, self.compute_dtype, ragged)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config = super().get_config()
         for name in ("input_dim", "output_dim", "mask_zero", "input_length"):
             config[name] = getattr(self, name)
@@ -303,7 +313,7 @@ class Embedding(OneTable):
 
 
 def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
-    """What Keras's layers do with the argument."""
+    """Handles `input_length` as the layer of the installed Keras does."""
     if KERAS_3:
         if input_length is not None:
             warnings.warn(
@@ -318,7 +328,7 @@ def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _matrix(weights: Any) -> Any:
-    """The table that a layer starts from, alone or in a list."""
+    """Returns the initial table, which may be the only element of a list."""
     if isinstance(weights, list | tuple) and len(weights) == 1:
         weights = weights[0]
     return None if weights is None else np.asarray(weights)
@@ -329,7 +339,7 @@ def _is_scalar(inputs: Any) -> bool:
 
 
 def _as_array(inputs: Any) -> Any:
-    """The ids as a tensor of at least one dimension, or ragged."""
+    """Returns ids as a RaggedTensor, or a tensor with 1 or more dimensions."""
     if isinstance(inputs, tf.SparseTensor):
         return tf.sparse.to_dense(tf.sparse.reorder(inputs))
     return inputs[tf.newaxis] if _is_scalar(inputs) else inputs

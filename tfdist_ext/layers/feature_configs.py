@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features and tables that a `DistributedEmbedding` is asked for."""
+"""Features and tables of a `DistributedEmbedding`, as its user configures."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Value:
     """The ids of a feature.
 
     Attributes:
-        name: of layer and feature, for errors.
-        ids: of the feature, cut to the length of its sequences.
-        length: that length, `[m]`.
-        kept: whether the row of every id is kept.
+        name: the names of layer and feature, for errors.
+        ids: the ids, cut to the length of the feature's sequences.
+        length: sizes of the sequences, without batch and columns.
+        kept: whether the result has the row of every id.
         texts: whether ids are strings.
     """
 
@@ -44,7 +44,7 @@ class _Value:
     texts: bool
 
     def weights(self, weights: Any) -> Any:
-        """The weights of the ids, None if they have none."""
+        """Returns the weights cut to the length of the ids, or None."""
         if weights is None or not self.kept:
             return weights
         return sparse_inputs.of_length(weights, self.length, self.name)
@@ -52,7 +52,7 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureConfigs:
-    """What the user asked for; an object that Keras does not look into."""
+    """A layer's feature configs, in an object that Keras does not track."""
 
     nest: Nest
     features: tuple[FeatureConfig, ...]
@@ -84,7 +84,7 @@ class FeatureConfigs:
                     "same TableConfig, others another name."
                 )
         checks.distinct("features", [feature.name for feature in features])
-        # Made here: when Keras 3 builds a layer, it may not make variables.
+        # Created here, because Keras 3 forbids new variables in `build`.
         optimizers = {
             table.name: rules.as_row_optimizer(table.optimizer, table.name)
             for table in by_name.values()
@@ -93,25 +93,25 @@ class FeatureConfigs:
         return cls(nest, features, tuple(by_name.values()), optimizers)
 
     def batch_size(self, world_size: int) -> int | None:
-        """Samples per rank, None if no feature tells."""
+        """Returns samples per rank, or None if the config does not say."""
         batch = self.features[0].input_shape[0]
         return None if batch is None else -(-batch // world_size)
 
     def pack(self, flat: Sequence[Any]) -> Nest:
-        """What there is of every feature, as the user's nest."""
+        """Packs one value per feature into the user's nest."""
         return tf.nest.pack_sequence_as(self.nest, flat)
 
     def flatten(self, values: Nest, argument: str, layer: str) -> list[Any]:
-        """What there is of every feature, in order.
+        """Returns one value per feature, in the order of the features.
 
         Args:
-            values: a nest like that of the features; lists and tuples are the
-                same, since tuples come back from a file as lists.
-            argument: its name, for errors.
-            layer: name, for errors.
+            values: a nest with the structure of the features. Lists and tuples
+                are equivalent, because a file restores tuples as lists.
+            argument: the name of the argument, for errors.
+            layer: the layer's name, for errors.
 
         Raises:
-            ValueError: for another nest.
+            ValueError: if the nest has another structure.
         """
         try:
             tf.nest.assert_same_structure(
@@ -127,7 +127,7 @@ class FeatureConfigs:
         return flat
 
     def _values(self, inputs: Nest, layer: str) -> list[_Value]:
-        """Every feature with its ids."""
+        """Returns the ids of every feature."""
         found = []
         for ids, config in zip(
             self.flatten(inputs, "inputs", layer), self.features, strict=True
@@ -146,15 +146,16 @@ class FeatureConfigs:
         return found
 
     def ids(self, inputs: Nest, weights: Nest, layer: str) -> list[list[Ids]]:
-        """The lists of every feature, one for each.
+        """Returns the ids of every feature in CSR format, in a list of one.
 
         Args:
             inputs: nest of ids.
-            weights: a nest like it, or None.
-            layer: name, for errors.
+            weights: a nest of weights with the same structure, or None.
+            layer: the layer's name, for errors.
 
         Raises:
-            ValueError: for ids or weights of another kind, or another nest.
+            ValueError: if the type of ids or weights is not supported, or the
+                nest has another structure.
         """
         given = [None] * len(self.features)
         if weights is not None:
@@ -165,20 +166,20 @@ class FeatureConfigs:
         ]
 
     def layouts(self, inputs: Nest, layer: str) -> list[Layout]:
-        """How the results of every feature lie, see `ids`."""
+        """Returns the layout of every feature's results, see `ids`."""
         return [
             sparse_inputs.layout_of(v.ids, v.kept, v.name, v.length)
             for v in self._values(inputs, layer)
         ]
 
     def zeros(self, inputs: Nest, layer: str, bundled: bool) -> Nest:
-        """Results of zeros, for a model that is built by its shapes.
+        """Returns zeros as results, while Keras builds a model from shapes.
 
         Args:
-            inputs: nest of ids; or of what `preprocess` makes, of which Keras
-                shows one tensor.
-            layer: name, for errors.
-            bundled: whether it is that.
+            inputs: nest of ids, or the one tensor that Keras passes for the
+                result of `preprocess`.
+            layer: the layer's name, for errors.
+            bundled: whether `inputs` stands for the result of `preprocess`.
         """
         if bundled:
             first = tf.shape(tf.nest.flatten(inputs)[0])
@@ -199,12 +200,12 @@ class FeatureConfigs:
 
     @property
     def dims(self) -> list[int]:
-        """Width of every feature's result."""
+        """The width of every feature's result."""
         return [feature.table.embedding_dim for feature in self.features]
 
     @property
     def output_shapes(self) -> list[tuple[int | None, ...]]:
-        """Shape of every feature's result, but the batch, which is a rank's."""
+        """The shape of every feature's result; the batch dimension is None."""
         return [
             (
                 None,
@@ -217,10 +218,10 @@ class FeatureConfigs:
     def symbolic(
         self, inputs: Nest
     ) -> list[tuple[tuple[int | None, ...], bool]]:
-        """Shapes of the results, and whether they are ragged (Keras 3).
+        """Returns shapes of the results, and whether they are ragged (Keras 3).
 
         Args:
-            inputs: symbolic ids, or what Keras shows of a bundle of them.
+            inputs: symbolic ids, or Keras's symbolic result of `preprocess`.
         """
         flat = tf.nest.flatten(inputs)
         found = []
@@ -235,7 +236,7 @@ class FeatureConfigs:
         return found
 
     def get_config(self) -> dict[str, Any]:
-        """Tables, features and their nest, as JSON can hold them."""
+        """Returns tables, features and their nest, in types of JSON."""
         return {
             "tables": [table.get_config(_serialize) for table in self.tables],
             "features": [
@@ -247,12 +248,12 @@ class FeatureConfigs:
 
     @staticmethod
     def nest_from_config(config: dict[str, Any]) -> Nest:
-        """Takes what `get_config` wrote out of `config`; the user's nest."""
+        """Removes what `get_config` wrote from `config`; returns the nest."""
         read = [
             TableConfig.from_config(table, _deserialize)
             for table in config.pop("tables")
         ]
-        if "feature_configs" in config:  # of keras-rs
+        if "feature_configs" in config:  # a config of keras-rs
             return _nest_of_keras_rs(config.pop("feature_configs"), read)
         by_name = {table.name: table for table in read}
         features = [
@@ -267,7 +268,7 @@ class FeatureConfigs:
 
 
 def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
-    """A nest of feature configs, whose tables are numbers."""
+    """Returns a nest of feature configs from one with indices of tables."""
     if isinstance(nest, list | tuple):
         return type(nest)(_nest_of_keras_rs(value, read) for value in nest)
     if isinstance(nest.get("name"), str):
@@ -276,14 +277,14 @@ def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
 
 
 def _serialize(value: Any) -> Any:
-    """Serializes like Keras; what came from a config is a dict already."""
+    """Serializes as Keras does; a dict is already serialized."""
     if isinstance(value, dict):
         return value
     return tf.keras.utils.serialize_keras_object(value)
 
 
 def _deserialize(value: Any) -> Any:
-    # Names stay as they are: what they mean depends on the argument.
+    # Strings stay as they are: their meaning depends on the argument.
     if isinstance(value, dict):
         return tf.keras.utils.deserialize_keras_object(value)
     return value
@@ -298,10 +299,10 @@ def _with_lists(nest: Nest) -> Nest:
 
 
 class DynamicTables(SparseLayer):
-    """Base of layers some of whose tables may have a `DynamicVocabulary`.
+    """Base class of layers whose tables may have a `DynamicVocabulary`.
 
     Args:
-        **kwargs: of a `SparseLayer`.
+        **kwargs: arguments of a `SparseLayer`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -324,7 +325,7 @@ class DynamicTables(SparseLayer):
         specs: Sequence[ShardSpec],
         initializers: Sequence[Any],
     ) -> None:
-        """Makes this rank's part of every vocabulary that grows."""
+        """Creates this rank's part of every dynamic vocabulary."""
         for table, spec, initializer in zip(
             tables, specs, initializers, strict=True
         ):
@@ -340,24 +341,24 @@ class DynamicTables(SparseLayer):
                 setattr(self, f"keys_{table.name}", keys)
 
     def get_vocabularies(self) -> dict[str, dict[str, np.ndarray]]:
-        """The keys of vocabularies that grow; under a strategy all ranks call.
+        """Returns the keys of dynamic vocabularies; a joint call of all ranks.
 
         Returns:
-            For every table with a `DynamicVocabulary`, by name: "keys" int64
-            `[n]`, or fingerprints int64 `[n, 2]` of strings, with their
-            "rows", "counts" and "steps" (when each was last seen), int64
-            `[n]`, by row; with `keep_text` also "texts", bytes `[n]`.
+            A dict by the name of the table, of dicts with these arrays, sorted
+            by row: "keys", int64 `[n]`, or int64 `[n, 2]` fingerprints of
+            strings; "rows", "counts" and "steps" (when each key was last
+            seen), int64 `[n]`; and, with `keep_text`, "texts", bytes `[n]`.
         """
         return {name: keys.all_keys() for name, keys in self._keys.items()}
 
     def vocabulary_counts(self) -> dict[str, dict[str, int]]:
-        """How full vocabularies are; under a strategy all ranks call.
+        """Returns counts of dynamic vocabularies; a joint call of all ranks.
 
         Returns:
-            For every table with a `DynamicVocabulary`, by name: "capacity",
-            "rows" in use, "candidates" not yet admitted, and since the start
-            keys "admitted", "evicted" and "expired"; "step", the steps
-            learned from.
+            A dict by the name of the table, of dicts with these numbers:
+            "capacity"; "rows" in use; "candidates" that are not yet admitted;
+            keys "admitted", "evicted" and "expired" since the start; and
+            "step", the number of steps that were learned from.
         """
         return {
             name: {"capacity": keys.config.capacity, **keys.counts()}
@@ -365,14 +366,22 @@ class DynamicTables(SparseLayer):
         }
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes tables whole, with their keys; all ranks call."""
+        """Writes entire tables and their keys; a joint call of all ranks.
+
+        Args:
+            store: Keras's store of the file, a dict of arrays by name.
+        """
         super().save_own_variables(store)
         for name, keys in self._keys.items():
             for what, array in keys.gathered().items():
                 store[_entry(name, what)] = array
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads this rank's part of every table, and its keys."""
+        """Reads this rank's part of every table, and its keys.
+
+        Args:
+            store: Keras's store of the file, a dict of arrays by name.
+        """
         super().load_own_variables(store)
         for name, keys in self._keys.items():
             start = _entry(name, "")
@@ -386,5 +395,5 @@ class DynamicTables(SparseLayer):
 
 
 def _entry(table: str, what: str) -> str:
-    """The name of an array in a file of Keras."""
+    """Returns the name of an array in a Keras file."""
     return f"keys of {table}: {what}"

@@ -38,58 +38,63 @@ _NO_REGULARIZER = (
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
 class FullSparse(OneTable):
-    """`activation(sum of the weighted kernel rows of a sample + bias)`.
+    """Computes `activation(inputs @ kernel + bias)` for sparse inputs.
 
-    The dense layer on a sparse input of 2^18..2^22 columns: `outputs =
-    activation(inputs @ kernel + bias)`. Under a `HybridParallelStrategy`
-    the kernel is partitioned over the ranks.
+    A dense layer for sparse inputs of 2^18 to 2^22 columns. For each sample
+    it sums the kernel rows of the sample's ids, multiplied by their weights.
+    Under a `HybridParallelStrategy` the kernel is partitioned over the ranks.
 
-    Inputs, all of one batch:
+    An input is one of:
 
-    * SparseTensor `[batch, input_dim]`; ids are the column indices, values
-      the weights;
-    * floats `[batch, input_dim]`, such as a `CategoryEncoding`: the same
-      matrix, most of which is zeros;
-    * int32 or int64 ids `[batch]` or `[batch, k]`, weights one;
-    * RaggedTensor of ids `[batch, None]`, weights one, or a pair (ragged
-      ids, ragged float weights);
-    * a list of these, whose results are summed.
+    * SparseTensor `[batch, input_dim]`; the column indices are ids, and the
+      values are weights;
+    * floats `[batch, input_dim]`, for example from a `CategoryEncoding`: the
+      same matrix as a dense tensor, most of which is zeros;
+    * int32 or int64 ids `[batch]` or `[batch, k]`, whose weights are 1;
+    * RaggedTensor of ids `[batch, None]`, whose weights are 1, or a pair
+      (ragged ids, ragged float weights);
+    * a list of these with equal batch sizes, whose results are summed.
 
-    Inputs of more dimensions have an output for each list of the last one, as
-    Dense layers do: ids `[batch, length, k]` give `[batch, length, units]`,
-    ragged ones `[batch, None, None]` a RaggedTensor.
+    Inputs of more dimensions have one output for each list of ids in the last
+    dimension, as in Dense layers: ids `[batch, length, k]` give `[batch,
+    length, units]`, and ragged ids `[batch, None, None]` give a RaggedTensor.
 
-    An id may repeat within a sample; its weights add up. Weights are data:
-    what computes them is not trained through a partitioned kernel.
+    If an id repeats within a sample, its weights are added. Weights are data:
+    a partitioned kernel computes no gradient for them.
 
     Args:
         units: width of the output.
-        input_dim: rows of the kernel; may be omitted for SparseTensors of
-            known width.
-        activation: of Keras; None is linear.
+        input_dim: number of rows of the kernel; may be omitted for
+            SparseTensors of statically known width.
+        activation: a Keras activation or its name; None is linear.
         use_bias: whether to add a bias.
-        kernel_initializer: see `tfdist_ext.embedding.initial_rows`.
-        bias_initializer: default the constant 1 / units.
-        kernel_regularizer: only with `sharding="data_parallel"`.
-        bias_regularizer: of Keras.
-        binary_values: count every value of a SparseTensor as one; values
-            then never travel.
-        sharding: "row_wise" (ids go to the owner of their row),
+        kernel_initializer: a Keras initializer or its name, see
+            `tfdist_ext.embedding.initial_rows`.
+        bias_initializer: a Keras initializer, its name, or a constant; None
+            is the constant 1 / units.
+        kernel_regularizer: a Keras regularizer; allowed only with
+            `sharding="data_parallel"`.
+        bias_regularizer: a Keras regularizer.
+        binary_values: whether every value of a SparseTensor counts as 1; if
+            so, values are not sent.
+        sharding: "row_wise" (ids are sent to the owner of their row),
             "column_wise" (every rank holds some columns of all rows),
-            "table_wise" (one rank holds all of it), "data_parallel" (an
-            ordinary mirrored variable), a `TablePlacement`, or "auto" (see
-            `tfdist_ext.plan`). "row", "column", "table" and "replicated" mean
-            the same.
-        prefetch_ids: exchange ids a step ahead, see `preprocess`.
-        out_of_range: "error" raises on every rank, "ignore" drops the id.
-        max_norm: the longest that a row may be, see `TableConfig`.
-        storage: where the table is, see `TableConfig`.
-        **kwargs: of a Keras layer; and `wire_dtype`, `wire_rounding` and
-            `wire_packing`, which say how results travel: see
-            `tfdist_ext.embedding.feature.Wire`.
+            "table_wise" (one rank holds the entire kernel), "data_parallel"
+            (an ordinary mirrored variable), a `TablePlacement`, or "auto" (see
+            `tfdist_ext.plan`). "row", "column", "table" and "replicated" are
+            short names of the first four.
+        prefetch_ids: whether ids are exchanged one step ahead, see
+            `preprocess`.
+        out_of_range: "error" raises an error on every rank, "ignore" drops
+            the id.
+        max_norm: the largest Euclidean norm of a row, see `TableConfig`.
+        storage: the device of the kernel, see `TableConfig`.
+        **kwargs: arguments of a Keras layer, and `wire_dtype`,
+            `wire_rounding` and `wire_packing`, which set the wire format of
+            results, see `tfdist_ext.embedding.feature.Wire`.
 
     Raises:
-        ValueError: for arguments outside of these.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -139,7 +144,11 @@ class FullSparse(OneTable):
         return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape: Any) -> None:
-        """Creates kernel and bias; the kernel is this rank's shard."""
+        """Creates the bias and this rank's shard of the kernel.
+
+        Args:
+            input_shape: the shape of the input, or a list of shapes.
+        """
         if self.input_dim is None:
             raise ValueError(
                 f"Layer '{self.name}' needs `input_dim` before it is built."
@@ -164,11 +173,11 @@ class FullSparse(OneTable):
         self.built = True
 
     def table_variables(self) -> list[Any]:
-        """This rank's part of each table, by its number in `lookups`."""
+        """Returns this rank's part of each table, by its `Feature.table`."""
         return [self.kernel]
 
     def describe(self, input_shape: Any) -> FeatureConfig:
-        """The layer as a planner sees it."""
+        """Returns the layer's feature and table, for the planner."""
         rows = self.input_dim
         assert rows is not None
         table = TableConfig(
@@ -190,13 +199,14 @@ class FullSparse(OneTable):
         )
 
     def call(self, inputs: Any) -> tf.Tensor:
-        """The pooled lookup, then bias and activation.
+        """Looks up and sums kernel rows, then adds bias and activation.
 
         Args:
-            inputs: see the class.
+            inputs: see the class, or the result of `preprocess`.
 
         Returns:
-            `[batch, units]` in the layer's compute dtype.
+            The output, `[batch, units]` or a sequence, see the class, in the
+            layer's compute dtype.
         """
         if is_symbolic_build():
             return id_layout.zeros(self._layouts(inputs)[0], self.units)
@@ -212,7 +222,7 @@ class FullSparse(OneTable):
         return [self.layout_of(inputs)]
 
     def layout_of(self, inputs: Any) -> Layout:
-        """How the results of the inputs lie (for `SharedExchange`)."""
+        """Returns the layout of the results (for `SharedExchange`)."""
         while isinstance(inputs, list | tuple):
             inputs = inputs[0]
         return sparse_inputs.layout_of(inputs, False, self.name)
@@ -222,15 +232,21 @@ class FullSparse(OneTable):
         return {name: each for name, each in own.items() if each is not None}
 
     def ids_of(self, inputs: Any) -> list[Ids]:
-        """The ids of the inputs, which are summed (for `SharedExchange`)."""
+        """Returns the ids of every summed input (for `SharedExchange`)."""
         return sparse_inputs.features_of(
             inputs, self.input_dim, self.binary_values, self.name
         )
 
     def finish(self, pooled: tf.Tensor, layout: Layout) -> Any:
-        """Bias and activation, laid out (for `SharedExchange`)."""
+        """Adds bias and activation to pooled rows (for `SharedExchange`).
+
+        Args:
+            pooled: float32 `[lists, units]`, the summed kernel rows.
+            layout: the layout of the results.
+        """
         if self.bias is not None:
-            # The variable itself: Keras 3 would round it in mixed precision.
+            # Keras 3 would round `self.bias` in mixed precision; the variable
+            # itself is read in its own dtype.
             pooled = pooled + tf.convert_to_tensor(value_of(self.bias))
         pooled.set_shape([None, self.units])
         activation = converted(self.activation)
@@ -238,19 +254,19 @@ class FullSparse(OneTable):
         return id_layout.arranged(found, layout)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
-        """`(batch, units)`, or that of sequences."""
+        """Returns `(batch, units)`, or `(batch, ..., units)` of sequences."""
         batch, *rest = sparse_inputs.sizes_of(input_shape) or [None]
         return (batch, *rest[:-1], self.units)
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
-        """The symbolic output (Keras 3)."""
+        """Returns the symbolic output (Keras 3)."""
         first = tf.nest.flatten(inputs)[0]
         shape = self.compute_output_shape(first.shape)
         ragged = len(shape) > 2 and getattr(first, "ragged", False)
         return symbolic(shape, self.compute_dtype, ragged)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config = super().get_config()
         for name in ("units", "input_dim", "use_bias", "binary_values"):
             config[name] = getattr(self, name)

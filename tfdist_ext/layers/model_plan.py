@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plan for all tables of a model, and its tables moved accordingly.
+"""One plan for all tables of a model, and the move of tables to it.
 
-A layer that is built by itself is placed by itself, without knowing of the
-others and, often, of the batch. Before a model is trained both are known: all
-its tables are planned together, and those that have a better place go there.
+A layer that is built alone is also placed alone: its placement does not take
+other layers into account and, often, not the batch size. Before a model is
+trained, both are known. All its tables are then planned jointly, and those with
+a better placement are moved.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 
-# A table stays where it is unless the step saves as much.
+# A plan replaces the current one if its cost is at most this fraction of it.
 _WORTHWHILE = 0.95
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The layers with tables in a model and the models in it, in order."""
+    """Returns the layers with tables of a model and its submodels, in order."""
     found = keras_internals.layers_of(model)
     kinds = (OneTable, DistributedEmbedding)
-    # A layer that is used twice is one.
+    # A layer that occurs twice is listed once.
     return list(dict.fromkeys(x for x in found if isinstance(x, kinds)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """A table of a layer that is built.
+    """A table of a built layer.
 
     Attributes:
-        layer: which.
-        config: of the table, named as in the plan for all.
-        features: that look up in it, named likewise.
-        variable: this rank's part.
-        feature: as the lookup has one of them.
-        movable: whether its parts may be moved.
+        layer: the layer.
+        config: the table's config, under its name in the joint plan.
+        features: the features that look up in the table, under their names in
+            the joint plan.
+        variable: this rank's part of the table.
+        feature: one of the features, as the lookup uses it.
+        movable: whether the table may be moved.
     """
 
     layer: Any
@@ -66,7 +68,7 @@ class _Table:
 
     @property
     def placement(self) -> TablePlacement:
-        """Where it is."""
+        """The current placement."""
         spec = self.feature.spec
         if not spec.partitioned:
             return TablePlacement.data_parallel()
@@ -79,10 +81,10 @@ class _Table:
 
     @property
     def asked(self) -> TablePlacement | str:
-        """What a plan for all has to keep.
+        """The placement that a joint plan must respect.
 
-        That a table is whole on every rank is another kind of variable, so
-        none becomes that or ceases to be it.
+        A partitioned table stays partitioned, and an unpartitioned table
+        stays unpartitioned, because their variables are of different types.
         """
         if not self.movable:
             return self.placement
@@ -91,16 +93,16 @@ class _Table:
 
 
 def place(model: Any, collectives: Collectives) -> None:
-    """Plans the tables of a model together and moves those that gain by it.
+    """Plans the tables of a model jointly, and moves those that gain by it.
 
-    All ranks must call it. Layers that are not built are left out, and tables
-    stay that a graph or a slot relies on, that the user has placed, or that
-    are whole on every rank. Those whose numbers have one dtype on the wire
-    are planned together.
+    A joint call of all ranks. Layers that are not built are left out. A table
+    is not moved if a graph or a slot relies on its placement, if the user has
+    placed it, or if every rank has it entirely. Tables with the same wire
+    dtype share one plan.
 
     Args:
-        model: of Keras.
-        collectives: of the strategy.
+        model: a Keras model.
+        collectives: the strategy's collectives.
     """
     built = [x for x in layers_of(model) if x.built]
     tables = _tables_of(built, collectives)
@@ -118,15 +120,15 @@ def place(model: Any, collectives: Collectives) -> None:
 
 
 def _has_slots(optimizer: Any) -> bool:
-    """Also such as were made outside of the strategy's scope."""
+    """Whether an optimizer has slots, also if made outside of the scope."""
     variables = getattr(optimizer, "variables", ())
-    if callable(variables):  # of tf_keras.optimizers.legacy
+    if callable(variables):  # tf_keras.optimizers.legacy
         variables = variables()
     return any(len(variable.shape) for variable in variables)
 
 
 def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
-    """What the layers look up in, under names of one plan."""
+    """Returns the tables of layers, under their names in the joint plan."""
     found = [
         (layer, index, pairs)
         for layer in layers
@@ -137,7 +139,7 @@ def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
     for number, (layer, index, pairs) in enumerate(found):
         config, feature = pairs[0][0].table, pairs[0][1]
         if counts[config.name] > 1:
-            # Names of layers need not be distinct either.
+            # Several layers may have the same name, so add a number.
             name = f"{layer.name}/{config.name}/{number}"
             config = dataclasses.replace(config, name=name)
         if collectives.gpus.memory is not None:
@@ -170,7 +172,7 @@ def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
 
 
 def _by_table(layer: Any) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
-    """The features of a layer by the number of their table."""
+    """Returns the features of a layer by the index of their table."""
     found: dict[int, list[tuple[FeatureConfig, Feature]]] = {}
     for config, feature in layer.lookups():
         found.setdefault(feature.table, []).append((config, feature))
@@ -180,7 +182,10 @@ def _by_table(layer: Any) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
 def _movable_everywhere(
     tables: list[_Table], collectives: Collectives
 ) -> list[_Table]:
-    """A rank may have traced what others have not: it moves nowhere then."""
+    """Marks tables as movable only if they are movable on every rank.
+
+    A rank may have traced a graph that other ranks have not traced.
+    """
     own = [int(table.movable) for table in tables]
     (votes,) = collectives.all_reduce(
         [tf.constant(own, tf.int32)], "tables to place"
@@ -236,7 +241,7 @@ def _is_worthwhile(planned: ShardingPlan, now: ShardingPlan) -> bool:
 def _features_after(
     tables: Sequence[_Table], best: ShardingPlan, collectives: Collectives
 ) -> Mapping[str, Feature]:
-    """Makes the features as the lookup will have them, by table."""
+    """Returns the features after the move, by the name of their table."""
     group = collectives.group
     features = {}
     for table in tables:

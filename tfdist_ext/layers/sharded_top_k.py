@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exact index of candidates that stay on the ranks that have them."""
+"""An exact search for the best candidates, which are stored on all ranks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_all_ranks(method: Method) -> Method:
-    """Lets a method of a layer with `_collectives` fail on all ranks, or none.
+    """Decorates a method so that an error of one rank ends it on all ranks.
 
-    An error that one rank meets before an exchange would leave the others
-    waiting in theirs.
+    The method's layer has `_collectives`. Without this, an error of one rank
+    before an exchange would leave the other ranks waiting in that exchange.
     """
 
     @functools.wraps(method)
@@ -57,16 +57,19 @@ def check_index(
     candidates: Any,
     **given: Any,
 ) -> None:
-    """Compares what the ranks index, but for the numbers in the rows.
+    """Checks that all ranks index the same; values of rows are not compared.
+
+    A joint call of all ranks.
 
     Args:
-        collectives: of the strategy; all ranks must call.
-        name: of the layer.
+        collectives: the strategy's collectives; None in one process.
+        name: the layer's name.
         candidates: a layer, a variable or rows.
-        **given: identifiers and the like, compared by their bytes.
+        **given: identifiers and other arguments, compared by their bytes.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank, naming who differs.
+        tf.errors.InvalidArgumentError: on every rank, if a rank differs; the
+            error names it.
     """
     if collectives is None:
         return
@@ -78,7 +81,7 @@ def check_index(
 
 
 def _brief(given: Any) -> str:
-    """What tells values from others: their number, dtype and bytes."""
+    """Describes values by number, dtype and a hash, to compare them."""
     if given is None or isinstance(given, str):
         return str(given)
     given = tf.convert_to_tensor(given)
@@ -94,7 +97,7 @@ keras = tf.keras
 
 
 class IndexModel(keras.Model):  # type: ignore[name-defined]
-    """Gives what an index finds.
+    """A model that calls an index.
 
     Args:
         index: a `ShardedTopK`.
@@ -108,7 +111,7 @@ class IndexModel(keras.Model):  # type: ignore[name-defined]
         """Searches.
 
         Args:
-            queries: as the index takes them.
+            queries: queries of the index, see `ShardedTopK.call`.
         """
         return self.index(queries)
 
@@ -122,36 +125,37 @@ _NOT_TRACKED = frozenset(
 class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     """Finds the k candidates whose rows have the highest products with a query.
 
-    Exact, as `tfrs.layers.factorized_top_k.BruteForce` and
-    `keras_rs.layers.BruteForceRetrieval`, whose methods it has. Candidates are
-    the rows of a table, wherever it is, as they are at each search; or rows
-    that a tower has computed, a part of them on every rank. Queries travel to
-    the candidates and the k best of each rank back, equal scores in the order
-    of one process.
+    The search is exact, as in `tfrs.layers.factorized_top_k.BruteForce` and
+    `keras_rs.layers.BruteForceRetrieval`, and this layer has their methods.
+    Candidates are the current rows of a table under any placement, or rows
+    that a tower has computed, of which every rank stores a part. Queries are
+    sent to the ranks of the candidates, and each rank sends back its k best.
+    Equal scores are in the same order as in one process.
 
     >>> index = ShardedTopK(k=2).index(tf.constant([[1.0], [3.0], [2.0]]))
     >>> scores, ids = index(tf.constant([[1.0], [-1.0]]))
     >>> ids.numpy().tolist()
     [[1, 2], [0, 2]]
 
-    All ranks must search together: in `fit`, `evaluate` and `predict` they do,
-    outside of them each calls with its own queries, of any number. A search
-    has no gradient. What is in an index is saved with the table that it is
-    of, or not at all.
+    A search is a joint call of all ranks. In `fit`, `evaluate` and `predict`
+    they make it jointly; elsewhere each rank must call, with any number of
+    queries of its own. A search has no gradient. Candidates from a table are
+    saved with that table, and other candidates are not saved.
 
     Args:
-        candidate_embeddings: see `index`; None to give them later.
-        candidate_ids: see `index`.
+        candidate_embeddings: see `index`; None if `index` is called later.
+        candidate_ids: see the argument `identifiers` of `index`.
         k: how many candidates to find.
-        return_scores: whether to return scores and ids, or ids alone.
-        query_model: makes the rows of queries, if they are not given.
-        **kwargs: of a Keras layer.
+        return_scores: whether to return scores and ids, or ids only.
+        query_model: a model that computes rows of queries; None if queries
+            are rows.
+        **kwargs: arguments of a Keras layer.
 
     Raises:
-        ValueError: for a k below 1, or ids without candidates.
+        ValueError: if k is below 1, or ids are given without candidates.
     """
 
-    # XLA cannot compile what the ranks exchange.
+    # XLA cannot compile the exchanges.
     supports_jit = False
 
     def __init__(
@@ -188,26 +192,31 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A table is a weight of its own layer, and a part of rows of none.
+        # A table is a weight of its own layer. Parts of rows are no weights.
         if name in _NOT_TRACKED:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def _join(self) -> None:
-        """Searches with the ranks of the strategy in scope, if there is one."""
+        """Takes the collectives of the strategy in scope, if there is one."""
         if self._collectives is None:
             self._strategy = tf.distribute.get_strategy()
             self._collectives = collectives_lib.active()
 
     @on_all_ranks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Searches, see `call`."""
+        """Searches, see `call`.
+
+        Args:
+            *args: arguments of `call`.
+            **kwargs: keyword arguments of `call`.
+        """
         return super().__call__(*args, **kwargs)
 
     @property
     def candidate_embeddings(self) -> Any:
-        """What the candidates were given as; may be set, see `index`."""
+        """The candidates as given to `index`; setting them calls `index`."""
         return self._given
 
     @candidate_embeddings.setter
@@ -223,27 +232,28 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         rows: Any = None,
         table: str | None = None,
     ) -> ShardedTopK:
-        """Takes other candidates; all ranks must call.
+        """Replaces the candidates; a joint call of all ranks.
 
         Args:
-            candidates: a layer of `tfdist_ext.layers` or an Embedding of
-                Keras's, built by the first search, or its variable; then what
-                is found is what its table says at the time. Or rows
-                `[n, dim]`, equal on all ranks, of which each keeps its part.
-            identifiers: `[n]`, integers or strings, what to return for each
-                candidate; None for its position, int64.
-            rows: int64 `[n]`, which rows of a table are candidates; None for
-                all in order.
-            table: its name, for a DistributedEmbedding of several tables.
+            candidates: a layer of `tfdist_ext.layers` or a Keras Embedding,
+                which must be built before the first search, or its variable:
+                each search then reads the current rows of its table. Or rows
+                `[n, dim]`, equal on all ranks, of which each stores its part.
+            identifiers: `[n]`, integers or strings to return for the
+                candidates; None returns positions, int64.
+            rows: int64 `[n]`, the rows of the table that are candidates; None
+                for all rows in order.
+            table: the table's name, for a DistributedEmbedding with several
+                tables.
 
         Returns:
             The layer.
 
         Raises:
-            ValueError: for candidates of another rank than 2, or another
-                number of identifiers.
-            tf.errors.InvalidArgumentError: on every rank, if one indexes
-                another number or kind of candidates, or other identifiers.
+            ValueError: if candidates do not have 2 dimensions, or the number
+                of identifiers differs.
+            tf.errors.InvalidArgumentError: on every rank, if the number or type
+                of candidates, or the identifiers, differ between ranks.
         """
         self._join()
         of_layer = isinstance(candidates, keras.layers.Layer)
@@ -271,11 +281,11 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def update_candidates(
         self, candidate_embeddings: Any, candidate_ids: Any = None
     ) -> None:
-        """Takes other candidates, by the name that keras-rs has for `index`.
+        """Replaces the candidates: keras-rs's name of `index`.
 
         Args:
-            candidate_embeddings: its `candidates`.
-            candidate_ids: its `identifiers`.
+            candidate_embeddings: see the argument `candidates` of `index`.
+            candidate_ids: see the argument `identifiers` of `index`.
         """
         self.index(candidate_embeddings, candidate_ids)
 
@@ -283,14 +293,14 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def index_from_dataset(
         self, candidates: tf.data.Dataset, model: Any = None
     ) -> ShardedTopK:
-        """Takes candidates from a dataset; all ranks must call.
+        """Replaces the candidates from a dataset; a joint call of all ranks.
 
         Args:
-            candidates: batches of rows `[n, dim]`, or pairs of identifiers
-                and rows; every rank reads all and keeps its part. With a
-                model, of what that takes instead of rows: then every rank
-                reads and computes its part alone.
-            model: makes rows of candidates.
+            candidates: batches of rows `[n, dim]`, or of pairs of identifiers
+                and rows. Every rank reads all batches and stores its part.
+                With a model, batches contain the model's inputs instead of
+                rows, and each rank reads and computes only its part.
+            model: a model that computes rows of candidates, or None.
 
         Returns:
             The layer.
@@ -312,7 +322,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     ) -> None:
         old = self._found
         if isinstance(old, OwnRows) and found and old.dim == found.dim:
-            # Functions that search have been traced.
+            # Update the variables, because traced graphs read them.
             old.take(found)
             old.count, found = found.count, old
         self._given, self._found = given, found
@@ -325,7 +335,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 self._ids = tf.convert_to_tensor(identifiers)
 
     def _track(self, variables: list[Any], part: bool) -> None:
-        """Lets a SavedModel find what a search reads, unless it is a part."""
+        """Tracks the variables of a search for SavedModels, except parts."""
         self._held = _Held()
         if part:
             marks.set_part_of_index(self._held, self.name)
@@ -353,16 +363,16 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         """Finds candidates for each query.
 
         Args:
-            queries: `[..., dim]`; or what `query_model` takes.
-            k: how many to find; None for the layer's own.
+            queries: `[..., dim]`, or inputs of `query_model`.
+            k: how many candidates to find; None for the layer's `k`.
 
         Returns:
-            Scores `[..., k]`, highest first, and identifiers `[..., k]`; or
-            these alone.
+            Scores `[..., k]`, highest first, and identifiers `[..., k]`; only
+            the identifiers if `return_scores` is False.
 
         Raises:
-            ValueError: without candidates, with fewer than k, or with rows
-                of another size.
+            ValueError: if there are fewer than k candidates or none, or if
+                their rows have another width than the queries.
         """
         if self._asked is None:
             self._asked = served_model.inputs_of(self, queries)
@@ -372,13 +382,13 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def _find(
         self, queries: Any, k: int, excluded: int = 0
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The best candidates, and as many more as may be excluded of them."""
+        """Returns the best k + `excluded` candidates of each query."""
         if self.query_model is not None:
             queries = self.query_model(queries)
         queries = tf.stop_gradient(tf.convert_to_tensor(queries))
         shape = tf.shape(queries)[:-1]
         if is_symbolic_build() or is_shape_inference():
-            # Nothing is run, and candidates may not be built.
+            # No search is run here, and candidates may not be built yet.
             count = k + excluded
             found = tf.zeros([tf.reduce_prod(shape), count], tf.int64)
             scores = tf.cast(
@@ -395,7 +405,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def _search(
         self, queries: tf.Tensor, k: int, excluded: int
     ) -> tuple[int, tf.Tensor, tf.Tensor]:
-        """How many are found for each of `[n, dim]`, scores and positions."""
+        """Returns the number of results per query, scores and positions."""
         candidates = self._source()
         if k > candidates.count or queries.shape[-1] != candidates.dim:
             raise ValueError(
@@ -410,7 +420,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         scores, positions = candidate_rows.best_candidates(
             flat, part, count, self._collectives, self.name
         )
-        # Of scores that are no numbers, anything may be found.
+        # If scores are NaN, a position may be that of an absent candidate.
         return count, scores, tf.minimum(positions, candidates.count - 1)
 
     def _named(self, positions: tf.Tensor) -> tf.Tensor:
@@ -422,16 +432,16 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
     def query_with_exclusions(
         self, queries: Any, exclusions: Any, k: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Finds candidates other than some for each query.
+        """Finds candidates for each query, except excluded ones.
 
         Args:
-            queries: `[n, dim]`; or what `query_model` takes.
-            exclusions: `[n, m]`, identifiers that are not to be found.
-            k: how many to find; None for the layer's own.
+            queries: `[n, dim]`, or inputs of `query_model`.
+            exclusions: `[n, m]`, identifiers of candidates to exclude.
+            k: how many candidates to find; None for the layer's `k`.
 
         Returns:
-            Scores and identifiers, `[n, k]`. Where fewer than k are left, the
-            last scores are -inf.
+            Scores and identifiers, `[n, k]`. Where fewer than k candidates
+            remain, the last scores are -inf.
         """
         exclusions = tf.convert_to_tensor(exclusions)
         if exclusions.shape.rank != 2 or exclusions.shape[1] is None:
@@ -447,15 +457,15 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         )
 
     def is_exact(self) -> bool:
-        """True, for `tfrs.metrics.FactorizedTopK`."""
+        """Returns True, for `tfrs.metrics.FactorizedTopK`."""
         return True
 
     @on_all_ranks
     def gather(self) -> tuple[np.ndarray, np.ndarray]:
-        """All candidates, on every rank; all ranks must call.
+        """Returns all candidates on every rank; a joint call of all ranks.
 
-        For an index that one process serves, and for candidates that fit
-        into its memory.
+        Use it to make an index for one process to serve. All candidates must
+        fit into the memory of every rank.
 
         Returns:
             The identifiers `[n]` and the rows `[n, dim]`.
@@ -469,16 +479,16 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return self._named(tf.range(found.count, dtype=tf.int64)).numpy(), rows
 
     def as_model(self) -> tuple[Any, Any]:
-        """The layer as a model of Keras, for `tfdist_ext.export`.
+        """Returns the layer as a Keras model, for `tfdist_ext.export`.
 
         Returns:
-            The model; and specs of what it takes, once it has been called.
+            The model, and the specs of its inputs; None before the first call.
         """
         with self._strategy.scope():
             return IndexModel(self), self._asked
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again, without candidates."""
+        """Returns the arguments that create this layer, without candidates."""
         config: dict[str, Any] = super().get_config()
         config["k"] = self.k
         config["return_scores"] = self.return_scores
@@ -489,4 +499,4 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
 
 class _Held(tf.__internal__.tracking.AutoTrackable):
-    """Variables that are no weights of a layer."""
+    """An object that tracks variables which are not weights of a layer."""

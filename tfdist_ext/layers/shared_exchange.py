@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several sparse layers whose ids and results travel together."""
+"""Several sparse layers that share one exchange of ids and of results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ keras = tf.keras
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
 class SharedExchange(SparseLayer):
-    """Calls `FullSparse` layers on an input each, in one exchange.
+    """Calls several `FullSparse` layers, each on its input, in one exchange.
 
-    The result is that of calling each by itself. Under a strategy there is
-    one exchange of ids and one of results for all of them, instead of two
-    for each: less waiting, where there are many layers or small batches.
-    Layers with `sharding="auto"` that are not built yet are placed by one
-    plan, which may lay whole kernels on different ranks.
+    The results are those of separate calls. Under a strategy, all layers share
+    one exchange of ids and one of results, instead of two per layer. This
+    reduces waiting if there are many layers or small batches. One plan places
+    layers with `sharding="auto"` that are not built yet, and may place entire
+    kernels on different ranks.
 
     >>> layer = SharedExchange([FullSparse(4, 100), FullSparse(8, 50)])
     >>> wide, deep = layer([tf.constant([[3, 4]]), tf.constant([7])])
@@ -40,12 +40,13 @@ class SharedExchange(SparseLayer):
     TensorShape([1, 8])
 
     Args:
-        layers: `FullSparse` layers with `input_dim` and one way to travel
-            (equal `wire_...` arguments).
-        prefetch_ids: exchange ids a step ahead, see `preprocess`.
+        layers: `FullSparse` layers that have an `input_dim` and equal
+            `wire_...` arguments.
+        prefetch_ids: whether ids are exchanged one step ahead, see
+            `preprocess`.
 
     Raises:
-        ValueError: for other layers.
+        ValueError: if `layers` contains another layer, or wire formats differ.
     """
 
     def __init__(
@@ -70,14 +71,18 @@ class SharedExchange(SparseLayer):
         super().__init__(wire=wires.pop(), prefetch_ids=prefetch_ids, **kwargs)
         self.layers = list(layers)
         for index, layer in enumerate(layers):
-            # Checkpoints find attributes; Keras 3 hides lists from them.
+            # Checkpoints find attributes. Keras 3 hides lists from checkpoints.
             setattr(self, f"layer_{index}", layer)
 
     def build(self, input_shapes: Any) -> None:
-        """Places the layers by one plan and builds them."""
+        """Places the layers by one plan and builds them.
+
+        Args:
+            input_shapes: one shape for each layer.
+        """
         self._collectives = collectives_lib.active()
         if self.prefetch_ids:
-            # Of what `preprocess` makes there is one shape.
+            # Keras passes one shape for the result of `preprocess`.
             input_shapes = [input_shapes] * len(self.layers)
         self._require_one_for_each(input_shapes)
         self._place(input_shapes)
@@ -88,7 +93,7 @@ class SharedExchange(SparseLayer):
 
     @property
     def _features(self) -> list[Feature]:  # type: ignore[override]
-        # Not kept: their tables may be moved to other places.
+        # Computed at each use, because tables may be moved.
         return [
             dataclasses.replace(layer.feature, table=index)
             for index, layer in enumerate(self.layers)
@@ -96,7 +101,7 @@ class SharedExchange(SparseLayer):
 
     @property
     def plan(self) -> ShardingPlan | None:
-        """The plan of all layers; None where each has its own, or none."""
+        """The plan that all layers share; None if there is no such plan."""
         made = [layer.plan for layer in self.layers]
         return made[0] if all(each is made[0] for each in made) else None
 
@@ -114,13 +119,14 @@ class SharedExchange(SparseLayer):
             layer.plan = made
 
     def call(self, inputs: Sequence[Any]) -> list[tf.Tensor]:
-        """The outputs of the layers.
+        """Calls the layers.
 
         Args:
-            inputs: one for each layer, see `FullSparse`.
+            inputs: one input for each layer, see `FullSparse`, or the result
+                of `preprocess`.
 
         Returns:
-            `[batch, units]` of each layer.
+            A list of the layers' outputs, each `[batch, units]`.
         """
         if is_symbolic_build() and self.prefetch_ids:
             samples = tf.shape(inputs)[0]
@@ -140,7 +146,7 @@ class SharedExchange(SparseLayer):
         ]
 
     def table_variables(self) -> list[Any]:
-        """This rank's part of each layer's kernel, in order."""
+        """Returns this rank's part of each layer's kernel, in order."""
         return [layer.kernel for layer in self.layers]
 
     def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:
@@ -167,14 +173,14 @@ class SharedExchange(SparseLayer):
             )
 
     def compute_output_shape(self, input_shapes: Any) -> list[Any]:
-        """`(batch, units)` of each layer."""
+        """Returns a list of the layers' output shapes."""
         return [
             layer.compute_output_shape(shape)
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> list[Any]:
-        """The symbolic outputs (Keras 3)."""
+        """Returns the symbolic outputs (Keras 3)."""
         if self.prefetch_ids:
             inputs = [inputs] * len(self.layers)
         return [
@@ -183,7 +189,7 @@ class SharedExchange(SparseLayer):
         ]
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config = super().get_config()
         serialize = keras.utils.serialize_keras_object
         config["layers"] = [serialize(layer) for layer in self.layers]
@@ -191,7 +197,7 @@ class SharedExchange(SparseLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SharedExchange:
-        """The layer that `get_config` describes."""
+        """Creates the layer from its `get_config`."""
         deserialize = keras.utils.deserialize_keras_object
         layers = [deserialize(layer) for layer in config["layers"]]
         return cls(**{**config, "layers": layers})

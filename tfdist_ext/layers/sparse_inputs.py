@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of input a sparse layer takes, brought to one form (CSR)."""
+"""Conversion of a sparse layer's inputs to lists of ids in CSR format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ Sizes = Sequence[int | None]
 
 
 def layout_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Layout:
-    """The layout of the results of a feature.
+    """Returns the layout of a feature's results.
 
     Args:
-        ids: a tensor, a RaggedTensor or a SparseTensor, as the lists of
-            `sparse_inputs` are made of.
-        kept: whether the row of every id is kept; otherwise the last
-            dimension of the ids is gone.
-        layer: name, for errors.
-        length: what ragged dimensions are filled to; nothing known leaves
-            them ragged.
+        ids: the ids of the feature: a tensor, RaggedTensor or SparseTensor.
+        kept: whether the result has the row of every id; otherwise rows are
+            combined along the last dimension of the ids.
+        layer: the layer's name, for errors.
+        length: sizes to which ragged dimensions are padded; None for a size
+            that is not known. If no size is known, the result is ragged.
     """
     if isinstance(ids, tf.RaggedTensor):
         return _of_ragged(ids, kept, layer, length)
@@ -36,7 +35,7 @@ def layout_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Layout:
         ids = tf.convert_to_tensor(ids)
         shape, static = tf.shape(ids, tf.int64), ids.shape
         kept = kept or static.rank == 1
-    if static.rank == (1 if kept else 2):  # a result for each sample
+    if static.rank == (1 if kept else 2):  # one result for each sample
         return Layout(shape[0], tf.zeros([0], tf.int64), ())
     if not kept:
         shape, static = shape[:-1], static[:-1]
@@ -62,15 +61,18 @@ def _of_ragged(
 
 
 def of_length(ids: Any, length: Sizes, layer: str) -> Any:
-    """The ids of sequences: cut after a length; of a tensor it is checked.
+    """Cuts ragged and sparse sequences to a length; checks that of tensors.
 
     Args:
-        ids: `[batch, ...]`, or weights of ids.
-        length: sizes of the dimensions after the batch, None if any will do.
-        layer: name, for errors.
+        ids: ids or their weights, `[batch, ...]`.
+        length: sizes of the dimensions after the batch; None allows any size.
+        layer: the layer's name, for errors.
+
+    Returns:
+        The ids, with a static length if `length` has one.
 
     Raises:
-        ValueError: for a tensor of another length.
+        ValueError: if a tensor has another length.
     """
     if all(size is None for size in length):
         return ids
@@ -110,9 +112,9 @@ _SMALL_IDS = (
     tf.uint32,
     tf.uint64,
 )
-# Up to which number floats have no gaps.
+# Floats represent all integers below 2 to the power of this number.
 _WHOLE = {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}
-# Of FullSparse, and of layers whose ids are given as values.
+# Inputs of FullSparse, and of layers whose ids are values of tensors.
 _INPUTS = (
     f"a SparseTensor or a matrix of floats [batch, input_dim], {_IDS}, a pair "
     "(ragged ids, ragged float weights), or a list of these"
@@ -144,19 +146,20 @@ def is_weighted_pair(inputs: Any) -> bool:
 def features_of(
     inputs: Any, rows: int | None, binary_values: bool, layer: str
 ) -> list[Ids]:
-    """CSR ids of every input whose results are summed.
+    """Returns the ids of every input, in CSR format; their results are summed.
 
     Args:
-        inputs: see `FullSparse`.
-        rows: of the kernel; as wide is a matrix.
-        binary_values: count every value of a matrix as one.
-        layer: name, for errors.
+        inputs: one input or a list of inputs, see `FullSparse`.
+        rows: number of rows of the kernel; a dense input with as many columns
+            is a matrix.
+        binary_values: whether every value of a matrix counts as 1.
+        layer: the layer's name, for errors.
 
     Returns:
-        One `Ids` per input.
+        One `Ids` per input, all with the same dtype of ids.
 
     Raises:
-        ValueError: for an input of another kind.
+        ValueError: if the type of an input is not supported.
     """
     if is_weighted_pair(inputs) or not isinstance(inputs, list | tuple):
         inputs = [inputs]
@@ -170,15 +173,15 @@ def features_of(
 
 
 def refuse_matrix(inputs: Any, rows: int | None, layer: str) -> None:
-    """Refuses dense matrices of weights, whose floats would pass for ids.
+    """Refuses dense matrices of weights: their floats could be taken for ids.
 
     Args:
-        inputs: of a layer, one or a list.
-        rows: of its table.
-        layer: name, for errors.
+        inputs: one input of a layer, or a nest of inputs.
+        rows: number of rows of the layer's table.
+        layer: the layer's name, for errors.
 
     Raises:
-        ValueError: if one has floats and a column for every row.
+        ValueError: if an input has floats and a column for every row.
     """
     for value in tf.nest.flatten(inputs):
         if _is_as_wide(value, rows) and _is_float(value):
@@ -197,7 +200,7 @@ def _is_as_wide(value: Any, rows: int | None) -> bool:
 
 
 def width_of(inputs: Any, layer: str) -> int:
-    """`input_dim` of SparseTensor inputs, from their static shape."""
+    """Returns `input_dim` of SparseTensor inputs, from their static shape."""
     values = inputs if isinstance(inputs, list | tuple) else [inputs]
     widths = {value.shape[-1] if is_sparse(value) else None for value in values}
     width = widths.pop()
@@ -212,9 +215,9 @@ def width_of(inputs: Any, layer: str) -> int:
 
 
 def sizes_of(shape: Any) -> list[int | None]:
-    """The dimensions of a shape, or of the first in a nest of them.
+    """Returns the dimensions of a shape, or of the first shape in a nest.
 
-    None at all if they are not known.
+    The list is empty if the number of dimensions is not known.
     """
     kinds = dict | list | tuple | tf.TensorShape
     while isinstance(shape, kinds):
@@ -235,25 +238,25 @@ def ids_of(
     kept: bool = False,
     texts: bool = False,
 ) -> Ids:
-    """CSR ids of a feature whose ids are given as values.
+    """Returns the ids of a feature whose ids are values, in CSR format.
 
-    A list is the ids of the last dimension, or, where rows are kept, one id
-    (of a cell of a SparseTensor one or none).
-    `cells.arranged` lays the results out again.
+    If `kept` is set, every list has one id, or at most one for each cell of a
+    SparseTensor. Otherwise a list has the ids along the last dimension.
+    `id_layout.arranged` restores the dimensions of the results.
 
     Args:
-        value: int32 or int64 ids, a tensor `[batch]` or `[batch, k]`, a
-            RaggedTensor `[batch, None]`, either with more dimensions between,
-            or a SparseTensor whose values are the ids.
-        weights: None, or floats or integers of the same kind and shape;
-            `[batch]` and `[batch, 1]` are one, and mean a weight for all ids
-            of a sample.
-        layer: name, for errors.
-        kept: whether the row of every id is kept.
-        texts: whether ids are strings, as keys of a vocabulary may be.
+        value: int32 or int64 ids: a tensor `[batch]` or `[batch, k]`, a
+            RaggedTensor `[batch, None]`, either of them with more dimensions
+            in between, or a SparseTensor whose values are the ids.
+        weights: None, or floats or integers of the same type and shape.
+            Weights of shape `[batch]` or `[batch, 1]` apply to all ids of a
+            sample.
+        layer: the layer's name, for errors.
+        kept: whether the result has the row of every id.
+        texts: whether ids are strings, as keys of a dynamic vocabulary may be.
 
     Raises:
-        ValueError: for an input of another kind.
+        ValueError: if the type of an input is not supported.
     """
     kinds = _TEXTS if texts else _VALUES
     if isinstance(value, tf.SparseTensor):
@@ -283,7 +286,7 @@ def ids_of(
 
 
 def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The weights in one row, where ids are, and where weights are."""
+    """Returns the weights `[n]`, the places of ids, and those of weights."""
     if isinstance(weights, tf.SparseTensor):
         value, weights = map(tf.sparse.reorder, (value, weights))
         return weights.values, value.indices, weights.indices
@@ -295,7 +298,7 @@ def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         return tf.reshape(weights.flat_values, [-1]), splits[0], splits[1]
     if value.shape.rank == 1:
         value = value[:, None]
-    if weights.shape.rank == 1:  # one for all ids of a sample
+    if weights.shape.rank == 1:  # one weight for all ids of a sample
         weights = tf.repeat(weights[:, None], tf.shape(value)[1], axis=1)
     return tf.reshape(weights, [-1]), tf.shape(value), tf.shape(weights)
 
@@ -313,7 +316,7 @@ def _without_weights(
 
 
 def _one_each(values: tf.Tensor) -> tf.Tensor:
-    """The row splits of lists of one id."""
+    """Returns row splits of lists of one id each."""
     return _from_zero_to(tf.size(values, tf.int64))
 
 
@@ -330,7 +333,7 @@ def _feature(
 
 
 def _matrix(value: Any, layer: str) -> tf.SparseTensor:
-    """The non-zero numbers of what a Dense layer would take."""
+    """Returns the non-zero elements of a matrix, as a SparseTensor."""
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating and value.shape[-1] > 1:
         raise ValueError(
@@ -343,8 +346,8 @@ def _matrix(value: Any, layer: str) -> tf.SparseTensor:
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether a tensor, or a symbolic one of Keras, is sparse."""
-    spec = getattr(value, "type_spec", None)  # symbolic, of tf_keras
+    """Whether a tensor, or a symbolic tensor of Keras, is sparse."""
+    spec = getattr(value, "type_spec", None)  # symbolic tensors of tf_keras
     return isinstance(value, tf.SparseTensor) or bool(
         getattr(value, "sparse", isinstance(spec, tf.SparseTensorSpec))
     )
@@ -355,7 +358,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> tf.Tensor:
-    """The ids as int32 or int64, or as strings."""
+    """Returns the ids as int32 or int64, or as strings; refuses others."""
     good = (tf.string,) if kinds is _TEXTS else (tf.int32, tf.int64)
     if values.dtype in _SMALL_IDS:
         values = tf.cast(values, tf.int64)
@@ -383,7 +386,7 @@ def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
 def _aligned(
     weights: tf.Tensor, places: tf.Tensor, others: tf.Tensor, layer: str
 ) -> tf.Tensor:
-    """The weights as floats, if they lie where the ids do."""
+    """Returns the weights as floats, and checks that they match the ids."""
     same = tf.debugging.assert_equal(
         tf.cast(places, tf.int64),
         tf.cast(others, tf.int64),
@@ -395,9 +398,9 @@ def _aligned(
 
 
 def _from_sparse(value: tf.SparseTensor, binary_values: bool) -> Ids:
-    # Free when the indices are in row-major order, as they should be.
+    # Costs nothing if the indices are in row-major order, as is usual.
     value = tf.sparse.reorder(value)
-    if value.shape.rank != 2:  # the lists of all samples, one after another
+    if value.shape.rank != 2:  # concatenate the lists of all samples
         value = tf.sparse.reshape(value, [-1, value.dense_shape[-1]])
     weights = (
         tf.zeros([0]) if binary_values else tf.cast(value.values, tf.float32)
@@ -414,7 +417,7 @@ def _splits_of_sparse(value: tf.SparseTensor) -> tf.Tensor:
 
 
 def _splits_of_cells(value: tf.SparseTensor) -> tf.Tensor:
-    """Row splits of lists that are cells, most of which may have no id."""
+    """Returns row splits of lists that are cells with at most one id each."""
     shape = value.dense_shape
     within = tf.math.cumprod(shape, exclusive=True, reverse=True)
     cells = tf.reduce_sum(value.indices * within, axis=1)
@@ -424,8 +427,11 @@ def _splits_of_cells(value: tf.SparseTensor) -> tf.Tensor:
 
 
 def _whole_numbers(value: tf.Tensor, layer: str) -> tf.Tensor:
-    """Ids that Keras has cast to floats, as `keras.Input` does by default."""
-    # Above, floats have gaps: some ids would have become others.
+    """Returns ids as int64 that Keras has cast to floats.
+
+    `keras.Input` does so by default.
+    """
+    # Larger floats do not represent every integer: ids may have changed.
     exact = 2 ** _WHOLE[value.dtype]
     good = tf.equal(value, tf.floor(value)) & (tf.abs(value) < exact)
     message = (
@@ -454,7 +460,7 @@ def _from_dense(value: Any, layer: str, kinds: str, kept: bool) -> Ids:
             f"of shape {value.shape}."
         )
     flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
-    if value.shape[-1]:  # known, and not 0
+    if value.shape[-1]:  # statically known, and not 0
         splits = _from_zero_to(tf.size(flat, tf.int64), value.shape[-1])
         return Ids(flat, splits, tf.zeros([0]))
     shape = tf.shape(value, tf.int64)
@@ -463,6 +469,6 @@ def _from_dense(value: Any, layer: str, kinds: str, kept: bool) -> Ids:
 
 
 def _from_zero_to(last: tf.Tensor, step: int = 1) -> tf.Tensor:
-    """int64 `[last / step + 1]`."""
-    # With the dtype, or TensorFlow would cast start and step in the graph.
+    """Returns 0, `step`, ... `last`: int64 `[last / step + 1]`."""
+    # Without the dtype, TensorFlow would cast start and step in the graph.
     return tf.range(0, last + 1, step, dtype=tf.int64)

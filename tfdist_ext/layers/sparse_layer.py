@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the sparse layers: plans, tables in parts, one lookup."""
+"""Base classes of the sparse layers: plan, tables, lookup and saving."""
 
 from __future__ import annotations
 
@@ -50,20 +50,23 @@ def make_plan(
     forced: Mapping[str, TablePlacement | str] | None = None,
     device_memory: float | None = None,
 ) -> ShardingPlan:
-    """A plan for all tables that features look up in.
+    """Makes a plan for all tables of some features.
 
     Args:
-        features: all.
-        wire: how their numbers travel.
-        collectives: of the strategy; knows what was measured, and the batch
-            while one of Keras's loops runs.
-        samples: of a rank in a step, if no loop tells; None if not known.
-        forced: placements or kinds by table, before the tables' own.
-        device_memory: of each rank's GPU; None for what is left there.
+        features: the features of all tables.
+        wire: the wire format of their results.
+        collectives: the strategy's collectives, which have the measured speeds
+            of the machine, and the batch size while a Keras loop runs.
+        samples: samples per rank and step, used outside of Keras's loops; None
+            if not known.
+        forced: placements or names of placements by table, which override the
+            tables' own.
+        device_memory: bytes for tables on each rank's GPU; None uses what is
+            still free there.
 
     Raises:
-        ValueError: a table was asked onto a GPU, and some rank has none, or
-            too little memory on it.
+        ValueError: if a table has `storage="device"`, and a rank has no GPU or
+            too little GPU memory.
     """
     loop, machine = collectives.loop, collectives.machine
     if loop is not None and loop.samples is not None:
@@ -92,19 +95,19 @@ def storage_of(
     plan: ShardingPlan | None,
     collectives: Collectives | None,
 ) -> checks.Storage:
-    """Where a table is: as it was asked for, or as a plan has decided.
+    """Returns the storage of a table: its own, or else that of a plan.
 
-    Without either parts are on the hosts, and what a rank has whole is
-    where its other weights do.
+    If neither specifies it, partitioned tables are stored on the hosts, and
+    unpartitioned tables on the device of the rank's other weights.
 
     Args:
-        table: which.
-        placement: of the table.
-        plan: with the table; None without one.
-        collectives: of the strategy; None in one process.
+        table: the config of the table.
+        placement: the placement of the table.
+        plan: the plan that contains the table, or None.
+        collectives: the strategy's collectives; None in one process.
 
     Raises:
-        ValueError: on a GPU, and some rank has none.
+        ValueError: if the storage is "device" and a rank has no GPU.
     """
     found = table.storage
     if found is None:
@@ -136,8 +139,8 @@ def _why_no_gpu(collectives: Collectives | None) -> str:
 
 keras = tf.keras
 
-# For `add_weight`: tf_keras would round a weight to the compute dtype of a
-# mixed policy wherever it is read.
+# Arguments of `add_weight`. Under a mixed policy, tf_keras would otherwise
+# round a weight to the compute dtype whenever it is read.
 KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
 
 
@@ -146,27 +149,27 @@ def _field_of_wire(field: str) -> Any:
 
 
 class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
-    """Base of layers whose weights are partitioned over the ranks.
+    """Base class of layers whose weights are partitioned over the ranks.
 
-    A subclass sets `_collectives` and `_features` when it is built, and says
-    what the ids of its inputs are (`_ids`) and which variables they are
-    looked up in (`table_variables`).
+    When a subclass is built, it sets `_collectives` and `_features`. It
+    implements `_ids`, which returns the ids of its inputs, and
+    `table_variables`, which returns the variables of its tables.
 
     Args:
-        wire: how ids and numbers travel.
-        prefetch_ids: whether `preprocess` makes inputs whose ids are
-            exchanged a step ahead.
-        **kwargs: of a Keras layer.
+        wire: the wire format of ids and results.
+        prefetch_ids: whether ids of the inputs that `preprocess` makes are
+            exchanged one step ahead.
+        **kwargs: arguments of a Keras layer.
     """
 
-    # `keras_training.shared_exchanges` counts such layers of a model.
+    # `keras_training.shared_exchanges` counts layers that have this attribute.
     looks_up_tables = True
     _features: Sequence[Feature]
 
     def __init__(
         self, *, wire: Wire, prefetch_ids: bool = False, **kwargs: Any
     ) -> None:
-        # Ids must not be cast, and tables have a dtype of their own.
+        # Keras must not cast ids. Tables have a dtype of their own.
         kwargs.setdefault("autocast", False)
         super().__init__(**kwargs)
         self.wire = dataclasses.replace(wire, label=self.name)
@@ -180,31 +183,31 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
     wire_packing = _field_of_wire("packed")
 
     def _ids(self, *inputs: Any) -> list[list[Ids]]:
-        """Lists of ids whose results are summed, for every feature."""
+        """Returns for every feature the `Ids` whose results are summed."""
         raise NotImplementedError(type(self).__name__)
 
     def _layouts(self, inputs: Any) -> Sequence[Layout]:
-        """How the results of every feature lie.
+        """Returns the layout of every feature's results.
 
         Args:
-            inputs: as for `_ids`, or what `preprocess` made.
+            inputs: the inputs of `_ids`, or the result of `preprocess`.
         """
         raise NotImplementedError(type(self).__name__)
 
     def table_variables(self) -> list[Any]:
-        """This rank's part of each table, by its number in the features."""
+        """Returns this rank's part of each table, by its `Feature.table`."""
         raise NotImplementedError(type(self).__name__)
 
     def _own_variables(self) -> Mapping[str, Any]:
-        """What files hold of this layer alone, by name."""
+        """Returns the variables that Keras saves for this layer, by name."""
         return {}
 
     def _look_up(self, *inputs: Any, learn: bool = False) -> list[tf.Tensor]:
-        """Pooled rows of every feature, float32 `[batch, dim]`.
+        """Returns pooled rows of every feature, float32 `[batch, dim]`.
 
         Args:
-            *inputs: for `_ids`, or the one that `preprocess` made.
-            learn: see `pooled_lookup`.
+            *inputs: the inputs of `_ids`, or the result of `preprocess`.
+            learn: whether dynamic vocabularies assign rows to new keys.
         """
         place = None if self._collectives is None else self._place_ahead
         given = prefetched_ids.for_call(inputs[0], place)
@@ -242,15 +245,15 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
     def preprocess(self, inputs: Any) -> Any:
         """Prepares inputs in the input pipeline.
 
-        To be mapped over a dataset. With `prefetch_ids=True` every step then
-        exchanges the ids of the next batch, see
-        `DistributedEmbedding.preprocess`; otherwise nothing is changed.
+        Map this method over a dataset. With `prefetch_ids=True`, every step
+        then exchanges the ids of the next batch, see
+        `DistributedEmbedding.preprocess`. Otherwise inputs are not changed.
 
         Args:
-            inputs: see the class.
+            inputs: inputs of the layer, see the class.
 
         Returns:
-            What the layer takes as its input.
+            The value to pass to the layer as its input.
         """
         if self.prefetch_ids:
             return prefetched_ids.bundle(
@@ -259,17 +262,17 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         return inputs
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Those of the strategy; rank 0 of 1 without one."""
+        """Returns rank and world size of the strategy; (0, 1) without one."""
         if self._collectives is None:
             return 0, 1
         return self._collectives.group.rank, self._collectives.group.world_size
 
     def _agree(self, features: Sequence[Feature]) -> None:
-        """Compares where the ranks have the tables; all must call.
+        """Checks that all ranks place the tables equally; a joint call.
 
         Raises:
-            tf.errors.InvalidArgumentError: on every rank, if one has a table
-                otherwise, or another layer.
+            tf.errors.InvalidArgumentError: on every rank, if a rank has other
+                layers, or another placement of a table.
         """
         if self._collectives is None:
             return
@@ -295,13 +298,14 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Adds the weight that holds this rank's part of a table.
 
         Args:
-            name: of the weight.
-            spec: which part.
-            initializer: of Keras, for the whole table.
-            optimizer: for this table alone, None to leave it to the model's.
-            keys: `KeyShard` of a table whose vocabulary grows, else None.
-            max_norm: the longest that a row may be.
-            **kwargs: for `add_weight`.
+            name: the name of the weight.
+            spec: this rank's part of the table.
+            initializer: a Keras initializer of the entire table.
+            optimizer: the optimizer of this table alone; None uses the
+                model's optimizer.
+            keys: the `KeyShard` of a dynamic vocabulary, otherwise None.
+            max_norm: the largest Euclidean norm of a row; None for no limit.
+            **kwargs: arguments of `add_weight`.
         """
         with sharded_variable.creating(spec):
             variable = self.add_weight(
@@ -328,7 +332,11 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         return variable
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes tables whole; all ranks call, rank 0's file stays."""
+        """Writes entire tables to rank 0's file; a joint call of all ranks.
+
+        Args:
+            store: Keras's store of the file, a dict of arrays by name.
+        """
         if not self.built:
             return
         for name, variable in self._own_variables().items():
@@ -337,10 +345,15 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
                 value = whole_tables.gather_to_first(
                     variable, self._collectives
                 )
-            store[name] = value  # once: a file refuses a second value
+            # Assigned once: an HDF5 file refuses a second value.
+            store[name] = value
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads this rank's part of every table."""
+        """Reads this rank's part of every table.
+
+        Args:
+            store: Keras's store of the file, a dict of arrays by name.
+        """
         for name, variable in self._own_variables().items():
             if sharded_variable.is_shard(variable):
                 whole_tables.assign_part(variable, store[name])
@@ -348,36 +361,38 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
                 variable.assign(store[name])
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the weights in order, tables whole or as this rank's part.
+        """Sets the weights in order.
 
         Args:
-            weights: anything that can be sliced, a memory map for example.
+            weights: one array per weight, of an entire table or of this rank's
+                part of it. Anything that can be sliced is accepted, for
+                example a memory map.
         """
         whole_tables.set_weights(self, weights)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config: dict[str, Any] = super().get_config()
         config["prefetch_ids"] = self.prefetch_ids
         return config
 
 
 class OneTable(SparseLayer):
-    """Base of layers that look up in one table, placed by `sharding`.
+    """Base class of layers with one table, which `sharding` places.
 
-    A subclass says what its table and its feature are (`describe`), and adds
-    the table where `_place` has said it is.
+    A subclass implements `describe`, which returns its feature and table. It
+    calls `_place` to get this rank's part, and adds the table.
 
     Args:
-        sharding: the name of a placement, a `TablePlacement`, or the config
-            of one.
-        out_of_range: what an id outside of the table does.
+        sharding: the name of a placement, a `TablePlacement`, or a
+            `TablePlacement`'s config.
+        out_of_range: "error" or "ignore", for ids outside of the table.
         max_norm: see `TableConfig`.
         storage: see `TableConfig`.
-        **kwargs: of a `SparseLayer`.
+        **kwargs: arguments of a `SparseLayer`.
 
     Raises:
-        ValueError: for values outside of these.
+        ValueError: if an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -398,7 +413,7 @@ class OneTable(SparseLayer):
             checks.one_of("sharding", sharding, checks.PLACEMENTS, where)
         checks.one_of("out_of_range", out_of_range, checks.POLICIES, where)
         self.sharding = sharding
-        # For other layers' tables as well, where they are known.
+        # The plan may include the tables of other layers.
         self.plan: ShardingPlan | None = None
         self.plan_given = False
         self.out_of_range = out_of_range
@@ -409,15 +424,19 @@ class OneTable(SparseLayer):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the table is an ordinary variable, whatever the ranks."""
+        """Whether the table is an ordinary variable at any number of ranks."""
         return self.sharding in ("data_parallel", "default_device")
 
     def describe(self, input_shape: Any) -> FeatureConfig:
-        """The layer as a planner sees it."""
+        """Returns the layer's feature and table, for the planner.
+
+        Args:
+            input_shape: the shape of the layer's input.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def _place(self, input_shape: Any) -> ShardSpec:
-        """Which part of the table this rank has; all ranks must call."""
+        """Returns this rank's part of the table; a joint call of all ranks."""
         self._collectives = collectives_lib.active()
         self._described = self.describe(input_shape)
         table = self._described.table
@@ -451,7 +470,7 @@ class OneTable(SparseLayer):
         if self._collectives is None:
             return given or TablePlacement.data_parallel()
         if given is not None and self._collectives.gpus.memory is None:
-            return given  # nothing is left to plan
+            return given  # neither placement nor storage is left to the plan
         if self.plan is None:
             self.plan = make_plan(
                 [self._described], self.wire, self._collectives
@@ -460,18 +479,23 @@ class OneTable(SparseLayer):
         return self.plan.placement_of(self.name)
 
     def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
-        """What is looked up, for a plan and in a step."""
+        """Returns the feature config with the feature that is looked up."""
         return [(self._described, self.feature)]
 
     def take_places(
         self, features: Mapping[int, Feature], plan: ShardingPlan
     ) -> None:
-        """Looks up where tables have been moved to, as a plan says."""
+        """Takes the new placement of a table that a plan has moved.
+
+        Args:
+            features: new features, by the index of their table.
+            plan: the plan that has moved the tables.
+        """
         self.plan, self.feature = plan, features[0]
         self.spec, self._features = self.feature.spec, [self.feature]
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the layer again."""
+        """Returns the arguments that create this layer again."""
         config = super().get_config()
         config.update(self.wire.arguments())
         config["out_of_range"] = self.out_of_range
@@ -486,10 +510,10 @@ class OneTable(SparseLayer):
 
 
 def product(sizes: Any) -> int:
-    """How many cells sizes make, those that are not known left out."""
+    """Returns the product of sizes; sizes that are not known count as 1."""
     return math.prod(size or 1 for size in sizes)
 
 
 def inner_sizes(input_shape: Any) -> list[int | None]:
-    """The dimensions of an input behind its batch."""
+    """Returns the dimensions of an input after the batch dimension."""
     return sparse_inputs.sizes_of(input_shape)[1:]
