@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lookup in partitioned tables, stage by stage."""
+"""The stages of a lookup in partitioned tables."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the lookups of a model, so that they share one exchange.
 
-What computes the ids is copied out of a trace of the model, ahead of it.
+The model is first traced into a separate graph. The ops that compute the ids
+are copied from it, to run before the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.thread_context import current
 
-# Stateful ops that may be run once more, or earlier: they change nothing.
+# Stateful ops that may run twice, or earlier, because they change nothing.
 _HARMLESS = {
     "Assert",
     "LookupTableFind",
@@ -35,11 +36,11 @@ _HARMLESS = {
 
 
 class Subgraph:
-    """Parts of a FuncGraph that hang on what it has captured.
+    """Parts of a FuncGraph that depend only on its captured tensors.
 
     Args:
-        graph: a FuncGraph; what it captures is of the current graph.
-        forbidden: tensors of it that a copy must not need.
+        graph: a FuncGraph; its captures are tensors of the current graph.
+        forbidden: tensors of the FuncGraph that a copy must not depend on.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Subgraph:
         self._forbidden = {tensor.op.name for tensor in forbidden}
 
     def can_be_copied(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Whether only pure functions of what is captured make them."""
+        """Whether pure functions of captured tensors compute the tensors."""
         graphs = (self._graph, tf.compat.v1.get_default_graph())
         if any(
             tf.is_symbolic_tensor(t) and t.graph not in graphs for t in tensors
@@ -64,10 +65,13 @@ class Subgraph:
         )
 
     def copy(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The same tensors in the current graph.
+        """Copies tensors to the current graph.
 
         Args:
-            tensors: of the FuncGraph; others are returned as they are.
+            tensors: tensors of the FuncGraph; others are returned unchanged.
+
+        Returns:
+            The tensors of the current graph, in the same order.
         """
         inside = {t.name: t for t in tensors if self._has(t)}
         made = dict(self._outside)
@@ -111,7 +115,7 @@ class Subgraph:
         return imported
 
     def _ops_for(self, tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
-        """All ops that have to run for some tensors."""
+        """Returns all ops that tensors depend on."""
         found: dict[str, tf.Operation] = {}
         pending = [tensor.op for tensor in tensors]
         while pending:
@@ -130,13 +134,13 @@ Answers = list[tf.Tensor]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
-    """What `pooled_lookup` is asked for.
+    """The arguments of a `pooled_lookup`.
 
     Attributes:
         ids: per feature, the lists whose results are summed.
-        features: what they are looked up in.
+        features: the features that are looked up.
         tables: variables, this rank's part of each table.
-        wire: how numbers travel.
+        wire: the wire format of the results.
     """
 
     ids: Sequence[Sequence[Ids]]
@@ -146,7 +150,7 @@ class Lookup:
 
     @property
     def tensors(self) -> list[tf.Tensor]:
-        """All that the ids consist of."""
+        """All tensors of the ids."""
         return [
             tensor
             for lists in self.ids
@@ -156,11 +160,11 @@ class Lookup:
 
 
 class _CannotShareError(Exception):
-    """Ends a capture of which nothing may remain."""
+    """Ends a capture that must be discarded."""
 
 
 class _Capture:
-    """Captures the lookups of a call in a graph."""
+    """Records the lookups of a call in a graph, and answers them by zeros."""
 
     def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
@@ -169,7 +173,7 @@ class _Capture:
 
     def answer(self, lookup: Lookup) -> Answers:
         if tf.compat.v1.get_default_graph() is not self._graph:
-            # A tf.function would be kept with its zeros.
+            # TensorFlow would cache the inner tf.function with these zeros.
             raise _CannotShareError(f"'{lookup.wire.label}' in a tf.function")
         self.lookups.append(lookup)
         answers = [
@@ -197,7 +201,7 @@ class _Replay:
         return known
 
     def known(self, features: Sequence[Feature]) -> Answers | None:
-        """The answer to the next lookup, which then is the one after it."""
+        """Returns the answer to the next lookup, and moves on to the next."""
         index = self._next
         if index >= len(self._lookups) or index not in self._answers:
             return None
@@ -220,13 +224,13 @@ def answer_of(lookup: Lookup) -> Answers | None:
 
 
 def known_answer(features: Sequence[Feature]) -> Answers | None:
-    """The answer to a lookup that need not say its ids a second time.
+    """Returns the answer to a lookup whose ids are not needed again.
 
     Args:
-        features: of the lookup.
+        features: the features of the lookup.
 
     Returns:
-        None if the lookup is to be made, with its ids.
+        The answer, or None if the caller must look up the ids.
     """
     trace = current.capture
     return trace.known(features) if isinstance(trace, _Replay) else None
@@ -238,17 +242,17 @@ def shared(
     look_up: Callable[[Sequence[Lookup]], list[Answers]],
     forget: Callable[[tf.Graph], None],
 ) -> T:
-    """What `call` returns, its lookups in as few exchanges as possible.
+    """Returns the result of `call`, whose lookups share exchanges if possible.
 
-    Where the capture fails, the lookups are exchanged one by one; the reason is
+    If the capture fails, each lookup has an exchange of its own. The reason is
     logged at debug level.
 
     Args:
-        call: of a model, while a step is traced.
-        collectives: of the strategy.
-        look_up: answers lookups that travel alike, in one exchange.
-        forget: is called with the graph of the capture afterwards, to remove
-            tensors of it that layers have kept.
+        call: calls a model, while a step is traced.
+        collectives: the strategy's collectives.
+        look_up: answers lookups of equal wire formats in one exchange.
+        forget: removes tensors of the capture's graph, its argument, from
+            layers. It is called after the capture.
     """
     graph = tf.__internal__.FuncGraph("capture")
     capture = _Capture(graph)
@@ -260,7 +264,7 @@ def shared(
             thread_context.setting(capture=capture),
         ):
             call()
-    except Exception as error:  # where the call is wrong, it raises it below
+    except Exception as error:  # if the call is wrong, it raises again below
         reason = f"{type(error).__name__}: {error}"
     finally:
         forget(graph)
@@ -280,7 +284,7 @@ def shared(
 
 
 def _groups(capture: _Capture, graph: tf.Graph) -> list[list[int]]:
-    """Lookups, by number, that can share an exchange before all others."""
+    """Groups lookups, by index, that can share an exchange before the call."""
     groups: dict[Wire, list[int]] = {}
     subgraph = Subgraph(graph, forbidden=capture.zeros)
     for index, lookup in enumerate(capture.lookups):
@@ -291,7 +295,7 @@ def _groups(capture: _Capture, graph: tf.Graph) -> list[list[int]]:
 
 
 def _copied(lookups: Sequence[Lookup], graph: tf.Graph) -> list[Lookup]:
-    """The lookups with their ids in the graph of the step."""
+    """Copies the ids of lookups to the graph of the step."""
     copied = iter(
         Subgraph(graph).copy([t for each in lookups for t in each.tensors])
     )

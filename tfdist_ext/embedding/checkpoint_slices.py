@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards in TensorFlow checkpoints: slices of one table, never gathered.
 
-TensorFlow's format stores slices of a tensor, so every rank writes a block
-of rows or columns and a merge of the index makes them one table that plain
-TensorFlow reads whole. Unless a table is placed by column, its shards hold
-rows of all over it, so ranks first exchange rows, each keeping a contiguous
-block; that needs room for a second copy of the shard while a checkpoint is
-written or read.
+TensorFlow's format stores slices of a tensor. Every rank writes a block of rows
+or columns. After the index files are merged, plain TensorFlow reads the blocks
+as one table. The shards of a table that is not placed by column hold rows from
+all of the table, so ranks first exchange rows to make contiguous blocks. This
+needs memory for a second copy of the shard while a checkpoint is written or
+read.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def attach(
 
 
 def save_by(saved: Any, serialize: Any, restore: Any) -> None:
-    """Lets an object save itself by rules of its own.
+    """Replaces the functions that save and restore an object.
 
     Args:
         saved: an object that TensorFlow tracks.
-        serialize: makes tensors, or `SaveSpec` of slices, by name.
-        restore: takes what was read, by name.
+        serialize: returns tensors, or `SaveSpec` of slices, by name.
+        restore: receives the tensors that were read, by name.
     """
     saved._serialize_to_tensors = serialize
     saved._restore_from_tensors = restore
 
 
 def attach_whole(variable: tf.Variable, table: str) -> None:
-    """Lets a whole table, or a slot, be restored from one of fewer rows.
+    """Lets an unpartitioned table or slot be restored from fewer rows.
 
     Args:
-        variable: one process's.
-        table: its name, for errors.
+        variable: a variable of one process.
+        table: the table's name, for errors.
     """
 
     def restore(restored: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def _check_rows(table: str, rows: int, saved: int) -> None:
 
 
 class _SavedShard:
-    """How one shard goes into a checkpoint and comes out of it."""
+    """Saves one shard to checkpoints and restores it."""
 
     def __init__(
         self, variable: tf.Variable, spec: ShardSpec, collectives: Collectives
@@ -93,20 +93,20 @@ class _SavedShard:
 
     @property
     def _by_column(self) -> bool:
-        # Every rank's part is a slice of the table already; slots with one
-        # value per row have no columns.
+        # The parts are already slices of the table. Slots with one value per
+        # row have no columns.
         by_column = self._spec.column_parts == self._spec.world_size
         return by_column and self._variable.shape.rank == 2
 
     @property
     def _whole(self) -> bool:
-        # So few rows that some ranks would have an empty block.
+        # With so few rows, some ranks would have an empty block.
         spec = self._spec
         rows = -(-spec.rows // spec.row_parts)
         return not self._by_column and rows < spec.world_size
 
     def serialize(self) -> dict[str, Any]:
-        """The slice this rank writes, computed when it is written."""
+        """Returns the slice of this rank; it is computed when written."""
         slice_spec = "" if self._whole else self._slice()
         make = self._gather if self._whole else self._block
         if self._by_column:
@@ -124,7 +124,7 @@ class _SavedShard:
         }
 
     def restore(self, restored: dict[str, Any]) -> tf.Operation:
-        """Assigns this rank's part of what was read."""
+        """Assigns this rank's part of the values that were read."""
         value = restored[_KEY]
         if isinstance(value, dict):
             (value,) = value.values()
@@ -137,13 +137,13 @@ class _SavedShard:
         return self._variable.assign(value)
 
     def slice_in(self, shape: tuple[int, ...]) -> str:
-        """The slice that is read of a table of fewer rows.
+        """Returns the slice to read from a table with fewer rows.
 
         Args:
-            shape: of the table in the file.
+            shape: the shape of the table in the file.
 
         Raises:
-            ValueError: if it has more.
+            ValueError: if the file's table has more rows.
         """
         _check_rows(self._spec.table, self._spec.rows, shape[0])
         self._saved_rows = shape[0]
@@ -156,7 +156,7 @@ class _SavedShard:
             first, end = spec.columns
             return f"{rows} {spec.dim} 0,{rows}:{first},{end - first}"
         first, end = self._rows_of(spec.rank)
-        # Of fewer rows maybe none is of this rank: it reads one, for nothing.
+        # Of fewer rows, this rank may have none. It then reads an unused row.
         first, end = min(first, rows - 1), max(min(end, rows), 1)
         size = max(end - first, 1)
         if self._variable.shape.rank == 1:
@@ -164,7 +164,7 @@ class _SavedShard:
         return f"{rows} {spec.dim} {first},{size}:0,{spec.dim}"
 
     def _with_room(self, value: tf.Tensor) -> tf.Tensor:
-        """What was read of fewer rows, as many as there are here."""
+        """Pads the values of fewer rows to the number of rows here."""
         first, end = self._rows_of(self._spec.rank)
         if self._whole or self._by_column:
             first, end = 0, self._spec.rows
@@ -173,7 +173,7 @@ class _SavedShard:
         return tf.pad(value, padding + [[0, 0]] * (value.shape.rank - 1))
 
     def _with_new_rows(self, value: tf.Tensor) -> tf.Tensor:
-        """This rank's part, in which rows that are new stay as they are."""
+        """Returns this rank's part, in which new rows are not changed."""
         spec = self._spec
         if spec.cell is None:
             return value
@@ -184,27 +184,27 @@ class _SavedShard:
         return tf.where(saved, value, self._variable.read_value())
 
     def _local_rows(self) -> np.ndarray:
-        """First local row, in any part, of every rank's contiguous block."""
+        """Returns the first local row of every rank's contiguous block."""
         spec = self._spec
         ranks = np.arange(spec.world_size + 1)
         return ranks * -(-spec.rows // spec.row_parts) // spec.world_size
 
     def _rows_of(self, rank: int) -> tuple[int, int]:
-        """The contiguous rows of the table that a rank reads and writes."""
+        """Returns the contiguous rows that a rank reads and writes."""
         first, end = self._local_rows()[rank : rank + 2] * self._spec.row_parts
         return int(first), int(min(end, self._spec.rows))
 
     def _widths(self) -> list[int]:
-        """Columns that every rank gives to a block, 0 if it has none."""
+        """Returns how many columns every rank adds to a block, maybe 0."""
         spec = self._spec
         parts = map(spec.at, range(spec.world_size))
         if self._variable.shape.rank == 2:
             return [part.local_dim if part.cell else 0 for part in parts]
-        # Ranks that share rows have equal slots: one of them suffices.
+        # Ranks with columns of the same rows have equal slots.
         return [int(part.cell is not None) for part in parts]
 
     def _gather(self) -> tf.Tensor | None:
-        """The whole table, which rank 0 writes; all ranks take part."""
+        """Returns the entire table on rank 0; a joint call of all ranks."""
         whole = whole_tables.gather(self._variable, self._collectives)
         return tf.constant(whole) if self._spec.rank == 0 else None
 
@@ -218,21 +218,21 @@ class _SavedShard:
         return self._padded(tf.gather(whole, ids))
 
     def _padded(self, rows: tf.Tensor) -> tf.Tensor:
-        """The variable's value: its rows, then padding."""
+        """Appends padding, to make the variable's value."""
         missing = self._spec.local_rows - tf.shape(rows)[0]
         padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
         return tf.pad(rows, padding)
 
     def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
-        """A part's ids among a rank's contiguous rows, ascending."""
+        """Returns a part's ids among a rank's contiguous rows, ascending."""
         ids = np.arange(*self._rows_of(rank))
         return ids[placement.part_of(ids, self._spec.row_parts) == part]
 
     def _block(self) -> tf.Tensor:
-        """Contiguous rows of the table, from all ranks, to be put together.
+        """Exchanges rows to make this rank's contiguous block.
 
-        The exchange is over when this returns; the rest is done when they are
-        written, maybe while training goes on.
+        The exchange ends before this returns. The parts are joined when they
+        are written, which may be during training.
         """
         spec = self._spec
         width = self._widths()[spec.rank]
@@ -262,7 +262,7 @@ class _SavedShard:
         return tf.constant(block)
 
     def _spread(self, rows: tf.Tensor) -> tf.Tensor:
-        """This rank's shard, from the contiguous rows that ranks have read."""
+        """Returns this rank's shard, given the contiguous rows it has read."""
         spec = self._spec
         block = rows.numpy()
         first, _ = self._rows_of(spec.rank)

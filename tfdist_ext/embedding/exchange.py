@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a lookup: input_dist, lookup, output_dist.
 
-Ids travel to the ranks that own their rows, rows are looked up and pooled
-there, and results travel back. Tables that are whole on each rank need neither.
+`input_dist` sends ids to the owners of their rows, `lookup` sums the rows, and
+`output_dist` sends the sums back. Unpartitioned tables need no exchange.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
 
-# More rows than any table has. Ids are shifted by it where bad ones, also
-# negative ones, must pass, for the exchange to report.
+# More than the rows of any table. Ids are shifted by it while duplicates are
+# removed: bad ids, also negative ones, then pass, and the exchange reports them.
 _SHIFT = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """How the samples of a batch are made of its unique rows.
+    """How the results of samples are summed from unique rows.
 
     Attributes:
-        row_splits: int64 `[b + 1]`.
+        row_splits: int64 `[b + 1]`, row splits of the batch's samples.
         positions: int64 `[n]`, indices of unique rows.
-        weights: float32 `[n]`, or `[0]` when all weights are one.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
     """
 
     row_splits: tf.Tensor
@@ -43,11 +43,14 @@ class Pooling:
 
 
 def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
-    """The unique ids of a batch, as samples of one id each.
+    """Returns the unique ids of a batch, as lists of one id each.
 
     Args:
         lists: the lists whose results are summed.
-        feature: what they are looked up in.
+        feature: the feature that is looked up.
+
+    Returns:
+        The unique ids, and how to sum their rows for each sample.
     """
     ignore = feature.out_of_range == "ignore"
     values = [tf.cast(part.values, tf.int64) for part in lists]
@@ -74,7 +77,7 @@ def _shifted(ids: tf.Tensor) -> tf.Tensor:
 
 
 def pool(rows: tf.Tensor, pooling: Pooling) -> tf.Tensor:
-    """Sums of rows, float32 `[b, dim]`, from unique rows `[u, dim]`."""
+    """Sums unique rows `[u, dim]` for each sample; float32 `[b, dim]`."""
     return lookup_ops.pool(
         rows, pooling.row_splits, pooling.positions, pooling.weights
     )
@@ -83,19 +86,19 @@ def pool(rows: tf.Tensor, pooling: Pooling) -> tf.Tensor:
 def combine(
     sums: tf.Tensor, lists: Sequence[Ids], feature: Feature
 ) -> tf.Tensor:
-    """Divides sums of weighted rows as the feature's combiner says.
+    """Divides sums of weighted rows according to the feature's combiner.
 
-    As `tf.nn.embedding_lookup_sparse`: "mean" divides by the sum of the
-    weights, "sqrtn" by the square root of the sum of their squares. Samples
-    without ids stay zero.
+    As in `tf.nn.embedding_lookup_sparse`, "mean" divides by the sum of the
+    weights, and "sqrtn" by the square root of the sum of their squares. The
+    results of samples without ids stay zero.
 
     Args:
         sums: float32 `[b, dim]`.
-        lists: the ids that were summed.
-        feature: its combiner and its policy for bad ids.
+        lists: the ids whose rows were summed.
+        feature: the feature, with its combiner and `out_of_range`.
 
     Returns:
-        float32 `[b, dim]`.
+        The combined rows, float32 `[b, dim]`.
     """
     if feature.combiner == "sum":
         return sums
@@ -106,8 +109,8 @@ def combine(
 
 
 def _weight_sums(ids: Ids, feature: Feature, squared: bool) -> tf.Tensor:
-    """Sums of the weights, or of their squares, of every sample's ids."""
-    # A key without a row has one of zeros, which counts.
+    """Sums the weights, or their squares, of every sample's ids."""
+    # A key without a row counts: its row is zeros.
     drops = feature.out_of_range == "ignore" and feature.keys is None
 
     def of_ones() -> tf.Tensor:
@@ -138,16 +141,16 @@ def _weight_sums(ids: Ids, feature: Feature, squared: bool) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class OwnedIds:
-    """The rows of the local shards that some samples ask for.
+    """Rows of the local shards that the samples of all ranks look up.
 
-    Entries are ordered by asking rank, feature and sample.
+    Entries are ordered by requesting rank, then by feature, then by sample.
 
     Attributes:
-        row_splits: int64 `[s + 1]`, for the s samples served.
+        row_splits: int64 `[s + 1]`, row splits of the s samples.
         rows: int64 `[n]`, rows of the local shards.
-        weights: float32 `[n]`, or `[0]` when all weights are one.
-        served: int64 `[world_size, features]`, samples of each rank and
-            feature.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
+        served: int64 `[world_size, features]`, the number of samples of each
+            rank and feature.
     """
 
     row_splits: tf.Tensor
@@ -158,14 +161,15 @@ class OwnedIds:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How results find their way back to the samples.
+    """The samples that results from each owner belong to.
 
     Attributes:
-        samples: int64 `[features]`, samples of this rank's batch.
-        sample_ids: int32 `[m]`, this rank's samples that have ids at an
-            owner, grouped by owner and feature.
-        sample_splits: int64 `[world_size, features]`, how many of them.
-        gradient_scale: float32 scalar, what this rank's gradients count.
+        samples: int64 `[features]`, the number of samples in this rank's batch.
+        sample_ids: int32 `[m]`, this rank's samples that have ids at an owner,
+            grouped by owner and feature.
+        sample_splits: int64 `[world_size, features]`, the number of these
+            samples for each owner and feature.
+        gradient_scale: float32 scalar, the factor of this rank's gradients.
     """
 
     samples: tf.Tensor
@@ -175,7 +179,7 @@ class Route:
 
 
 def join_lists(lists: Sequence[Ids]) -> Ids:
-    """One list of the samples of several, one list behind the other."""
+    """Concatenates lists of ids along the samples."""
     if len(lists) == 1:
         return lists[0]
     rows = [each.values for each in lists]
@@ -191,11 +195,11 @@ def join_lists(lists: Sequence[Ids]) -> Ids:
 def _join_weights(
     weights: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    """One list of weights; still empty if all of them are one."""
+    """Concatenates weights; the result is empty if all weights are 1."""
     given = tf.add_n([tf.size(part) for part in weights])
 
     def with_ones() -> tf.Tensor:
-        # Weights of a feature without any are ones, as many as its rows.
+        # A list without weights gets a weight of 1 for each of its rows.
         missing = [
             tf.size(r) - tf.size(w) for w, r in zip(weights, rows, strict=True)
         ]
@@ -221,14 +225,14 @@ def input_dist(
 
     Args:
         ids: per feature, the lists whose results are summed.
-        features: what they are looked up in, and where that is.
-        collectives: of the strategy.
-        label: names the exchange in errors.
-        weight: float32 scalar, for how much this rank counts; None for the
-            step's samples.
+        features: the features, with the placements of their tables.
+        collectives: the strategy's collectives.
+        label: the name of the exchange in errors.
+        weight: float32 scalar, the weight of this rank in the average of
+            gradients; None uses its samples in the step.
 
     Returns:
-        What this rank shall look up, and the way back.
+        The rows that this rank must look up, and the return route.
 
     Raises:
         tf.errors.InvalidArgumentError: on every rank, if an id on any rank
@@ -248,13 +252,13 @@ def input_dist(
         weight = tf.cast(samples[0], tf.float32)
         if step is not None:
             weight = collectives.samples()
-    # All ranks know it: of the tables of one exchange, all or none.
+    # Equal on all ranks: the tables of an exchange have the same storage.
     on_gpu = any(feature.spec.storage == "device" for feature in features)
     payload, splits, sample_ids, sample_splits = _encode(
         ids, features, weight, on_gpu, where
     )
     message, splits = collectives.all_to_all(payload, splits, f"{label}/ids")
-    # Where the rows are looked up: TensorFlow prefers a GPU.
+    # Ids are decoded where rows are looked up; TensorFlow would choose a GPU.
     with contextlib.nullcontext() if on_gpu else tf.device("CPU:0"):
         row_splits, rows, weights, served, shares = id_ops.decode_ids(
             message, splits, **where
@@ -293,7 +297,7 @@ def _encode(
 def _gradient_scale(
     step: Step | None, shares: tf.Tensor, rank: int
 ) -> tf.Tensor:
-    """This rank's share of the samples where ranks are averaged, else 1."""
+    """Returns this rank's share of samples if ranks are averaged, else 1."""
     if step is None or not step.weighted:
         return tf.constant(1.0)
     return tf.math.divide_no_nan(shares[rank], tf.reduce_sum(shares))
@@ -302,16 +306,16 @@ def _gradient_scale(
 def lookup(
     tables: Sequence[Any], features: Sequence[Feature], ids: OwnedIds
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the weighted rows of every sample served, of all tables at once.
+    """Sums the weighted rows of all samples, from all tables in one op.
 
     Args:
-        tables: variables of `local_shape`.
-        features: which table each feature reads.
+        tables: variables of shape `local_shape`.
+        features: the features, with the indices of their tables.
         ids: rows and weights from `input_dist`.
 
     Returns:
-        float32 `[v]`, the sums one after the other in the order of `ids`, and
-        int64 `[world_size]`, how many of the numbers each rank asked for.
+        The sums, concatenated in the order of `ids`, float32 `[v]`, and the
+        number of these values for each requesting rank, int64 `[world_size]`.
     """
     used = sorted({feature.table for feature in features})
     return lookup_ops.lookup(
@@ -332,21 +336,20 @@ def output_dist(
     collectives: Collectives,
     wire: Wire,
 ) -> list[tf.Tensor]:
-    """Sends results back and puts each sample's parts together.
+    """Sends results back and joins the parts of each sample.
 
-    The gradient takes the same way in the other direction, in the same
-    wire dtype.
+    The gradient is sent in the opposite direction, in the same wire dtype.
 
     Args:
         values: float32 `[v]`, from `lookup`.
         send_splits: int64 `[world_size]`, from `lookup`.
-        route: from `input_dist`.
-        features: what the results are of.
-        collectives: of the strategy.
-        wire: how the numbers travel.
+        route: the return route, from `input_dist`.
+        features: the features that were looked up.
+        collectives: the strategy's collectives.
+        wire: the wire format of the results.
 
     Returns:
-        Per feature float32 `[b, dim]`; zeros for samples without ids.
+        Per feature the sums, float32 `[b, dim]`; zeros for samples without ids.
     """
     seed, gradient_seed = wire.seeds(collectives.group.rank)
     numbers = id_ops.to_wire(
@@ -402,15 +405,15 @@ def local_lookup(
     features: Sequence[Feature],
     tables: Sequence[Any],
 ) -> list[tf.Tensor]:
-    """Sums the rows of every sample and feature.
+    """Sums the rows of every sample and feature, without an exchange.
 
     Args:
         ids: per feature, the lists whose results are summed.
-        features: what they are looked up in.
-        tables: variables, whole.
+        features: the features that are looked up.
+        tables: variables of entire tables.
 
     Returns:
-        Per feature float32 `[b, dim]`.
+        Per feature the sums, float32 `[b, dim]`.
     """
     owned = _merge(ids, features)
     values, _ = lookup(tables, features, owned)
@@ -420,11 +423,11 @@ def local_lookup(
 def _merge(
     ids: Sequence[Sequence[Ids]], features: Sequence[Feature]
 ) -> OwnedIds:
-    """Ids of tables that lie on this rank whole: checked, no exchange.
+    """Checks and merges the ids of unpartitioned tables.
 
     Args:
         ids: per feature, the lists whose results are summed.
-        features: what they are looked up in.
+        features: the features that are looked up.
     """
     merged = [
         id_ops.merge_ids(
@@ -451,15 +454,15 @@ def _merge(
 def _split(
     values: tf.Tensor, ids: OwnedIds, features: Sequence[Feature]
 ) -> list[tf.Tensor]:
-    """One process: the results of each feature, no exchange.
+    """Splits the results of unpartitioned tables by feature.
 
     Args:
         values: float32 `[v]`, from `lookup`.
-        ids: what was looked up.
-        features: what the results are of.
+        ids: the ids that were looked up.
+        features: the features of the results.
 
     Returns:
-        Per feature float32 `[b, dim]`.
+        Per feature the sums, float32 `[b, dim]`.
     """
     dims = [feature.spec.dim for feature in features]
     if len(dims) == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked up: ids, the table behind them, and how results travel."""
+"""Inputs of a lookup: ids, features and the wire format of results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tfdist_ext.tables.placement import ShardSpec
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """Ids of a batch, one list per sample (CSR).
+    """Lists of ids, one list per sample, in CSR format.
 
     Attributes:
-        values: int32 or int64 `[n]`.
+        values: int32 or int64 `[n]`, the ids of all lists.
         row_splits: int64 `[b + 1]`; sample s has the ids
             `values[row_splits[s] : row_splits[s + 1]]`.
-        weights: float32 `[n]`, or `[0]` when all weights are one.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
     """
 
     values: tf.Tensor
@@ -37,26 +37,27 @@ _SCATTER = 0x1E3779B97F4A7C15
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How the results of a layer travel, and their gradients.
+    """The wire format of a layer's results and of their gradients.
 
-    The layers take each of these as the argument that is named with it.
+    Each attribute except `label` is an argument of the layers, whose name is
+    given below.
 
     Attributes:
-        label: names the exchanges in errors. Wires that differ in nothing
-            else are equal.
-        dtype: `wire_dtype`, of results and their gradients between ranks:
-            "float32", "bfloat16" or "float16". The sums over a sample's ids
-            are rounded once, relative error at most 2^-8 (bfloat16) or 2^-11
-            (float16, in its range).
-        rounding: `wire_rounding`, to a 16-bit dtype: "nearest", or
-            "stochastic", whose errors have mean zero and do not add up over
-            steps.
-        packed: `wire_packing`, pack those numbers, without loss: about 15%
-            fewer bytes in float32, 30% in bfloat16, for about 20 ns of
-            processor time a number. Pays on links of about 100 Mbit/s.
+        label: the name of the exchanges in errors; it is not compared.
+        dtype: `wire_dtype`, the dtype in which results and their gradients are
+            sent: "float32", "bfloat16" or "float16". The sum over a sample's
+            ids is rounded once, with a relative error of at most 2^-8
+            (bfloat16) or 2^-11 (float16, within its range).
+        rounding: `wire_rounding`, the rounding to a 16-bit dtype: "nearest",
+            or "stochastic", whose errors have mean zero and do not accumulate
+            over steps.
+        packed: `wire_packing`, whether numbers are compressed without loss. It
+            saves about 15% of the bytes in float32 and 30% in bfloat16, and
+            costs about 20 ns of CPU time per number. It pays off on links of
+            about 100 Mbit/s.
 
     Raises:
-        ValueError: for a value outside of these.
+        ValueError: if an attribute has a value that is not allowed.
     """
 
     label: str = dataclasses.field(default="", compare=False)
@@ -65,7 +66,7 @@ class Wire:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        dtype = getattr(self.dtype, "name", self.dtype)  # of a tf.DType
+        dtype = getattr(self.dtype, "name", self.dtype)  # a tf.DType
         object.__setattr__(self, "dtype", dtype)
         where = f"layer '{self.label}'" if self.label else "a layer"
         checks.one_of("wire_dtype", dtype, checks.WIRE_DTYPES, where)
@@ -73,7 +74,14 @@ class Wire:
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Wire:
-        """Takes what it is made of out of a layer's keyword arguments."""
+        """Removes the arguments of the wire format from keyword arguments.
+
+        Args:
+            arguments: a layer's keyword arguments.
+
+        Returns:
+            The wire format.
+        """
         label = arguments.get("name") or ""
         removed = arguments.pop("learn_frequent_ids", False)
         refuse_removed("learn_frequent_ids", removed, f"layer '{label}'")
@@ -85,24 +93,24 @@ class Wire:
         return cls(label, **given)
 
     def arguments(self) -> dict[str, Any]:
-        """A layer's arguments that make this value."""
+        """Returns the layer arguments that create this wire format."""
         return {name: getattr(self, field) for name, field in _FIELDS.items()}
 
     @property
     def bytes_of_number(self) -> int:
-        """Bytes that a number takes between ranks, unless packed."""
+        """Bytes per number between ranks, without packing."""
         return int(tf.as_dtype(self.dtype).size)
 
     def seeds(self, rank: int) -> list[tf.Tensor]:
-        """Numbers to round results and gradients by, new in every step."""
+        """Returns seeds for rounding results and gradients, new every step."""
         if self.rounding == "nearest":
             return [tf.zeros([], tf.int64)] * 2
-        # Ranks that have set the same seed must not round alike.
+        # Ranks may have set the same seed, but must not round identically.
         drawn = tf.random.uniform([2], 0, tf.int64.max, tf.int64)
         return tf.unstack(drawn ^ (rank * _SCATTER % 2**63))
 
 
-# By the names of the layers' arguments, under which configs have them too.
+# Attributes of `Wire` by the names of layer arguments, also used in configs.
 _FIELDS = {
     "wire_dtype": "dtype",
     "wire_rounding": "rounding",
@@ -112,16 +120,16 @@ _FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A column of the input that is looked up in a table.
+    """An input that is looked up in a table.
 
     Attributes:
-        name: for messages.
-        table: index of the table among those of the lookup.
-        spec: the part of that table this rank holds.
-        combiner: what happens to the rows of a sample.
-        out_of_range: what an id outside of the table does.
-        unique: whether unique rows travel, not sums of rows.
-        keys: `KeyShard` of a table whose vocabulary grows, None of others.
+        name: the feature's name, for errors.
+        table: the index of the feature's table among the lookup's tables.
+        spec: the part of the table that this rank holds.
+        combiner: how the rows of a sample are combined.
+        out_of_range: what to do with an id outside of the table.
+        unique: whether unique rows are sent instead of sums of rows.
+        keys: the `KeyShard` of a dynamic vocabulary, otherwise None.
     """
 
     name: str
@@ -134,7 +142,7 @@ class Feature:
 
     @property
     def placement(self) -> FeaturePlacement:
-        """Where the rows live, as the ops need it."""
+        """The placement of the rows, for the ops."""
         return FeaturePlacement(
             self.name,
             self.spec.rows,

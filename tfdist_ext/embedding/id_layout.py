@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the results of a lookup lie: as samples, or as sequences of them.
+"""Layouts: the dimensions that results of a lookup are put into.
 
-A lookup gives one row after the other, one for each list of ids. What the ids
-of a feature look like says where these belong.
+A lookup returns one row for each list of ids, concatenated. The shape of the
+ids determines the dimensions of the results.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import tensorflow as tf
 
 
 class Layout(tf.experimental.BatchableExtensionType):
-    """The dimensions of a feature's results before the last one.
+    """The dimensions of a feature's results, except the last one.
 
     Attributes:
-        count: int64 scalar, size of the dimension before `inner`: the batch,
-            or what is in the ragged ones.
-        inner: int64 `[m]`, sizes of the dimensions that follow it.
-        sizes: these as far as they are known, -1 for others.
+        count: int64 scalar, the size of the dimension before `inner`: the
+            batch size, or the number of elements of ragged dimensions.
+        inner: int64 `[m]`, the sizes of the dimensions after it.
+        sizes: the static sizes in `inner`; -1 where not known.
         splits: row splits of ragged dimensions, the outermost first.
-        pad: sizes that ragged dimensions are filled to, -1 for the longest;
-            none at all where they stay ragged.
+        pad: sizes to which ragged dimensions are padded; -1 for the longest.
+            Empty if the results are ragged.
     """
 
     count: tf.Tensor
@@ -35,27 +35,27 @@ class Layout(tf.experimental.BatchableExtensionType):
 
     @property
     def lists_per_sample(self) -> tf.Tensor:
-        """int64 scalar; of what is in ragged dimensions, if there are any."""
+        """int64 scalar, lists per sample, or per element of ragged ones."""
         return tf.reduce_prod(self.inner)
 
 
 def dense(shape: tf.Tensor, static: tf.TensorShape) -> Layout:
-    """The layout of results `[*shape, dim]`.
+    """Returns the layout of results `[*shape, dim]`.
 
     Args:
         shape: int64 `[1 + m]`.
-        static: the same as far as it is known.
+        static: the static shape, as far as it is known.
     """
     sizes = tuple(-1 if size is None else size for size in static[1:])
     return Layout(shape[0], shape[1:], sizes)
 
 
 def arranged(rows: tf.Tensor, layout: Layout) -> Any:
-    """Results where they belong.
+    """Puts the results into the dimensions of a layout.
 
     Args:
-        rows: `[n, ...]`, a result for each list.
-        layout: of the ids.
+        rows: `[n, ...]`, one result for each list.
+        layout: the layout of the results.
 
     Returns:
         A tensor or a RaggedTensor `[..., *rows.shape[1:]]`.
@@ -78,13 +78,13 @@ def arranged(rows: tf.Tensor, layout: Layout) -> Any:
 
 
 def zeros(layout: Layout, dim: int) -> Any:
-    """Results of zeros, without a lookup."""
+    """Returns zeros as results, without a lookup."""
     lists = layout.count * tf.reduce_prod(layout.inner)
     return arranged(tf.zeros([lists, dim]), layout)
 
 
 def cut(layout: Layout, start: Any, stop: Any) -> Layout:
-    """The layout of some samples in a row."""
+    """Returns the layout of the samples from `start` to `stop`."""
     splits = []
     for each in layout.splits:
         part = each[start : stop + 1]
@@ -96,17 +96,17 @@ def cut(layout: Layout, start: Any, stop: Any) -> Layout:
 
 
 def lists_before(layout: Layout, sample: Any) -> tf.Tensor:
-    """int64 scalar, the number of the first list of a sample."""
+    """Returns the index of a sample's first list, an int64 scalar."""
     for splits in layout.splits:
         sample = splits[sample]
     return tf.cast(sample, tf.int64) * layout.lists_per_sample
 
 
 def empty(like: Any) -> Layout:
-    """That of a batch of zero samples.
+    """Returns the layout of an empty batch.
 
     Args:
-        like: a layout, or what a dataset says of one.
+        like: a layout, or its spec in a dataset.
     """
     inner = tf.constant([max(size, 0) for size in like.sizes], tf.int64)
     splits = tuple(tf.zeros([1], tf.int64) for _ in like.splits)
@@ -114,6 +114,6 @@ def empty(like: Any) -> Layout:
 
 
 def static_shape(layout: Any) -> Sequence[int | None]:
-    """The shape of results but their last dimension, as far as known."""
+    """Returns the static shape of results, except the last dimension."""
     ragged = [None] * len(layout.splits)
     return [None, *ragged, *(None if s < 0 else s for s in layout.sizes)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values of a table, block by block, the same for any world size."""
+"""Initial values of tables, which do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from tfdist_ext.tables.placement import ShardSpec
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
 
-# Standard deviation of a unit normal cut at two standard deviations.
+# Standard deviation of a unit normal truncated at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 Initializer = Callable[..., tf.Tensor]
 
-# By the generator that TensorFlow's seed has made: initializers by table.
+# Tables per name since TensorFlow's seed was set, by its generator. Setting the
+# seed creates another generator.
 _seen: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
 )
@@ -40,24 +41,24 @@ _numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = (
 def for_shard(
     initializer: Any, spec: ShardSpec, collectives: Collectives | None
 ) -> Initializer:
-    """An initializer that makes one rank's block of a table.
+    """Returns an initializer that makes one rank's block of a table.
 
     Args:
-        initializer: a Keras initializer: zeros, ones, constant (a number,
-            or a whole table of which the part is read), uniform, normal,
-            truncated normal or of the variance scaling family.
-        spec: the table and which part of it to make.
-        collectives: of the strategy; all ranks take the seed of rank 0.
-            None in one process.
+        initializer: a Keras initializer: zeros, ones, constant (a number, or
+            an entire table of which this rank's part is read), uniform,
+            normal, truncated normal or of the variance scaling family.
+        spec: the part of the table to make.
+        collectives: the strategy's collectives; all ranks use the seed of
+            rank 0. None in one process.
 
     Returns:
-        A Keras initializer for the local shape. Values depend on the seed,
-        the table's name, the row and the column only, not on the number of
-        ranks or the placement.
+        A Keras initializer for the local shape. Values depend only on the
+        seed, the table's name, the row and the column, and not on the number
+        of ranks or the placement.
 
     Raises:
-        ValueError: for an initializer that cannot make single rows, if the
-            table is partitioned; for a constant of another shape.
+        ValueError: if the table is partitioned and the initializer cannot
+            make single rows, or if a constant has another shape.
     """
     if type(initializer).__name__ == "Constant" and np.ndim(initializer.value):
         return _of_matrix(initializer.value, spec)
@@ -98,7 +99,7 @@ def for_shard(
 
 
 def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
-    """Reads one rank's block of a given table, a memory map for example."""
+    """Returns an initializer that reads one rank's block of a given table."""
     try:
         whole = np.broadcast_to(np.asanyarray(value), (spec.rows, spec.dim))
     except ValueError as error:
@@ -123,14 +124,14 @@ def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
 def describe_rows(
     initializer: Any, spec: ShardSpec
 ) -> tuple[str, float, float]:
-    """The distribution of a table's rows and its two parameters.
+    """Returns the distribution of a table's rows and its two parameters.
 
     Args:
-        initializer: of Keras.
-        spec: the table.
+        initializer: a Keras initializer.
+        spec: any part of the table.
 
     Raises:
-        ValueError: for an initializer that cannot make single rows.
+        ValueError: if the initializer cannot make single rows.
     """
     of_matrix = type(initializer).__name__ == "Constant" and np.ndim(
         initializer.value
@@ -148,27 +149,29 @@ def describe_rows(
 
 
 def seed_of(initializer: Any, table: str) -> int:
-    """The number that a table's initial values depend on, new if unseeded.
+    """Returns the seed of a table's initial values, random if there is none.
 
     Args:
-        initializer: of Keras. Those without a seed of their own are told from
-            each other: tables of one name in two models start differently.
-        table: its name.
+        initializer: a Keras initializer. If it has no seed, TensorFlow's
+            global seed is used, and tables with equal names in two models
+            still start with different values.
+        table: the table's name.
     """
     return _numbers_of(initializer, table, 1, b"")[0]
 
 
 def hash_key_of(initializer: Any, table: str) -> list[int]:
-    """The secret of the hash of a table's keys, new if unseeded.
+    """Returns the secret key of the hash of a table's keys.
 
-    The initial values that `seed_of` leads to do not give it away.
+    It is random if there is no seed. It cannot be derived from the initial
+    values that belong to `seed_of`.
 
     Args:
-        initializer: of Keras, as for `seed_of`.
-        table: its name.
+        initializer: a Keras initializer, see `seed_of`.
+        table: the table's name.
 
     Returns:
-        Two numbers of 64 bits with a sign.
+        Two signed 64-bit numbers.
     """
     return _numbers_of(initializer, table, 2, b"hash of keys")
 
@@ -190,7 +193,7 @@ def _numbers_of(
 
 
 def _number(initializer: Any, table: str) -> int:
-    """How many others the tables of that name had since TensorFlow's seed."""
+    """Returns how many tables had that name since TensorFlow's seed was set."""
     numbers = _numbers.setdefault(initializer, {})
     if table not in numbers:
         seen = _seen.setdefault(internals.seeding(), collections.Counter())
@@ -202,7 +205,7 @@ def _number(initializer: Any, table: str) -> int:
 def _describe(
     initializer: Any, spec: ShardSpec
 ) -> tuple[str, float, float] | None:
-    """Distribution and its two parameters, None if not a known one."""
+    """Returns distribution and two parameters; None if it is not known."""
     name = type(initializer).__name__
     if not hasattr(initializer, "get_config"):
         return None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys have which rows of a table, of the buckets that a rank owns.
+"""The buckets of a dynamic vocabulary that a rank owns.
 
-Rank r of W owns the buckets from `n * B // W` up to `(n + 1) * B // W`, where
-n is `r - first_rank` modulo W; the key in slot s of bucket b has row
-`1 + s * B + b` of the whole table. So the keys of all ranks, `[B, slots]`, lie
-in a checkpoint as parallel slices beside the table, whatever its placement is.
+Of B buckets, rank r of W owns the buckets from `n * B // W` up to
+`(n + 1) * B // W`, where n is `(r - first_rank) % W`. The key in slot s of
+bucket b has row `1 + s * B + b` of the table. A checkpoint therefore stores the
+keys of all ranks as slices of one array `[B, slots]`, for any placement of the
+table.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ _COUNTS = ("rows", "candidates", "admitted", "evicted", "expired", "step")
 
 
 class KeyShard(tf.Module):
-    """The keys of a table whose vocabulary grows; saved with its variable.
+    """This rank's part of a dynamic vocabulary, saved with its table.
 
-    All ranks make one, and call its methods that exchange.
+    All ranks must create one, and must call its methods that exchange.
 
     Args:
-        spec: what this rank holds of the table.
-        config: the rules of the vocabulary.
-        initializer: of Keras, of the table.
-        collectives: of the strategy, None in one process.
-        order: of the table among those of its layer. Each has its first
-            buckets on another rank, so that tables with few buckets are not
-            all on the same one.
+        spec: this rank's part of the table.
+        config: the dynamic vocabulary.
+        initializer: the table's Keras initializer.
+        collectives: the strategy's collectives; None in one process.
+        order: the index of the table in its layer. It determines the rank that
+            owns the first buckets, so that tables with few buckets do not all
+            use the same rank.
 
     Raises:
-        ValueError: if keys may lose their rows, and the initializer cannot
-            make single rows again.
+        ValueError: if keys may lose their rows and the initializer cannot make
+            single rows.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class KeyShard(tf.Module):
             )
 
     def attach(self, variable: Any) -> None:
-        """Says that this is of a table.
+        """Marks a variable as the table of these keys.
 
         Args:
-            variable: of TensorFlow, this rank's part.
+            variable: a TensorFlow variable, this rank's part of the table.
         """
         marks.set_keys(variable, self)
         strategy = getattr(variable, "distribute_strategy", None)
@@ -129,17 +130,18 @@ class KeyShard(tf.Module):
             marks.set_grows(variable)
 
     def adopt_slot(self, slot: Any, value: float) -> None:
-        """Takes in what an optimizer keeps for the rows of the table.
+        """Adds a slot of the table's optimizer.
 
         Args:
-            slot: of TensorFlow, like the table or with a value per row.
-            value: that it begins with.
+            slot: a TensorFlow variable with the table's shape, or with one
+                value per row.
+            value: the initial value of the slot.
         """
         self._slots.all.append((slot, value))
         self._restore_smaller(slot)
 
     def reset_slots(self) -> None:
-        """Gives slots of rows with new keys the values they begin with.
+        """Resets slots of rows with new keys to their initial values.
 
         An optimizer calls it before it updates the table.
         """
@@ -151,12 +153,12 @@ class KeyShard(tf.Module):
     def reset(
         self, variable: Any, rows: tf.Tensor, value: float | None = None
     ) -> None:
-        """Gives rows of the table, or of a slot, their initial values.
+        """Resets rows of the table, or of a slot, to their initial values.
 
         Args:
-            variable: of TensorFlow, this rank's part.
-            rows: int64 `[r]` of the whole table.
-            value: of a slot; None for the table's own.
+            variable: a TensorFlow variable, this rank's part.
+            rows: int64 `[r]`, rows of the table.
+            value: the initial value of a slot; None for the table's own.
         """
         strategy = getattr(variable, "distribute_strategy", None)
         if strategy is None:
@@ -190,11 +192,12 @@ class KeyShard(tf.Module):
         )
 
     def counts(self) -> dict[str, int]:
-        """Figures of all ranks' keys together; all ranks call.
+        """Returns counts over all ranks; a joint call of all ranks.
 
         Returns:
-            "rows" in use and "candidates"; keys "admitted", "evicted" and
-            "expired" since the start; "step", how many were learned from.
+            A dict: "rows" in use; "candidates"; keys "admitted", "evicted" and
+            "expired" since the start; "step", the number of steps that were
+            learned from.
         """
         mine = vocabulary_ops.vocabulary_counts(self.handle)
         totals = mine
@@ -207,12 +210,12 @@ class KeyShard(tf.Module):
         return found
 
     def all_keys(self) -> dict[str, np.ndarray]:
-        """The keys that have rows, on every rank; all ranks call.
+        """Returns keys that have rows on every rank; a joint call.
 
         Returns:
-            "keys" int64 `[n]`, or `[n, 2]` fingerprints, with "rows",
-            "counts" and "steps" int64 `[n]`, and "texts" where they are kept,
-            by row.
+            A dict of arrays sorted by row: "keys" int64 `[n]`, or `[n, 2]`
+            fingerprints; "rows", "counts" and "steps", int64 `[n]`; and, if
+            texts are stored, "texts".
         """
         keys, counts, steps = (
             array.numpy()
@@ -240,7 +243,7 @@ class KeyShard(tf.Module):
         return by_row
 
     def gathered(self) -> dict[str, np.ndarray]:
-        """What a file of Keras holds, on every rank; all ranks call."""
+        """Returns the arrays of a Keras file on every rank; a joint call."""
         found = {}
         for name, value in self._whole().items():
             if self._collectives is not None:
@@ -251,14 +254,14 @@ class KeyShard(tf.Module):
         return found
 
     def take(self, saved: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what `gathered` returned.
+        """Takes this rank's part of the arrays that `gathered` returned.
 
         Args:
-            saved: arrays, or what can be sliced, by name.
+            saved: arrays, or objects that can be sliced, by name.
         """
         self._read_buckets = saved[STEP].shape[0]
         first, end = self.slices.owned(self._read_buckets)
-        # As in a checkpoint, a rank that owns nothing reads a bucket.
+        # As in a checkpoint, a rank that owns no bucket reads one.
         first, end = min(first, self._read_buckets - 1), max(end, first + 1)
         self._restore(
             {
@@ -268,12 +271,12 @@ class KeyShard(tf.Module):
         )
 
     def copy(self) -> Any:
-        """The keys of this rank, for `put_back`.
+        """Copies the keys of this rank, for `put_back`.
 
         Returns:
-            Buckets of all ranks, the hash key and the step; what
-            `vocabulary_ops.export_keys` returns; texts, and whether the step
-            goes on.
+            The number of buckets of all ranks, the hash key and the step; the
+            result of `vocabulary_ops.export_keys`; texts, and whether keys of
+            the step wait for their gradients.
         """
         counts = vocabulary_ops.vocabulary_counts(self.handle)
         arrays = vocabulary_ops.export_keys(self.handle)
@@ -282,10 +285,10 @@ class KeyShard(tf.Module):
         return int(counts[6]), counts[7:], counts[5], arrays, texts, pending
 
     def put_back(self, copied: Any) -> None:
-        """Makes the keys of this rank what they were.
+        """Restores the keys of this rank.
 
         Args:
-            copied: of `copy`.
+            copied: the result of `copy`.
         """
         *keys, texts, pending = copied
         self.steps.set_pending(pending)
@@ -294,7 +297,7 @@ class KeyShard(tf.Module):
             self.texts.keep(texts)
 
     def _buckets(self) -> int:
-        """Buckets of all ranks: those of the checkpoint that was restored."""
+        """Returns the number of all buckets, which a checkpoint may set."""
         return int(vocabulary_ops.vocabulary_counts(self.handle)[6])
 
     def _export(self) -> dict[str, tf.Tensor]:
@@ -307,7 +310,7 @@ class KeyShard(tf.Module):
         return found
 
     def _whole(self) -> dict[str, tf.Tensor]:
-        """All that is saved of this rank's keys."""
+        """Returns all saved arrays of this rank's keys."""
         found = self._export()
         return {
             **{name: found[name] for name in self.slices.names},
@@ -323,16 +326,16 @@ class KeyShard(tf.Module):
         return {name: tf.constant(value) for name, value in packed.items()}
 
     def _piece(self, name: str) -> tf.Tensor | None:
-        """One of what is exported, at once for all of them."""
+        """Returns one exported array; the first call exports all of them."""
         pieces = self._exported.pieces
         if name not in pieces:
             found = self._export()
             pieces.update({each: found[each] for each in self.slices.names})
         value = pieces.pop(name)
-        return value if value.shape[0] else None  # a rank may own no bucket
+        return value if value.shape[0] else None  # no bucket on this rank
 
     def _slice_in(self, shape: tuple[int, ...]) -> str:
-        """The slice to be read of a file, maybe of a smaller vocabulary."""
+        """Returns the slice to read from a file, which may be smaller."""
         self._read_buckets = shape[0]
         return self.slices.slice_of(shape)
 
@@ -377,7 +380,7 @@ class KeyShard(tf.Module):
             if isinstance(value, dict):
                 (value,) = value.values()
             found[name] = value
-        # A slice does not tell of how many.
+        # A slice does not contain the number of all buckets.
         buckets = self._read_buckets or found[STEP].shape[0]
         first, end = self.slices.owned(buckets)
         arrays = [found[name][: end - first] for name in ROWS]
@@ -396,14 +399,14 @@ class KeyShard(tf.Module):
 
 @dataclasses.dataclass
 class _Exported:
-    """What is being saved, which a module would take for a part of itself."""
+    """Exported arrays, in an object that a `tf.Module` does not track."""
 
     pieces: dict[str, tf.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class _Slots:
-    """Slots with their initial values, which a module would save again."""
+    """Slots and initial values, in an object that is not tracked."""
 
     all: list[tuple[Any, float]] = dataclasses.field(default_factory=list)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of keys, and the slices of saved keys that belong to a rank."""
+"""Texts of keys, and the slices of saved keys that belong to a rank."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.table_config import DynamicVocabulary
 
-# In the order of `vocabulary_ops.export_keys`.
+# Names of saved arrays, in the order of `vocabulary_ops.export_keys`.
 ROWS = ("keys", "counts", "steps")
 CANDIDATES = tuple(f"candidate_{name}" for name in ROWS)
-# The step and the hash key, the same for every bucket. Earlier versions saved
-# the step alone.
+# Name of the saved step and hash key, which are equal for every bucket. Earlier
+# versions saved only the step.
 STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True)
 class KeySlices:
-    """Buckets of a rank among those of all.
+    """The buckets of one rank among the buckets of all ranks.
 
     Attributes:
-        config: the rules of the vocabulary.
-        rank: of this process.
+        config: the dynamic vocabulary.
+        rank: the rank of this process.
         world_size: the number of ranks.
-        first_rank: which owns the first buckets.
+        first_rank: the rank that owns the first buckets.
     """
 
     config: DynamicVocabulary
@@ -40,54 +40,55 @@ class KeySlices:
     first_rank: int = 0
 
     def owned(self, buckets: int) -> tuple[int, int]:
-        """The first bucket of this rank, and the one after the last.
+        """Returns this rank's first bucket, and the one after its last.
 
         Args:
-            buckets: of all ranks.
+            buckets: number of buckets of all ranks.
         """
         n = (self.rank - self.first_rank) % self.world_size
         size = self.world_size
         return n * buckets // size, (n + 1) * buckets // size
 
     def owners(self, bucket: np.ndarray, buckets: int) -> np.ndarray:
-        """Which ranks own buckets.
+        """Returns the ranks that own buckets.
 
         Args:
-            bucket: numbers of some.
-            buckets: of all ranks.
+            bucket: indices of buckets.
+            buckets: number of buckets of all ranks.
         """
         n = ((bucket + 1) * self.world_size - 1) // buckets
         return (n + self.first_rank) % self.world_size
 
     def in_order(self, gathered: Any) -> np.ndarray:
-        """Puts an array `[buckets, ...]` in order of the buckets.
+        """Sorts an array `[buckets, ...]` by bucket.
 
         Args:
-            gathered: of all ranks, in order of the ranks.
+            gathered: the arrays of all ranks, concatenated in the order of
+                ranks.
         """
         first, _ = dataclasses.replace(self, rank=0).owned(len(gathered))
         return np.roll(gathered, first, 0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is saved of keys, texts left out."""
+        """Names of the saved arrays, without texts."""
         if self.config.min_count > 1:
             return (*ROWS, *CANDIDATES, STEP)
         return (*ROWS, STEP)
 
     def slots(self, buckets: int) -> int:
-        """Slots of every bucket.
+        """Returns the number of slots in every bucket.
 
         Args:
-            buckets: of all ranks.
+            buckets: number of buckets of all ranks.
         """
         return -(-self.config.capacity // buckets)
 
     def shapes(self, buckets: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what all ranks save together, by name.
+        """Returns shapes of the saved arrays of all ranks, by name.
 
         Args:
-            buckets: of all ranks.
+            buckets: number of buckets of all ranks.
         """
         slots = self.slots(buckets)
         words = 2 if self.config.key_dtype == "string" else 1
@@ -101,12 +102,12 @@ class KeySlices:
         }
 
     def slice_of(self, shape: tuple[int, ...]) -> str:
-        """This rank's part of an array of all ranks, as TensorFlow writes it.
+        """Returns this rank's slice of an array, in TensorFlow's format.
 
-        A rank that owns nothing reads a bucket that it does not use.
+        A rank that owns no bucket reads one bucket, which it does not use.
 
         Args:
-            shape: of that array.
+            shape: shape of the array of all ranks.
         """
         first, end = self.owned(shape[0])
         size = max(end - first, 1)
@@ -115,20 +116,21 @@ class KeySlices:
         return f"{' '.join(map(str, shape))} {':'.join(parts)}"
 
 
-# What is saved of them: bytes of every text, and those of a bucket's.
+# Names of the saved arrays of texts: the length of every text in bytes, and the
+# concatenated texts of every bucket.
 LENGTHS, BYTES = "text_lengths", "texts"
-# Rows of the whole table, ascending or not, and the texts of their keys.
+# Rows of the table, in any order, and the texts of their keys.
 Texts = tuple[np.ndarray, list[bytes]]
 
 
 class KeyTexts:
-    """The texts that this rank keeps.
+    """The texts of keys that this rank stores.
 
     Args:
-        table: its name.
-        handle: of its vocabulary.
-        slices: of its buckets.
-        collectives: of the strategy, None in one process.
+        table: the table's name.
+        handle: the resource handle of its dynamic vocabulary.
+        slices: the buckets of this rank.
+        collectives: the strategy's collectives; None in one process.
     """
 
     def __init__(
@@ -142,10 +144,12 @@ class KeyTexts:
         self._slices, self._collectives = slices, collectives
 
     def own(self, buckets: int) -> Texts:
-        """Those of keys that this rank owns; all ranks call.
+        """Returns texts of keys that this rank owns; a joint call.
+
+        Texts of other keys are sent to the owners first.
 
         Args:
-            buckets: of all ranks.
+            buckets: number of buckets of all ranks.
         """
         rows, texts = self.all()
         if self._collectives is None:
@@ -160,7 +164,7 @@ class KeyTexts:
             self._collectives,
             self._label,
         )
-        # Not sooner: what has not arrived is kept.
+        # Deleted only after the exchange, so that an error loses no text.
         self.keep(got)
         vocabulary_ops.shorten_texts(
             self._handle, tf.constant(rows[theirs], tf.int32)
@@ -168,15 +172,15 @@ class KeyTexts:
         return self.all()
 
     def all(self) -> Texts:
-        """Those that are here."""
+        """Returns all texts that are stored on this rank."""
         rows, texts = vocabulary_ops.kept_texts(self._handle)
         return rows.numpy().astype(np.int64), texts.numpy().tolist()
 
     def keep(self, texts: Texts) -> None:
-        """Keeps texts of rows that have none yet.
+        """Stores texts of rows that do not have one yet.
 
         Args:
-            texts: with their rows.
+            texts: rows and their texts.
         """
         vocabulary_ops.keep_texts(
             self._handle,
@@ -187,18 +191,18 @@ class KeyTexts:
     def packed(
         self, buckets: int, slots: int, first: int, end: int
     ) -> dict[str, np.ndarray]:
-        """What is saved of those that this rank owns; all ranks call.
+        """Returns arrays to save, of texts this rank owns; a joint call.
 
         Args:
-            buckets: of all ranks.
-            slots: of each of them.
-            first: of this rank's buckets.
-            end: behind the last one of them.
+            buckets: number of buckets of all ranks.
+            slots: number of slots of each bucket.
+            first: this rank's first bucket.
+            end: the bucket after this rank's last bucket.
 
         Returns:
-            By name: bytes of the texts, int64 `[own buckets, slots]`, and the
-            texts of a bucket behind each other, uint8 `[own buckets, n]`, n
-            alike on all ranks.
+            A dict of two arrays: lengths of the texts in bytes, int64
+            `[own buckets, slots]`, and the concatenated texts of each bucket,
+            padded, uint8 `[own buckets, n]`. n is equal on all ranks.
         """
         rows, texts = self.own(buckets)
         bucket, slot = (rows - 1) % buckets - first, (rows - 1) // buckets
@@ -222,13 +226,13 @@ class KeyTexts:
     def take(
         self, saved: Mapping[str, Any], buckets: int, first: int, end: int
     ) -> None:
-        """Keeps what `packed` returned, of this rank's buckets.
+        """Stores texts of this rank's buckets that `packed` returned.
 
         Args:
-            saved: by name; the slots may be fewer.
-            buckets: of all ranks.
-            first: of this rank's buckets.
-            end: behind the last one of them.
+            saved: arrays by name; they may have fewer slots.
+            buckets: number of buckets of all ranks.
+            first: this rank's first bucket.
+            end: the bucket after this rank's last bucket.
         """
         lengths = np.asarray(saved[LENGTHS])[: end - first]
         rows: list[int] = []
@@ -240,10 +244,10 @@ class KeyTexts:
         self.keep((np.array(rows, np.int64), texts))
 
     def of_all(self, buckets: int) -> Texts:
-        """Those of all ranks, on every rank; all ranks call.
+        """Returns the texts of all ranks on every rank; a joint call.
 
         Args:
-            buckets: of all ranks.
+            buckets: number of buckets of all ranks.
         """
         rows, texts = self.own(buckets)
         if self._collectives is None:
@@ -260,16 +264,16 @@ class KeyTexts:
 def send(
     texts: Texts, splits: np.ndarray, collectives: Collectives, label: str
 ) -> Texts:
-    """Sends texts, in order of the ranks they go to; all ranks call.
+    """Sends texts to other ranks; a joint call of all ranks.
 
     Args:
-        texts: with their rows.
-        splits: int64 `[world_size]`, how many go to every rank.
-        collectives: of the strategy.
-        label: names the exchange in errors.
+        texts: rows and their texts, sorted by the receiving rank.
+        splits: int64 `[world_size]`, the number of texts for each rank.
+        collectives: the strategy's collectives.
+        label: the name of the exchange in errors.
 
     Returns:
-        What has come.
+        The rows and texts that this rank has received.
     """
     rows, strings = texts
     lengths = np.array(list(map(len, strings)), np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks up features: ids in, one pooled row per sample and feature out."""
+"""Lookup of features: returns one pooled row per sample and feature."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from tfdist_ext.thread_context import current
 def refuse_gradient(
     result: tf.Tensor, lists: Sequence[Ids], feature: str
 ) -> tf.Tensor:
-    """A result whose gradient by the weights of its ids is an error.
+    """Makes a gradient with respect to the weights of ids an error.
 
     Args:
-        result: of a lookup.
-        lists: what was looked up, with or without weights.
-        feature: its name, for the error.
+        result: the result of a lookup.
+        lists: the ids that were looked up, with or without weights.
+        feature: the feature's name, for the error.
 
     Returns:
-        The result. Where TensorFlow needs the gradient of a weight, it raises
-        a LookupError.
+        The result. If TensorFlow needs the gradient of a weight, it raises a
+        LookupError.
     """
     for each in lists:
         if each.weights.shape.num_elements() != 0:
@@ -66,7 +66,7 @@ def refuse_gradient(
 def _connected(
     result: tf.Tensor, weights: tf.Tensor
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
-    """The result, of which the weights are an input to the tape."""
+    """Returns `result`, connected on the tape to `weights`."""
 
     def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return upstream, tf.zeros_like(weights)
@@ -75,7 +75,7 @@ def _connected(
 
 
 Answer = Callable[[Lookup], list[tf.Tensor]]
-# The rows float32 `[n, dim]` of ids int64 `[n]`.
+# Returns the rows float32 `[n, dim]` of ids int64 `[n]`.
 RowsOf = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -95,11 +95,11 @@ def answer_of(lookup: Lookup) -> list[tf.Tensor] | None:
 
 
 def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:
-    """The rows of a table in a model that leaves, float32 `[rows, dim]`.
+    """Returns all rows of a table in an exported model, float32 `[rows, dim]`.
 
     Args:
-        table: its variable.
-        spec: of any part of it.
+        table: the table's variable.
+        spec: the spec of any part of the table.
     """
     every = tf.range(spec.rows + 1, dtype=tf.int64)
     ids = Ids(every[:-1], every, tf.zeros([0]))
@@ -112,16 +112,18 @@ def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:
 def look_up(
     lists: Sequence[Ids], feature: Feature, rows_of: RowsOf
 ) -> tf.Tensor:
-    """Combines the rows of every sample, in the order of its ids.
+    """Looks up and combines the rows of every sample with stock ops.
+
+    Rows are summed in the order of the sample's ids.
 
     Args:
-        lists: the ids, whose results are summed.
-        feature: how they are combined, and what a bad id does: "error" is
-            that of the op that reads the rows.
-        rows_of: reads rows of the table.
+        lists: the ids whose results are summed.
+        feature: the feature, with its combiner and `out_of_range`. With
+            "error", the op that reads the rows reports bad ids.
+        rows_of: a function that reads rows of the table.
 
     Returns:
-        float32 `[b, dim]`.
+        The combined rows, float32 `[b, dim]`.
     """
     ids = tf.concat([tf.cast(part.values, tf.int64) for part in lists], 0)
     samples = [
@@ -143,7 +145,7 @@ def look_up(
 
 
 def _weights(part: Ids) -> tf.Tensor:
-    """The weight of every id; one where none are given."""
+    """Returns the weight of every id, 1 for ids without weights."""
     missing = tf.size(part.values) - tf.size(part.weights)
     return tf.concat([part.weights, tf.ones([missing])], 0)
 
@@ -157,23 +159,23 @@ def exchange_ahead(
     position: tf.Tensor,
     name: str,
 ) -> tuple[T, T]:
-    """What the step before has exchanged for this one; exchanges the next.
+    """Returns the ids that the last step exchanged; exchanges the next ones.
 
-    Whatever iterators a program interleaves, a batch is never answered with
-    the ids of another: what was kept tells which batch it is of. All ranks
-    run the same steps, so they find the same.
+    Stored ids carry the position of their batch, so a batch never receives the
+    ids of another one, even if a program interleaves iterators. All ranks run
+    the same steps, so all ranks find the ids or none does.
 
     Args:
-        ask_now: exchanges the ids of this batch; used where an iterator
-            starts, or goes on after another.
-        ask_next: exchanges those of the next batch. Both return dataclasses
-            of tensors.
-        position: int64 `[2]`, which batch this one is of which iterator.
-        name: of the place where they are kept: one for each layer, and for
-            each of several inputs of a batch that it is called with.
+        ask_now: exchanges this batch's ids. It is called if they are not
+            stored: for an iterator's first batch, or after another iterator.
+        ask_next: exchanges the next batch's ids. Both functions return
+            dataclasses of tensors.
+        position: int64 `[2]`, the number of the iterator and of its batch.
+        name: the name of the storage, different for each layer, and for each
+            of several inputs of one batch.
 
     Returns:
-        Those of this batch, and those of the next.
+        The results for this batch, and those for the next batch.
     """
     following = ask_next()
     kept = _tensors(following)
@@ -198,11 +200,11 @@ def exchange_ahead(
         lambda: taken,
         lambda: _tensors(ask_now()),
     )
-    # Not before both exchanges have ended well, as they do on all ranks or on
-    # none: after a bad id all must find the same.
+    # Both exchanges succeed on all ranks or on none. Storing only after both
+    # ensures that all ranks find the same after a bad id.
     with tf.control_dependencies(current):
         following_position = position + tf.constant([0, 1], tf.int64)
-        # Stateful: it runs though nothing asks for its result.
+        # This op is stateful, so it runs although its result is not used.
         tf.raw_ops.Stage(values=[following_position, *kept], shared_name=name)
     for tensor, other in zip(current, kept, strict=True):
         tensor.set_shape(tensor.shape.merge_with([None] * other.shape.rank))
@@ -210,7 +212,7 @@ def exchange_ahead(
 
 
 def _tensors(value: Any) -> list[tf.Tensor]:
-    """The tensors of dataclasses and lists of them, in order."""
+    """Returns the tensors of nested dataclasses and lists, in order."""
     if tf.is_tensor(value):
         return [value]
     parts = value if isinstance(value, list) else _fields(value)
@@ -231,12 +233,12 @@ def _fields(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What `input_dist` has brought, and what is needed to answer it.
+    """The result of `input_dist`, and how to pool its answer.
 
     Attributes:
-        owned: what this rank shall look up.
-        route: the way back.
-        poolings: of the features with unique rows, in order.
+        owned: the rows that this rank must look up.
+        route: the return route.
+        poolings: one `Pooling` for each feature with unique rows, in order.
     """
 
     owned: OwnedIds
@@ -255,22 +257,22 @@ def pooled_lookup(
 ) -> list[tf.Tensor]:
     """Looks up all features; those of partitioned tables in one exchange.
 
-    One for tables on the hosts and one for those on GPUs, where there are both.
+    Tables on hosts and tables on GPUs have separate exchanges.
 
     Args:
         ids: per feature, the lists whose results are summed.
-        features: what they are looked up in.
+        features: the features that are looked up.
         tables: variables, this rank's part of each table.
-        collectives: of the strategy, None in one process.
-        wire: how numbers travel.
-        ahead: the next batch, None to exchange ids when they are needed.
+        collectives: the strategy's collectives; None in one process.
+        wire: the wire format of the results.
+        ahead: the next batch; None exchanges only this batch's ids.
         learn: see `rows_of_keys`.
 
     Returns:
-        Per feature float32 `[b, dim]`.
+        Per feature the combined rows, float32 `[b, dim]`.
 
     Raises:
-        ValueError: in a function that XLA is to compile.
+        ValueError: in a function that XLA compiles.
     """
     asked = capture.Lookup(ids, features, tables, wire)
     plain = answer_of(asked)
@@ -286,7 +288,7 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            # Exchanges of the one are told from those of the other.
+            # The two exchanges need different labels.
             mark = "" if storage == "host" else f"/{storage}"
             own = dataclasses.replace(wire, label=wire.label + mark)
             stages = _Exchange(arguments[1], collectives, own)
@@ -309,7 +311,7 @@ def pooled_lookup(
 def _together(
     features: Sequence[Feature],
 ) -> dict[tuple[bool, Storage], list[int]]:
-    """The features whose tables are partitioned or not, and lie alike."""
+    """Groups features by whether their tables are partitioned, and storage."""
     found: dict[tuple[bool, Storage], list[int]] = {}
     for index, feature in enumerate(features):
         kind = feature.spec.partitioned, feature.spec.storage
@@ -323,11 +325,11 @@ def look_up_together(
     """Answers several lookups in one exchange per direction.
 
     Args:
-        lookups: whose numbers travel alike.
-        collectives: of the strategy.
+        lookups: lookups with equal wire formats.
+        collectives: the strategy's collectives.
 
     Returns:
-        What `pooled_lookup` returns, for each of them.
+        For each lookup the result of `pooled_lookup`.
     """
     tables: dict[int, Any] = {}
     features = []
@@ -351,9 +353,9 @@ def look_up_together(
 
 
 def _rely_on_places(tables: Sequence[Any]) -> None:
-    """Keeps the parts of tables where they are, as a graph relies on that.
+    """Marks tables as fixed, because a graph relies on their placement.
 
-    Not one that never runs.
+    Graphs that only infer shapes do not, because they never run.
     """
     if not tf.executing_eagerly() and not is_shape_inference():
         for table in tables:
@@ -373,7 +375,7 @@ def _refuse_xla(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """The way of ids to the ranks that own their rows, and of rows back."""
+    """The exchange of ids with the owners of their rows, and of results."""
 
     features: list[Feature]
     collectives: Collectives
@@ -399,11 +401,11 @@ class _Exchange:
         ids: Sequence[Sequence[Ids]],
         ahead: Ahead,
     ) -> Asked:
-        """`ask`, mostly answered by the step before."""
+        """Returns the result of `ask`, usually stored by the last step."""
         label, samples = self.wire.label, ahead.samples
         asked, asked_next = exchange_ahead(
             lambda: self._sent_by_samples(ids, label, samples[0]),
-            # Another label: both may be under way at once.
+            # Both exchanges may run at once, so they need different labels.
             lambda: self._sent_by_samples(
                 ahead.ids, f"{label}/next", samples[1]
             ),
@@ -411,14 +413,14 @@ class _Exchange:
             ahead.place,
         )
         self._check(asked)
-        # A bad id fails the step that finds it, before it writes.
+        # A bad id fails the step that receives it, before the step writes.
         self._check(asked_next)
         return asked
 
     def _sent_by_samples(
         self, ids: Sequence[Sequence[Ids]], label: str, samples: tf.Tensor
     ) -> Asked:
-        """Sends ids of a batch that need not be the step's, with its weight."""
+        """Sends ids of a batch that may be the next one, with its weight."""
         return self._sent(ids, label, tf.cast(samples, tf.float32))
 
     def _sent(
@@ -436,7 +438,7 @@ class _Exchange:
     def _travelling(
         self, ids: Sequence[Sequence[Ids]]
     ) -> tuple[list[Sequence[Ids]], list[exchange.Pooling]]:
-        """What leaves of the lists: of a feature of unique rows, unique ids."""
+        """Replaces the ids of features with unique rows by unique ids."""
         lists = list(ids)
         poolings = []
         for index, feature in enumerate(self.features):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's ids in the input pipeline, together with those of the next batch.
+"""Ids that the input pipeline makes, with the ids of the next batch.
 
-With both at hand a step exchanges the ids of the next batch while it computes
-this one, as TorchRec's `TrainPipelineSparseDist` does.
+A step exchanges the ids of the next batch while it computes the current batch,
+as TorchRec's `TrainPipelineSparseDist` does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Nest = Any
 
 
 class IdLists(tf.experimental.BatchableExtensionType):
-    """Some lists of ids, see `Ids`; batchable as tf.data wants it."""
+    """Several lists of ids, see `Ids`, as a type that tf.data can batch."""
 
     values: typing.Tuple[tf.Tensor, ...]  # noqa: UP006 (ExtensionType)
     row_splits: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
     weights: typing.Tuple[tf.Tensor, ...]  # noqa: UP006
-    samples: tf.Tensor  # int64 scalar, of the batch
+    samples: tf.Tensor  # int64 scalar, the size of the batch
 
 
 class PrefetchedIds(
@@ -40,31 +40,31 @@ class PrefetchedIds(
 ):
     """Ids of all features of a layer, made by its `preprocess`.
 
-    Keras passes it to the layer like a tensor. It is cut by samples like a
+    Keras passes it to the layer like a tensor, and slices it by samples like a
     RaggedTensor.
 
     Attributes:
-        now: of this batch.
-        ahead: one `IdLists`, of the next batch of the same iterator, or none
-            where `with_next` has not been.
-        position: int64 `[2]`: a number of the iterator, and of its batch.
-        counts: number of lists of each feature.
+        now: the ids of this batch.
+        ahead: the ids of the next batch of the same iterator, as a tuple of
+            one element; empty without `with_next`.
+        position: int64 `[2]`, the number of the iterator and of its batch.
+        counts: the number of lists of each feature.
         layouts: the layout of the results of each feature.
-        which: of those in an element of the dataset.
+        which: its index among the `PrefetchedIds` of a dataset element.
     """
 
     class Spec:
-        """What a dataset of them says of its elements."""
+        """The spec of `PrefetchedIds` as elements of a dataset."""
 
         dtype = tf.int64
 
         @property
         def shape(self: Any) -> tf.TensorShape:
-            """The shape that Keras sees, see `PrefetchedIds.shape`."""
+            """The shape that Keras reads, see `PrefetchedIds.shape`."""
             return _shape_for_keras(self.layouts)
 
         def empty(self: Any) -> PrefetchedIds:
-            """A batch of zero samples."""
+            """Returns an empty batch."""
             now = IdLists(
                 tuple(tf.zeros([0], each.dtype) for each in self.now.values),
                 tuple(
@@ -86,20 +86,20 @@ class PrefetchedIds(
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape that Keras sees: a batch of lists of any numbers of ids."""
+        """The shape that Keras reads: a batch of lists of any length."""
         return _shape_for_keras(self.layouts)
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype that Keras sees: of ids, which are not cast."""
+        """The dtype that Keras reads: an integer dtype, so it does not cast."""
         return tf.int64
 
     def nrows(self) -> tf.Tensor:
-        """int64 scalar, samples of the batch."""
+        """Returns the number of samples, an int64 scalar."""
         return self.now.samples
 
     def __getitem__(self, samples: slice) -> PrefetchedIds:
-        """Some samples in a row; the next batch is not known of them."""
+        """Returns consecutive samples, without ids of the next batch."""
         start, stop = samples.start, samples.stop
         parts = [
             _cut(
@@ -127,14 +127,14 @@ def _shape(
     out_type: tf.DType = tf.int32,
     name: str | None = None,
 ) -> tf.Tensor:
-    # Keras 3 counts a batch by the shape of its first input.
+    # Keras 3 reads the batch size from the shape of its first input.
     return tf.cast(input.nrows(), out_type or tf.int32, name)[tf.newaxis]
 
 
 def bundle(
     ids: Sequence[Sequence[Ids]], layouts: Sequence[Layout]
 ) -> PrefetchedIds:
-    """What `preprocess` of a layer returns.
+    """Returns the result of a layer's `preprocess`.
 
     Args:
         ids: per feature, the lists whose results are summed.
@@ -154,7 +154,7 @@ def bundle(
 
 
 def of_features(lists: IdLists, counts: Sequence[int]) -> list[list[Ids]]:
-    """Lists whose results are summed, for every feature."""
+    """Returns for every feature the lists whose results are summed."""
     parts = iter(_lists(lists))
     return [[next(parts) for _ in range(count)] for count in counts]
 
@@ -181,16 +181,16 @@ def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
     row_splits = batches.copied(ids.row_splits[start : stop + 1])
     values, weights = (
         batches.rows(part, row_splits[0], row_splits[-1])
-        for part in (ids.values, ids.weights)  # empty when all are one
+        for part in (ids.values, ids.weights)  # empty if all weights are 1
     )
     return Ids(values, row_splits - row_splits[0], weights)
 
 
 def with_next(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Tells every `PrefetchedIds` of a dataset what comes after it.
+    """Adds the next batch's ids to every `PrefetchedIds` of a dataset.
 
     Args:
-        dataset: of one rank; elements without `PrefetchedIds` are left alone.
+        dataset: one rank's dataset; other elements are not changed.
 
     Returns:
         A dataset of the same length, whose iterators read one batch ahead.
@@ -200,7 +200,7 @@ def with_next(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
     end = batches.empty_like(dataset).take(1)
     nothing = _components(next(iter(end)))
-    # Synchronous, so that nothing is read, and asked of peers, further ahead.
+    # Synchronous, so that no more than one batch is read ahead.
     return (
         dataset.concatenate(end)
         .map(_components, synchronous=True)
@@ -211,16 +211,16 @@ def with_next(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _components(*batch: Nest) -> tuple[tf.Tensor, ...]:
-    # tf.data scans tensors only.
+    # `Dataset.scan` takes tensors only.
     return tuple(tf.nest.flatten(batch, expand_composites=True))
 
 
 def _delay(
     state: tuple[tf.Tensor, ...], batch: tuple[tf.Tensor, ...]
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
-    """Holds a batch back until the next one is there."""
+    """Returns the previous batch with the current one, as `scan` requires."""
     position, *last = state
-    # A time serves as a number that no other iterator has.
+    # The time serves as a number that no other iterator has.
     now = tf.bitcast(tf.timestamp(), tf.int64)
     number = tf.where(position[0] == 0, now, position[0])
     position = tf.stack([number, position[1] + 1])
@@ -228,12 +228,12 @@ def _delay(
 
 
 def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
-    """A batch whose `PrefetchedIds` know those of the next."""
+    """Makes a batch whose `PrefetchedIds` contain those of the next batch."""
     position, *rest = tensors
     half = len(rest) // 2
     components = tf.nest.flatten(spec, expand_composites=True)
     for tensor, component in zip(rest, components, strict=False):
-        tensor.set_shape(component.shape)  # the scan has forgotten it
+        tensor.set_shape(component.shape)  # `scan` does not preserve it
     last, following = (
         tf.nest.pack_sequence_as(spec, part, expand_composites=True)
         for part in (rest[:half], rest[half:])
@@ -259,13 +259,13 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """The batch after this one, whose ids travel in the same step.
+    """The next batch, whose ids are exchanged in the current step.
 
     Attributes:
-        ids: per feature, its lists.
-        samples: of the batch of the step and of this one, int64 scalars.
+        ids: per feature, the lists of the next batch.
+        samples: sizes of the current and of the next batch, int64 scalars.
         position: int64 `[2]`, see `exchange_ahead`.
-        place: where they are kept, see there.
+        place: the name of the storage, see `exchange_ahead`.
     """
 
     ids: Sequence[Sequence[Ids]]
@@ -274,11 +274,11 @@ class Ahead:
     place: str
 
     def of(self, features: Sequence[int], mark: str) -> Ahead:
-        """What some features have of it.
+        """Returns the part that belongs to some features.
 
         Args:
-            features: which.
-            mark: what tells their place from that of others.
+            features: indices of the features.
+            mark: a suffix that distinguishes their storage from others'.
         """
         return dataclasses.replace(
             self,
@@ -290,12 +290,16 @@ class Ahead:
 def for_call(
     inputs: Any, place: Callable[[], str] | None
 ) -> tuple[list[list[Ids]], Ahead | None] | None:
-    """Ids from the input pipeline, and those of the next batch if known.
+    """Returns ids from the input pipeline, and the next batch if it is known.
 
     Args:
-        inputs: of a layer; None is returned unless its `preprocess` made them.
-        place: says where a layer keeps what it has exchanged ahead; None if
-            it exchanges nothing.
+        inputs: the input of a layer.
+        place: returns the name of the layer's storage for ids that are
+            exchanged ahead; None in one process.
+
+    Returns:
+        None if `preprocess` did not make the input. Otherwise the ids of every
+        feature, and the next batch or None.
     """
     if not is_prefetched(inputs):
         return None
@@ -309,5 +313,5 @@ def for_call(
 
 
 def is_prefetched(value: Any) -> bool:
-    """Whether a value, or its spec, is one of `PrefetchedIds`."""
+    """Whether a value is a `PrefetchedIds` or its spec."""
     return isinstance(value, PrefetchedIds | PrefetchedIds.Spec)

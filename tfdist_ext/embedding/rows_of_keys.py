@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage before a lookup: keys of dynamic vocabularies become rows."""
+"""The stage before a lookup: maps keys of dynamic vocabularies to rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ keras = tf.keras
 
 
 class KeySteps:
-    """The steps of one vocabulary on this rank."""
+    """The steps of one dynamic vocabulary on this rank."""
 
     def __init__(self) -> None:
         with tf.init_scope():
-            # Of this rank, and on the host.
+            # A variable of this rank only, on the host.
             self._pending = tf.Variable(
                 False,
                 trainable=False,
@@ -41,7 +41,7 @@ class KeySteps:
         hold(Need.VOCABULARY, self)
 
     def may_begin(self) -> bool:
-        """Whether a lookup that is traced now is the first of its graph."""
+        """Whether a lookup being traced is the first of its graph."""
         graph = internals.current_graph()
         if graph is None:
             return True
@@ -51,11 +51,11 @@ class KeySteps:
         return True
 
     def is_pending(self) -> tf.Tensor:
-        """bool scalar: keys of the step wait for their gradients."""
+        """bool scalar: whether keys of the step wait for their gradients."""
         return tf.convert_to_tensor(self._pending)
 
     def set_pending(self, pending: Any) -> None:
-        """Says whether keys of the step wait for their gradients.
+        """Sets whether keys of the step wait for their gradients.
 
         Args:
             pending: bool scalar.
@@ -78,19 +78,20 @@ def in_step(
     learn: bool,
     look_up: Callable[[bool], Any],
 ) -> Any:
-    """Looks up keys, and begins a step first if that is due.
+    """Looks up keys, and begins a step first if none has begun.
 
     Args:
-        vocabularies: of all keys.
-        learn: whether they learn from the lookup.
-        look_up: is called with whether a step begins; returns tensors.
+        vocabularies: the steps of all dynamic vocabularies of the lookup.
+        learn: whether the vocabularies learn from the lookup.
+        look_up: looks up the keys. Its argument is whether a step begins, and
+            it returns tensors.
 
     Returns:
-        What it returns.
+        The result of `look_up`.
     """
     if not learn:
         return look_up(False)
-    first = [each.may_begin() for each in vocabularies]  # all are told
+    first = [each.may_begin() for each in vocabularies]  # calls all of them
     pending = [each.is_pending() for each in vocabularies]
     if not all(first):
         found = look_up(False)
@@ -108,18 +109,18 @@ def in_step(
     return found
 
 
-# Of every list of keys, and those of every vocabulary that have lost theirs.
+# Rows for every list of keys; and, for every vocabulary, rows that lost a key.
 _Rows = tuple[list[tf.Tensor], list[tf.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """The keys of a lookup, those of a vocabulary behind each other.
+    """The keys of a lookup, grouped by vocabulary.
 
     Attributes:
-        keys: `KeyShard` of every vocabulary.
-        lists: keys, int64 `[n]` or `[n, 2]`.
-        of_list: the vocabulary of every list, ascending.
+        keys: the `KeyShard` of every vocabulary.
+        lists: lists of keys, each int64 `[n]` or `[n, 2]`.
+        of_list: the index of every list's vocabulary, ascending.
     """
 
     keys: list[Any]
@@ -138,14 +139,14 @@ class _Asked:
 def rows_of_keys(
     lookup: Lookup, collectives: Collectives | None, learn: bool
 ) -> list[Sequence[Ids]]:
-    """Replaces the keys of growing vocabularies by rows, -1 for none.
+    """Replaces keys of dynamic vocabularies by rows, or by -1 if there is none.
 
     Args:
-        lookup: ids of features without such a vocabulary stay as they are;
-            in tables rows that lose their keys get their initial values.
-        collectives: of the strategy, None in one process.
-        learn: whether keys are counted and admitted. They are, too, wherever
-            a gradient tape may record.
+        lookup: the lookup. Ids of other features are not changed. Rows of its
+            tables that lose their keys are reset to initial values.
+        collectives: the strategy's collectives; None in one process.
+        learn: whether keys are counted and admitted. They are also counted
+            and admitted whenever a gradient tape may record.
 
     Returns:
         Per feature, the lists whose results are summed.
@@ -193,7 +194,7 @@ def rows_of_keys(
 
 
 def _places(features: Sequence[Feature]) -> list[int]:
-    """Features with keys, those of one vocabulary together."""
+    """Returns the features with keys, grouped by vocabulary."""
     order: dict[int, int] = {}
     for feature in features:
         order.setdefault(id(feature.keys), len(order))
@@ -202,7 +203,7 @@ def _places(features: Sequence[Feature]) -> list[int]:
 
 
 def as_numbers(values: tf.Tensor) -> tf.Tensor:
-    """Keys as vocabularies know them, int64 `[n]`, or `[n, 2]` of strings."""
+    """Returns keys as int64 `[n]`, or strings as fingerprints `[n, 2]`."""
     if values.dtype == tf.string:
         return vocabulary_ops.fingerprints(values)
     return tf.cast(values, tf.int64)
@@ -254,7 +255,7 @@ def _reset(
     asked: _Asked,
     lookup: Lookup,
 ) -> None:
-    """Gives rows without a key their initial values, before they are read."""
+    """Resets rows that have lost their keys, before they are read."""
     for keys, rows in zip(asked.keys, resets, strict=True):
         if keys.config.takes_back:
             (table,) = {f.table for f in lookup.features if f.keys is keys}
@@ -264,7 +265,7 @@ def _reset(
 def _keep_texts(
     rows: Sequence[tf.Tensor], asked: _Asked, lists: Sequence[Ids]
 ) -> None:
-    """Keeps texts of keys where a vocabulary asks for it."""
+    """Stores texts of keys, for vocabularies with `keep_text`."""
     for found, which, part in zip(rows, asked.of_list, lists, strict=True):
         keys = asked.keys[which]
         if keys.config.keep_text:

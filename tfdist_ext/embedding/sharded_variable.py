@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables that hold a rank's part of a table: made, read and moved."""
+"""Variables of shards: their creation, reads and moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tfdist_ext.thread_context import current
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
 
-# What conversions, operators and slices, and gathers call.
+# Methods of a variable that conversions, operators, slices and gathers call.
 _READS = ("value", "sparse_read", "gather_nd")
 
 
@@ -44,7 +44,7 @@ def read_parts(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_read(variable: tf.Variable) -> None:
-    """Makes a kernel refuse to become a tensor where its part is no use."""
+    """Makes a shard refuse to become a tensor outside of `reads_allowed`."""
     for name in _READS:
         setattr(variable, name, _checked(getattr(variable, name), variable))
 
@@ -72,10 +72,10 @@ def _checked(
 
 
 def fingerprints(rows: tf.Tensor) -> np.ndarray:
-    """A number for every row; equal rows have equal ones.
+    """Returns a fingerprint of every row; equal rows have equal fingerprints.
 
     Args:
-        rows: `[n, dim]`, of any dtype of numbers.
+        rows: `[n, dim]`, of any numeric dtype.
 
     Returns:
         uint64 `[n]`.
@@ -104,27 +104,29 @@ def creating(spec: ShardSpec) -> Iterator[None]:
 
 
 def storage_for(colocate_with: Any) -> Storage:
-    """Where a variable being created has to lie: see `ShardSpec`.
+    """Returns the storage of a variable that is being created.
 
     Args:
         colocate_with: see `spec_for`.
+
+    Returns:
+        "host" or "device", see `ShardSpec`.
     """
     spec = shard_spec(colocate_with)
     return current.new_storage or (spec.storage if spec else "device")
 
 
 def spec_for(colocate_with: Any) -> ShardSpec | None:
-    """What a variable being created holds, None if it is no shard.
+    """Returns the spec of a variable being created, None if it is no shard.
 
     Args:
-        colocate_with: the variable it belongs to, given by optimizers for
-            slots, or None.
+        colocate_with: the weight of a slot, which optimizers pass, or None.
     """
     return current.new_shard or shard_spec(colocate_with)
 
 
 def is_shard(variable: Any) -> bool:
-    """Whether a variable is a part of a partitioned table or of a slot."""
+    """Whether a variable is a shard of a table, or a slot of a shard."""
     return shard_spec(variable) is not None
 
 
@@ -133,7 +135,8 @@ def mark(
 ) -> None:
     """Makes a local variable the shard that `spec` describes.
 
-    A slot without the table's shape (a step counter, say) stays local.
+    A slot that does not have the table's shape, such as a step counter, stays
+    an ordinary local variable.
     """
     rows = variable.shape[0] if variable.shape.rank else None
     matches = rows == spec.local_shape[0] and (
@@ -148,7 +151,7 @@ def mark(
 def hold(
     variable: tf.Variable, spec: ShardSpec, collectives: Collectives
 ) -> None:
-    """Says what a variable of that shape holds, from now on."""
+    """Sets the spec of a variable of that shape, also in checkpoints."""
     marks.set_shard_spec(variable, spec)
     checkpoint_slices.attach(variable, spec, collectives)
 
@@ -156,21 +159,21 @@ def hold(
 def move_table(
     variable: Any, spec: ShardSpec, collectives: Collectives, block: int = 2**24
 ) -> None:
-    """Moves a table, with its values; all ranks must call.
+    """Moves a table to another placement; a joint call of all ranks.
 
-    Needs room for the old part, the new one and 64 MiB in float32. If a rank
-    fails, the table stays where it was on all of them.
+    Needs memory for the old part, the new part and 64 MiB (in float32). If a
+    rank fails, the table is not moved on any rank.
 
     Args:
-        variable: this rank's part of it, `[rows, columns]`, of TensorFlow or
-            Keras.
-        spec: what it shall hold, of the same table.
-        collectives: of the strategy.
-        block: how many numbers of all ranks are under way at once.
+        variable: this rank's part of the table, `[rows, columns]`, a
+            TensorFlow or Keras variable.
+        spec: the new spec of the same table on this rank.
+        collectives: the strategy's collectives.
+        block: how many numbers all ranks exchange at a time.
 
     Raises:
-        ValueError: for another table, one that is or shall be whole on every
-            rank, or if a graph or a slot relies on it.
+        ValueError: if the spec is of another table, if the table is or would
+            be unpartitioned, or if a graph or a slot relies on its placement.
     """
     old = shard_spec(variable)
     _check(variable, old, spec)
@@ -190,7 +193,7 @@ def move_table(
 
 
 class _Routes:
-    """Which of some rows every rank gives to every other one."""
+    """The rows and columns that every rank sends to every other rank."""
 
     def __init__(self, old: ShardSpec, new: ShardSpec, ids: Any) -> None:
         self.old, self.new, self.ids = old, new, ids
@@ -198,12 +201,12 @@ class _Routes:
         self._takers = placement.part_of(ids, new.row_parts)
 
     def given_by(self, rank: int) -> Any:
-        """The ids of which a rank has columns."""
+        """Returns the ids of the rows of which a rank has columns."""
         cell = self.old.at(rank).cell
         return self.ids[self._givers == cell[0]] if cell else self.ids[:0]
 
     def piece(self, giver: int, taker: int) -> tuple[Any, slice]:
-        """Ids and columns that one rank gives to another, none or some."""
+        """Returns ids and columns that one rank sends to another."""
         old, new = self.old.at(giver), self.new.at(taker)
         first = max(old.columns[0], new.columns[0])
         end = min(old.columns[1], new.columns[1])
@@ -216,7 +219,7 @@ class _Routes:
 def _move_rows(
     native: Any, part: np.ndarray, routes: _Routes, collectives: Collectives
 ) -> None:
-    """Exchanges some rows and puts those that this rank takes into `part`."""
+    """Exchanges rows and writes those that this rank receives to `part`."""
     old, new = routes.old, routes.new
     ranks = range(old.world_size)
     given = routes.given_by(old.rank)

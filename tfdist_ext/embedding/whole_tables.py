@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tables, gathered from all ranks, and assigned or read in blocks."""
+"""Entire tables: gathered from all ranks, assigned, and read in blocks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tfdist_ext.tables.placement import ShardSpec
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
 
-# A few hundred megabytes at most.
+# Rows per block, a few hundred megabytes at most.
 ROWS_AT_A_TIME = 1 << 18
 
 
 def kernel_of(layer: Any) -> Any:
-    """The one table of a layer; a variable as it is.
+    """Returns the only table of a layer; a variable is returned unchanged.
 
     Raises:
-        ValueError: for a layer that has no kernel, or several tables.
+        ValueError: if a layer has no kernel, or several tables.
     """
     found = getattr(layer, "kernel", getattr(layer, "embeddings", layer))
     if hasattr(found, "get_embedding_tables"):
@@ -47,11 +47,11 @@ def kernel_of(layer: Any) -> Any:
 
 
 def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
-    """The whole table that a shard is part of, on every rank.
+    """Returns the entire table of a shard on every rank; a joint call.
 
     Args:
         variable: a shard, or an ordinary variable.
-        collectives: of the strategy; every rank must call.
+        collectives: the strategy's collectives; None in one process.
 
     Returns:
         `[rows, dim]`, or `[rows]` for a slot with one value per row.
@@ -68,14 +68,14 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
 
 
 def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
-    """The whole table on rank 0; nothing on the other ranks.
+    """Returns the entire table of a shard on rank 0; a joint call.
 
     Args:
         variable: a shard.
-        collectives: of the strategy; every rank must call.
+        collectives: the strategy's collectives.
 
     Returns:
-        `[rows, dim]` or `[rows]` on rank 0, no rows elsewhere.
+        `[rows, dim]` or `[rows]` on rank 0, an array of 0 rows on other ranks.
     """
     spec = shard_spec(variable)
     assert spec is not None
@@ -89,12 +89,12 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
 
 
 def assign_part(variable: Any, whole: Any) -> None:
-    """Assigns this rank's part of a whole table.
+    """Assigns this rank's part of an entire table.
 
     Args:
         variable: a shard.
-        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
-            h5py dataset for example; read in blocks.
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, for
+            example an h5py dataset. It is read in blocks.
 
     Raises:
         ValueError: if the table has another shape.
@@ -111,19 +111,20 @@ def assign_part(variable: Any, whole: Any) -> None:
     if 0 in inner.shape:
         return
     shape, dtype = tuple(inner.shape), inner.dtype.as_numpy_dtype
-    # Not the instance's: while a file is read it has another `assign`.
+    # The method of the class, because Keras replaces the instance's `assign`
+    # while it reads a file.
     part = read_part(whole, spec, shape, dtype)
     type(inner).assign(inner, part)
 
 
 def accept_whole(variable: Any) -> None:
-    """Lets `assign` of a shard take a whole table beside its own part."""
+    """Lets `assign` of a shard accept an entire table as well as its part."""
     if shard_spec(variable) is None:
         return
     assign_own = variable.assign
 
     def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
-        spec = shard_spec(variable)  # of the moment: shards may be moved
+        spec = shard_spec(variable)  # read here, because tables may be moved
         assert spec is not None
         shape = tuple(getattr(value, "shape", None) or np.shape(value))
         local = tuple(variable.shape)
@@ -136,14 +137,14 @@ def accept_whole(variable: Any) -> None:
 
 
 def set_weights(layer: Any, weights: Sequence[Any]) -> None:
-    """Sets a layer's weights, each of them whole or as `get_weights` gives it.
+    """Sets a layer's weights to entire tables, or to values of `get_weights`.
 
     Args:
-        layer: of Keras.
-        weights: one for each of its weights.
+        layer: a Keras layer.
+        weights: one array for each weight of the layer.
 
     Raises:
-        ValueError: for another number of weights, or other shapes.
+        ValueError: if the number of weights or a shape differs.
     """
     variables = layer.weights
     if len(variables) != len(weights):
@@ -162,14 +163,14 @@ def read_part(
     dtype: Any,
     block_rows: int = ROWS_AT_A_TIME,
 ) -> np.ndarray:
-    """One rank's part of a whole table.
+    """Reads one rank's part of an entire table.
 
     Args:
-        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, an
-            h5py dataset or a memory map for example; read in blocks.
-        spec: which part.
-        shape: of the part.
-        dtype: of NumPy, of the part.
+        whole: `[rows, dim]` or `[rows]`, anything that can be sliced, for
+            example an h5py dataset or a memory map. It is read in blocks.
+        spec: the part to read.
+        shape: the shape of the part.
+        dtype: the NumPy dtype of the part.
         block_rows: how many rows of the table are read at a time.
     """
     part = np.zeros(shape, dtype)
@@ -190,13 +191,13 @@ def write(
     path: str | os.PathLike[str],
     block_rows: int = ROWS_AT_A_TIME,
 ) -> None:
-    """Writes a whole table as a `.npy` file; all ranks call.
+    """Writes an entire table as a `.npy` file; a joint call of all ranks.
 
     Args:
         variable: a shard, or an ordinary variable.
-        collectives: of the strategy.
-        path: of the file that rank 0 writes; it is put into place when it is
-            complete.
+        collectives: the strategy's collectives; None in one process.
+        path: path of the file, which rank 0 writes. The file is renamed to
+            this path when it is complete.
         block_rows: how many rows of the table are gathered at a time.
     """
     with _writing(path, collectives):
@@ -208,12 +209,13 @@ def write_all(
     collectives: Collectives | None,
     folder: str | os.PathLike[str],
 ) -> dict[str, str]:
-    """Writes whole tables into a folder, which is made; all ranks call.
+    """Writes entire tables into a folder; a joint call of all ranks.
 
     Args:
         variables: shards, or ordinary variables, by name.
-        collectives: of the strategy.
-        folder: where rank 0 writes `<name>.npy`, see `write`.
+        collectives: the strategy's collectives; None in one process.
+        folder: the folder in which rank 0 writes `<name>.npy`, see `write`.
+            It is created if necessary.
 
     Returns:
         The paths, by name.
@@ -230,7 +232,7 @@ def write_all(
 def _writing(
     path: str | os.PathLike[str], collectives: Collectives | None
 ) -> contextlib.AbstractContextManager[None]:
-    """What fails inside on one rank fails on all."""
+    """Makes an error of one rank inside the context an error on all ranks."""
     if collectives is None:
         return contextlib.nullcontext()
     return collectives.together(f"write '{os.fspath(path)}'", all_end=True)
@@ -252,7 +254,7 @@ def _write(
         for _ in blocks:
             pass
         return
-    # A file of NumPy cannot hold bfloat16.
+    # NumPy files cannot store bfloat16.
     dtype = np.float64 if inner.dtype == tf.float64 else np.float32
     partial = f"{os.fspath(path)}.part"
     try:
@@ -272,9 +274,9 @@ def _blocks_of_ranks(
     collectives: Collectives | None,
     block_rows: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The table in order: the first row of each block, and the block.
+    """Yields blocks of the table in order, each with its first row.
 
-    On other ranks than the first the blocks are of no use.
+    On ranks other than 0 the blocks are empty.
     """
     if spec is None or collectives is None:
         rows = tf.convert_to_tensor(inner)
@@ -283,7 +285,7 @@ def _blocks_of_ranks(
         return
     owned = inner.read_value()
     step = max(1, block_rows // spec.row_parts)
-    # Local rows of all parts, one behind the other, are rows of the table.
+    # The same local rows of all parts are consecutive rows of the table.
     for start in range(0, -(-spec.rows // spec.row_parts), step):
         flat = tf.reshape(owned[start : start + step], [-1])
         splits = np.zeros([spec.world_size], np.int64)
@@ -308,14 +310,14 @@ def assemble(
     start: int = 0,
     step: int | None = None,
 ) -> np.ndarray:
-    """Rows of a table from the same local rows of all ranks.
+    """Returns rows of a table, given the same local rows of all ranks.
 
     Args:
-        flat: the ranks' numbers, one after the other.
-        spec: of any rank.
+        flat: the numbers of all ranks, concatenated in the order of ranks.
+        spec: the spec of any rank.
         dims: 2, or 1 for a slot with one value per row.
         start: the first of the local rows.
-        step: how many of them; None for all.
+        step: the number of local rows; None for all of them.
     """
     step = -(-spec.rows // spec.row_parts) if step is None else step
     first = start * spec.row_parts
@@ -340,13 +342,15 @@ def assemble(
 def row_blocks(
     variable: Any, collectives: Collectives | None, numbers: int = 1 << 24
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """This rank's blocks of a table; all ranks must take all of theirs.
+    """Yields this rank's share of a table's blocks; a joint call.
+
+    All ranks must iterate to the end.
 
     Args:
-        variable: a shard, or a table that every rank has whole, which rank 0
-            gives.
-        collectives: of the strategy, None in one process.
-        numbers: of a block, about.
+        variable: a shard, or an unpartitioned table, of which rank 0 yields
+            all blocks.
+        collectives: the strategy's collectives; None in one process.
+        numbers: how many numbers a block has, approximately.
 
     Yields:
         The first row of a block, and the block `[n, dim]`.
@@ -358,7 +362,7 @@ def row_blocks(
         return
     owned = inner.read_value()
     ranks = spec.world_size
-    # Local rows of all parts, one behind the other, are rows of the table.
+    # The same local rows of all parts are consecutive rows of the table.
     local_rows = -(-spec.rows // spec.row_parts)
     limit = max(1, numbers // (spec.dim * spec.row_parts))
     step = min(limit, -(-local_rows // ranks))
