@@ -23,7 +23,7 @@ from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
 
 # More than the rows of any table. Ids are shifted by it while duplicates are
-# removed: bad ids, also negative ones, then pass, and the exchange reports them.
+# removed, so that bad ids, also negative ones, pass. The exchange reports them.
 _SHIFT = 1 << 40
 
 
