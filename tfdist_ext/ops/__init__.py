@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom ops, one wrapper each."""
+"""Python functions of the custom ops."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives as differentiable ops over a process group."""
+"""Collectives of a process group as differentiable ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist_ext.ops.library import library
 
 
 class Group(Protocol):
-    """What the ops need of a process group."""
+    """The attributes of a process group that the ops need."""
 
     @property
     def rank(self) -> int: ...
@@ -26,7 +26,7 @@ class Group(Protocol):
 
 
 class Ops(Protocol):
-    """The exchanges of `collective_ops`, whoever carries them."""
+    """The exchanges of `collective_ops`, over any transport."""
 
     def all_to_all(
         self,
@@ -66,26 +66,26 @@ def all_to_all(
     tag: int,
     label: str = "",
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sends rows to each rank and receives rows from each.
+    """Sends rows to each rank and receives rows from each rank.
 
-    With two ranks, `x` on rank 0 being rows [a b c] with splits [1, 2] and on
-    rank 1 rows [d e] with splits [2, 0]:
+    For example, with two ranks, rank 0 has the rows [a b c] and the splits
+    [1, 2], and rank 1 has the rows [d e] and the splits [2, 0]:
 
         rank 0 gets [a d e], recv_splits [1, 2]
         rank 1 gets [b c],   recv_splits [2, 0]
 
     Args:
-        group: the ranks.
+        group: the process group.
         x: `[n, ...]`, uint8, int32, int64 or floating: the rows for rank 0,
-            then those for rank 1, and so on.
-        send_splits: int64 `[world_size]`, how many rows go to each rank.
-        tag: even number of this op.
-        label: name for errors and statistics.
+            then the rows for rank 1, and so on.
+        send_splits: int64 `[world_size]`, the number of rows for each rank.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
 
     Returns:
-        `[m, ...]`, the rows from rank 0, then those from rank 1, and so on,
-        and int64 `[world_size]`, how many came from each. The first is
-        differentiable with respect to `x`.
+        The rows from rank 0, then the rows from rank 1, and so on, `[m, ...]`,
+        differentiable with respect to `x`, and the number of rows from each
+        rank, int64 `[world_size]`.
     """
     x = tf.convert_to_tensor(x)
     send_splits = tf.cast(send_splits, tf.int64)
@@ -104,14 +104,14 @@ def all_gather(
     """Concatenates the rows of all ranks.
 
     Args:
-        group: the ranks.
-        x: `[n, ...]`, `n` may differ between ranks.
-        tag: even number of this op.
-        label: name for errors and statistics.
+        group: the process group.
+        x: `[n, ...]`; `n` may differ between ranks.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
 
     Returns:
-        `[sum of n, ...]`, the same on all ranks, differentiable, and int64
-        `[world_size]`, the rows of each rank.
+        The rows `[sum of n, ...]`, equal on all ranks and differentiable, and
+        the number of rows of each rank, int64 `[world_size]`.
     """
     x = tf.convert_to_tensor(x)
     if group.world_size == 1:
@@ -134,15 +134,15 @@ def all_reduce(
     """Sums tensors over the ranks, all in one exchange.
 
     Args:
-        group: the ranks.
-        tensors: of one dtype (int32, int64 or floating), with the same shapes
-            on all ranks.
-        tag: even number of this op.
-        label: name for errors and statistics.
+        group: the process group.
+        tensors: tensors of one dtype (int32, int64 or floating), with equal
+            shapes on all ranks.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
         weight: None for a plain sum. A float32 scalar w gives
             `world_size * sum(w * x) / sum(w)` over the ranks, or zeros if all
-            weights are 0. Tensors of a rank with weight 0 do not count, even
-            if they hold NaN.
+            weights are 0. Tensors of a rank with weight 0 are ignored, even
+            if they contain NaN.
 
     Returns:
         The sums, bitwise equal on all ranks. Plain sums are differentiable.
@@ -165,17 +165,17 @@ def all_reduce(
 def broadcast(
     group: Group, x: tf.Tensor, *, root: int = 0, tag: int, label: str = ""
 ) -> tf.Tensor:
-    """Gives every rank the tensor of rank `root`.
+    """Sends the tensor of rank `root` to all ranks.
 
     Args:
-        group: the ranks.
-        x: on `root` the tensor; elsewhere any tensor of its dtype.
+        group: the process group.
+        x: the tensor on `root`; on other ranks any tensor of its dtype.
         root: the rank that sends.
-        tag: even number of this op.
-        label: name for errors and statistics.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
 
     Returns:
-        The tensor of `root`, in its shape.
+        The tensor of `root`.
     """
     x = tf.convert_to_tensor(x)
     if group.world_size == 1:
@@ -188,15 +188,15 @@ def broadcast(
 
 
 def barrier(group: Group, *, tag: int, label: str = "") -> Any:
-    """Ends when all ranks have begun it.
+    """Waits until all ranks have called this op.
 
     Args:
-        group: the ranks.
-        tag: even number of this op.
-        label: name for errors and statistics.
+        group: the process group.
+        tag: an even number that identifies this op.
+        label: the label for errors and statistics.
 
     Returns:
-        The operation in a graph; None when run eagerly.
+        The operation in a graph, None when executing eagerly.
     """
     if group.world_size == 1:
         return tf.no_op()
@@ -208,10 +208,10 @@ def _attributes(group: Group, tag: int, label: str) -> dict[str, Any]:
 
 
 def _run_independently(output: tf.Tensor) -> None:
-    """Frees an op of a function from the program order of stateful ops.
+    """Removes an op from the program order of a function's stateful ops.
 
-    That order would make exchanges wait for each other, and would deadlock
-    ranks that trace them in different orders. The op still always runs.
+    In that order, exchanges would wait for each other, and ranks that trace
+    them in different orders would deadlock. The op still always runs.
     """
     if tf.executing_eagerly():
         return
@@ -233,7 +233,7 @@ def _without_weightless(
 def _all_to_all_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> list[tf.Tensor | None]:
-    # Rows go back the way they came.
+    # Each row is sent back to the rank that it came from.
     result = library().tfdist_all_to_all(
         input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
     )
@@ -245,7 +245,7 @@ def _all_to_all_gradient(
 def _all_gather_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> tf.Tensor:
-    # Each rank returns to every rank that one's rows, which sums them.
+    # Each rank sends back the gradient of every rank's rows. They are summed.
     result = library().tfdist_all_to_all(
         input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
     )
@@ -296,20 +296,20 @@ def slice_of_rank(
     """Copies samples `[rank * n // W, (rank + 1) * n // W)` of values.
 
     Args:
-        parts: the tensors of all values, one value after the other.
-        kinds: of every value. `DENSE` is one tensor `[n, ...]`; `SPARSE` the
-            three of a SparseTensor; k > 0 the flat values of a RaggedTensor
-            and its k row splits, the outermost first.
-        rank: whose samples.
+        parts: the tensors of all values, concatenated.
+        kinds: the kind of every value. `DENSE` is one tensor `[n, ...]`.
+            `SPARSE` is the three tensors of a SparseTensor. k > 0 is the flat
+            values of a RaggedTensor and its k row splits, the outermost first.
+        rank: the rank whose samples are copied.
         world_size: W.
 
     Returns:
-        The same parts of these samples, in memory of their own. The size of
-        a dense one is known if that of the whole is, unless it is 0.
+        The same tensors of these samples, in new memory. The batch size of a
+        dense value is known if its full batch size is known and not 0.
 
     Raises:
-        tf.errors.InvalidArgumentError: a tensor without samples, malformed
-            row splits, or parts that are no SparseTensor.
+        tf.errors.InvalidArgumentError: if a tensor has no samples, row splits
+            are malformed, or parts are not a SparseTensor.
     """
     return list(
         library().tfdist_slice_of_rank(

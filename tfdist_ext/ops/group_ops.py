@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Life of a process group as ops, run eagerly from Python, and its GPUs."""
+"""Ops that open, query and close a process group; they run eagerly."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def group_open(
     most_early: int,
     all_reduce: str = "",
 ) -> int:
-    """Makes this rank's end of a group, which owns the connections.
+    """Opens a process group on this rank; the group owns the connections.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         addresses: "host:port" of each rank, for errors.
-        connections: two to each rank, for messages and for control.
-        shared: file descriptors of the memory that this rank shares with
-            another, and of its end of their bell; the group owns them too.
-        timeout: seconds of every wait.
-        most_early: bytes that another rank may send before this one asks for
+        connections: two sockets to each rank, for messages and for control.
+        shared: two file descriptors per rank: of the memory shared with that
+            rank, and of this rank's end of the notification channel. The group
+            owns them too.
+        timeout: the limit of every wait, in seconds.
+        most_early: bytes that another rank may send before this rank requests
             them.
-        all_reduce: form of all of them; empty if each is chosen.
+        all_reduce: the algorithm of every all_reduce; empty chooses one for
+            each.
 
     Returns:
         The group's handle.
@@ -66,11 +68,11 @@ def group_open(
 
 
 def group_close(handle: int, error: str = "") -> None:
-    """Leaves the group; the handle is worth nothing afterwards.
+    """Closes the group; its handle is invalid afterwards.
 
     Args:
-        handle: of the group.
-        error: what the program has failed with, empty if it has not.
+        handle: the group's handle.
+        error: the error that the program failed with, or empty.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_close(
@@ -79,7 +81,7 @@ def group_close(handle: int, error: str = "") -> None:
 
 
 def group_leave(handle: int, reason: str) -> None:
-    """Ends this rank's part in what the ranks do now; they learn why."""
+    """Ends this rank's part in current operations; others get the reason."""
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_leave(
             group=tf.constant(handle, tf.int64), reason=reason
@@ -87,7 +89,7 @@ def group_leave(handle: int, reason: str) -> None:
 
 
 def group_leaves(handle: int, leaves: bool) -> None:
-    """Says whether this rank leaves if what it does now fails."""
+    """Sets whether `group_leave` is called if what this rank does now fails."""
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_leaves(
             group=tf.constant(handle, tf.int64), leaves=leaves
@@ -95,7 +97,7 @@ def group_leaves(handle: int, leaves: bool) -> None:
 
 
 def group_left(handle: int) -> tuple[str, bool]:
-    """Why another rank has left, and whether an operation has said so."""
+    """Returns why another rank left, and whether an operation reported it."""
     with tf.init_scope(), tf.device("CPU:0"):
         reason, told = library().tfdist_group_left(
             group=tf.constant(handle, tf.int64)
@@ -104,7 +106,7 @@ def group_left(handle: int) -> tuple[str, bool]:
 
 
 def group_insert_key(handle: int, key: str, value: str) -> None:
-    """Gives a key a value on all ranks, unless it has one."""
+    """Sets the value of a key on all ranks, unless the key has a value."""
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_insert_key(
             group=tf.constant(handle, tf.int64), key=key, value=value
@@ -112,7 +114,7 @@ def group_insert_key(handle: int, key: str, value: str) -> None:
 
 
 def group_await_key(handle: int, key: str, timeout: float) -> str:
-    """Waits for a key's value; 0 seconds are no limit."""
+    """Waits `timeout` seconds for a key's value; 0 waits without limit."""
     with tf.init_scope(), tf.device("CPU:0"):
         value = library().tfdist_group_await_key(
             group=tf.constant(handle, tf.int64), key=key, timeout=timeout
@@ -121,7 +123,11 @@ def group_await_key(handle: int, key: str, timeout: float) -> str:
 
 
 def group_stats(handle: int) -> dict[str, Any]:
-    """Counters by name; `labels`, to (calls, bytes, seconds); `waited`."""
+    """Returns the group's statistics by name.
+
+    Counters are ints. "labels" has (calls, bytes, seconds) of each label, and
+    "waited" the seconds that operations waited for each rank.
+    """
     with tf.init_scope(), tf.device("CPU:0"):
         result = library().tfdist_group_stats(
             group=tf.constant(handle, tf.int64)
@@ -146,14 +152,14 @@ class Traced(NamedTuple):
     """An operation that has ended.
 
     Attributes:
-        label: of the exchange.
-        kind: all_to_all and so on.
-        tag: of the exchange, the same on all ranks.
-        call: how many of the tag were before, likewise.
-        start: in nanoseconds of `time.monotonic_ns`.
-        end: likewise.
-        sent: bytes to each rank.
-        received: bytes from each rank.
+        label: the label of the exchange.
+        kind: the kind of the exchange, for example "all_to_all".
+        tag: the tag of the exchange, equal on all ranks.
+        call: how many operations with that tag came before, equal on all ranks.
+        start: start time in nanoseconds of `time.monotonic_ns`.
+        end: end time in nanoseconds of `time.monotonic_ns`.
+        sent: bytes sent to each rank.
+        received: bytes received from each rank.
     """
 
     label: str
@@ -167,14 +173,14 @@ class Traced(NamedTuple):
 
 
 def group_trace(handle: int, on: bool) -> list[Traced]:
-    """Notes every operation from now on, or no more, and takes the notes.
+    """Starts or stops the recording of operations, and returns the records.
 
     Args:
-        handle: of the group.
-        on: whether to go on.
+        handle: the group's handle.
+        on: whether operations are recorded from now on.
 
     Returns:
-        The operations that have ended since.
+        The operations that have ended since the last call.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         found = library().tfdist_group_trace(
@@ -197,7 +203,7 @@ def group_trace(handle: int, on: bool) -> list[Traced]:
 
 
 def check_same(handle: int, entries: Sequence[str]) -> None:
-    """Fails on every rank unless all ranks give the same entries."""
+    """Raises an error on every rank unless all ranks give equal entries."""
     with tf.init_scope(), tf.device("CPU:0"):
         try:
             library().tfdist_check_plan(
@@ -216,14 +222,14 @@ def check_same(handle: int, entries: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What a rank brings to an exchange between GPUs.
+    """A rank's GPU and NCCL library, for exchanges between GPUs.
 
     Attributes:
-        bus: where its GPU is plugged in, empty if it cannot be used.
-        version: of NCCL's library, empty without one.
-        id: 128 bytes that name a new communicator, if asked for.
-        reason: why there is no GPU, or no library.
-        memory: bytes that the GPU has.
+        bus: the PCI bus id of the GPU; empty if it cannot be used.
+        version: the version of the NCCL library; empty if there is none.
+        id: 128 bytes that identify a new communicator, if requested.
+        reason: why there is no GPU or no library.
+        memory: bytes of the GPU's memory.
     """
 
     bus: str
@@ -234,16 +240,16 @@ class Offer:
 
 
 def built_for_gpus() -> bool:
-    """Whether the library has these ops: the same on all ranks of a job."""
+    """Whether the library has GPU ops, which is equal on all ranks of a job."""
     return hasattr(library(), "tfdist_gpu_offer")
 
 
 def gpu_offer(device: int, files: Sequence[str], make_id: bool) -> Offer:
-    """Looks at this rank's GPU and for NCCL's library.
+    """Queries this rank's GPU, and searches for the NCCL library.
 
     Args:
-        device: CUDA's number of the GPU.
-        files: where the library may be, in the order they are tried.
+        device: CUDA's index of the GPU.
+        files: paths where the library may be, in the order to try them.
         make_id: whether this rank makes the id of a communicator.
     """
     with tf.init_scope(), tf.device("CPU:0"):
@@ -265,14 +271,14 @@ def group_gpus(
     """Lets the collectives of a group run on this rank's GPU.
 
     Args:
-        handle: of the group.
-        device: CUDA's number of the GPU.
+        handle: the group's handle.
+        device: CUDA's index of the GPU.
         files: see `gpu_offer`.
-        name: id of the communicator, the same on all ranks; empty if
-            exchanges go through the hosts.
+        name: the id of the communicator, equal on all ranks; empty if
+            exchanges use the hosts' memory.
 
     Raises:
-        tf.errors.UnavailableError: CUDA or NCCL cannot be used.
+        tf.errors.UnavailableError: if CUDA or NCCL cannot be used.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         library().tfdist_group_gpus(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives whose messages Horovod carries, with our own numbers.
+"""Collectives whose tensors Horovod sends.
 
-Each begins with a few bytes of our own group, by its tag: there dead ranks are
-named, and ranks that do different things or give up, as ever. Only when all
-have come does Horovod get the tensors, so it never waits for one that does not
-come. Horovod knows an operation by its name, which is made of the tag.
+Each collective first exchanges a few bytes in this package's own group, under
+the same tag. This exchange detects and names ranks that are dead, make another
+call, or give up. Horovod gets the tensors only after all ranks have arrived, so
+it never waits for a missing rank. Horovod identifies an operation by its name,
+which contains the tag.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import tensorflow as tf
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.ops.collective_ops import Group
 
-# Horovod adds up 16 bits in 16 bits, or not at all.
+# Horovod sums 16-bit floats in 16 bits or not at all, so sum them as float32.
 _SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
-# What it does not know but need not understand, as something of its size.
+# Dtypes that Horovod does not support are sent as another dtype of that size.
 _SENT_AS = {tf.bfloat16: tf.uint16}
 
 
 class HorovodOps:
-    """Collectives as those of `collective_ops`, with the same arguments."""
+    """The collectives of `collective_ops`, with the same arguments."""
 
     def __init__(self, hvd: Any) -> None:
-        """Takes the module `horovod.tensorflow`, initialised.
+        """Takes the module `horovod.tensorflow`, which must be initialized.
 
         Args:
             hvd: the module.
@@ -45,7 +46,7 @@ class HorovodOps:
         tag: int,
         label: str = "",
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends rows to each rank and receives rows from each."""
+        """Sends rows to each rank and receives rows from each rank."""
 
         @tf.custom_gradient
         def exchange(x: tf.Tensor) -> Any:
@@ -54,7 +55,7 @@ class HorovodOps:
             )
 
             def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
-                # Rows go back the way they came.
+                # Each row is sent back to the rank that it came from.
                 back, _ = self._all_to_all(
                     group, of_output, recv_splits, tag + 1, f"{label}/gradient"
                 )
@@ -79,7 +80,7 @@ class HorovodOps:
             output = self._named("all_gather", tag, splits, x)
 
             def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
-                # Each rank returns to every rank that one's rows.
+                # Each rank sends back the gradient of every rank's rows.
                 back, _ = self._all_to_all(
                     group, of_output, splits, tag + 1, f"{label}/gradient"
                 )
@@ -99,7 +100,7 @@ class HorovodOps:
         label: str = "",
         weight: tf.Tensor | float | None = None,
     ) -> list[tf.Tensor]:
-        """Sums tensors over the ranks, or takes the mean by weights."""
+        """Sums tensors over the ranks, or takes their weighted mean."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if not tensors:
             return []
@@ -130,7 +131,7 @@ class HorovodOps:
         label: str,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         ones = tf.ones([group.world_size], tf.int64)
-        # One number to each rank: the rows that it is about to get.
+        # Each rank learns how many rows it will receive from every rank.
         recv_splits, _ = collective_ops.all_to_all(
             group, tf.cast(send_splits, tf.int64), ones, tag=tag, label=label
         )
@@ -156,12 +157,12 @@ class HorovodOps:
             scale = tf.math.divide_no_nan(
                 own * group.world_size, tf.reduce_sum(weights)
             )
-            # What a rank of no weight has is no number, maybe.
+            # Tensors of a rank with weight 0 may contain NaN.
             parts = [
                 tf.where(own > 0, part * tf.cast(scale, part.dtype), 0)
                 for part in parts
             ]
-        # One operation: those of several with an empty tensor may hang.
+        # One operation, because several with an empty tensor may hang.
         flat = [tf.reshape(part, [-1]) for part in parts]
         whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
         total = self._named("all_reduce", tag, weights, whole)
@@ -185,11 +186,11 @@ class HorovodOps:
         """Runs an operation of Horovod under a name that all ranks share.
 
         Args:
-            kind: of the operation.
-            tag: makes its name.
+            kind: the kind of the operation.
+            tag: the tag, which is part of its name.
             met: see `_after`.
-            x: what it sends.
-            splits: of it, where the kind has some.
+            x: the tensor to send.
+            *splits: the splits of x, for "all_to_all".
         """
         kinds: dict[str, Callable[..., tf.Tensor]] = {
             "all_to_all": self._send_rows,
@@ -201,12 +202,12 @@ class HorovodOps:
         def operation(x: tf.Tensor, *splits: tf.Tensor) -> tf.Tensor:
             return carry(f"tfdist_{kind}_{tag}", x, *splits)
 
-        # Nothing of `x` may be computed between this and the operation.
+        # Nothing may be computed from `x` between this and the operation.
         arguments = (_after(met, x), *splits)
         if not tf.executing_eagerly():
             return operation(*arguments)
-        # Run eagerly, all operations of a kind would have one name. Rows
-        # differ from call to call.
+        # Eagerly, all operations of a kind would have the same name. The number
+        # of rows may differ between calls.
         specs = tuple(
             tf.TensorSpec([None, *each.shape[1:]], each.dtype)
             for each in arguments
@@ -243,21 +244,22 @@ def _disguised(x: tf.Tensor) -> tf.Tensor:
 
 
 def _restored(output: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """What has come of rows like those of `x`."""
+    """Returns the received rows in the dtype of `x`."""
     if x.dtype in _SENT_AS:
         output = tf.bitcast(output, x.dtype)
     return tf.ensure_shape(output, [None, *x.shape[1:]])
 
 
 def _after(met: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """`x`, which is there only when all ranks have met.
+    """Returns `x`, which is available only after all ranks have arrived.
 
-    Horovod's operations are not known to do anything but compute: TensorFlow
-    would run one of constants while it optimizes the graph, whatever is to
-    come before. So `x` begins at a row that is told by what is exchanged, 0.
+    TensorFlow treats Horovod's operations as pure computation. It would run an
+    operation on constants during graph optimization, despite control
+    dependencies. Therefore `x` is sliced from a row that is computed from the
+    exchanged values, and that is always 0.
 
     Args:
-        met: `[world_size]`, not negative, of an exchange of ours.
+        met: `[world_size]`, nonnegative values of an exchange of the group.
         x: any tensor.
     """
     if x.shape.rank == 0:

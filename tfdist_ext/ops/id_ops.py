@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on messages between ranks: ids, and numbers in short forms."""
+"""Ops on messages between ranks: ids, and numbers in a wire format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NAMES = (
 def placement_attributes(
     placements: Sequence[FeaturePlacement], world_size: int
 ) -> dict[str, Any]:
-    """Attributes by their names.
+    """Returns the attributes of ops that describe placements, by name.
 
     Args:
-        placements: of every feature.
-        world_size: number of ranks.
+        placements: the placement of every feature's table.
+        world_size: the number of ranks.
     """
     values = (
         world_size,
@@ -47,7 +47,7 @@ def placement_attributes(
 
 
 def same_placement_as(op: Any) -> dict[str, Any]:
-    """The attributes of an op, for that of its gradient."""
+    """Returns the placement attributes of an op, for its gradient op."""
     return {name: op.get_attr(name) for name in _NAMES}
 
 
@@ -65,10 +65,10 @@ def encode_ids(
     unique: Sequence[bool],
     in_blocks: bool = False,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Codes the ids of all features for the ranks that own their rows.
+    """Encodes the ids of all features for the owners of their rows.
 
-    Lists of a feature are merged per sample, duplicates combined. With one
-    feature of 2 row parts, rank 0 owning the even ids:
+    Lists of a feature are merged per sample, and duplicates are combined. For
+    example, one feature has 2 row parts, and rank 0 owns the even ids:
 
         ids [[4, 7, 4], [2]]  ->  to rank 0: sample 0 {4: 2}, sample 1 {2: 1}
                                   to rank 1: sample 0 {7: 1}
@@ -76,27 +76,27 @@ def encode_ids(
                                   sample_splits [[2], [1]]
 
     Args:
-        ids: lists of int32 or int64 `[n_i]`, all of one dtype.
-        row_splits: int64 `[b_i + 1]` for every list, b_i alike in a feature.
-        weights: float32 `[n_i]` or `[0]` for every list.
+        ids: lists, int32 or int64 `[n_i]`, all of one dtype.
+        row_splits: int64 `[b_i + 1]` per list; b_i is equal within a feature.
+        weights: float32 `[n_i]` per list, or `[0]` if all weights are 1.
         samples: float32 scalar, this rank's weight in the batch mean.
-        placements: of every feature, F in all.
-        rank, world_size: of this process, and the number of ranks.
+        placements: the placements of the F features' tables.
+        rank, world_size: the rank of this process, and the number of ranks.
         list_features: the feature of every list; ascending, without gaps.
-        out_of_range: for every feature "error" (`decode_ids` fails on every
-            rank) or "ignore" (bad ids are dropped).
-        unique: for every feature, whether each sample has one id and these
-            ascend strictly, as those of `unique_ids`: fewer bytes.
-        in_blocks: whether GPUs decode, which begin at many places at once.
+        out_of_range: per feature "error" (`decode_ids` fails on every rank) or
+            "ignore" (bad ids are dropped).
+        unique: per feature, whether each sample has one id and ids ascend
+            strictly, as those of `unique_ids`. This needs fewer bytes.
+        in_blocks: whether GPUs decode the ids, in parallel blocks.
 
     Returns:
         `payload` uint8 `[B]`, the messages to all ranks; `send_splits` int64
-        `[world_size]`, their bytes; `sample_ids` int32 `[m]`, for every rank
-        and feature the samples in the message, ascending; `sample_splits`
-        int64 `[world_size, F]`, how many.
+        `[world_size]`, their bytes; `sample_ids` int32 `[m]`, the samples sent
+        to every rank for every feature, ascending; `sample_splits` int64
+        `[world_size, F]`, their number.
 
     Raises:
-        tf.errors.InvalidArgumentError: malformed lists, a broken promise.
+        tf.errors.InvalidArgumentError: if lists are malformed or not `unique`.
     """
     outputs = library().tfdist_encode_ids(
         ids,
@@ -121,27 +121,27 @@ def decode_ids(
     rank: int,
     world_size: int,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Decodes what `encode_ids` of all ranks sent to this one.
+    """Decodes the messages that `encode_ids` of all ranks made for this rank.
 
     Args:
-        payload: uint8 `[B]`, messages in order of their ranks.
-        splits: int64 `[world_size]`, their bytes.
-        placements: of every feature, as given to `encode_ids`.
-        rank: of this process.
-        world_size: number of ranks.
+        payload: uint8 `[B]`, the messages in the order of ranks.
+        splits: int64 `[world_size]`, bytes of the message from every rank.
+        placements: the placement of every feature's table, as in `encode_ids`.
+        rank: the rank of this process.
+        world_size: the number of ranks.
 
     Returns:
-        `row_splits` int64 `[S + 1]`, the samples in order of source rank, then
-        feature; `rows` int64 `[n]`, unique local rows of every sample,
-        ascending; `weights` float32 `[n]` or `[0]`; `served` int64
-        `[world_size, F]`, the samples from every rank of every feature, 0
-        where this rank holds no part of its table; `samples` float32
-        `[world_size]`, what every rank gave to `encode_ids`.
+        `row_splits` int64 `[S + 1]`, row splits of the samples, ordered by
+        source rank, then by feature; `rows` int64 `[n]`, unique local rows of
+        every sample, ascending; `weights` float32 `[n]`, or `[0]` if all are 1;
+        `served` int64 `[world_size, F]`, samples from every rank for every
+        feature, 0 if this rank holds no part of the table; `samples` float32
+        `[world_size]`, the argument `samples` of every rank's `encode_ids`.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank alike, if a rank met an
-            id out of range.
-        tf.errors.DataLossError: malformed bytes.
+        tf.errors.InvalidArgumentError: on every rank, if a rank has an id out
+            of range.
+        tf.errors.DataLossError: if a message is malformed.
     """
     row_splits, rows, weights, served, samples = library().tfdist_decode_ids(
         payload,
@@ -161,22 +161,23 @@ def merge_ids(
     out_of_range: OutOfRange = "error",
     layer: str = "",
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Merges lists of ids for a table that this rank alone has.
+    """Merges lists of ids of a table that this rank holds entirely.
 
     Args:
-        ids: lists of int32 or int64 `[n_i]`.
-        row_splits: int64 `[b + 1]` for every list.
-        weights: float32 `[n_i]` or `[0]` for every list.
-        vocabulary_size: rows of the table.
+        ids: lists, int32 or int64 `[n_i]`.
+        row_splits: int64 `[b + 1]` per list.
+        weights: float32 `[n_i]` per list, or `[0]` if all weights are 1.
+        vocabulary_size: number of rows of the table.
         out_of_range: "error" or "ignore".
-        layer: name for errors.
+        layer: the layer's name, for errors.
 
     Returns:
-        `row_splits` int64 `[b + 1]`, `rows` int64 `[n]`, `weights` float32
-        `[n]` or `[0]`.
+        `row_splits` int64 `[b + 1]`, `rows` int64 `[n]`, and `weights` float32
+        `[n]`, or `[0]` if all weights are 1.
 
     Raises:
-        tf.errors.InvalidArgumentError: an id out of range, malformed inputs.
+        tf.errors.InvalidArgumentError: if an id is out of range or inputs are
+            malformed.
     """
     merged_splits, rows, merged_weights = library().tfdist_merge_ids(
         ids,
@@ -196,11 +197,11 @@ def unique_ids(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         ids: int64 `[n]`.
 
     Returns:
-        The unique ids ascending, int64 `[u]`, and where every id is among
-        them, int64 `[n]`.
+        The unique ids in ascending order, int64 `[u]`, and the index of every
+        id among them, int64 `[n]`.
 
     Raises:
-        tf.errors.InvalidArgumentError: ids are not a vector.
+        tf.errors.InvalidArgumentError: if ids are not a vector.
     """
     unique, positions = library().tfdist_unique_ids(ids)
     return unique, positions
@@ -213,24 +214,24 @@ def to_wire(
     rounding: Rounding = "nearest",
     seed: tf.Tensor | int = 0,
 ) -> tf.Tensor:
-    """Rounds numbers to the dtype that travels.
+    """Rounds numbers to the wire dtype.
 
     Args:
-        x: float32, any shape.
-        dtype: tf.float32 (nothing happens), tf.bfloat16 or tf.float16.
-        rounding: "nearest" is tf.cast. "stochastic" takes one of the two
-            neighbours in `dtype` so that the mean is x: errors of many small
-            gradients cancel instead of adding up.
-        seed: int64 scalar; with an element's index it determines the random
-            choice. Unused with "nearest".
+        x: float32, of any shape.
+        dtype: tf.float32 (no rounding), tf.bfloat16 or tf.float16.
+        rounding: "nearest" is tf.cast. "stochastic" chooses one of the two
+            neighbors in `dtype` such that the expectation is x. Errors of many
+            small gradients then cancel and do not accumulate.
+        seed: int64 scalar; the random choice depends on the seed and the
+            element's index. Not used with "nearest".
 
     Returns:
-        `dtype`, shape of x. NaN stays NaN; infinity, and what is beyond the
-        largest number of `dtype`, becomes infinity. The gradient is the
-        upstream gradient as float32.
+        A tensor of `dtype` with the shape of x. NaN stays NaN. Infinity, and
+        numbers beyond the range of `dtype`, become infinity. The gradient is
+        the upstream gradient as float32.
 
     Raises:
-        ValueError: another rounding.
+        ValueError: if `rounding` has another value.
     """
     if not _is_stochastic(rounding, dtype):
         return tf.cast(x, dtype)
@@ -248,19 +249,20 @@ def from_wire(
     rounding: Rounding = "nearest",
     seed: tf.Tensor | int = 0,
 ) -> tf.Tensor:
-    """The numbers that have arrived, as float32.
+    """Converts numbers from the wire dtype to float32.
 
     Args:
-        x: float32, bfloat16 or float16, any shape.
-        rounding: of the gradient, on its way back: see `to_wire`.
-        seed: of that rounding.
+        x: float32, bfloat16 or float16, of any shape.
+        rounding: the rounding of the gradient, which is sent back, see
+            `to_wire`.
+        seed: the seed of that rounding.
 
     Returns:
-        float32, shape of x. The gradient is the upstream gradient rounded to
-        the dtype of x.
+        float32, with the shape of x. The gradient is the upstream gradient,
+        rounded to the dtype of x.
 
     Raises:
-        ValueError: another rounding.
+        ValueError: if `rounding` has another value.
     """
     x = tf.convert_to_tensor(x)
     if not _is_stochastic(rounding, x.dtype):
@@ -287,18 +289,18 @@ def pack_numbers(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Packs numbers for several receivers, without loss.
 
-    Numbers of similar size share the upper bits of their exponents: 32 bits
-    become about 27, 16 bits of bfloat16 about 11 (see `number_codec.h`).
+    Numbers of similar magnitude share the upper bits of their exponents. 32
+    bits become about 27, and 16 bits of bfloat16 about 11 (`number_codec.h`).
 
     Args:
-        values: float32, bfloat16 or float16 `[n]`, receiver by receiver.
-        splits: int64 `[receivers]`, how many numbers each gets.
+        values: float32, bfloat16 or float16 `[n]`, ordered by receiver.
+        splits: int64 `[receivers]`, the number of values for each receiver.
 
     Returns:
-        uint8 `[m]`, the messages, and int64 `[receivers]`, their bytes.
+        The messages, uint8 `[m]`, and their bytes, int64 `[receivers]`.
 
     Raises:
-        tf.errors.InvalidArgumentError: if splits do not add up.
+        tf.errors.InvalidArgumentError: if the sum of `splits` is not n.
     """
     payload, byte_splits = library().tfdist_pack_numbers(values, splits)
     return payload, byte_splits
@@ -307,19 +309,19 @@ def pack_numbers(
 def unpack_numbers(
     payload: tf.Tensor, byte_splits: tf.Tensor, dtype: tf.DType
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The inverse of `pack_numbers`.
+    """Unpacks the result of `pack_numbers`.
 
     Args:
-        payload: uint8 `[m]`, messages of several senders.
+        payload: uint8 `[m]`, the messages of several senders.
         byte_splits: int64 `[senders]`, their bytes.
-        dtype: of the numbers.
+        dtype: the dtype of the numbers.
 
     Returns:
-        `[n]` of `dtype`, bit for bit what was packed, and int64 `[senders]`,
-        how many came from each.
+        The numbers, `[n]` of `dtype`, bitwise equal to the packed ones, and
+        the number of values from each sender, int64 `[senders]`.
 
     Raises:
-        tf.errors.DataLossError: malformed bytes.
+        tf.errors.DataLossError: if a message is malformed.
     """
     values, splits = library().tfdist_unpack_numbers(
         payload, byte_splits, T=dtype

@@ -18,15 +18,15 @@ _LIBRARY = pathlib.Path(__file__).with_name("_tfdist_ops.so")
 def library() -> Any:
     """Loads the library and returns the module of its ops.
 
-    The environment variable TFDIST_LIBRARY names another file to load, such
-    as a sanitizer build.
+    The environment variable TFDIST_LIBRARY names another file to load, for
+    example a sanitizer build.
 
     Returns:
         A module with one function per op: `tfdist_all_to_all` and so on.
 
     Raises:
-        ImportError: the library is missing, or was built for another minor
-            version of TensorFlow, with which it cannot work.
+        ImportError: if the library is missing, or was built for another minor
+            version of TensorFlow and therefore cannot work.
     """
     override = os.environ.get("TFDIST_LIBRARY")
     path = pathlib.Path(override) if override else _LIBRARY
@@ -42,14 +42,15 @@ def library() -> Any:
 
 
 def check_version(built_for: str | None, installed: str) -> None:
-    """Compares minor versions; C++ ops are bound to theirs.
+    """Checks minor versions, because C++ ops work with only one of them.
 
     Args:
-        built_for: version the library was built with; None skips the check.
-        installed: version that is running.
+        built_for: the TensorFlow version that the library was built with; None
+            skips the check.
+        installed: the TensorFlow version that is running.
 
     Raises:
-        ImportError: the minor versions differ.
+        ImportError: if the minor versions differ.
     """
     if built_for is None:
         return
@@ -66,11 +67,11 @@ def check_version(built_for: str | None, installed: str) -> None:
 
 
 def has_gpu_kernels() -> bool:
-    """Whether ops can be where a table is on a GPU.
+    """Whether the ops have GPU kernels, for tables on a GPU.
 
     Returns:
-        True for a library that was built with CUDA; False for any that
-        TFDIST_LIBRARY names, which sanitizer builds are not.
+        True if the library was built with CUDA. False for a library that
+        TFDIST_LIBRARY names, because sanitizer builds are without CUDA.
     """
     if os.environ.get("TFDIST_LIBRARY"):
         return False
@@ -83,7 +84,7 @@ def _built_for() -> str | None:
 
 
 def build_info() -> Any:
-    """The module that the build wrote, None in a tree that was not built."""
+    """Returns the module that the build wrote; None in an unbuilt tree."""
     try:
         return importlib.import_module("tfdist_ext._build_info")
     except ModuleNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on rows of local tables: initial values, lookups, pooling."""
+"""Ops on rows of local tables: initial values, lookup and pooling."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ def lookup(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums weighted rows of tables per sample.
 
-    With two ranks, feature 0 in a table of 2 columns, feature 1 in one of 1:
+    For example, with two ranks, feature 0 in a table of 2 columns and feature 1
+    in a table of 1 column:
 
         served [[1, 2], [0, 1]] -> values [a0 a1 b c d], send_splits [4, 1]
 
-    a0 a1 being the result of rank 0's sample for feature 0, b and c those of
-    its samples for feature 1, d that of rank 1's sample for feature 1.
+    a0 a1 is the result of rank 0's sample for feature 0, b and c are the
+    results of its samples for feature 1, and d is that for rank 1's sample.
 
-    The tables are read in place. The gradient of each is a `tf.IndexedSlices`
-    of unique, ascending rows with float32 values; what it is the gradient
-    of is marked on its `dense_shape`.
+    Tables are read in place. The gradient of each table is a
+    `tf.IndexedSlices` of unique, ascending rows with float32 values. Its
+    `dense_shape` is marked with the shard that the gradient belongs to.
 
     Args:
-        tables: float32 or bfloat16 `[rows, d]`, TensorFlow's or Keras's
-            variables.
-        row_splits: int64 `[S + 1]`.
-        rows: int64 `[n]`, of the table of the sample's feature.
-        weights: float32 `[n]` or `[0]`.
+        tables: float32 or bfloat16 variables `[rows, d]` of TensorFlow or
+            Keras.
+        row_splits: int64 `[S + 1]`, row splits of the samples.
+        rows: int64 `[n]`, rows of the table of the sample's feature.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
         served: int64 `[world_size, F]`, samples of every rank and feature.
-        feature_tables: index of every feature's table; -1 for a feature of
-            which no sample is served here.
+        feature_tables: index of every feature's table; -1 for a feature
+            without samples on this rank.
 
     Returns:
-        float32 `[V]`, the results `[served[w, f], d]` of every rank w and
-        feature f behind each other, zeros for a sample without rows, and int64
-        `[world_size]`, how many of the numbers are for every rank.
+        The results `[served[w, f], d]` of every rank w and feature f,
+        concatenated, float32 `[V]`, zeros for a sample without rows; and the
+        number of values for every rank, int64 `[world_size]`.
 
     Raises:
-        tf.errors.InvalidArgumentError: bad rows, malformed inputs. On a GPU
-            `decode_ids` and `merge_ids` have refused bad rows, and others are
-            left out.
+        tf.errors.InvalidArgumentError: if rows are bad or inputs are malformed.
+            On a GPU bad rows are skipped; `decode_ids` and `merge_ids` check.
     """
     variables = [_component(value_of(t)) for t in tables]
     for variable in variables:
-        # The handle alone does not tell; reading all would copy the table.
+        # The op reads only the handle, so tell tapes about the variable.
         internals.variable_accessed(variable)
     values, send_splits = library().tfdist_lookup(
         [variable.handle for variable in variables],
@@ -82,7 +82,7 @@ def lookup(
 
 
 def _component(variable: Any) -> Any:
-    """The variable of this replica, if every replica has its own."""
+    """Returns this replica's variable, if every replica has its own."""
     strategy = getattr(variable, "distribute_strategy", None)
     if strategy is None:
         return variable
@@ -110,7 +110,7 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
     for shape, shard, touched, values in zip(
         shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
     ):
-        # As TensorFlow makes them, which must agree in branches of `tf.cond`.
+        # TensorFlow's choice of dtype; branches of `tf.cond` must agree on it.
         kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
         dense_shape = tf.constant(shape, kind)
         spec = spec_from_json(shard)
@@ -122,7 +122,7 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
 
 
 def mark_unique_rows(slices: tf.IndexedSlices) -> None:
-    """Says that rows which occur several times are to be summed."""
+    """Marks a gradient so that rows which occur several times are summed."""
     if slices.dense_shape is not None:
         marks.set_unique(slices.dense_shape)
 
@@ -130,8 +130,9 @@ def mark_unique_rows(slices: tf.IndexedSlices) -> None:
 def has_unique_rows(slices: tf.IndexedSlices) -> bool:
     """Whether one process would update each row of a gradient once.
 
-    With this package's lookups and optimizers, and all of tf_keras. Those of
-    Keras 3 take what a layer gives, and square each occurrence of a row.
+    This is so with this package's lookups and optimizers, and with tf_keras.
+    Keras 3's optimizers use the gradient as it is, and square each occurrence
+    of a row separately.
     """
     if not KERAS_3:
         return True
@@ -148,24 +149,25 @@ def lookup_grad(
     feature_tables: Sequence[int],
     table_shapes: Sequence[Sequence[int]],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The gradient of `lookup` for the rows it touched.
+    """Computes the gradient of `lookup` for the rows that it has read.
 
     Args:
-        row_splits: int64 `[S + 1]`.
-        rows: int64 `[n]`.
-        weights: float32 `[n]` or `[0]`.
-        served: int64 `[world_size, F]`.
-        grad: float32 `[V]`, gradient of the values.
+        row_splits: int64 `[S + 1]`, row splits of the samples.
+        rows: int64 `[n]`, rows of the table of the sample's feature.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
+        served: int64 `[world_size, F]`, samples of every rank and feature.
+        grad: float32 `[V]`, the gradient of the values.
         feature_tables: index of every feature's table, or -1.
-        table_shapes: `[rows, d]` of every table.
+        table_shapes: the shape `[rows, d]` of every table.
 
     Returns:
-        For every table the unique rows ascending, int64 `[u]`, and their
-        gradients, float32 `[u, d]`; the same bits for any number of threads.
+        For every table the unique rows in ascending order, int64 `[u]`, and
+        their gradients, float32 `[u, d]`, bitwise equal for any number of
+        threads.
 
     Raises:
-        tf.errors.InvalidArgumentError: bad rows, malformed inputs; on a GPU
-            bad rows are left out.
+        tf.errors.InvalidArgumentError: if rows are bad or inputs are malformed.
+            On a GPU bad rows are skipped.
     """
     unique_rows, row_grads = library().tfdist_lookup_grad(
         row_splits,
@@ -190,33 +192,34 @@ def join_parts(
     placements: Sequence[FeaturePlacement],
     world_size: int,
 ) -> list[tf.Tensor]:
-    """Puts together what the owners' lookups sent for this rank's samples.
+    """Joins the results of all owners for this rank's samples.
 
-    With a table of 2 columns on two ranks, by row:
+    For example, with a table of 2 columns placed by row on two ranks:
 
         parts [a0 a1 b0 b1], sample_ids [0 0], sample_splits [[1] [1]],
         samples [2]  ->  [[a0 + b0, a1 + b1], [0, 0]]
 
-    and by column, parts [a b]: [[a, b], [0, 0]].
+    If the table is placed by column, parts [a b] give [[a, b], [0, 0]].
 
     Args:
-        parts: float32 `[V]`, values of rank 0, then those of rank 1 and so
-            on; of every rank by feature, then by sample.
-        sample_ids: int32 `[m]`, the samples that every rank has sent for
-            every feature, in the same order; ascending for one of both.
-        sample_splits: int64 `[world_size, F]`, how many those are.
-        samples: int64 `[F]`, samples of every feature.
-        gradient_scale: float32 scalar; the gradient is multiplied with it,
-            and zero where it is 0 even if the upstream gradient holds NaN.
-        placements: of every feature.
-        world_size: number of ranks.
+        parts: float32 `[V]`, values of rank 0, then values of rank 1, and so
+            on. The values of a rank are ordered by feature, then by sample.
+        sample_ids: int32 `[m]`, the samples of these values, in the same
+            order; ascending within a rank and feature.
+        sample_splits: int64 `[world_size, F]`, the number of these samples for
+            every rank and feature.
+        samples: int64 `[F]`, the number of samples of every feature.
+        gradient_scale: float32 scalar, the factor of the gradient. If it is 0,
+            the gradient is zero, even if the upstream gradient contains NaN.
+        placements: the placement of every feature's table.
+        world_size: the number of ranks.
 
     Returns:
-        float32 `[samples, dim]` of every feature: the sum of its row parts,
-        its column parts beside each other, zeros for samples without ids.
+        Per feature float32 `[samples, dim]`: row parts are added, and column
+        parts are put side by side. Samples without ids are zeros.
 
     Raises:
-        tf.errors.InvalidArgumentError: malformed inputs.
+        tf.errors.InvalidArgumentError: if inputs are malformed.
     """
     return list(
         library().tfdist_combine(
@@ -254,16 +257,17 @@ def pool(
 
     Args:
         matrix: float32 `[u, d]`, the unique rows of a batch.
-        row_splits: int64 `[b + 1]`.
+        row_splits: int64 `[b + 1]`, row splits of the samples.
         positions: int64 `[n]`, rows of the matrix.
-        weights: float32 `[n]` or `[0]`.
+        weights: float32 `[n]`, or `[0]` if all weights are 1.
 
     Returns:
-        float32 `[b, d]`, differentiable with respect to the matrix, densely;
-        zeros for a sample without positions.
+        The sums, float32 `[b, d]`; zeros for a sample without positions. They
+        are differentiable with respect to the matrix, with a dense gradient.
 
     Raises:
-        tf.errors.InvalidArgumentError: bad positions, malformed inputs.
+        tf.errors.InvalidArgumentError: if positions are bad or inputs are
+            malformed.
     """
     return library().tfdist_pool(matrix, row_splits, positions, weights)
 
@@ -291,21 +295,21 @@ def init_rows(
     a: float = 0.0,
     b: float = 0.0,
 ) -> tf.Tensor:
-    """One cell of a table's initial values.
+    """Computes the initial values of one cell of a table.
 
     Args:
-        rows: rows of the whole table.
-        row_part: which part of the rows.
-        row_parts: number of parts of the rows.
-        local_rows: rows to make, all of the part or none.
-        first_column: of the cell.
-        local_dim: columns of the cell.
-        seed: int64; with the row's id and the column it determines a value.
+        rows: number of rows of the entire table.
+        row_part: the index of the row part.
+        row_parts: the number of row parts.
+        local_rows: number of rows to make: all rows of the part, or 0.
+        first_column: the first column of the cell.
+        local_dim: number of columns of the cell.
+        seed: int64; a value depends on the seed, the row's id and the column.
         distribution: "zeros", "constant" (a), "uniform" (from a up to b),
             "normal" (mean a, standard deviation b) or "truncated_normal"
-            (the same, within two standard deviations).
-        a: first parameter.
-        b: second parameter.
+            (the same, truncated at two standard deviations).
+        a: the first parameter of the distribution.
+        b: the second parameter of the distribution.
 
     Returns:
         float32 `[local_rows, local_dim]`; padding rows are zero.
@@ -329,13 +333,13 @@ def init_rows(
 def reset_rows(
     variable: tf.Variable, ids: tf.Tensor, *, distribution: str, **block: Any
 ) -> Any:
-    """Gives rows of a table, or of a slot, their initial values again.
+    """Resets rows of a table, or of a slot, to their initial values.
 
     Args:
         variable: float32 or bfloat16 `[local_rows, local_dim]`, or a slot
             `[local_rows]`; written in place.
-        ids: int64 `[n]`, of the whole table; those of other cells are left
-            alone.
+        ids: int64 `[n]`, rows of the entire table; rows of other cells are
+            ignored.
         distribution: see `init_rows`.
         **block: the other arguments of `init_rows`.
 

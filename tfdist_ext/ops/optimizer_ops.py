@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused row updates of a shard, in place.
+"""Fused updates of a shard's rows, in place.
 
 Every function takes the table, a float32 or bfloat16 resource variable
 `[num_rows, dim]`, its slots, float32 variables of that shape, `rows` int64
 `[n]` and `grads` float32 `[n, dim]`. A row that occurs more than once is
-updated once, with the sum of its gradients. Only the given rows change, but
-for exact Adam (`all_rows`) and `scale_table`. Hyperparameters are numbers or
+updated once, with the sum of its gradients. Only the given rows change, except
+in exact Adam (`all_rows`) and `scale_table`. Hyperparameters are numbers or
 scalar tensors.
 
-A row is computed in float32. In a bfloat16 table it is then rounded: to
-nearest, which loses changes below 1/512 of a weight, or, with a
-`rounding_seed`, up or down at random such that the expectation is exact. The
-random bits are a function of the seed, the row and the column: give another
-seed in every step.
+A row is computed in float32. In a bfloat16 table it is then rounded. Rounding
+to nearest loses changes below 1/512 of a weight. With a `rounding_seed`, a
+value is rounded up or down at random, such that the expectation is exact. The
+random bits depend on the seed, the row and the column, so pass another seed in
+every step.
 
-A row outside the table, or a shape that does not fit, is an
-`InvalidArgumentError`; nothing has been written then.
+If a row is outside of the table, or a shape does not fit, the op raises an
+`InvalidArgumentError` and writes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist_ext.ops.library import library
 
 
 def _scalar(value: Any) -> tf.Tensor:
-    # Python numbers straight to float64, so that 1 - 0.999 stays exact.
+    # Python numbers are converted to float64, so that 1 - 0.999 stays exact.
     if isinstance(value, (int, float)):
         return tf.constant(value, tf.float64)
     return tf.cast(value, tf.float64)
@@ -84,8 +84,8 @@ def apply_row_momentum(
     """Applies SGD with momentum to the given rows.
 
     `m = momentum * m - learning_rate * g`, then `w += m`, or with nesterov
-    `w += momentum * m - learning_rate * g`. The momentum of a row that is not
-    given neither decays nor moves the row.
+    `w += momentum * m - learning_rate * g`. For other rows, neither the
+    momentum nor the weights change.
 
     Args:
         table: float32 or bfloat16 variable `[num_rows, dim]`.
@@ -94,7 +94,7 @@ def apply_row_momentum(
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
         momentum: scalar.
-        nesterov: whether to look ahead.
+        nesterov: whether to use Nesterov momentum.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
@@ -167,9 +167,9 @@ def apply_row_wise_adagrad(
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
         epsilon: scalar.
-        mean_squares: float32 `[n]`, mean of g^2 of every row where this rank
-            holds only some of its columns; rows must then be strictly
-            ascending. None computes it from grads.
+        mean_squares: float32 `[n]`, the mean of g^2 over all columns of every
+            row, if this rank holds only some columns; rows must then be
+            strictly ascending. None computes it from grads.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
@@ -209,8 +209,8 @@ def apply_row_adam(
 
     `m += (1 - beta_1) (g - m); v += (1 - beta_2) (g^2 - v)`, then
     `w -= learning_rate * c * m / (sqrt(v) + epsilon)` with the bias correction
-    `c = sqrt(1 - beta_2^step) / (1 - beta_1^step)`. The moments of rows that
-    are not given stay as they are, unless `all_rows`.
+    `c = sqrt(1 - beta_2^step) / (1 - beta_1^step)`. The moments of other rows
+    do not change, unless `all_rows` is set.
 
     Args:
         table: float32 or bfloat16 variable `[num_rows, dim]`.
@@ -223,10 +223,10 @@ def apply_row_adam(
         beta_2: scalar.
         epsilon: scalar.
         step: int64 scalar, the global count of updates including this one.
-        velocity_hats: one slot, of the shape of the table, that keeps the
-            maximum of v (AMSGrad), or none.
-        all_rows: update the other rows too, with a gradient of zero, in one
-            pass over the whole table: the result of Keras's dense Adam.
+        velocity_hats: one slot of the shape of the table for the maximum of v
+            (AMSGrad), or none.
+        all_rows: whether to update other rows too, with a gradient of zero, in
+            one pass over the table: the result is that of Keras's dense Adam.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
@@ -273,7 +273,7 @@ def apply_row_ftrl(
         z += g + 2 * l2_shrinkage * w - s * w
         w = (clip(z, -l1, l1) - z) / (p(n) / learning_rate + 2 * l)
 
-    A power of -0.5 is the fast one, a square root.
+    A power of -0.5 is fastest, because it is a square root.
 
     Args:
         table: float32 or bfloat16 variable `[num_rows, dim]`.
@@ -282,11 +282,11 @@ def apply_row_ftrl(
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
         learning_rate: scalar.
-        learning_rate_power: scalar, zero or less.
-        l1: scalar, zero or more, as the three that follow.
-        l2: scalar.
-        l2_shrinkage: scalar.
-        beta: scalar.
+        learning_rate_power: scalar, zero or negative.
+        l1: scalar, zero or positive.
+        l2: scalar, zero or positive.
+        l2_shrinkage: scalar, zero or positive.
+        beta: scalar, zero or positive.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
@@ -331,14 +331,14 @@ def clip_rows(
     squares: tf.Tensor | None = None,
     rounding_seed: Any = None,
 ) -> Any:
-    """Scales rows that are longer than a norm down to it.
+    """Scales rows whose norm exceeds a limit down to that limit.
 
     Args:
         table: float32 or bfloat16 variable `[num_rows, dim]`.
         rows: int64 `[n]`, local rows, each once, in any order.
         max_norm: scalar, the largest Euclidean norm.
-        squares: float32 `[n]`, the sum of the squares of every row where this
-            rank holds only some of its columns. None computes it.
+        squares: float32 `[n]`, the sum of squares over all columns of every
+            row, if this rank holds only some columns. None computes it.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:

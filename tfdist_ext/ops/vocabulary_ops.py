@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops of vocabularies that grow: from keys to rows of the whole table.
+"""Ops of dynamic vocabularies: they map keys to rows of the entire table.
 
-A vocabulary is a resource of this rank: the keys of the buckets it owns. Keys
-are int64 `[n]`, or `[n, 2]` for the fingerprints of strings. A row is -1 for a
-key without one. `tests/reference/vocabulary.py` has the same rules in plain
-Python.
+A vocabulary is a resource of one rank: the keys of the buckets that it owns.
+Keys are int64 `[n]`, or `[n, 2]` for fingerprints of strings. The row of a key
+without a row is -1. `tests/reference/vocabulary.py` implements the same rules
+in plain Python.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def vocabulary(
     world_size: int,
     first_rank: int = 0,
 ) -> tf.Tensor:
-    """A new vocabulary, which lives as long as its handle does.
+    """Creates a vocabulary, which is deleted with its handle.
 
     Args:
-        name: of the table, for errors.
-        config: its rules.
-        hash_key: int64 `[2]`, the secret of its hash, the same on all ranks.
-        rank: of this process.
-        world_size: number of ranks.
-        first_rank: which owns the first buckets.
+        name: the table's name, for errors.
+        config: the rules of the vocabulary.
+        hash_key: int64 `[2]`, the secret key of its hash, equal on all ranks.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        first_rank: the rank that owns the first buckets.
 
     Returns:
-        A resource scalar.
+        The handle, a resource scalar.
     """
     return library().tfdist_vocabulary(
         hash_key,
@@ -63,19 +63,21 @@ def ask_keys(
     keys: Sequence[tf.Tensor],
     list_vocabularies: Sequence[int],
 ) -> tuple[tf.Tensor, ...]:
-    """Codes the unique keys of lists for the ranks that own them.
+    """Encodes the unique keys of lists for the ranks that own them.
 
     Args:
-        vocabularies: T of them.
-        keys: lists.
-        list_vocabularies: of every list; ascending, without gaps.
+        vocabularies: handles of T vocabularies.
+        keys: lists of keys.
+        list_vocabularies: the vocabulary of every list; ascending, without
+            gaps.
 
     Returns:
         `payload` uint8 `[B]`; `splits` int64 `[world_size]`, its bytes for
-        every rank; `positions` int32 `[n]`, the place of every key of all
-        lists among the unique ones of its vocabulary; `places` int32 `[u]`,
-        where each of these is among those of its vocabulary in the payload;
-        `asked` int64 `[T, world_size]`, how many of these go to every rank.
+        every rank; `positions` int32 `[n]`, the index of every key of all
+        lists among the unique keys of its vocabulary; `places` int32 `[u]`,
+        the index of each unique key among the vocabulary's keys in the
+        payload; `asked` int64 `[T, world_size]`, the number of these keys for
+        every rank.
     """
     outputs = library().tfdist_ask_keys(
         list(vocabularies),
@@ -93,18 +95,18 @@ def answer_keys(
     learn: bool,
     advance: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Answers what `ask_keys` of all ranks asked this one.
+    """Answers the keys that `ask_keys` of all ranks sent to this rank.
 
     Args:
-        vocabularies: T of them.
-        payload: uint8 `[B]`, in order of the ranks that asked.
-        splits: int64 `[world_size]`, its bytes.
+        vocabularies: handles of T vocabularies.
+        payload: uint8 `[B]`, ordered by the rank that asked.
+        splits: int64 `[world_size]`, its bytes from every rank.
         learn: whether keys are counted and admitted.
         advance: whether a step begins.
 
     Returns:
-        `answers` uint8 `[A]`, and its bytes for every rank. Errors travel in
-        it.
+        `answers` uint8 `[A]`, which may contain errors, and its bytes for
+        every rank, int64 `[world_size]`.
     """
     answers, answer_splits = library().tfdist_answer_keys(
         list(vocabularies), payload, splits, learn=learn, advance=advance
@@ -122,22 +124,22 @@ def read_rows(
     places: tf.Tensor,
     asked: tf.Tensor,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Reads what `answer_keys` of all ranks answered.
+    """Reads the answers that `answer_keys` of all ranks sent to this rank.
 
     Args:
-        vocabularies: T of them.
-        keys: that `ask_keys` got.
-        list_vocabularies: that `ask_keys` got.
-        answers: uint8 `[A]`, in order of the ranks that answered.
-        splits: int64 `[world_size]`, its bytes.
-        positions, places, asked: of `ask_keys`.
+        vocabularies: handles of T vocabularies.
+        keys: the argument of `ask_keys`.
+        list_vocabularies: the argument of `ask_keys`.
+        answers: uint8 `[A]`, ordered by the rank that answered.
+        splits: int64 `[world_size]`, its bytes from every rank.
+        positions, places, asked: results of `ask_keys`.
 
     Returns:
         For every list the rows of its keys, int32 `[n]`, and for every
         vocabulary `resets`, int64 `[r]`, rows that have lost their keys.
 
     Raises:
-        tf.errors.FailedPreconditionError: a vocabulary is full.
+        tf.errors.FailedPreconditionError: if a vocabulary is full.
     """
     rows, resets = library().tfdist_read_rows(
         list(vocabularies),
@@ -160,7 +162,7 @@ def local_rows(
     learn: bool,
     advance: bool,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """What the three above do, where there is one rank."""
+    """Does the work of the three functions above, for a single rank."""
     rows, resets = library().tfdist_local_rows(
         list(vocabularies),
         list(keys),
@@ -172,16 +174,16 @@ def local_rows(
 
 
 def export_keys(handle: tf.Tensor) -> list[tf.Tensor]:
-    """The keys of the buckets that this rank owns.
+    """Returns the keys of the buckets that this rank owns.
 
     Args:
-        handle: of a vocabulary.
+        handle: the handle of a vocabulary.
 
     Returns:
-        `keys` int64 `[buckets, slots, words]`, of row
+        `keys` int64 `[buckets, slots, words]`, where a key has the row
         `1 + slot * all_buckets + bucket`; `counts` and `steps` int64
-        `[buckets, slots]`, a count of 0 where there is no key; and the same
-        three of candidates.
+        `[buckets, slots]`, where a count of 0 means that there is no key; and
+        the same three arrays of candidates.
     """
     return list(library().tfdist_export_keys(handle))
 
@@ -196,15 +198,15 @@ def import_keys(
     """Replaces the keys of a vocabulary.
 
     Args:
-        handle: of the vocabulary.
-        buckets: of all ranks.
-        hash_key: int64 `[2]`, that of the vocabulary the keys come from.
-        step: int64, how many it has learned from.
-        arrays: six, of `export_keys`; their slots may be fewer.
+        handle: the handle of the vocabulary.
+        buckets: number of buckets of all ranks.
+        hash_key: int64 `[2]`, the hash key of the vocabulary that was exported.
+        step: int64, the number of steps that it has learned from.
+        arrays: the six arrays of `export_keys`; they may have fewer slots.
 
     Raises:
-        tf.errors.InvalidArgumentError: they do not fit.
-        tf.errors.DataLossError: they are damaged.
+        tf.errors.InvalidArgumentError: if the arrays do not fit.
+        tf.errors.DataLossError: if the arrays are damaged.
     """
     return library().tfdist_import_keys(
         handle,
@@ -216,67 +218,69 @@ def import_keys(
 
 
 def vocabulary_counts(handle: tf.Tensor) -> tf.Tensor:
-    """Figures of this rank's keys.
+    """Returns counts of this rank's keys.
 
     Args:
-        handle: of a vocabulary.
+        handle: the handle of a vocabulary.
 
     Returns:
-        int64 `[9]`: rows in use, candidates; keys admitted, evicted and
-        expired since the start; steps; buckets of all ranks; the hash key.
+        int64 `[9]`: rows in use; candidates; keys admitted, evicted and
+        expired since the start; steps; buckets of all ranks; the hash key,
+        which has two elements.
     """
     return library().tfdist_vocabulary_counts(handle)
 
 
 def take_resets(handle: tf.Tensor) -> tf.Tensor:
-    """Rows that have lost their keys since the last call, int64 `[r]`.
+    """Returns rows that lost their keys since the last call, int64 `[r]`.
 
     Args:
-        handle: of a vocabulary.
+        handle: the handle of a vocabulary.
     """
     return library().tfdist_take_resets(handle)
 
 
 def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
-    """Keeps texts of keys on this rank, until their rows are other keys'.
+    """Stores texts of keys on this rank, until their rows get other keys.
 
     Args:
-        handle: of a vocabulary.
-        rows: int32 `[n]`, of the whole table. Nothing is kept of those below
-            1, nor of those of which a text is kept, or was shortened.
+        handle: the handle of a vocabulary.
+        rows: int32 `[n]`, rows of the entire table. Rows below 1 are ignored,
+            and rows whose text is stored already or was shortened.
         texts: string `[n]`.
     """
     return library().tfdist_keep_texts(handle, rows, texts)
 
 
 def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
-    """Remembers that texts are kept on other ranks.
+    """Replaces texts by a mark that other ranks store them.
 
     Args:
-        handle: of a vocabulary.
-        rows: int32 `[n]`, of the whole table.
+        handle: the handle of a vocabulary.
+        rows: int32 `[n]`, rows of the entire table.
     """
     return library().tfdist_shorten_texts(handle, rows)
 
 
 def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The texts that are kept on this rank.
+    """Returns the texts that are stored on this rank.
 
     Args:
-        handle: of a vocabulary.
+        handle: the handle of a vocabulary.
 
     Returns:
-        Rows int32 `[n]`, in order, and their texts, string `[n]`.
+        The rows in ascending order, int32 `[n]`, and their texts, string `[n]`.
     """
     rows, texts = library().tfdist_kept_texts(handle)
     return rows, texts
 
 
 def fingerprints(texts: tf.Tensor) -> tf.Tensor:
-    """Fingerprints of strings, the same in every process and for ever.
+    """Returns fingerprints of strings, which are equal in every process.
 
-    Of 127 bits: FarmHash, and SipHash with a fixed key, of which TensorFlow
-    gives 63. Of 10^9 strings two are alike with a probability below 10^-20.
+    A fingerprint has 127 bits: 64 of FarmHash, and the 63 that TensorFlow
+    returns of SipHash with a fixed key. Among 10^9 strings, two have the same
+    fingerprint with a probability below 10^-20.
 
     Args:
         texts: string `[n]`.
