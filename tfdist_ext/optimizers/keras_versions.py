@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the optimizers of Keras 3 and of tf_keras differ."""
+"""Differences between the optimizers of Keras 3 and of tf_keras."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist_ext.optimizers.row_gradients import clip_gradients
 
 
 def has_kernel(variable: Any) -> bool:
-    """Whether the ops can update a variable.
+    """Whether the fused ops can update a variable.
 
     Args:
-        variable: of TensorFlow or Keras.
+        variable: a TensorFlow or Keras variable.
 
     Returns:
-        True for float32 or bfloat16 `[n, dim]` on a CPU, and on a GPU if the
-        library has kernels for it.
+        True for float32 or bfloat16 `[n, dim]` on a CPU, or on a GPU if the
+        library has GPU kernels.
     """
     on_gpu = "GPU" in (getattr(variable, "device", "") or "")
     return (
@@ -34,25 +34,25 @@ def has_kernel(variable: Any) -> bool:
 
 
 def is_bfloat16_table(variable: Any) -> bool:
-    """Whether a variable is narrower than its slots, which stay float32.
+    """Whether a variable is a bfloat16 table, whose slots are float32.
 
-    A step adds to a slot less than bfloat16 can tell from nothing.
+    In bfloat16, a slot would lose the small amounts that each step adds to it.
 
     Args:
-        variable: of TensorFlow or Keras.
+        variable: a TensorFlow or Keras variable.
 
     Returns:
-        True for bfloat16 `[n, dim]` where `has_kernel` is.
+        True for bfloat16 `[n, dim]` for which `has_kernel` is true.
     """
     return has_kernel(variable) and tf.as_dtype(variable.dtype) == tf.bfloat16
 
 
-# Stands for the Keras optimizer that follows in the order of the bases.
+# Stands for the Keras optimizer, the next base class of every optimizer.
 _Optimizer: Any = object
 
 
 class _Keras3Differences(_Optimizer):
-    """Hooks of `keras.optimizers.Optimizer`."""
+    """Methods that override those of `keras.optimizers.Optimizer`."""
 
     def _index_of(self, variable: Any) -> int:
         return self._get_variable_index(variable)
@@ -68,15 +68,20 @@ class _Keras3Differences(_Optimizer):
         name: Any = None,
         initializer: Any = "zeros",
     ) -> Any:
-        """Adds a slot, made in place: it may be as large as the table.
+        """Adds a slot, which is initialized without a temporary copy.
 
-        Tables with an optimizer for themselves have no slot here.
+        Tables with an optimizer of their own have no slot here.
+
+        Args:
+            reference_variable: the variable that the slot belongs to.
+            name: the name of the slot.
+            initializer: a Keras initializer or its name.
         """
         if self._hands_on(reference_variable):
             return None
         value = getattr(initializer, "value", None)
         if isinstance(value, float | int):
-            # Keras's own makes ones first, then their product with the value.
+            # Keras would make ones first, and then multiply them by the value.
             def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
                 return tf.fill(shape, tf.cast(value, dtype))
 
@@ -96,7 +101,7 @@ class _Keras3Differences(_Optimizer):
     def _add_slot(
         self, variable: Any, name: str, value: float, per_row: bool
     ) -> Any:
-        """Adds a slot like a variable, or with one value per row of it."""
+        """Adds a slot of a variable's shape, or with one value per row."""
         if self._hands_on(variable):
             return None
         initializer = tf.keras.initializers.Constant(value)
@@ -138,7 +143,7 @@ class _Keras3Differences(_Optimizer):
     def _overwrite_model_variables_with_average_value(
         self, trainable_variables: Sequence[Any]
     ) -> None:
-        """Overwrites all but tables with an optimizer for themselves."""
+        """Overwrites variables except tables with an optimizer of their own."""
         for variable, average in zip(
             trainable_variables,
             self._model_variables_moving_average,
@@ -152,11 +157,11 @@ class _Keras3Differences(_Optimizer):
                 )
 
     def rate_argument(self) -> tuple[Any, ...]:
-        """The learning rate, as `update_step` takes it."""
+        """Returns the learning rate as an argument of `update_step`."""
         return (self._get_current_learning_rate(),)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
-        # Keras would clip here, before the sum over the ranks.
+        # Keras would clip here, which is before the sum over the ranks.
         return grads
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
@@ -177,7 +182,7 @@ def _slot_dtype(variable: Any) -> Any:
 
 
 class _Unscalable(tf.IndexedSlices):
-    """IndexedSlices that Keras can divide by the loss scale."""
+    """IndexedSlices that support Keras's division by the loss scale."""
 
     @classmethod
     def of(cls, slices: tf.IndexedSlices) -> _Unscalable:
@@ -190,11 +195,11 @@ class _Unscalable(tf.IndexedSlices):
 
 
 class _LegacyDifferences(_Optimizer):
-    """Hooks of `tf_keras.optimizers.Optimizer`."""
+    """Methods that override those of `tf_keras.optimizers.Optimizer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # XLA has no kernel for a row update.
+        # XLA has no kernels for row updates.
         self.jit_compile = False
 
     def _index_of(self, variable: Any) -> int:
@@ -206,7 +211,7 @@ class _LegacyDifferences(_Optimizer):
     def _add_slot(
         self, variable: Any, name: str, value: float, per_row: bool
     ) -> Any:
-        """Adds a slot like a variable, or with one value per row of it."""
+        """Adds a slot of a variable's shape, or with one value per row."""
         if self._hands_on(variable):
             return None
         shape = variable.shape[:1] if per_row else variable.shape
@@ -225,9 +230,15 @@ class _LegacyDifferences(_Optimizer):
         shape: Any = None,
         initial_value: Any = None,
     ) -> Any:
-        """Adds a slot, of dtype float32 for a table of bfloat16.
+        """Adds a slot, in float32 if the table is bfloat16.
 
-        Tables with an optimizer for themselves have no slot here.
+        Tables with an optimizer of their own have no slot here.
+
+        Args:
+            model_variable: the variable that the slot belongs to.
+            variable_name: the name of the slot.
+            shape: the shape of the slot; None for the variable's shape.
+            initial_value: the initial value; None for zeros.
         """
         if self._hands_on(model_variable):
             return None
@@ -265,15 +276,15 @@ class _LegacyDifferences(_Optimizer):
         return result
 
     def rate_argument(self) -> tuple[Any, ...]:
-        """Nothing: `update_step` reads the learning rate itself."""
+        """Returns no argument: `update_step` reads the learning rate itself."""
         return ()
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
-        # Clipped below, where each gradient comes with its variable.
+        # `_internal_apply_gradients` clips, because it knows the variables.
         return grads
 
     def _deduplicate_sparse_grad(self, grads: Sequence[Any]) -> Sequence[Any]:
-        # The update does that.
+        # The row update sums duplicate rows.
         return grads
 
     def _internal_apply_gradients(self, grads_and_vars: Any) -> Any:

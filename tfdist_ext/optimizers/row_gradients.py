@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of partitioned tables: repeated rows and clipping."""
+"""Gradients of partitioned tables: duplicate and repeated rows, clipping."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tfdist_ext.tables.placement import ShardSpec
 
 
 def without_duplicates(grad: Any) -> Any:
-    """Sums the values of equal rows, whose squares would be wrong alone.
+    """Sums the values of duplicate rows, so that only sums are squared.
 
     A tape concatenates the gradients of a layer that was called twice.
 
     Args:
-        grad: IndexedSlices, or anything convertible to a tensor.
+        grad: IndexedSlices, or a value that can be converted to a tensor.
 
     Returns:
-        IndexedSlices with every index once and the very `dense_shape` of
-        `grad`, which carries the mark of a shard's gradient; or a tensor.
+        IndexedSlices with unique indices, or a tensor. The `dense_shape` is
+        the same tensor as that of `grad`, because it carries the mark of a
+        shard's gradient.
     """
     if not isinstance(grad, tf.IndexedSlices):
         return tf.convert_to_tensor(grad)
@@ -55,13 +56,13 @@ def clip_gradients(
     Args:
         grads_and_vars: pairs of a gradient (tensor, IndexedSlices or None),
             summed over the ranks, and its variable.
-        clipnorm: largest norm of each gradient.
-        global_clipnorm: largest norm of all gradients together.
-        clipvalue: largest absolute value of an element.
+        clipnorm: the largest norm of each gradient.
+        global_clipnorm: the largest norm of all gradients as one vector.
+        clipvalue: the largest absolute value of an element.
 
     Returns:
-        The pairs with clipped gradients; IndexedSlices keep their
-        `dense_shape` and have each row once.
+        The pairs with clipped gradients. IndexedSlices have the same
+        `dense_shape`, and unique rows.
     """
     pairs = list(grads_and_vars)
     if not (clipnorm or global_clipnorm or clipvalue):
@@ -88,7 +89,7 @@ def clip_gradients(
 def _global_factor(square_norms: Sequence[tf.Tensor], limit: Any) -> tf.Tensor:
     norm = tf.sqrt(tf.add_n(square_norms))
     factor = limit * tf.minimum(1 / norm, 1 / limit)
-    # NaN for a norm that is not finite, as Keras: 0 * inf would hide it.
+    # NaN if the norm is not finite, as in Keras. Otherwise 0 * inf hides it.
     return factor + (norm - norm)
 
 
@@ -103,12 +104,12 @@ def _clip_values(grad: Any, limit: Any) -> Any:
 def _map(fn: Any, grad: Any) -> Any:
     if not isinstance(grad, tf.IndexedSlices):
         return fn(grad)
-    # The very dense_shape tensor: it carries the mark of a shard's gradient.
+    # The same `dense_shape` tensor, which carries the mark of the gradient.
     return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
 
 
 def _square_norm(grad: Any) -> tf.Tensor:
-    """Sums the squares of this rank's part."""
+    """Returns the sum of squares of this rank's part."""
     values = tf.cast(getattr(grad, "values", grad), tf.float32)
     return tf.reduce_sum(tf.square(values))
 
@@ -116,18 +117,18 @@ def _square_norm(grad: Any) -> tf.Tensor:
 def square_norms(
     grads: Sequence[Any], specs: Sequence[ShardSpec | None]
 ) -> list[tf.Tensor]:
-    """Sums of squares of whole gradients, bitwise equal on all ranks.
+    """Returns sums of squares of entire gradients, bitwise equal on all ranks.
 
     Args:
-        grads: tensors, or IndexedSlices in which each row occurs once.
-        specs: of the shard that each is the gradient of, None for no shard.
+        grads: tensors, or IndexedSlices with unique rows.
+        specs: the spec of the shard of each gradient, None for other variables.
     """
     local = [_square_norm(grad) for grad in grads]
     if not any(spec is not None and spec.partitioned for spec in specs):
         return local
-    # Dense gradients are equal on all ranks, but a sum of squares depends on
-    # the number of threads that made it. Their mean over the ranks does not,
-    # and keeps dense weights bitwise equal. The 1 counts the ranks.
+    # Dense gradients are equal on all ranks, but their sums of squares are not:
+    # they depend on the number of threads. The mean over the ranks is bitwise
+    # equal, and so are dense weights. The 1 counts the ranks.
     totals = tf.unstack(
         sum_over_ranks(tf.stack([tf.ones([]), *local]), "gradient norms"),
         num=1 + len(local),
@@ -141,9 +142,9 @@ def square_norms(
 def sum_repeated_rows(
     original: Any, optimizer: Any, grads: Sequence[Any], *args: Any, **kw: Any
 ) -> Any:
-    """Sums what several calls give to a row, as several ranks do.
+    """Sums the gradients of several calls for a row, as several ranks do.
 
-    A tape concatenates the gradients, and Keras 3 would square each.
+    A tape concatenates them, and Keras 3 would square each of them.
     """
     return original(optimizer, list(map(_summed, grads)), *args, **kw)
 
@@ -151,10 +152,10 @@ def sum_repeated_rows(
 def _summed(grad: Any) -> Any:
     if not (isinstance(grad, tf.IndexedSlices) and marks.is_unique(grad)):
         return grad
-    if marks.gradient_spec(grad) is not None:  # of a shard: summed with others
+    if marks.gradient_spec(grad) is not None:  # a shard's rows are summed later
         return grad
     if tf.is_symbolic_tensor(grad.indices):
-        # Of one call, every row is there once.
+        # The gradient of a single call has unique rows.
         calls = grad.indices.op.type.startswith("Concat")
         return without_duplicates(grad) if calls else grad
     return without_duplicates(grad)

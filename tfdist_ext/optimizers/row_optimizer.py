@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the optimizers: sparse gradients go to a fused op."""
+"""The base class of optimizers with fused ops for sparse gradients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ keras = tf.keras
 
 
 def limit_row_norms(variable: Any, max_norm: float) -> None:
-    """Says how long the rows of a table may be.
+    """Limits the norms of a table's rows.
 
-    From now on optimizers that would not heed it are refused.
+    From now on, an optimizer that would ignore the limit raises an error.
 
     Args:
-        variable: the table, of TensorFlow or Keras.
+        variable: the table, a TensorFlow or Keras variable.
         max_norm: the largest Euclidean norm.
     """
     marks.set_max_norm(variable, max_norm)
@@ -41,17 +41,17 @@ def limit_row_norms(variable: Any, max_norm: float) -> None:
 def clip_row_norms(
     variable: tf.Variable, rows: tf.Tensor, max_norm: float, seed: Any
 ) -> None:
-    """Scales rows that are longer down to a norm.
+    """Scales rows whose norm exceeds a limit down to that limit.
 
-    Where the columns of a row are on several ranks, their squares are summed
-    over these, which costs one exchange of a value per row.
+    If several ranks hold columns of a row, its sum of squares is computed over
+    these ranks. This takes one exchange of one value per row.
 
     Args:
         variable: the table or this rank's part of it, `[num_rows, dim]`.
-        rows: int64 `[n]`, local rows, each once, on all ranks of a row in the
-            same order.
+        rows: int64 `[n]`, local rows, each once. Ranks that hold columns of
+            the same rows must give them in the same order.
         max_norm: the largest Euclidean norm.
-        seed: for rounding to bfloat16 at random, or None.
+        seed: the seed of stochastic rounding to bfloat16, or None.
     """
     spec = marks.shard_spec(variable)
     whole_rows = spec is None or spec.column_parts == 1
@@ -95,8 +95,8 @@ def refuse_norms_at_apply(
 
 
 def _refuse(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Refuses an optimizer that would let rows of some table grow."""
-    # That of a loss scale hands all on to another.
+    """Refuses an optimizer that would ignore the norm limit of a table."""
+    # A loss scale optimizer passes everything on to its inner optimizer.
     inner = hasattr(optimizer, "inner_optimizer")
     if inner or marks.does_work_over_ranks(optimizer):
         return
@@ -112,24 +112,24 @@ def _refuse(optimizer: Any, variables: Sequence[Any]) -> None:
             )
 
 
-# Of the update (0), of weight decay (1) and of the limit to the norm (2).
+# The update (0), weight decay (1) and the limit of norms (2) need a seed each.
 _SEEDS_OF_STEP = 3
 
 
 @marks.works_over_ranks
 class RowOptimizer(KerasDifferences):
-    """Mix-in in front of a Keras optimizer.
+    """Mix-in class that precedes a Keras optimizer in the order of bases.
 
-    A gradient in IndexedSlices updates its rows and their slots in place, in
-    one op, whether the variable is a shard or an ordinary table. Rows that
-    occur several times are updated once with the sum of their gradients.
-    Every other gradient takes Keras's own way.
+    If a gradient is an IndexedSlices, one op updates its rows and their slots
+    in place. This applies to shards and to ordinary variables. Duplicate rows
+    are updated once, with the sum of their gradients. Keras's own code applies
+    all other gradients.
 
-    Clipping happens after the sum over the ranks, with norms of whole
-    variables: the result is that of one process with the global batch.
+    Gradients are clipped after the sum over the ranks, by norms of entire
+    variables. The result is that of one process with the global batch.
 
-    Tables may be bfloat16: their slots are float32, a row is computed in
-    float32, and its weights are rounded at random, up or down such that the
+    Tables may be bfloat16. Their slots are float32, and a row is computed in
+    float32. Its weights are then rounded up or down at random, such that the
     expectation is exact. `stochastic_rounding=False` rounds to nearest, which
     loses changes below 1/512 of a weight.
 
@@ -156,7 +156,7 @@ class RowOptimizer(KerasDifferences):
         super().build(variables)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
-        """Refuses bad options; builds the optimizers that tables bring."""
+        """Refuses bad options, and builds the optimizers of single tables."""
         if any(shard_spec(variable) is not None for variable in variables):
             check_supported(self)
         for variable in variables:
@@ -177,7 +177,7 @@ class RowOptimizer(KerasDifferences):
             if self._hands_on(variable):
                 own = own_optimizer(variable)
                 tables.setdefault(id(own), (own, []))[1].append(variable)
-        # An attribute that Keras tracks: it saves what they hold.
+        # Keras tracks this attribute, and saves the optimizers' variables.
         self.table_optimizers = [own for own, _ in tables.values()]
         for own, mine in tables.values():
             self._refuse_beside(own)
@@ -185,7 +185,7 @@ class RowOptimizer(KerasDifferences):
             own._require_known(mine)
 
     def _refuse_beside(self, own: Any) -> None:
-        """Refuses options that need every variable's slots to be here."""
+        """Refuses options that need the slots of every variable here."""
         refused = {"gradient_accumulation_steps": True, "use_ema": not KERAS_3}
         for option, wrong in refused.items():
             if wrong and getattr(self, option, None):
@@ -213,13 +213,13 @@ class RowOptimizer(KerasDifferences):
     def update_step(
         self, gradient: Any, variable: Any, *learning_rate: Any
     ) -> None:
-        """Updates one variable (Keras 3 passes the learning rate).
+        """Updates one variable.
 
         Args:
             gradient: tensor or IndexedSlices.
-            variable: the variable, in a strategy this replica's component.
-            *learning_rate: the learning rate under Keras 3, nothing under
-                tf_keras.
+            variable: the variable; under a strategy, the component of this
+                replica.
+            *learning_rate: the learning rate in Keras 3, nothing in tf_keras.
         """
         if self._hands_on(variable):
             own = own_optimizer(variable)
@@ -239,7 +239,7 @@ class RowOptimizer(KerasDifferences):
         )
 
     def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
-        """The rows that an update may change, int64, ascending."""
+        """Returns the rows that an update may change, int64, ascending."""
         if isinstance(gradient, tf.IndexedSlices):
             return tf.cast(gradient.indices, tf.int64)
         return tf.range(variable.shape[0], dtype=tf.int64)
@@ -247,7 +247,7 @@ class RowOptimizer(KerasDifferences):
     def _update_one(
         self, gradient: Any, variable: Any, *learning_rate: Any
     ) -> None:
-        """Updates a variable that has no optimizer for itself."""
+        """Updates a variable that has no optimizer of its own."""
         if is_bfloat16_table(variable):
             gradient = _as_slices(gradient)
         if not isinstance(gradient, tf.IndexedSlices):
@@ -278,18 +278,22 @@ class RowOptimizer(KerasDifferences):
         raise NotImplementedError
 
     def _note_slot(self, variable: Any, slot: Any, value: float) -> Any:
-        """Says what a slot begins with, where rows may get other keys."""
+        """Stores a slot's initial value, if rows may get other keys."""
         keys = marks.keys_of(variable)
         if keys is not None and slot is not None:
             keys.adopt_slot(self._native(slot), float(value))
         return slot
 
     def rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
-        """Another seed per step, variable, rank and use within a step.
+        """Returns a seed for each step, variable, rank and use.
 
         Args:
-            variable: that is rounded.
-            use: below `_SEEDS_OF_STEP`.
+            variable: the variable whose values are rounded.
+            use: a number below `_SEEDS_OF_STEP`, different for each use within
+                a step.
+
+        Returns:
+            int64 scalar; None if the variable is not rounded stochastically.
         """
         if not (self.stochastic_rounding and is_bfloat16_table(variable)):
             return None
@@ -303,7 +307,7 @@ class RowOptimizer(KerasDifferences):
         return slots[self._index_of(variable)]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """Decays whole variables, tables in place instead of by a copy."""
+        """Decays entire variables; tables are updated in place, not copied."""
         if not self.weight_decay:
             return
         tf.__internal__.distribute.interim.maybe_merge_call(
@@ -331,7 +335,7 @@ class RowOptimizer(KerasDifferences):
 
 
 def _as_slices(gradient: Any) -> tf.IndexedSlices:
-    """A dense gradient as that of all rows."""
+    """Returns a dense gradient as IndexedSlices of all rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient
     gradient = tf.convert_to_tensor(gradient)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers whose row updates are one op; the rate of a larger batch."""
+"""Optimizers with fused row updates, and learning rates of larger batches."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from tfdist_ext.optimizers.row_optimizer import RowOptimizer
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class SGD(RowOptimizer, tf.keras.optimizers.SGD):
-    """Keras's SGD, fused and in place for sparse gradients.
+    """Keras's SGD, with fused in-place updates for sparse gradients.
 
     Takes the arguments of `keras.optimizers.SGD`, with the same defaults.
 
-    Without momentum the result is Keras's. With momentum, updates of tables
-    are lazy: a row moves, and its momentum decays, in the steps that look it
-    up. Keras's own SGD lets every row of the table glide on in every step; it
-    trains partitioned tables too, at the cost of a pass over the shard.
+    Without momentum the result is that of Keras. With momentum, updates of
+    tables are lazy: a row moves, and its momentum decays, only in steps that
+    look it up. Keras's own SGD moves every row of the table in every step. It
+    can train partitioned tables too, but each step passes over the shard.
 
     Args:
-        *args: of `keras.optimizers.SGD`, by position.
+        *args: positional arguments of `keras.optimizers.SGD`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
-        **kwargs: of `keras.optimizers.SGD`, by name.
+        **kwargs: keyword arguments of `keras.optimizers.SGD`.
     """
 
     def build(self, variables: Sequence[Any]) -> None:
         if KERAS_3 or self.momentum:
             super().build(variables)
         elif not getattr(self, "_built", False):
-            # tf_keras would add momentums that it multiplies by zero.
+            # Without this, tf_keras adds momentums and multiplies them by zero.
             self._prepare(variables)
             super(tf.keras.optimizers.SGD, self).build(variables)
             self.momentums = [None] * len(variables)
@@ -78,25 +78,25 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
-    """Keras's Adagrad, fused and in place for sparse gradients.
+    """Keras's Adagrad, with fused in-place updates for sparse gradients.
 
-    Takes the arguments of `keras.optimizers.Adagrad`, with the same defaults,
-    and gives the same result: a row without a gradient does not change in
+    Takes the arguments of `keras.optimizers.Adagrad`, with the same defaults.
+    The result is that of Keras, where a row without a gradient does not change
     either.
 
     Args:
-        *args: of `keras.optimizers.Adagrad`, by position.
+        *args: positional arguments of `keras.optimizers.Adagrad`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
-        **kwargs: of `keras.optimizers.Adagrad`, by name.
+        **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
     def build(self, variables: Sequence[Any]) -> None:
         if getattr(self, "_built", False):
             return
-        # Older Keras 3 does not say which variable a slot belongs to, and
-        # the slot of a shard must be a shard; tf_keras rounds the initial
-        # value to the dtype of the variable.
+        # This skips Keras's `build`. The slot of a shard must be a shard, but
+        # older versions of Keras 3 do not pass the slot's variable. tf_keras
+        # rounds the initial value to the dtype of the variable.
         self._prepare(variables)
         super(tf.keras.optimizers.Adagrad, self).build(variables)
         self._accumulators = [
@@ -127,24 +127,24 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class Adam(RowOptimizer, tf.keras.optimizers.Adam):
-    """Keras's Adam; fused and in place for sparse gradients.
+    """Keras's Adam, with fused in-place updates for sparse gradients.
 
     Takes the arguments of `keras.optimizers.Adam`, with the same defaults,
-    and `lazy`. Dense gradients get Keras's Adam. In a table, with
+    and `lazy`. Dense gradients are applied by Keras's Adam. For a table:
 
-    - `lazy=True`, a step updates the moments and the weights of the rows it
-      looked up and nothing else; the bias correction counts all steps.
-    - `lazy=False`, the result is that of Keras's own Adam, which decays the
-      moments of every row and moves every row in every step. That takes one
-      pass over the shard and its slots in every step, without a copy; Keras's
-      own takes several, with copies.
+    - `lazy=True` updates only the moments and the weights of the rows that the
+      step has looked up; the bias correction counts all steps.
+    - `lazy=False` gives the result of Keras's own Adam, which decays the
+      moments of every row, and moves every row, in every step. Each step makes
+      one pass over the shard and its slots, without copies. Keras's own Adam
+      makes several passes, with copies.
 
-    The two are equal if every step looks up every row.
+    Both give the same result if every step looks up every row.
 
     Args:
-        *args: of `keras.optimizers.Adam`, by position.
-        lazy: whether a step leaves the rows alone that it has not looked up.
-        **kwargs: of `keras.optimizers.Adam`, by name, and
+        *args: positional arguments of `keras.optimizers.Adam`.
+        lazy: whether a step leaves rows unchanged that it has not looked up.
+        **kwargs: keyword arguments of `keras.optimizers.Adam`, and
             `stochastic_rounding`, see `SGD`.
     """
 
@@ -197,30 +197,30 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
-    """Keras's Ftrl; lazy, fused and in place for sparse gradients.
+    """Keras's Ftrl, with lazy, fused in-place updates for sparse gradients.
 
     Takes the arguments of `keras.optimizers.Ftrl`, with the same defaults. A
-    learning_rate_power of -0.5, the default, is faster than others.
+    learning_rate_power of -0.5, the default, is faster than other values.
 
-    Dense gradients get Keras's Ftrl. In a table, a step updates the rows it
-    looked up and nothing else. The result is Keras's where a row without a
-    gradient does not change in Keras either: with a table that starts at
-    zero, a constant learning rate, and no l2_shrinkage. Otherwise Keras
-    recomputes every weight in every step: its first step sets every row
-    without a gradient to zero whatever the initial weights, and a changed
+    Dense gradients are applied by Keras's Ftrl. In a table, a step updates only
+    the rows that it has looked up. The result is that of Keras if a row without
+    a gradient does not change in Keras either. This requires a table that
+    starts at zero, a constant learning rate, and no l2_shrinkage. Otherwise
+    Keras recomputes every weight in every step. Its first step sets every row
+    without a gradient to zero, whatever the initial weights, and a changed
     learning rate moves all rows at once.
 
     Args:
-        *args: of `keras.optimizers.Ftrl`, by position.
+        *args: positional arguments of `keras.optimizers.Ftrl`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
-        **kwargs: of `keras.optimizers.Ftrl`, by name.
+        **kwargs: keyword arguments of `keras.optimizers.Ftrl`.
     """
 
     def build(self, variables: Sequence[Any]) -> None:
         if getattr(self, "_built", False):
             return
-        # Past Ftrl's own build for the reasons of Adagrad's.
+        # This skips Keras's `build`, for the reasons given in `Adagrad.build`.
         self._prepare(variables)
         super(tf.keras.optimizers.Ftrl, self).build(variables)
         self._accumulators, self._linears = [], []
@@ -261,7 +261,7 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
-    """Adagrad that keeps one accumulator per row of a matrix.
+    """Adagrad with one accumulator per row of a matrix.
 
     A table `[rows, dim]` needs a slot of `rows` values instead of
     `rows * dim`. In each step, for every row r with gradient g:
@@ -269,26 +269,27 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         a[r] += mean(g ** 2)
         w[r] -= learning_rate * g / sqrt(a[r] + epsilon)
 
-    The accumulator is FBGEMM's, the place of epsilon Keras's. Matrices with
-    dense gradients follow the same rule, a row being an index of axis 0;
-    variables of any other rank (biases) follow ordinary Adagrad. Takes the
-    arguments of `keras.optimizers.Adagrad`, with the same defaults.
+    The accumulator is that of FBGEMM, and epsilon is in the same place as in
+    Keras. Matrices with dense gradients follow the same rule, where a row is an
+    index of axis 0. Variables with another number of dimensions, such as
+    biases, follow ordinary Adagrad. Takes the arguments of
+    `keras.optimizers.Adagrad`, with the same defaults.
 
-    Where the columns of a table are spread over the ranks, the mean is over
-    all of them and costs one exchange of a value per touched row.
+    If several ranks hold columns of a row, the mean is over all columns. This
+    takes one exchange of one value per touched row.
 
     Args:
-        *args: of `keras.optimizers.Adagrad`, by position.
+        *args: positional arguments of `keras.optimizers.Adagrad`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
-        **kwargs: of `keras.optimizers.Adagrad`, by name.
+        **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
     def build(self, variables: Sequence[Any]) -> None:
         if getattr(self, "_built", False):
             return
         self._prepare(variables)
-        # Past Adagrad's own build, which would add full accumulators.
+        # This skips Keras's `build`, which would add accumulators of full size.
         super(tf.keras.optimizers.Adagrad, self).build(variables)
         self._accumulators = [
             self._add_slot(
@@ -346,7 +347,7 @@ def _has_part_of_rows(variable: tf.Variable) -> bool:
 
 
 def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
-    """Means over whole rows of squared gradients, `[n]` of `[n, dim]`."""
+    """Returns means of squared gradients over all columns; `[n]`."""
     spec = shard_spec(variable)
     if spec is None or spec.column_parts == 1:
         return tf.reduce_mean(tf.square(grads), axis=1)
@@ -360,7 +361,7 @@ _KINDS = {
     kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, Ftrl)
 }
 
-# What only the model's optimizer does, for all tables.
+# Options that apply to all tables and belong to the model's optimizer only.
 _OF_THE_MODEL = (
     "clipnorm",
     "global_clipnorm",
@@ -373,15 +374,16 @@ _OF_THE_MODEL = (
 
 
 def as_row_optimizer(optimizer: Any, table: str) -> Any:
-    """The optimizer of this package that a table's `optimizer` stands for.
+    """Converts a table's `optimizer` to an optimizer of this package.
 
     Args:
         optimizer: one of `tfdist_ext.optimizers`, a Keras optimizer of the
-            same name, its name, or its serialised form.
-        table: for errors.
+            same name, its name, or its serialized form.
+        table: the table's name, for errors.
 
     Raises:
-        ValueError: for any other, or an option that is of the model's only.
+        ValueError: if `optimizer` is another one, or has an option that only
+            the model's optimizer may have.
     """
     found = _row_optimizer(optimizer, table)
     for option in _OF_THE_MODEL:
@@ -396,7 +398,7 @@ def as_row_optimizer(optimizer: Any, table: str) -> Any:
 
 
 def _row_optimizer(optimizer: Any, table: str) -> Any:
-    if isinstance(optimizer, dict):  # of a config of keras-rs
+    if isinstance(optimizer, dict):  # in a config of keras-rs
         optimizer = tf.keras.utils.deserialize_keras_object(optimizer)
     if isinstance(optimizer, RowOptimizer):
         return optimizer
@@ -416,13 +418,14 @@ def _row_optimizer(optimizer: Any, table: str) -> Any:
 
 
 def attach_optimizer(variable: Any, optimizer: Any) -> None:
-    """Lets an optimizer update this table, whatever the model's is.
+    """Sets the optimizer of one table, instead of the model's.
 
-    The model's must be one of this package: it hands the gradient on.
+    The model's optimizer must be one of this package, because it passes the
+    gradient on.
 
     Args:
-        variable: the table, of TensorFlow or Keras.
-        optimizer: from `as_row_optimizer`.
+        variable: the table, a TensorFlow or Keras variable.
+        optimizer: the result of `as_row_optimizer`.
     """
     marks.set_own_optimizer(variable, optimizer)
 
@@ -439,11 +442,11 @@ def scaled_rate(
     rule: str = "linear",
     warmup_steps: int = 0,
 ) -> Any:
-    """Learning rate for a global batch, from that of another one.
+    """Returns a learning rate for another global batch size.
 
-    More ranks with as many samples each make a larger global batch, and fewer
-    steps of an epoch. "linear" suits SGD, "sqrt" Adagrad and Adam, which
-    divide by the root of summed squares.
+    More ranks, with the same number of samples each, make a larger global batch
+    and fewer steps per epoch. "linear" suits SGD. "sqrt" suits Adagrad and
+    Adam, which divide by the root of summed squares.
 
     >>> scaled_rate(0.1, reference_batch=1024, batch=8192)
     0.8
@@ -451,20 +454,20 @@ def scaled_rate(
     0.2
 
     Args:
-        base: rate that trains well with `reference_batch`.
-        reference_batch: samples of a step with which it does.
-        batch: samples of a step of all ranks together.
+        base: a learning rate that trains well with `reference_batch`.
+        reference_batch: samples per step for which `base` is right.
+        batch: samples per step of all ranks.
         rule: "linear" multiplies by `batch / reference_batch`, "sqrt" by its
             square root.
-        warmup_steps: steps in which the rate goes from `base` to its value,
-            in even parts.
+        warmup_steps: the number of steps in which the rate changes linearly
+            from `base` to the result.
 
     Returns:
         A float; with `warmup_steps` a Keras `LearningRateSchedule`, which
-        gives float32 scalars.
+        returns float32 scalars.
 
     Raises:
-        ValueError: for an unknown rule, and numbers that are not positive.
+        ValueError: if the rule is not known, or a number is not positive.
     """
     for name, value in (
         ("base", base),
@@ -492,12 +495,12 @@ _Schedule: Any = keras.optimizers.schedules.LearningRateSchedule
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
 class WarmUp(_Schedule):
-    """Goes from one rate to another, then stays there.
+    """A schedule that changes the rate linearly, and then keeps it constant.
 
     Args:
-        first: rate of step 0.
-        last: rate from step `steps` on.
-        steps: in which it changes, in even parts.
+        first: the rate of step 0.
+        last: the rate from step `steps` on.
+        steps: the number of steps in which the rate changes.
     """
 
     def __init__(self, first: float, last: float, steps: int) -> None:
@@ -509,7 +512,7 @@ class WarmUp(_Schedule):
         return self.first + (self.last - self.first) * tf.minimum(done, 1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments to make the schedule again."""
+        """Returns the arguments that create this schedule again."""
         return {"first": self.first, "last": self.last, "steps": self.steps}
 
 

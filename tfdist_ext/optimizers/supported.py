@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizers and options are right for partitioned tables."""
+"""Checks of optimizers and their options for partitioned tables."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _CLASSES = tuple(
     for name in _NAMES
     if hasattr(keras.optimizers, name)
 )
-# What a subclass may override without a change of what an update does.
+# Methods that a subclass may override without changing the update.
 _HARMLESS = {"build", "get_config", "from_config"}
 
 Optimizer = TypeVar("Optimizer", bound=type)
 
 
 def element_wise(optimizer: Optimizer) -> Optimizer:
-    """Says that an optimizer updates every element of a variable by itself.
+    """Declares that an optimizer updates every element independently.
 
-    What it adds to an element may depend on the element's own gradient,
-    value and slots, the learning rate and the step, but not on other
-    elements, as a norm of the variable does. It may then train partitioned
-    tables, of which each rank holds a part. Keras's own optimizers of this
-    kind are known.
+    The update of an element may depend on the element's own gradient, value
+    and slots, on the learning rate and on the step. It must not depend on other
+    elements, as the norm of a variable does. Such an optimizer may train
+    partitioned tables, of which each rank holds a part. Keras's own optimizers
+    of this kind need no declaration.
 
         @tfdist_ext.optimizers.element_wise
         class SignSGD(keras.optimizers.Optimizer):
@@ -52,14 +52,14 @@ def element_wise(optimizer: Optimizer) -> Optimizer:
                 self.assign_sub(variable, learning_rate * tf.sign(gradient))
 
     Args:
-        optimizer: a class, of either Keras. Subclasses that override how it
-            updates are to say so again.
+        optimizer: an optimizer class of Keras 3 or tf_keras. Subclasses that
+            override the update must be declared again.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: if it is no class.
+        TypeError: if `optimizer` is not a class.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -72,10 +72,10 @@ def element_wise(optimizer: Optimizer) -> Optimizer:
 
 
 def why_not_element_wise(optimizer: Any) -> str | None:
-    """Why an optimizer is not known to be element-wise; None if it is.
+    """Returns why an optimizer is not known to be element-wise, or None.
 
     Args:
-        optimizer: of either Keras.
+        optimizer: an optimizer of Keras 3 or tf_keras.
     """
     for kind in type(optimizer).__mro__:
         if kind in _CLASSES or marks.is_element_wise(kind):
@@ -87,7 +87,7 @@ def why_not_element_wise(optimizer: Any) -> str | None:
 
 
 def _overridden(kind: type, optimizer: Any) -> list[str]:
-    """The methods of Keras's optimizers that a subclass of one replaces."""
+    """Returns the methods of Keras's optimizer that a subclass overrides."""
     base = next((c for c in _CLASSES if isinstance(optimizer, c)), object)
     return sorted(
         name
@@ -108,17 +108,17 @@ _WHOLE = (
 
 
 def check_supported(optimizer: Any) -> None:
-    """Refuses an optimizer that would train a partitioned table wrongly.
+    """Checks that an optimizer can train a partitioned table.
 
-    Optimizers of `tfdist_ext.optimizers` pass with clipping and loss scaling,
-    which they do over all ranks. Others must update every element for itself.
+    Optimizers of `tfdist_ext.optimizers` may clip gradients and scale the
+    loss, because they do so over all ranks. Others must be element-wise.
 
     Args:
-        optimizer: a Keras optimizer, of either Keras.
+        optimizer: an optimizer of Keras 3 or tf_keras.
 
     Raises:
-        ValueError: for an option or an optimizer that is wrong when a rank
-            holds only a part of a variable; says what to do.
+        ValueError: if the optimizer or an option is wrong when a rank holds
+            only a part of a variable. The error says what to do.
     """
     name = type(optimizer).__name__
     _refuse(
@@ -163,13 +163,14 @@ def check_supported(optimizer: Any) -> None:
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Refuses accumulated gradients, whatever the model, at several ranks.
+    """Refuses gradient accumulation in any model on several ranks.
 
     Args:
-        optimizer: of a model, or None; also within that of a loss scale.
+        optimizer: a model's optimizer, or None; it may be a loss scale
+            optimizer.
 
     Raises:
-        ValueError: if it accumulates; says what to do.
+        ValueError: if it accumulates gradients. The error says what to do.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -184,15 +185,15 @@ def check_accumulation(optimizer: Any) -> None:
 
 
 def check_table_optimizer(optimizer: Any, variable: Any) -> None:
-    """Refuses a model's optimizer that would ignore that of a table.
+    """Refuses a model's optimizer that would ignore a table's optimizer.
 
     Args:
-        optimizer: a Keras optimizer, of either Keras.
-        variable: what it updates.
+        optimizer: an optimizer of Keras 3 or tf_keras.
+        variable: a variable that it updates.
 
     Raises:
-        ValueError: if the table has an optimizer for itself and `optimizer`
-            is not of this package, or if it would have to reset slots.
+        ValueError: if `optimizer` is not of this package, and the table has an
+            optimizer of its own or slots that must be reset.
     """
     keys = marks.keys_of(variable)
     by_rows = marks.does_work_over_ranks(optimizer)
@@ -258,14 +259,14 @@ def _check(optimizer: Any, pairs: Any) -> None:
 
 
 def check_update(variable: Any, args: Sequence[Any]) -> None:
-    """Refuses rows for a part of a table that are not of this part.
+    """Refuses sparse updates of a shard that were not made for the shard.
 
     Args:
-        variable: that `extended.update` is to update.
-        args: what the function that updates it gets besides.
+        variable: the variable that `extended.update` updates.
+        args: the other arguments of the update function.
 
     Raises:
-        ValueError: for IndexedSlices that were not made for the shard.
+        ValueError: if IndexedSlices were not made for the shard.
     """
     if marks.shard_spec(variable) is not None:
         for value in args:
@@ -274,14 +275,14 @@ def check_update(variable: Any, args: Sequence[Any]) -> None:
 
 
 def check_gradient(variable: Any, gradient: Any) -> None:
-    """Refuses a gradient of a table that is not one of this rank's part.
+    """Refuses a gradient that does not come from the table's lookup alone.
 
     Args:
         variable: a shard.
         gradient: tensor, IndexedSlices or None.
 
     Raises:
-        ValueError: then.
+        ValueError: if the gradient was not made for the shard.
     """
     spec = marks.shard_spec(variable)
     assert spec is not None
