@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that reports how tables are, over all ranks."""
+"""The callback that reports statistics of tables over all ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tfdist_ext.patching import hold
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 
-# Numbers of a table that are looked at at once.
+# Most numbers of a table that are read at a time.
 _BLOCK = 1 << 22
 
 
 @dataclasses.dataclass
 class RowCounts:
-    """Figures of the rows of a table that this rank counts for all ranks.
+    """Statistics of the rows of a table that this rank counts.
 
     Attributes:
-        rows: how many.
-        longest: the largest norm, of rows that are finite.
-        not_finite: rows with NaN or infinity.
-        changed: since the last time.
-        dead: rows that have not changed since the first time.
+        rows: number of rows.
+        longest: largest norm of a finite row.
+        not_finite: number of rows with NaN or infinity.
+        changed: number of rows that changed since the last report.
+        dead: number of rows that have not changed since the first time.
     """
 
     rows: int
@@ -55,15 +55,15 @@ class RowCounts:
 
 
 class WatchedTable:
-    """A table of a model, whose rows are compared with what they were.
+    """A table of a model, whose rows are compared with earlier ones.
 
-    Takes 9 bytes for every row of this rank, and 8 more until
-    `longest_at_start` is called.
+    Needs 9 bytes per row of this rank, and 8 more until `longest_at_start` is
+    called.
 
     Args:
-        spec: which part of the table this rank has.
-        variable: that holds it, of TensorFlow or Keras.
-        collectives: of the strategy; None in one process.
+        spec: placement of the table, with this rank's part.
+        variable: TensorFlow or Keras variable of this rank's part.
+        collectives: collectives of the strategy; None in one process.
     """
 
     def __init__(
@@ -80,26 +80,29 @@ class WatchedTable:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its rows: no other one has their start."""
+        """Whether this rank counts its rows; one rank counts each row."""
         if not self._spec.partitioned:
             return self._collectives is None or not self._collectives.group.rank
         return self._spec.cell is not None and self._spec.cell[1] == 0
 
     @property
     def adds(self) -> bool:
-        """Whether this rank's squares count: of a whole table, one rank's."""
+        """Whether this rank's squares are added to the sum over all ranks.
+
+        An unpartitioned table is added by one rank only.
+        """
         return self._spec.partitioned or self.counts
 
     def norms(self) -> np.ndarray:
-        """Norms of this rank's rows, float64 `[n]`; all ranks call."""
+        """Norms of this rank's rows, float64 `[n]`; all ranks must call."""
         return self._norms_of(self._own_squares())
 
     def longest(self) -> float:
-        """The largest finite norm that this rank counts; all ranks call."""
+        """Largest finite norm that this rank counts; all ranks must call."""
         return self._longest_of(self.norms())
 
     def longest_at_start(self) -> float:
-        """That when the table was made; all ranks call it, once."""
+        """Largest norm when the table was made; all ranks must call, once."""
         assert self._start is not None
         norms, self._start = self._norms_of(self._start), None
         return self._longest_of(norms)
@@ -109,7 +112,7 @@ class WatchedTable:
         return float(finite.max(initial=0.0)) if self.counts else 0.0
 
     def _own_squares(self) -> np.ndarray:
-        """Squares of this rank's parts of rows, summed; float64 `[n]`."""
+        """Sums of squares over this rank's columns, float64 `[n]`, by row."""
         return np.concatenate(
             [np.zeros([0])]
             + [_squares(_as_floats(block)) for block in self._blocks()]
@@ -127,7 +130,7 @@ class WatchedTable:
         return norms
 
     def look(self) -> RowCounts:
-        """Counts rows, and notes what they are; all ranks call."""
+        """Counts rows and records their fingerprints; all ranks must call."""
         norms = self.norms()
         before, self._marks = self._marks, self._fingerprints()
         changed = self._marks != before
@@ -144,7 +147,7 @@ class WatchedTable:
         )
 
     def _rows(self) -> int:
-        """Rows without those that only fill up a part."""
+        """Number of rows without padding."""
         spec = self._spec
         if spec.cell is None:
             return 0
@@ -168,11 +171,11 @@ class WatchedTable:
 def tables_of(
     model: Any, collectives: Collectives | None
 ) -> list[WatchedTable]:
-    """The tables of the layers of this package in a model.
+    """The tables of a model's layers that are of this package.
 
     Args:
-        model: whose layers are built.
-        collectives: of its strategy; None in one process.
+        model: model whose layers are built.
+        collectives: collectives of its strategy; None in one process.
     """
     found: dict[int, WatchedTable] = {}
     for layer in layers_of(model):
@@ -188,9 +191,9 @@ def tables_of(
 
 
 def _squares(block: np.ndarray) -> np.ndarray:
-    """Sums of the squares of rows, float64 `[n]`."""
+    """Sums of squares of the rows, float64 `[n]`."""
     found = np.einsum("ij,ij->i", block, block).astype(np.float64)
-    # Those of finite numbers may be too large for float32.
+    # Sums of finite numbers may overflow float32.
     large = np.flatnonzero(~np.isfinite(found))
     found[large] = np.square(block[large].astype(np.float64)).sum(axis=1)
     return found
@@ -204,33 +207,33 @@ def _as_floats(block: tf.Tensor) -> np.ndarray:
 keras = tf.keras
 
 _LOG = logging.getLogger("tfdist_ext")
-# What grows by this factor is worth a warning.
+# Growth of a norm by this factor is worth a warning.
 _GROWTH = 10.0
 _NORMS = ("/max_norm", "/gradient_norm")
 
 
 class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Reports on tables every so many steps, and at the end of every epoch.
+    """Reports on tables every `every` steps, and at the end of every epoch.
 
-    For every table, over all ranks:
+    It reports for every table, over all ranks:
 
-    - `max_norm`: of its longest finite row;
-    - `gradient_norm`: of the gradient of the last step, of all rows;
+    - `max_norm`: norm of the longest finite row;
+    - `gradient_norm`: norm of the last step's gradient, over all rows;
     - `touched`: share of the rows that have changed since the last report;
-    - `dead`: share of those that have not changed since the start of `fit`;
-    - `nan`: share of those with NaN or infinity;
-    - of a vocabulary that grows `fill`, the share of its capacity that is in
-      use, and `admitted` and `evicted`, keys per step since the last report.
+    - `dead`: share of the rows that have not changed since the start of `fit`;
+    - `nan`: share of the rows with NaN or infinity;
+    - for a dynamic vocabulary, `fill`: share of its capacity that is in use,
+      and `admitted` and `evicted`: keys per step since the last report.
 
-    They are in the logs of an epoch as "users/max_norm" and so on, for
-    History and the callbacks behind this one. Rows with NaN, and norms that
-    have grown ten times since the start or the last warning, are a warning in
-    the log `tfdist_ext` of rank 0: after the first step, and in every report.
-    The start of rows is what the initializer or a checkpoint gave, that of
-    gradients is the first step's.
+    The logs of an epoch have them as "users/max_norm" and so on, for History
+    and later callbacks. Rank 0 warns, in the log `tfdist_ext`, of rows with
+    NaN, and of norms that are ten times those at the start or at the last
+    warning. It warns after the first step and in every report. At the start,
+    rows are as the initializer or a checkpoint made them; the gradient is that
+    of the first step.
 
-    A report reads every row of the tables once; ranks exchange a few numbers
-    for it, and one per row of a table whose columns are on several ranks.
+    A report reads every row of the tables once. Ranks exchange a few numbers
+    for it, and one number per row of a table with several column parts.
 
     Give it to `fit` on every rank:
 
@@ -238,16 +241,17 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         model.fit(data, callbacks=[monitor])
 
     Args:
-        tables: names of tables; None for all of the model.
-        every: steps from report to report.
-        log_dir: where rank 0 writes them for TensorBoard; None for nowhere.
+        tables: names of tables; None for all tables of the model.
+        every: steps between two reports.
+        log_dir: folder into which rank 0 writes the reports for TensorBoard;
+            None writes none.
 
     Attributes:
-        reports: by step, what was reported, by name.
+        reports: the reported values, by step and then by name.
 
     Raises:
-        ValueError: for `every` below 1; in `fit` for a table that the model
-            has not, naming those that it has.
+        ValueError: `every` is below 1. In `fit`: the model does not have one of
+            the tables; the message names those that it has.
     """
 
     def __init__(
@@ -284,7 +288,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._wants = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens what TensorBoard reads."""
+        """Opens the summary writer of rank 0."""
         self._writer = None
         first = self._collectives is None or not self._collectives.group.rank
         self._is_first = first
@@ -312,9 +316,9 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         return self._tables
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Asks for gradients where a report follows, and in the first step."""
+        """Enables gradient norms in the first step and before a report."""
         if not self._step:
-            self._find()  # as they are when all callbacks have begun
+            self._find()  # when all callbacks have begun
         self._begun = batch
         due = self._step + 1 - self._reported >= self._every
         due = due or not self._step
@@ -324,7 +328,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._gradients.want(self._wants)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reports, if it is time."""
+        """Makes a report, if one is due."""
         first = not self._step
         self._step += batch - self._begun + 1
         if first:
@@ -333,21 +337,21 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
             self.report()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Reports, and adds the figures to the logs of the epoch."""
+        """Makes a report, and adds its values to the logs of the epoch."""
         if self._step > self._reported:
             self.report()
         if logs is not None and self.reports:
             logs.update(self.reports[self._reported])
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Closes what TensorBoard reads."""
+        """Closes the summary writer."""
         if self._writer is not None:
             self._writer.close()
 
     def _look_first(self) -> None:
-        """Notes norms at the start, and what the first step has made of them.
+        """Records norms at the start, and checks the first step's.
 
-        All ranks call.
+        All ranks must call.
         """
         squares = self._gradients.squares()
         mine = np.array(
@@ -374,10 +378,10 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
                 self._warn(f"{table.name}/max_norm", now)
 
     def report(self) -> dict[str, float]:
-        """Looks at all tables now; all ranks call, in a callback of `fit`.
+        """Makes a report now, in a callback of `fit`; all ranks must call.
 
         Returns:
-            The figures by name, "users/max_norm" for example.
+            The values by name, "users/max_norm" for example.
         """
         squares = self._gradients.squares()
         mine = np.array(
@@ -413,18 +417,19 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
     def histogram(
         self, table: str, bins: int = 20
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Norms of the rows of a table, counted; all ranks call.
+        """Histogram of the norms of a table's rows; all ranks must call.
 
         Args:
-            table: its name.
-            bins: how many, between 0 and the longest row.
+            table: name of the table.
+            bins: number of bins between 0 and the largest norm.
 
         Returns:
-            int64 `[bins]`, rows of all ranks, and float64 `[bins + 1]`, where
-            bins begin and end. Rows that are not finite are in none.
+            int64 `[bins]`, the rows of all ranks in each bin, and float64
+            `[bins + 1]`, the edges of the bins. Rows that are not finite are
+            not counted.
 
         Raises:
-            ValueError: for a table that is not watched.
+            ValueError: the table is not watched.
         """
         watched = [each for each in self._tables if each.name == table]
         if not watched:
@@ -451,7 +456,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         return counts, edges
 
     def _of_keys(self, table: WatchedTable, steps: int) -> dict[str, float]:
-        """Figures of a vocabulary that grows, none of other tables."""
+        """Values of a dynamic vocabulary; empty for other tables."""
         if table.keys is None:
             return {}
         now = table.keys.counts()

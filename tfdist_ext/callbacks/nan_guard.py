@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that keeps a model finite and goes on."""
+"""The callback that skips or undoes steps with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.tables import placement
 
-# What is counted of the loss and of every variable, in this order: numbers of a
-# gradient, rows of one, rows after the update; each with the first row's number
-# plus one, 0 for none.
+# Columns of the counts, for the loss and for every variable: non-finite numbers
+# or rows of the gradient, first such row; non-finite rows after the update,
+# first such row. Rows are numbered from 1; 0 means none.
 _COLUMNS = 4
 _KINDS = ("gradient", "rows")
 
@@ -45,12 +45,13 @@ class Finding:
     """Numbers of one kind that are not finite.
 
     Attributes:
-        kind: "loss", "gradient", or "rows" of a table after the update.
-        rank: where they were found.
-        variable: whose they are, empty of the loss.
-        count: of the rows of a table, else of the numbers.
-        row: the first of them in a table, None of what has no rows.
-        shared: whether the gradient is a sum over the ranks already.
+        kind: "loss", "gradient", or "rows" for rows of a table after the
+            update.
+        rank: rank that found them.
+        variable: name of the variable, empty for the loss.
+        count: number of rows in a table, else of single numbers.
+        row: first of the rows in a table, None for what has no rows.
+        shared: whether the gradient is already a sum over the ranks.
     """
 
     kind: str
@@ -75,13 +76,13 @@ class Finding:
 
 
 class FiniteSteps:
-    """Watches the steps of a model, and skips updates that would spoil it.
+    """Watches the steps of a model, and skips updates with NaN or infinity.
 
     Args:
-        watch: of the model.
-        collectives: of its strategy; None in one process.
-        keep: is given this rank's part of a batch that is not finite: names,
-            then as many arrays.
+        watch: the model's update watch.
+        collectives: collectives of the model's strategy; None in one process.
+        keep: called with this rank's part of a batch that is not finite: the
+            names, then as many arrays.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class FiniteSteps:
         watch.add(self._around)
 
     def anything(self) -> bool:
-        """Whether any rank found something since the last `take`."""
+        """Whether any rank has counted anything since the last `take`."""
         return self._state is not None and bool(self._any.numpy())
 
     def take(self) -> list[Finding]:
-        """What all ranks have found; all must ask for it."""
+        """Returns and clears the findings of all ranks; all ranks must call."""
         mine = self._state.numpy()
         self._state.assign(tf.zeros_like(mine))
         self._any.assign(False)
@@ -141,7 +142,7 @@ class FiniteSteps:
         ]
 
     def _id_of(self, place: int, row: int) -> int:
-        """The id of a local row, either as one more than it is."""
+        """Converts a local row into an id; both are numbered from 1."""
         spec = marks.shard_spec(self._variables[place])
         if not row or spec is None or spec.cell is None:
             return row
@@ -189,13 +190,13 @@ class FiniteSteps:
             self._any = tf.Variable(False, **options)
 
     def _agree(self, counts: list[tf.Tensor], label: str) -> tf.Tensor:
-        """Whether nothing was counted on any rank."""
+        """Whether no rank has counted anything."""
         mine = tf.reduce_sum(tf.stack(counts)) > 0
         return sum_over_ranks(tf.cast(mine, tf.float32), label) == 0.0
 
 
 def _named(name: str, data: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """The tensors of a batch, named by their places in it."""
+    """Yields the tensors of a batch, named by their paths in it."""
     if tf.is_tensor(data) and not isinstance(
         data, tf.__internal__.CompositeTensor
     ):
@@ -215,23 +216,23 @@ _NOTHING = np.zeros([2], np.int64)
 
 
 def _of_numbers(values: Any) -> tf.Tensor:
-    """int64 `[2]`: how many are not finite, and no row."""
+    """int64 `[2]`: number of values that are not finite, and 0 for no row."""
     wrong = tf.logical_not(tf.math.is_finite(values))
     return tf.stack([tf.math.count_nonzero(wrong), 0])
 
 
 def _of_table(rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """int64 `[2]`: how many rows are not finite, and the first plus one."""
+    """int64 `[2]`: number of non-finite rows, and the first one plus 1."""
     width = tf.range(1, tf.rank(values))
     fine = tf.reduce_all(tf.math.is_finite(values), axis=width)
     wrong = tf.boolean_mask(tf.cast(rows, tf.int64), tf.logical_not(fine))
-    # The least of none is the largest number there is.
+    # The minimum of an empty tensor is the largest number of its dtype.
     first = tf.where(tf.size(wrong) > 0, tf.reduce_min(wrong) + 1, 0)
     return tf.stack([tf.size(wrong, tf.int64), first])
 
 
 def _own_part(gradient: Any) -> Any:
-    """What this rank has given to a gradient; None if only the sum is known."""
+    """This rank's part of a gradient; None if only the sum is known."""
     if marks.gradient_spec(gradient) is not None:
         return None
     values = getattr(gradient, "values", gradient)
@@ -247,7 +248,7 @@ def _of_gradient(gradient: Any) -> tf.Tensor:
 
 
 def _of_rows(gradient: Any, variable: Any) -> tf.Tensor:
-    """Those of a table's rows that an update has touched."""
+    """Counts the non-finite rows among those that an update has changed."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.constant(_NOTHING)
     with sharded_variable.reads_allowed():
@@ -256,10 +257,10 @@ def _of_rows(gradient: Any, variable: Any) -> tf.Tensor:
 
 
 def _only_if(fine: tf.Tensor, update: Callable[[], Any]) -> None:
-    """Runs an update in a branch, as loss scales of Keras do.
+    """Runs an update in a branch, as Keras's loss scale optimizers do.
 
-    A branch of a replica cannot call for all replicas, which an update does:
-    the branch is that of all replicas.
+    An update calls all replicas, which a branch inside of one replica cannot
+    do. The branch is therefore in the cross-replica context.
     """
 
     def updated() -> bool:
@@ -287,41 +288,42 @@ _LOG = logging.getLogger("tfdist_ext")
 
 
 class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Keeps NaN and infinity of a step out of the model, on all ranks alike.
+    """Prevents NaN and infinity from entering the model, on all ranks.
 
-    A step whose loss or gradients are not finite on any rank updates nothing
-    on any. The message, the same on every rank, names what was not finite:
-    ranks, tables, rows and the batch. Every rank writes its part of the batch
-    into a file. Training goes on with the next batch, at a lower rate. Metrics
-    of the epoch go on without that step.
+    If the loss or the gradients of a step are not finite on any rank, no rank
+    makes the update. A message, the same on every rank, names what was not
+    finite: the ranks, the tables, the rows and the batch. Every rank writes its
+    part of the batch into a file. Training goes on with the next batch at a
+    lower learning rate. The metrics of the epoch leave that step out.
 
-    With `rollback` model and optimizer, vocabularies that grow included,
-    become what they were `every` to `2 * every` steps before: what comes to
-    NaN has often left the path before. Two copies of this rank's part of the
-    state are held in memory for that. Data goes on, it is not rolled back.
+    With `rollback`, the model and the optimizer, dynamic vocabularies included,
+    return to their state of `every` to `2 * every` steps before, because
+    training has often begun to diverge before the first NaN. This needs memory
+    for two copies of this rank's part of the state. The position in the data is
+    not rolled back.
 
     Give it to `fit` on every rank:
 
         model.fit(data, callbacks=[NanGuard(directory="bad_batches")])
 
     Args:
-        rollback: whether to go back, or leave the state as the last good
-            step made it. Rows that an update itself has made infinite stay
-            so without it.
+        rollback: whether to return to an earlier state. Otherwise the state of
+            the last good step stays, and rows that an update itself has made
+            infinite stay infinite.
         every: steps between two copies.
-        factor: what the learning rate is multiplied with; 1 leaves it.
-        directory: of the batches, which each rank writes as
+        factor: number that the learning rate is multiplied by; 1 leaves it
+            unchanged.
+        directory: folder of the batches, which each rank writes as
             `batch-STEP-rank-R.npz`; None writes none.
-        most: of such steps, after which training ends with an error.
+        most: number of such steps after which training ends with an error.
 
     Attributes:
-        faults: messages of the steps so far, in order.
+        faults: messages of these steps so far, in order.
 
     Raises:
-        ValueError: for arguments outside of these; in `fit`, for a learning
-            rate that is a schedule where `factor` is not 1, and for a model
-            that XLA compiles.
-        RuntimeError: in `fit` on every rank, if there are too many.
+        ValueError: an argument is out of range. In `fit`: the learning rate is
+            a schedule and `factor` is not 1, or XLA compiles the model.
+        RuntimeError: in `fit` on every rank, after `most` such steps.
     """
 
     def __init__(
@@ -382,11 +384,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Records the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Copies the state, if it is time."""
+        """Copies the state, if a copy is due."""
         self._begun = batch
         self._beside = StepState(self.model)
         if not self._rollback:
@@ -399,11 +401,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._copies = [*self._copies[-1:], copied]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Looks whether all was finite; else puts the state right."""
+        """Checks that all was finite; otherwise restores the state."""
         self._step += batch - self._begun + 1
         logs = logs if logs is not None else {}
         loss = logs.get("loss")
-        # Of all ranks, so that they agree.
+        # The loss in the logs is the mean over all ranks, so ranks agree.
         wrong = loss is not None and not math.isfinite(float(loss))
         if not self._steps.anything() and not wrong:
             self._logs = dict(logs)
@@ -441,9 +443,10 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         )
 
     def _put_right(self) -> str:
-        """Puts state and rates right; says what was done."""
+        """Restores the state and lowers rates; returns a text that says so."""
         done = "No update was made."
-        # Before the weights: those include means, of earlier steps.
+        # This comes before the weights, which include moving means of earlier
+        # steps.
         if self._beside is not None:
             self._beside.put_back()
         if self._copies:
@@ -467,10 +470,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         return os.path.join(self._directory, name)
 
     def _write(self, names: list[str], *arrays: np.ndarray) -> None:
-        """Writes this rank's part of a batch, while the step goes on."""
+        """Writes this rank's part of a batch; called during the step."""
         if self._directory is None:
             return
-        # NumPy reads no objects, as which TensorFlow gives texts.
+        # NumPy cannot load object arrays without pickle; TensorFlow passes
+        # strings as objects.
         found = {
             name: array.astype("S") if array.dtype == object else array
             for name, array in zip(names, arrays, strict=True)
@@ -484,12 +488,12 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """That of the model, and those of single tables."""
+    """The optimizer of the model, and those of single tables."""
     inner = inner_optimizer(model)
     return [inner, *getattr(inner, "table_optimizers", ())]
 
 
 def _rate_of(optimizer: Any) -> float | None:
-    """The learning rate, None of a schedule."""
+    """The learning rate, None for a schedule."""
     rate = optimizer.get_config()["learning_rate"]
     return None if isinstance(rate, dict) else float(rate)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of `fit` in its data, and how another `fit` gets there.
+"""The position of `fit` in its data, and how a later `fit` gets there.
 
-Keras hands an iterator to each step. A shuffled dataset gives every iterator
-another order, so a position is the number of the iterator, and the number of
-samples that were read from it. To get there, as many iterators are made, then
-as many samples are read and dropped. Keras makes some iterators that it never
-reads, so they are counted where they are made.
+Keras passes an iterator to each step. A shuffled dataset gives every iterator
+another order. A position is therefore the number of the iterator, and the
+number of samples that were read from it. To reach a position, as many iterators
+are created, then as many samples are read and dropped. Keras creates some
+iterators that it never reads, so iterators are counted when they are created.
 
-Samples are counted, not batches, because the size of a batch may be another
-one when training goes on: `.batch(per_rank * ranks)` at another number of
-ranks, for example.
+Samples are counted, not batches, because the batch size may change between two
+runs: `.batch(per_rank * ranks)` at another number of ranks, for example.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ class Place:
     """A position in the data of `fit`.
 
     Attributes:
-        epoch: its number.
+        epoch: number of the epoch.
         batch: batches of the epoch that were trained.
-        iterators: that had been made when the one was that is read.
-        taken: batches of that one.
+        iterators: number of iterators that had been created when the current
+            iterator was created, itself included.
+        taken: batches read from the current iterator.
         step: batches trained in all epochs.
-        samples: of that iterator, of all ranks; None if nobody counted.
+        samples: samples read from the current iterator by all ranks; None if
+            they were not counted.
     """
 
     epoch: int = 0
@@ -52,14 +53,14 @@ class Place:
 
 
 class Walk:
-    """Follows `fit` through its data, from a position on.
+    """Follows `fit` through its data, starting at a position.
 
     Args:
-        collectives: of the strategy; None in one process.
+        collectives: collectives of the strategy; None in one process.
         per_call: batches that one call of the train function reads.
 
     Attributes:
-        place: before the step that is next.
+        place: position before the next step.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class Walk:
         self._once: Any = None
 
     def watch(self, dataset: Any, own_data: bool) -> Any:
-        """Counts iterators and samples of a dataset; the first one counts.
+        """Counts iterators and samples of the first dataset it is called with.
 
         Args:
-            dataset: that Keras reads on this rank.
-            own_data: whether ranks read other samples each, instead of parts
-                of the same batches.
+            dataset: dataset that Keras reads on this rank.
+            own_data: whether each rank reads other samples, rather than its
+                part of the same batches.
 
         Returns:
             The dataset that Keras is to read.
@@ -113,7 +114,7 @@ class Walk:
             samples.assign_add(tf.cast(count_samples(element), tf.int64))
             return element
 
-        # When a step asks for its batch, never ahead of it.
+        # Counts when a step asks for its batch, never in advance.
         counted = dataset.map(count, synchronous=True)
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
@@ -123,33 +124,34 @@ class Walk:
         return counted
 
     def leave(self) -> None:
-        """Ends what `watch` has begun."""
+        """Ends the counting that `watch` began."""
         if self._dataset is not None:
             marks.set_watch(self._dataset, None)
 
     def has_made(self, iterator: Any) -> None:
-        """Notes that an iterator was made."""
+        """Counts an iterator that was created."""
         self._made += 1
         self._latest = iterator
 
     def go_to(self, goal: Place, steps: int | None) -> None:
-        """Lets the next `fit` begin at a position.
+        """Makes the next `fit` begin at a position.
 
         Args:
             goal: the position.
-            steps: of an epoch, None if not known.
+            steps: steps of an epoch, None if not known.
         """
         self._goal, self._steps = goal, steps
         self.place = dataclasses.replace(goal, iterators=0, taken=0)
 
     def skips(self, first: int, last: int) -> bool:
-        """Whether Keras's loop is to leave out a call of the train function.
+        """Whether Keras's loop skips a call of the train function.
 
-        The first call of `fit` also brings the data to the position.
+        The first call of this method in a `fit` also reads the data up to the
+        position.
 
         Args:
-            first: batch of the call, in its epoch.
-            last: batch of the call.
+            first: first batch of the call, counted in its epoch.
+            last: last batch of the call.
         """
         if self._goal is not None:
             goal, self._goal = self._goal, None
@@ -157,7 +159,7 @@ class Walk:
         return last < self._first
 
     def _arrive(self, goal: Place) -> int:
-        """Reads up to a position; the batch of the epoch that is next."""
+        """Reads up to a position; returns the next batch of the epoch."""
         self._given = self._latest
         self._begin_iterator(self._latest)
         while self._made < goal.iterators:
@@ -167,17 +169,17 @@ class Walk:
             self._drop(goal)
             first = goal.batch * self.place.taken // goal.taken
         if self._steps is not None:
-            # An epoch of no steps is an error in tf_keras.
+            # tf_keras raises an error for an epoch without steps.
             first = max(0, min(first, self._steps - 1))
         return first
 
     def _drop(self, goal: Place) -> None:
-        """Reads the samples of the current iterator that were trained."""
+        """Reads and drops the trained samples of the current iterator."""
         ends = np.zeros([1], np.int64)
         counts = goal.samples is not None and self._samples is not None
         batch: Any = None
         before = ends
-        alone = 0  # batches to read before ranks tell each other their counts
+        alone = 0  # batches to read before the next exchange of counts
         while (
             alone
             or (counts and ends.sum() < goal.samples)
@@ -192,14 +194,14 @@ class Walk:
                 before, ends = ends, self._of_ranks()
             same = ends.sum() * goal.taken == goal.samples
             if self.place.taken == 1 and same:
-                alone = max(0, goal.taken - 2)  # one exchange for all of them
+                alone = max(0, goal.taken - 2)  # one exchange for them
         if counts and ends.sum() > goal.samples:
             return self._cut(goal, batch, ends - before, int(ends.sum()))
         cardinality = -1
         if isinstance(self._dataset, tf.data.Dataset):
             cardinality = int(self._dataset.cardinality())
         if batch is None or self.place.taken == cardinality:
-            self._renew()  # it has come to its end
+            self._renew()  # the iterator is at its end
 
     def _cut(
         self, goal: Place, batch: Any, sizes: np.ndarray, read: int
@@ -208,9 +210,9 @@ class Walk:
 
         Args:
             goal: the position, inside of the batch.
-            batch: this rank's part of it.
-            sizes: of all parts, by rank.
-            read: samples up to the end of the batch.
+            batch: this rank's part of the batch.
+            sizes: samples in the part of each rank.
+            read: samples read up to the end of the batch.
         """
         assert goal.samples is not None
         rank = self._collectives.group.rank if self._collectives else 0
@@ -218,7 +220,7 @@ class Walk:
         if (
             self._own_data
             or any(isinstance(value, PrefetchedIds) for value in flat)
-            or int(count_samples(batch)) != sizes[rank]  # of many batches
+            or int(count_samples(batch)) != sizes[rank]  # of several batches
         ):
             raise ValueError(
                 f"Resume: the checkpoint was made after {goal.taken} batches "
@@ -267,11 +269,11 @@ class Walk:
         return found
 
     def enter(self, iterator: Any, batch: int) -> None:
-        """Notes which step is next.
+        """Records which step is next.
 
         Args:
-            iterator: that Keras has for the step.
-            batch: the step's first, in its epoch.
+            iterator: iterator that Keras passes to the step.
+            batch: first batch of the step, counted in its epoch.
         """
         if iterator is not self._given:
             self._given = iterator
@@ -279,22 +281,23 @@ class Walk:
         self.place.batch = batch
 
     def counted(self) -> Place:
-        """The position, with samples of all ranks; all ranks must call."""
+        """The position, with the samples of all ranks; all ranks must call."""
         if self._samples is not None:
             self.place.samples = int(self._of_ranks().sum())
         return self.place
 
     def begin_epoch(self, epoch: int) -> None:
-        """Notes that an epoch begins."""
+        """Records that an epoch begins."""
         self.place.epoch, self.place.batch = epoch, 0
         self._first = 0
 
     def end(self, epoch: int, one_iterator: bool) -> None:
-        """Goes to where another `fit` begins after this one.
+        """Moves to the position where the next `fit` begins.
 
         Args:
-            epoch: its first.
-            one_iterator: whether epochs go on with the iterator of the last.
+            epoch: first epoch of that `fit`.
+            one_iterator: whether epochs continue with the iterator of the last
+                one.
         """
         self.begin_epoch(epoch)
         if not one_iterator:
@@ -304,12 +307,12 @@ class Walk:
 
     @property
     def iterator(self) -> Any:
-        """What the step is to read."""
+        """The iterator that the next step reads."""
         once, self._once = self._once, None
         return self._read if once is None else once
 
     def trained(self, batches: int) -> None:
-        """Notes that a step has trained some batches."""
+        """Records that a step has trained some batches."""
         self.place.batch += batches
         self.place.taken += batches
         self.place.step += batches
@@ -319,7 +322,7 @@ def is_own_data(dataset: Any) -> bool:
     """Whether ranks read other samples each, not parts of the same batches.
 
     Args:
-        dataset: before it is distributed, or after.
+        dataset: the dataset, before or after it is distributed.
     """
     if marks.is_distributed(dataset):
         return True
@@ -339,7 +342,7 @@ def _counted(original: Any, dataset: Any) -> Any:
 
 
 def _from(value: Any, start: int, stop: int) -> Any:
-    """Samples of one value of a batch, from `start` on."""
+    """Samples `start` to `stop` of one value of a batch."""
     if isinstance(value, tf.SparseTensor):
         rest = [0] * (len(value.shape) - 1)
         size = [stop - start, *value.dense_shape[1:]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that saves while `fit` trains, and goes on where it ended."""
+"""The callback that saves checkpoints in `fit` and resumes from the last."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class PreemptionSignals:
-    """Whether this process was told to end.
+    """Records whether this process has received a preemption signal.
 
     Attributes:
-        signal: name of the first signal that came, "" before that.
+        signal: name of the first signal received, "" before that.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,14 @@ class PreemptionSignals:
 
     @contextlib.contextmanager
     def heeding(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
-        """Takes signals for notices inside; in the main thread only.
+        """Records signals while the context is active.
+
+        In a thread other than the main thread it does nothing, as Python allows
+        signal handlers in the main thread only.
 
         Args:
-            numbers: of the signals. Those that are ignored, or that something
-                else than Python handles, stay as they are.
+            numbers: signals to record. Signals that are ignored, or that are
+                handled outside of Python, keep their handlers.
         """
         self.signal = ""
         if threading.current_thread() is not threading.main_thread():
@@ -86,39 +89,39 @@ class PreemptionSignals:
 
 
 def _wait(number: int, frame: object) -> None:
-    """Handles a signal in Python, where nothing is to be done."""
+    """Handles a signal by doing nothing, so that it ends no process."""
 
 
-# Between two of them, about.
+# Approximate time between two heartbeats.
 HEARTBEAT_SECONDS = 0.5
 
 
 class Heartbeats:
-    """When ranks tell each other numbers, and what they have told.
+    """Heartbeats: when ranks exchange numbers, and the exchange itself.
 
     Args:
-        collectives: of the strategy; None in one process.
+        collectives: collectives of the strategy; None in one process.
     """
 
     def __init__(self, collectives: Collectives | None) -> None:
         self._collectives = collectives
-        self._steps = 0  # since the last one
+        self._steps = 0  # since the last heartbeat
         self._due = 1
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the ranks tell each other something before this step."""
+        """Counts a step; returns whether a heartbeat comes before it."""
         self._steps += 1
         return self._steps >= self._due
 
     def tell(self, *mine: int) -> np.ndarray:
-        """Tells the other ranks; all ranks must call.
+        """Sends numbers to all ranks; all ranks must call.
 
         Args:
             *mine: numbers of this rank.
 
         Returns:
-            int64 `[world_size, len(mine)]`.
+            int64 `[world_size, len(mine)]`, the numbers of every rank.
         """
         told = np.array([[*mine, self._propose()]], np.int64)
         if self._collectives is not None:
@@ -130,7 +133,10 @@ class Heartbeats:
         return told[:, :-1]
 
     def _propose(self) -> int:
-        """Steps to the next one; at most twice as many as to this one."""
+        """Proposes the number of steps until the next heartbeat.
+
+        It at most doubles from one heartbeat to the next.
+        """
         elapsed = max(time.monotonic() - self._last, 1e-6)
         steps = int(HEARTBEAT_SECONDS * self._steps / elapsed)
         return min(max(steps, 1), 2 * self._due)
@@ -138,52 +144,54 @@ class Heartbeats:
 
 keras = tf.keras
 
-# That a failed `fit` waits for the thread that writes, at most.
+# Longest time that a failed `fit` waits for the thread that writes.
 _LAST_WRITE_SECONDS = 10.0
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Saves while `fit` trains; the same `fit` goes on from the last save.
+    """Saves checkpoints during `fit`, and resumes from the last one.
 
-    Give it to `fit` on every rank. A program that was ended, by a fault or by
-    SIGTERM, is started again as it is: model, optimizer, epoch, place in the
-    data and random generators are those of the last checkpoint, at another
-    number of ranks too. At the same number weights become those of a run that
-    was never ended, bit by bit.
+    Give it to `fit` on every rank. After a fault or SIGTERM, start the same
+    program again. The model, the optimizer, the epoch, the position in the data
+    and the random generators are restored from the last checkpoint, at another
+    number of ranks too. At the same number of ranks the weights become those of
+    an uninterrupted run, bit by bit.
 
         model.fit(data, epochs=9, callbacks=[Resume("run1", every=1000)])
 
-    Checkpoints are TensorFlow's, each rank writing its part. Training waits
-    only until its part is copied; a thread writes it. Every slice has a
-    checksum, and a checkpoint that is torn is left out for the one before.
+    Checkpoints have TensorFlow's format. Each rank writes its own part:
+    training waits only until the part is copied, and a thread writes the copy.
+    Every slice has a checksum. A damaged checkpoint is skipped, and the one
+    before it is restored.
 
     On a preemption signal, such as SIGTERM, all ranks save before the same step
-    and raise `SystemExit(143)` out of `fit`; a second one ends the process.
-    If that save fails, as on a full disk, it is `SystemExit(74)`.
+    and raise `SystemExit(143)` out of `fit`. A second signal ends the process
+    at once. If the save fails, for example on a full disk, they raise
+    `SystemExit(74)`.
 
     Args:
-        directory: of the checkpoints; one that all ranks share, of this run
-            alone. Rank 0's counts.
-        every: batches from save to save, or "epoch". One more is made at the
-            end of training.
-        keep: number of full checkpoints that are left, and of deltas.
-        deltas: number of checkpoints between two full ones that have only
-            what has changed since the full one: rows of tables and slots.
-            They are made and read faster if few rows are trained between.
-            The one at the end of training is full.
-        signals: that announce a preemption.
+        directory: folder of the checkpoints, shared by all ranks and used by
+            this run only. The value of rank 0 is used.
+        every: batches between two checkpoints, or "epoch". One more checkpoint
+            is made at the end of training.
+        keep: number of full checkpoints to keep, and of deltas.
+        deltas: number of deltas between two full checkpoints. A delta has only
+            the rows of tables and slots that changed since the full checkpoint,
+            so it is faster to write and read if few rows are trained in
+            between. The checkpoint at the end of training is full.
+        signals: signals that announce a preemption.
 
     Attributes:
-        seconds: that training has waited for copies, and at its end for what
-            was being written, in the last `fit`.
+        seconds: seconds that training waited in the last `fit`: for copies, and
+            at its end for unfinished writes.
 
     Raises:
-        ValueError: for `every` or `keep` below 1, or `deltas` below 0; in
-            `fit` for a model that is not built or not of a
+        ValueError: `every` or `keep` is below 1, or `deltas` is below 0. In
+            `fit`: the model is not built, or is not of a
             `HybridParallelStrategy`.
         OSError: in `fit`, if there are checkpoints but none can be read, if
-            another job uses the folder, or if the state at the end of
-            training could not be saved.
+            another job uses the folder, or if the state at the end of training
+            could not be saved.
     """
 
     def __init__(
@@ -209,11 +217,11 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     @contextlib.contextmanager
     def during(self, model: Any, steps_per_epoch: int | None) -> Iterator[None]:
-        """Prepares for a call of `fit`, and leaves no trace after it.
+        """Prepares a call of `fit`, and removes all its changes after it.
 
         Args:
-            model: that is trained.
-            steps_per_epoch: of `fit`.
+            model: the model that is trained.
+            steps_per_epoch: argument of `fit`.
         """
         strategy = _strategy_of(model)
         per_call = keras_internals.steps_of_call(model)
@@ -225,7 +233,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
             own_data = place_in_data.is_own_data(dataset)
             found = distribute(dataset, *args, **kwargs)
-            return walk.watch(found, own_data)  # the first is for training
+            return walk.watch(found, own_data)  # the first is the training data
 
         strategy.experimental_distribute_dataset = noting
         self._train: Any = None
@@ -269,18 +277,18 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             keras_internals.keep_metrics(model, place.batch > 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes which epoch it is."""
+        """Records the number of the epoch."""
         assert self._walk is not None
         keras_internals.keep_metrics(self.model, False)
         self._walk.begin_epoch(epoch)
         self._epoch_unsaved = True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes which batch is next."""
+        """Records the number of the next batch."""
         self._batch = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Notes how many batches the step has had."""
+        """Records how many batches the step has trained."""
         assert self._walk is not None
         self._walk.trained(batch - self._batch + 1)
 
@@ -302,7 +310,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             raise OSError(f"Resume: {self._run.lost(place.step)}.")
 
     def _step(self, iterator: Any) -> Any:
-        """Trains a step in the place of the model's train function."""
+        """Runs a training step; replaces the model's train function."""
         walk = self._walk
         assert walk is not None
         walk.enter(iterator, self._batch)
@@ -320,7 +328,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         return self._logs
 
     def _is_due(self) -> bool:
-        """Whether a checkpoint is to be made, which may have to wait."""
+        """Whether a checkpoint is due; it may wait for an unfinished one."""
         assert self._walk is not None
         step = self._walk.place.step
         if step == self._saved_step:
@@ -338,13 +346,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self.seconds = self._run.seconds
 
     def _beat(self) -> bool:
-        """Hears from all ranks; whether one of them was told to end."""
+        """Makes a heartbeat; returns whether a rank got a preemption signal."""
         told = self._beats.tell(int(bool(self._notice.signal)), self._run.phase)
         self._run.hear(told[:, 1].tolist())
         return bool(np.any(told[:, 0]))
 
     def _finish(self) -> None:
-        """Waits until what is under way is written, by short exchanges."""
+        """Waits until the current checkpoint is written, in short exchanges."""
         start = time.monotonic()
         while self._run.phase != saved_run.NOTHING:
             self._run.wait(1.0)
@@ -368,7 +376,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def without_trained_batches(original: Any, loop: Any) -> Any:
-    """Keras's loop over batches, without those that were trained before."""
+    """Keras's loop over batches, without the batches trained before."""
     walk = marks.watch(keras_internals.dataset_of(loop))
     return keras_internals.without_calls(
         original, loop, walk.skips if walk is not None else None
@@ -397,7 +405,7 @@ def _strategy_of(model: Any) -> Any:
 def skip_trained_batches(
     original: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keras's `fit`, with what a callback among its arguments needs."""
+    """Runs Keras's `fit`, prepared for the Resume among its callbacks."""
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     callbacks = given.get("callbacks") or ()
     callbacks = getattr(callbacks, "callbacks", callbacks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run: model, optimizer, place in the data, generators."""
+"""Checkpoints of a run: model, optimizer, data position, random generators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tfdist_ext.saving.saver import LaterWrite
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's and NumPy's generators, as JSON can hold them."""
+    """The states of Python's and NumPy's generators, as JSON values."""
     state: Any = np.random.get_state(legacy=False)
     inner = {
         field: value.tolist() if isinstance(value, np.ndarray) else value
@@ -52,7 +52,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Lets the generators go on from what `get` has returned."""
+    """Restores the generator states that `random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     now: Any = np.random.get_state(legacy=False)
@@ -61,24 +61,26 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 LOCK_NAME = "resume.lock"
-# That a job which ends just now is waited for.
+# Time to wait for the lock, for a previous job that is just ending.
 LOCK_SECONDS = 5.0
 _HELD = {errno.EACCES, errno.EAGAIN}
 _LOG = logging.getLogger("tfdist_ext")
 
 
 class FolderLock:
-    """Holds a lock until `close`, or until the process ends.
+    """A lock on a folder, held until `close` or the end of the process.
 
-    A POSIX record lock: child processes do not inherit it, and NFS knows it.
+    It is a POSIX record lock: child processes do not inherit it, and NFS
+    supports it.
 
     Args:
-        folder: of this host's file system; it is created. Others, as
-            "gs://...", cannot be locked.
+        folder: folder to lock, in a file system of this host; it is created.
+            Other locations, such as "gs://...", are not locked.
 
     Raises:
-        OSError: another process holds the lock; its host, number and start
-            are named. A file system without locks is a warning.
+        OSError: another process holds the lock. The message has its host,
+            process id and start time. A file system without locks only causes a
+            warning.
     """
 
     def __init__(self, folder: str) -> None:
@@ -108,7 +110,7 @@ class FolderLock:
             )
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         text = f"process {os.getpid()} on host {socket.gethostname()}"
-        with contextlib.suppress(OSError):  # of a full disk
+        with contextlib.suppress(OSError):  # if the disk is full
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{text} since {started}".encode(), 0)
 
@@ -132,12 +134,13 @@ class FolderLock:
             self._file = -1
 
 
-# What every checkpoint of objects has, and what those of a run do.
+# Keys of every object-based checkpoint, and of those of a run.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PROGRESS = "progress/.ATTRIBUTES/py_state"
-# Of all bytes in a delta, above which it is said that they gain little.
+# Share of a delta in all bytes, above which a warning says that deltas save
+# little.
 _MUCH = 0.5
-NOTHING = -1  # is under way, beside the phases of a `LaterWrite`
+NOTHING = -1  # no write is under way; other phases are of `LaterWrite`
 
 
 class _Text(tf.train.experimental.PythonState):
@@ -154,13 +157,13 @@ class _Text(tf.train.experimental.PythonState):
 
 @dataclasses.dataclass(frozen=True)
 class _Base:
-    """The full checkpoint since which deltas have the changes.
+    """The full checkpoint that the next deltas are relative to.
 
     Attributes:
-        id: of that one, "" for none.
-        step: that it was made at.
-        marks: what rows this rank had, None for no deltas since then.
-        deltas: that were written since.
+        id: id of the full checkpoint, "" for none.
+        step: step at which it was made.
+        marks: marks of this rank's rows at that step, None if no deltas follow.
+        deltas: number of deltas written since.
     """
 
     id: str = ""
@@ -173,17 +176,18 @@ class SavedRun:
     """Writes and reads the checkpoints of one call of `fit`.
 
     Args:
-        model: that is trained, built.
-        directory: of the checkpoints; rank 0's counts.
-        keep: checkpoints that are left.
-        deltas: between two full ones.
-        collectives: of the strategy; None in one process.
+        model: model that is trained, built.
+        directory: folder of the checkpoints; the value of rank 0 is used.
+        keep: number of checkpoints to keep.
+        deltas: number of deltas between two full checkpoints.
+        collectives: collectives of the strategy; None in one process.
 
     Attributes:
-        path: of the checkpoint that was restored or written last, "" before.
-        step: that it was made at, 0 before.
-        failure: why the last one could not be written, "" if it was.
-        seconds: that training has waited for copies.
+        path: path of the checkpoint that was last restored or written, ""
+            before.
+        step: step at which that checkpoint was made, 0 before.
+        failure: why the last write failed, "" if it succeeded.
+        seconds: seconds that training waited for copies.
     """
 
     def __init__(
@@ -221,7 +225,7 @@ class SavedRun:
         )
 
     def _take_lock(self) -> None:
-        """Locks the folder on rank 0; all ranks fail if that cannot."""
+        """Locks the folder on rank 0; if that fails, all ranks raise."""
         refusal = ""
         if self._rank == 0:
             try:
@@ -233,19 +237,19 @@ class SavedRun:
             raise OSError(refusal)
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Unlocks the folder."""
         if self._lock is not None:
             self._lock.close()
 
     def restore(self) -> tuple[Place, dict[str, float]] | None:
-        """Restores the last checkpoint that is whole; all ranks must call.
+        """Restores the last complete checkpoint; all ranks must call.
 
         Returns:
-            Where it was made, and what the metrics were; None if there is
-            no checkpoint.
+            The position at which it was made, and the metrics then; None if
+            there is no checkpoint.
 
         Raises:
-            OSError: none of those that are there can be read.
+            OSError: there are checkpoints, but none can be read.
         """
         if self._rank == 0:
             checkpoint_files.remove_unfinished(self._directory)
@@ -267,7 +271,7 @@ class SavedRun:
                 with saver.over(full):
                     status = self._checkpoint.read(path)
                 status.assert_existing_objects_matched()
-            except tf.errors.UnavailableError:  # a rank has gone
+            except tf.errors.UnavailableError:  # a rank has ended
                 raise
             except tf.errors.OpError as error:
                 failures.append(f"{path}: {error.message}")
@@ -289,7 +293,11 @@ class SavedRun:
         return None
 
     def _failures_of_index(self) -> list[str]:
-        """Says which checkpoints have lost their index; those once complete."""
+        """Warns of checkpoints without an index file; returns the lost ones.
+
+        A checkpoint is lost if its index file was removed after it was
+        complete.
+        """
         failures = []
         for found, complete in checkpoint_files.without_index(self._directory):
             path = found.path(self._directory)
@@ -305,7 +313,7 @@ class SavedRun:
         return failures
 
     def _open(self, found: checkpoint_files.Checkpoint) -> str | None:
-        """Reads indexes on every rank, before any begins to read more.
+        """Reads the indexes on every rank, before any rank reads more.
 
         Returns:
             The path of the full checkpoint that a delta needs, else None.
@@ -343,16 +351,16 @@ class SavedRun:
 
     @property
     def phase(self) -> int:
-        """How far this rank is with what is under way, `NOTHING` if so."""
+        """Phase of this rank's current write, `NOTHING` without one."""
         return self._writing.phase if self._writing else NOTHING
 
     def begin(self, place: Place, logs: Any, whole: bool = False) -> None:
-        """Copies a checkpoint, which a thread then writes; all ranks call.
+        """Copies the state, which a thread then writes; all ranks must call.
 
         Args:
-            place: where training is.
-            logs: what the last step has returned, or None.
-            whole: whether it is to be a full one.
+            place: position in the data.
+            logs: result of the last step, or None.
+            whole: whether the checkpoint must be a full one.
         """
         base = self._base
         if whole or base.marks is None or base.deltas >= self._deltas:
@@ -361,7 +369,7 @@ class SavedRun:
         since = None if base.marks is None else base.step
         made = checkpoint_files.Checkpoint(place.step, since)
         self._begun_step = place.step
-        own = uuid.uuid4().hex  # rank 0's is written
+        own = uuid.uuid4().hex  # the id of rank 0 is written
         self._progress.text = json.dumps(
             {
                 "id": own,
@@ -390,17 +398,17 @@ class SavedRun:
             self._say_much(changed.share)
 
     def hear(self, phases: list[int]) -> None:
-        """Takes the next step of what is under way; all ranks must call.
+        """Advances the current write by a phase; all ranks must call.
 
         Args:
-            phases: of all ranks.
+            phases: phases of all ranks.
         """
         if self._writing is None:
             return
         failure = self._writing.advance(phases)
         if failure is None:
             return
-        if failure and not self.failure and self._rank == 0:  # once
+        if failure and not self.failure and self._rank == 0:  # warn once
             _LOG.warning(
                 "'%s' could not be written, training goes on without it: %s",
                 *(self._writing.path, failure),
@@ -413,10 +421,10 @@ class SavedRun:
         self._writing = None
 
     def lost(self, step: int) -> str:
-        """Says that the state of a step is not on the disk, and what is.
+        """Text saying that a step is not on the disk, and what is.
 
         Args:
-            step: that training has come to.
+            step: step that training has reached.
         """
         last = f"there is no checkpoint in '{self._directory}'"
         if self.path:
@@ -427,7 +435,7 @@ class SavedRun:
         )
 
     def _say_much(self, share: float) -> None:
-        """Says once that most of a model changes from full to full."""
+        """Warns once if a delta has most of the model's bytes."""
         if share <= _MUCH or self._has_said_much or self._rank:
             return
         self._has_said_much = True
@@ -442,7 +450,7 @@ class SavedRun:
         )
 
     def wait(self, seconds: float) -> None:
-        """Waits for this rank's thread, `seconds` at most."""
+        """Waits for the thread of this rank, for at most `seconds`."""
         if self._writing is not None:
             self._writing.join(seconds)
 
@@ -458,7 +466,7 @@ class SavedRun:
 
 
 def _progress_in(path: str) -> dict[str, Any]:
-    """What a checkpoint says of itself, from which its index can be read."""
+    """Reads the progress in a checkpoint, after checking its index."""
     opened = Opened(path)
     opened.tensor(_GRAPH)
     found: dict[str, Any] = json.loads(opened.tensor(_PROGRESS))
@@ -466,11 +474,10 @@ def _progress_in(path: str) -> dict[str, Any]:
 
 
 def _build(model: Any) -> None:
-    """Makes the slots, into which a checkpoint is read.
+    """Creates the optimizer's slots, which a checkpoint is read into.
 
     Raises:
-        ValueError: there is nothing to make them for yet, or the optimizer
-            is of another kind.
+        ValueError: the model is not built, or the optimizer has no `build`.
     """
     optimizer = model.optimizer
     if not model.built:
@@ -490,7 +497,7 @@ def _build(model: Any) -> None:
 
 
 def _numbers(logs: Any) -> dict[str, float]:
-    """The scalars among what a step has returned."""
+    """The scalars in the result of a step."""
     found = {}
     for name, value in (logs or {}).items():
         array = np.asarray(value)

@@ -24,7 +24,7 @@ from tfdist_ext.patching import hold
 
 keras = tf.keras
 
-_ROUNDS = 20  # of messages by which clocks are compared
+_ROUNDS = 20  # exchanges that compare the clocks
 _LOG = logging.getLogger("tfdist_ext")
 
 
@@ -32,27 +32,29 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Writes what all ranks do in some steps into one trace, on one clock.
 
     The file is for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
-    Every rank has its steps; its exchanges with their bytes, by peer, and how
-    long they waited for the rank that came last; the ops that it ran; and the
-    time in callbacks.
+    For every rank it has the steps, the ops that the rank ran, and the time in
+    callbacks. It also has the exchanges, with their bytes by peer, and with the
+    time that they waited for the last rank.
+
     `tfdist-report trace FILE` says what bounds the steps.
 
-    Clocks of ranks are compared by 20 exchanges before the first step; how far
-    they may be wrong is in the file. Outside of these steps it does nothing.
+    Ranks compare their clocks by 20 exchanges before the first traced step; the
+    file has the largest possible error. In other steps the callback does
+    nothing.
 
     Give it to `fit` on every rank:
 
         model.fit(data, callbacks=[Timeline("trace.json")])
 
     Args:
-        path: of the file, which rank 0 writes.
-        steps: the first step, counted from 0 at the start of `fit`, and the
-            one after the last.
-        kernels: whether TensorFlow's profiler records ops, too. One profiler
-            runs in a process at a time.
+        path: path of the file, which rank 0 writes.
+        steps: first traced step, counted from 0 at the start of `fit`, and the
+            step after the last traced one.
+        kernels: whether TensorFlow's profiler records ops, too. A process can
+            run only one profiler at a time.
 
     Raises:
-        ValueError: for steps that are none.
+        ValueError: `steps` is an empty or negative range.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         hold(Need.TIMELINE, self)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Counts steps from here."""
+        """Starts to count steps."""
         self._collectives = collectives_of(self.model)
         self._rank = 0
         if self._collectives is not None:
@@ -84,14 +86,14 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._events: list[Event] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begins with the first of the steps."""
+        """Starts the trace before the first traced step."""
         self._begun = batch
         if self._step == self._first and not self._on:
             self._start()
             self._since = time.monotonic_ns()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Ends with the last of the steps."""
+        """Writes the trace after the last traced step."""
         self._number = self._step
         self._step += batch - self._begun + 1
         if self._on and self._step >= self._end:
@@ -99,14 +101,14 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._stop()
 
     def callbacks_begin(self) -> None:
-        """Called before the callbacks of a step's begin, or of its end."""
+        """Called before the callbacks at the begin or end of a step."""
         self._since = time.monotonic_ns()
 
     def callbacks_end(self, ends_step: bool) -> None:
-        """Called after them.
+        """Called after the callbacks at the begin or end of a step.
 
         Args:
-            ends_step: whether they were those of the step's end.
+            ends_step: whether they were the callbacks at the end.
         """
         if not self._on:
             return
@@ -126,7 +128,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._note(trace.STEP, name, self._began, time.monotonic_ns(), {})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes what there is, if training ends between the steps."""
+        """Writes the trace so far, if training ends within the traced steps."""
         if self._on:
             self._stop()
         elif self._step <= self._first:
@@ -149,7 +151,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._collectives.group.trace(True)
 
     def _clock(self) -> tuple[float, list[float]]:
-        """Nanoseconds this clock is ahead; microseconds of error, by rank."""
+        """Offset of this clock, nanoseconds; errors by rank, microseconds."""
         if self._collectives is None:
             return 0.0, [0.0]
         times = np.zeros([1, _ROUNDS, 2], np.int64)
@@ -180,7 +182,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
                 self._note(kind, each.label, each.start, each.end, more)
         if self._kernels:
             tf.profiler.experimental.stop()
-            # The profiler's clock tells the time of day.
+            # The profiler's clock is the time of day.
             ahead = time.time_ns() - time.monotonic_ns()
             with self._folder:
                 for op, start, end in internals.profiled_ops(self._folder.name):
@@ -220,7 +222,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
-    """Bytes by peer, of those that have some."""
+    """Bytes by peer, without peers that have none."""
     return {f"rank {rank}": size for rank, size in enumerate(sizes) if size}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks read around the optimizer's update of a step."""
+"""Functions that callbacks run around the optimizer's update of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdist_ext.optimizers.row_gradients import without_duplicates
 keras = tf.keras
 Nest = Any
 Pairs = Sequence[tuple[Any, Any]]
-# Called with the watch, gradients of this rank with their variables, and the
+# Called with the watch, this rank's gradients with their variables, and the
 # update.
 Around = Callable[["UpdateWatch", Pairs, Callable[[], Any]], Any]
 
@@ -32,8 +32,8 @@ class UpdateWatch:
     """Calls functions around the update in every training step of a model.
 
     Attributes:
-        data: of the step that is traced, as `train_step` gets it.
-        loss: of that step, None of steps that call no `compute_loss`.
+        data: data of the step that is traced, as `train_step` gets it.
+        loss: loss of that step; None if the step calls no `compute_loss`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +46,7 @@ class UpdateWatch:
         self._compute_loss = model.compute_loss
         self._apply = getattr(self._optimizer, _APPLY)
         step = functools.wraps(self._train_step)(self._watched_step)
-        # By it steps of Keras's loops are told from others.
+        # The strategy recognizes a step of Keras's loops by its `__self__`.
         step.__self__ = model  # type: ignore[attr-defined]
         object.__setattr__(model, "train_step", step)
         object.__setattr__(
@@ -62,7 +62,7 @@ class UpdateWatch:
         model.train_function = None
 
     def end(self) -> None:
-        """Leaves model and optimizer as they were."""
+        """Restores the methods of the model and the optimizer."""
         for owner, name in (
             (self._watched, "train_step"),
             (self._watched, "compute_loss"),
@@ -72,7 +72,7 @@ class UpdateWatch:
         self._watched.train_function = None
 
     def add(self, around: Around) -> None:
-        """Calls `around` in every step, about those that came before it."""
+        """Calls `around` in every step, around those that were added before."""
         self._around.append(around)
 
     @property
@@ -99,7 +99,7 @@ class UpdateWatch:
     @property
     def _watched_update(self) -> Any:
         def update(gradients: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.data is None:  # a loop of the user's own
+            if self.data is None:  # a training loop of the user
                 return self._apply(gradients, *args, **kwargs)
             if KERAS_3:
                 variables = args[0] if args else kwargs["trainable_variables"]
@@ -117,7 +117,7 @@ class UpdateWatch:
         return update
 
     def _build(self, pairs: Pairs) -> None:
-        """Lets the optimizer make its slots, which no branch can."""
+        """Creates the optimizer's slots, which cannot be done in a branch."""
         if is_built(self._optimizer):
             return
         if KERAS_3:
@@ -138,7 +138,7 @@ def end_watch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_of(model: Any) -> UpdateWatch:
-    """The watch of a model whose `fit` begins; made if there is none."""
+    """The watch of a model whose `fit` begins; created if there is none."""
     if marks.update_watch(model) is None:
         marks.set_update_watch(model, UpdateWatch(model))
     found: UpdateWatch = marks.update_watch(model)
@@ -146,12 +146,12 @@ def watch_of(model: Any) -> UpdateWatch:
 
 
 def inner_optimizer(model: Any) -> Any:
-    """The optimizer of a model, that within one of a loss scale."""
+    """The optimizer of a model, without a loss scale optimizer around it."""
     return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
 def collectives_of(model: Any) -> Any:
-    """Those of the strategy of a model; None with a single process."""
+    """The collectives of a model's strategy; None in one process."""
     return getattr(model.distribute_strategy, "collectives", None)
 
 
@@ -162,12 +162,13 @@ _OF_THIS_RANK = {
 
 
 class GradientNorms:
-    """Notes the squares of gradients, summed, of some variables.
+    """Records the sums of squares of the gradients of some variables.
 
     Args:
-        watch: of the model.
-        find: gives them, of TensorFlow or Keras, once the model is built.
-        collectives: of the strategy; None in one process.
+        watch: the model's update watch.
+        find: returns the variables, of TensorFlow or Keras, once the model is
+            built.
+        collectives: collectives of the strategy; None in one process.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class GradientNorms:
         watch.add(self._around)
 
     def want(self, wanted: bool) -> None:
-        """Says whether the steps that follow note them."""
+        """Sets whether the following steps record the sums."""
         self._wanted.assign(wanted)
 
     def squares(self) -> Any:
-        """float64 `[variables]`, of the last step that noted them.
+        """float64 `[variables]`, of the last step that recorded the sums.
 
-        Where a variable is a part of a table, those of this rank's part. 0
+        A shard's sum is over this rank's part of the table. The sums are 0
         before the first step.
         """
         if self._squares is None:
@@ -224,11 +225,11 @@ class GradientNorms:
             gradient = self._of_all_ranks(gradient)
         gradient = without_duplicates(gradient)
         values = getattr(gradient, "values", gradient)
-        # Squares of what diverges soon leave float32.
+        # Squares of diverging numbers soon overflow float32.
         return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
     def _of_all_ranks(self, gradient: Any) -> Any:
-        """The gradient of a variable that every rank holds whole."""
+        """The gradient over all ranks of an unpartitioned variable."""
         collectives = self._collectives
         if collectives is None:
             return gradient
@@ -249,10 +250,10 @@ class GradientNorms:
 
 
 class Snapshot:
-    """What model and optimizer hold on this rank, at one time.
+    """A copy of what the model and the optimizer have on this rank.
 
     Args:
-        model: whose optimizer is built.
+        model: model whose optimizer is built.
     """
 
     def __init__(self, model: Any) -> None:
@@ -263,7 +264,7 @@ class Snapshot:
         self._keys = [(keys, keys.copy()) for keys in _vocabularies(model)]
 
     def put_back(self) -> None:
-        """Gives model and optimizer what they had."""
+        """Restores the model and the optimizer from the copy."""
         for variable, value in self._values:
             variable.assign(value)
         for keys, copied in self._keys:
@@ -271,10 +272,10 @@ class Snapshot:
 
 
 class StepState:
-    """What a step changes besides its update, at one time: metrics, means.
+    """A copy of what a step changes besides its update: metrics, means.
 
     Args:
-        model: whose metrics are built, or not yet.
+        model: model whose metrics may be built or not.
     """
 
     def __init__(self, model: Any) -> None:
@@ -291,7 +292,7 @@ class StepState:
         ]
 
     def put_back(self) -> None:
-        """Gives them what they had; metrics made since then begin anew."""
+        """Restores the values; metrics created since then are reset."""
         known = {id(variable) for variable, _ in self._values}
         for metric in self._trained.metrics:
             own = [local_variable(each) for each in metric.variables]
@@ -306,7 +307,7 @@ def _of_metrics(model: Any) -> list[Any]:
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
-    """All that an optimizer keeps, for tables that bring their own too."""
+    """All variables of an optimizer and of the optimizers of single tables."""
     found = optimizer.variables
     found = list(found() if callable(found) else found)
     for own in getattr(optimizer, "table_optimizers", ()):
@@ -328,7 +329,7 @@ def _is_number(variable: tf.Variable) -> bool:
 
 
 def local_variable(variable: Any) -> tf.Variable:
-    """TensorFlow's variable that holds a variable's value on this rank."""
+    """The TensorFlow variable that has a variable's value on this rank."""
     native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)
     if strategy is None:
