@@ -17,20 +17,18 @@ def split(address: str) -> tuple[str, int]:
 
 
 def join(host: str, port: int) -> str:
-    """An address of host and port, with brackets around one of IPv6."""
+    """Address of host and port, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind_address(address: str) -> str:
     """Numeric form of the host in "host:port".
 
-    Addresses that other hosts reach come before loopback, and IPv4 before
-    IPv6.
-
-    A rank listens on this address only, never on all interfaces.
+    Addresses that other hosts can reach are preferred over loopback, then IPv4
+    over IPv6. A rank listens on this address only, never on all interfaces.
 
     Raises:
-        ValueError: the host has no address, or stands for all interfaces.
+        ValueError: the host has no address, or means all interfaces.
     """
     host = address.rsplit(":", 1)[0].strip("[]")
     try:
@@ -56,20 +54,20 @@ def bind_address(address: str) -> str:
 
 
 def is_loopback(numeric: str) -> bool:
-    """Whether only processes of this host reach a numeric address."""
+    """Whether only processes of this host can reach a numeric address."""
     return ipaddress.ip_address(numeric.split("%")[0]).is_loopback
 
 
 def of_this_user(host: str, port: int) -> Address:
-    """Where processes without a secret meet.
+    """Address at which processes without a secret connect.
 
     Args:
         host: name or numeric address.
-        port: of it.
+        port: port on that host.
 
     Returns:
-        On loopback the name of an abstract Unix socket, whose two ends learn
-        each other's user from the kernel; else host and port.
+        For loopback, the name of an abstract Unix socket, as the kernel tells
+        both ends the user of the other; else host and port.
     """
     try:
         numeric = bind_address(join(host, port))
@@ -79,12 +77,12 @@ def of_this_user(host: str, port: int) -> Address:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a host is named as only itself does, in every network."""
+    """Whether a host name means loopback in every network."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def is_of_this_host(host: str) -> bool:
-    """Whether a name stands for loopback here."""
+    """Whether a host name means loopback on this host."""
     if is_local_name(host):
         return True
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and tags of collective calls, the same on all ranks.
+"""Order and tags of exchanges, the same on all ranks.
 
-Calls of steps are told apart by their tags, which all ranks compute without
-communication. Calls outside of steps run one at a time.
+Exchanges of steps are distinguished by their tags, which all ranks compute
+without communication. Calls outside of steps run one at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 
-# Functions of datasets that have tags of their own at a time; a program may
-# make any number of datasets, and every tag has buffers.
+# Most dataset functions with tags of their own at a time. A program may create
+# any number of datasets, and every tag has buffers.
 _DATASETS = 16
-# How tf.data names the functions that it maps, filters or scans with. Those of
-# `Dataset.reduce` run in their turn, like the ops around them.
+# Prefixes of the names that tf.data gives to functions that it maps, filters or
+# scans with. Functions of `Dataset.reduce` run in program order, like the ops
+# around them.
 _DATASET_FUNCTIONS = ("Dataset_", "tf_data_")
 
-# Of what is staged for layers, which outlives a strategy in the process.
+# Numbers for layers' staged state, which outlives a strategy.
 place_numbers = itertools.count()
 
 
 def dataset_functions() -> list[tf.Graph]:
-    """The functions of datasets that are being traced, innermost first."""
+    """Dataset functions that are being traced, innermost first."""
     found: list[tf.Graph] = []
     if tf.executing_eagerly():
         return found
@@ -49,21 +50,22 @@ def dataset_functions() -> list[tf.Graph]:
 
 
 def role_of(fn: Callable[..., Any]) -> str:
-    """What tells the steps of `fn` from those of other functions.
+    """A name that distinguishes the steps of `fn` from those of others.
 
-    A `predict` in one thread then never meets the `fit` of another.
+    It keeps exchanges of a `predict` in one thread apart from those of a `fit`
+    in another.
     """
     fn = inspect.unwrap(getattr(fn, "python_function", fn))
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 class CallLock:
-    """Lets the calls outside of steps run one after the other, by place.
+    """The call lock: runs calls outside of steps one after another, by place.
 
-    A call is several exchanges, of ids and of results. Where a rank answers
-    one call before it starts the next, ranks may call for their elements in
-    any order: every pair of exchanges belongs to one call of each rank, and
-    each rank gets the rows it has asked for.
+    A call is several exchanges, of ids and of results. Each rank finishes one
+    call before it starts the next. Ranks may therefore call in any order of
+    their elements: every exchange belongs to one call of each rank, and each
+    rank gets the rows that it asked for.
     """
 
     def __init__(self) -> None:
@@ -78,9 +80,9 @@ class CallLock:
         )
 
     def role(self) -> str:
-        """The role of a call outside of a step: the function of a dataset.
+        """The role of a call outside of a step: its dataset function.
 
-        Functions get numbers as they are traced, in the order of the program.
+        Functions are numbered as they are traced, in program order.
         """
         graphs = dataset_functions()
         if not graphs:
@@ -92,18 +94,20 @@ class CallLock:
 
     @contextlib.contextmanager
     def hold(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
-        """Ops made inside run when no other call of the place is under way.
+        """Runs ops created inside when no other call of the place runs.
 
         Args:
-            place: what has one set of tags.
+            place: name of the call's set of tags.
 
         Yields:
-            To be given the results: the next call begins after them.
+            A function to be called with the results; the next call begins after
+            them.
         """
         for graph in dataset_functions():
             self._places[graph] = place
         with tf.device("CPU:0"):
-            # Held while this tensor lives: an error in a graph frees it too.
+            # The lock is held as long as this tensor exists, so an error in a
+            # graph frees it too.
             lock = [tf.raw_ops.MutexLock(mutex=self._lock(place))]
 
         def end(results: Sequence[Any]) -> None:
@@ -114,16 +118,17 @@ class CallLock:
             with tf.control_dependencies(lock):
                 yield end
         finally:
-            lock.clear()  # an eager error's traceback would keep it
+            lock.clear()  # a traceback would keep it
 
     def check_input(self, dataset: tf.data.Dataset) -> None:
-        """Refuses what steps must not read: a dataset that calls a layer.
+        """Rejects a dataset that calls a layer, which steps must not read.
 
         Args:
-            dataset: that is about to be distributed.
+            dataset: dataset that is about to be distributed.
 
         Raises:
-            ValueError: if a function of it looks up in partitioned tables.
+            ValueError: a function of the dataset looks up in partitioned
+                tables.
         """
         for graph in internals.functions_of(dataset):
             if graph in self._places:
@@ -146,7 +151,7 @@ class CallLock:
 
 
 def brief_error(error: BaseException) -> str:
-    """An error in a message to the other ranks, which has little room."""
+    """A short form of an error, for messages to other ranks."""
     text = getattr(error, "message", None) or str(error)
     return f"{type(error).__name__}: {text.strip()[:700]}".rstrip(": ")
 
@@ -161,34 +166,36 @@ class Step:
 
     Attributes:
         samples: float32 scalar, samples of this rank in the step.
-        weighted: whether ranks are averaged, weighed by their samples.
-            True in Keras's loops, where a loss is a mean over the batch;
-            elsewhere gradients are summed.
-        role: of the function that is the step, see `calls.role_of`.
-        graph: in which the step is run, None if eagerly.
-        is_function: whether what is run is a `tf.function` itself.
+        weighted: whether gradients are averaged over ranks, weighted by their
+            samples. True in Keras's loops, where a loss is a mean over the
+            batch; elsewhere gradients are summed.
+        role: name of the function that is the step, see `calls.role_of`.
+        graph: graph that the step runs in, None if it runs eagerly.
+        is_function: whether the function that runs is a `tf.function`.
         labels: how often each label was used, for unique tags.
-        exchanges: one line for each of the step, in program order.
+        exchanges: one line for each exchange, in program order.
         checks: tensors that exist once all ids of the step are validated.
-        shares: of the batch that this rank has, by the graph of the tensor.
+        shares: shares of the batch on this rank, by the tensor's graph.
         dependence: `batches.dependence.BatchDependence` of the step's values.
-        whole_values: `batches.whole_functions.WholeValues` of them.
-        backward: whether a tape computes gradients now. Exchanges are then
-            those that belong to exchanges of the forward pass.
-        forward: whether a sum over the ranks is asked for that a tape
-            records. Its own gradient, which is given, hides it from the tape.
-        merges_rows: whether the optimizer sums the gradients of equal rows
+        whole_values: `batches.whole_functions.WholeValues` of the step's
+            values.
+        backward: whether a tape computes gradients now. Exchanges are then the
+            gradients of exchanges of the forward pass.
+        forward: whether a sum over the ranks is requested that a tape records.
+            The tape does not see its ops, as its gradient is custom.
+        merges_rows: whether the optimizer sums the gradients of duplicate rows
             before it uses them.
-        checking: whether every rank runs the step on the whole batch, to
+        checking: whether every rank runs the step on the entire batch, to
             compute what one process computes. Means over the ranks are then
-            means of equal values, and nothing is corrected for the ranks'
-            parts of the batch.
-        whole: whether what is computed now is computed on the whole batch,
-            on every rank: a loss or a metric that sees all samples.
-        rows: of the whole batch, by the graph and the tensor of this rank's.
+            means of equal values, and nothing is corrected for the ranks' parts
+            of the batch.
+        whole: whether the current computation is on the entire batch, on every
+            rank: a loss or a metric that needs all samples.
+        rows: rows of the entire batch, by the graph and the tensor of this
+            rank's rows.
         assigned: mirrored variables without `aggregation` that the step has
             assigned, other than by an optimizer.
-        later: components of variables whose values on the ranks become one
+        later: components of variables whose values are made equal on all ranks
             at the end of the step.
     """
 
@@ -216,7 +223,7 @@ class Step:
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:
-        """What is computed inside is computed on the whole batch."""
+        """Marks computations inside as computations on the entire batch."""
         outer, self.whole = self.whole, True
         try:
             yield
@@ -226,22 +233,22 @@ class Step:
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
 
-        Of functions of the user's, which are kept and may be called again, in
-        this step and in others, and of branches and loops.
+        They are graphs of user functions, which are cached and may be called
+        again in this step and in others, and graphs of branches and loops.
         """
         graphs = internals.graphs_within(self.graph)
         return graphs[1:] if self.is_function else graphs
 
     def inner_function(self) -> tf.Graph | None:
-        """The innermost `tf.function` within the step that is being traced."""
+        """The innermost `tf.function` being traced within the step."""
         functions = filter(internals.is_function, self.inner_graphs())
         return next(reversed(list(functions)), None)
 
     def checks_here(self) -> list[tf.Tensor]:
-        """Those of `checks` that a variable must not be written before.
+        """Those of `checks` that must come before a variable is written.
 
-        Those of a function or a branch within are not known outside of it:
-        that fails as a whole.
+        Checks of an inner function or branch are not accessible outside of it.
+        If one fails, the function or branch fails.
         """
         if tf.executing_eagerly():
             return []
@@ -252,7 +259,7 @@ class Step:
         """A copy of the step, for a trace that must not change it.
 
         Args:
-            graph: of that trace.
+            graph: graph of that trace.
         """
         return dataclasses.replace(
             self,
@@ -282,7 +289,7 @@ def count_samples(values: Nest) -> tf.Tensor:
     for value in tf.nest.flatten(values):
         if isinstance(value, tf.SparseTensor):
             return tf.cast(value.dense_shape[0], tf.float32)
-        if hasattr(value, "nrows"):  # of RaggedTensor and PrefetchedIds
+        if hasattr(value, "nrows"):  # RaggedTensor and PrefetchedIds
             return tf.cast(value.nrows(), tf.float32)
         if tf.is_tensor(value) and value.shape.rank != 0:
             if value.shape.rank and value.shape[0] is not None:
@@ -292,14 +299,14 @@ def count_samples(values: Nest) -> tf.Tensor:
 
 
 def is_keras_loop(fn: Any) -> bool:
-    """Whether `fn`, given to `Strategy.run`, is a step of Keras's loops.
+    """Whether `fn`, passed to `Strategy.run`, is a step of Keras's loops.
 
     Other methods of a model are steps of the user's own loops.
     """
     fn = getattr(fn, "python_function", fn)
     method = inspect.unwrap(fn)
     owner = getattr(method, "__self__", None)
-    # That of a method which is a tf.function.
+    # For a method that is a tf.function, the owner is a wrapper.
     owner = getattr(owner, "target", owner)
     if isinstance(owner, tf.keras.Model):
         return getattr(method, "__name__", None) in _KERAS_STEPS
@@ -308,32 +315,32 @@ def is_keras_loop(fn: Any) -> bool:
 
 
 def is_gradient_reduction(step: Step | None) -> bool:
-    """Whether an all-reduce asked for now is one of gradients.
+    """Whether an all-reduce requested now is one of gradients.
 
-    Sums asked for while a tape records belong to the forward pass (a
-    synchronised batch normalisation, for example).
+    Sums requested while a tape records belong to the forward pass (a
+    synchronized batch normalization, for example).
 
     Args:
-        step: under way, if any.
+        step: current step, None without one.
     """
     forward = step is not None and step.forward
     return not (forward or internals.is_recording())
 
 
-# Functions within steps that have tags of their own at a time: every tag has
-# buffers. Those that share them run one at a time.
+# Most functions within steps with tags of their own at a time, as every tag has
+# buffers. Functions that share tags run one at a time.
 _FUNCTIONS = 64
 
 
 class Tags:
-    """Names exchanges by what makes them, their label, and how often so far.
+    """Assigns tags to exchanges: by origin, label and occurrence.
 
-    What makes them is the function that is the step, a `tf.function` within
-    it or a function of a dataset: these are numbered as they are traced, in
-    the order of the program.
+    The origin is the function that is the step, a `tf.function` within it, or a
+    dataset function. The latter two are numbered as they are traced, in program
+    order.
 
     Args:
-        call_lock: of the calls outside of steps.
+        call_lock: call lock for the calls outside of steps.
     """
 
     def __init__(self, call_lock: CallLock) -> None:
@@ -347,33 +354,33 @@ class Tags:
         self._next = itertools.count()
 
     def place(self, step: Step | None, label: str) -> str:
-        """What tells the next exchange of a label from all others.
+        """A name that distinguishes the next exchange of a label from others.
 
         Args:
-            step: the current one, None outside of steps.
-            label: of the exchange.
+            step: current step, None outside of steps.
+            label: label of the exchange.
         """
         return f"{self._role(step)}/{label}#{self.occurrence(step, label)}"
 
     def occurrence(self, step: Step | None, label: str) -> int:
-        """How many exchanges had the label so far.
+        """Number of exchanges with the label so far.
 
         Args:
             step: see `place`.
-            label: of exchanges.
+            label: label of the exchanges.
         """
         return self._counter(step)[label]
 
     def take(
         self, step: Step | None, label: str, kind: str, dtype: tf.DType
     ) -> int:
-        """Even number for an exchange, which the step notes.
+        """Takes an even number for an exchange, and records it in the step.
 
         Args:
             step: see `place`.
-            label: of the exchange.
-            kind: of the exchange.
-            dtype: of what is exchanged.
+            label: label of the exchange.
+            kind: kind of the exchange.
+            dtype: dtype of the values that are exchanged.
         """
         place = self.place(step, label)
         if step is not None:
@@ -381,8 +388,8 @@ class Tags:
             line = f"{label}#{self.occurrence(step, label)}" if own else place
             step.exchanges += [f"{line} {kind} {dtype.name}"]
         self._counter(step)[label] += 1
-        # Of 2^61 numbers: among a million places two have the same with a
-        # probability of 2e-7.
+        # There are 2^61 tags: among a million places, two have the same tag
+        # with a probability of 2e-7.
         digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 3) << 1
 
@@ -405,23 +412,24 @@ class Tags:
 
 @dataclasses.dataclass(eq=False)
 class Trial:
-    """What is noted while a step is traced or run for a comparison.
+    """Records made while a step is traced or run for a comparison.
 
     Attributes:
-        whole: whether every rank has the whole batch, so that each computes
+        whole: whether every rank has the entire batch, so that each computes
             what one process computes. Nothing is then reduced over the ranks;
             lookups still ask the ranks that own the rows.
-        updates: trainable variables, each with what it is updated by: the
-            gradient as the optimizer applies it.
-        marker: a device function of this run. `tf.function` traces anew under
-            each, so that what is traced for a comparison is never trained.
+        updates: trainable variables, each with its update: the gradient as the
+            optimizer applies it.
+        marker: device function that is unique to this run. `tf.function` traces
+            anew under each device function, so a trace made for a comparison is
+            never used in training.
     """
 
     whole: bool
     updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def marker(self, op: tf.Operation) -> str:
-        """Leaves the device of an op as it is."""
+        """Returns the device of an op unchanged."""
         return str(op.device)
 
     def marking(self) -> contextlib.AbstractContextManager[Any]:
@@ -433,10 +441,10 @@ class Trial:
         return marking
 
     def marked(self, function: Any) -> Any:
-        """What a replica runs, in a thread of its own, under the marker.
+        """Wraps a replica's function to run under the marker in its thread.
 
         Args:
-            function: given to `Strategy.run`.
+            function: function passed to `Strategy.run`.
         """
         if tf.executing_eagerly():
             return function
@@ -456,11 +464,11 @@ class Trial:
         return run
 
     def note(self, variable: Any, arguments: Any) -> None:
-        """Notes an update of a variable.
+        """Records an update of a variable.
 
         Args:
-            variable: of TensorFlow.
-            arguments: of the update; the gradient is the first one.
+            variable: TensorFlow variable.
+            arguments: arguments of the update; the gradient is the first.
         """
         value = arguments[0] if arguments else None
         if not variable.trainable or not (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of one strategy: tags, plans, fused buckets, sample weights."""
+"""Exchanges of one strategy: tags, gradient buckets, sample weights."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.tables.problem import Machine
 
-# Gradients are summed in buckets of about this size: large enough to use the
-# link, small enough that the first bucket travels while the backward pass
-# still computes the next ones (tensor fusion, Horovod).
+# Gradients are summed in buckets of about this size (tensor fusion, as in
+# Horovod). A bucket is large enough to use the full bandwidth. It is small
+# enough that the first one is sent while the backward pass still computes the
+# next ones.
 _BUCKET_BYTES = 8 << 20
 
 
 def buckets_of(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Indices of the tensors that travel together, what is ready first first.
+    """Groups tensors into buckets; returns the indices of each bucket.
 
-    Tensors of a bucket have one dtype.
+    Buckets that are ready first come first. The tensors of a bucket have one
+    dtype.
     """
-    # Later variables get their gradients first, hence the reverse order.
+    # The order is reversed because later variables get their gradients first.
     result: list[list[int]] = []
     sizes: dict[tf.DType, int] = {}
     current: dict[tf.DType, list[int]] = {}
@@ -58,8 +60,8 @@ class Loop:
     """A call of `fit`, `evaluate` or `predict`.
 
     Attributes:
-        model: whose method it is.
-        samples: of a rank in a step, None if nothing tells.
+        model: model whose method is called.
+        samples: samples of a rank in a step, None if unknown.
     """
 
     model: Any
@@ -69,23 +71,25 @@ class Loop:
 class Collectives:
     """The exchanges of one strategy over its process group.
 
-    Every exchange has a label. Label, occurrence within the step and the
-    function that is the step give the tag on the wire, so ranks agree on tags
-    without talking, whatever order their executors run the ops in.
+    Every exchange has a label. The tag on the wire is computed from the label,
+    its occurrence within the step, and the function that is the step. Ranks
+    therefore agree on tags without communication, in whatever order their
+    executors run the ops.
 
     Attributes:
-        group: the process group that carries the exchanges.
-        gradient_dtype: in which gradients of mirrored variables travel.
-        call_lock: of the calls outside of steps.
-        machine: what plans are made for, once it is measured.
-        gpus: what tables may have of them, the same on all ranks.
-        loop: of Keras, the outermost that runs.
-        corrects: whether steps of Keras's loops are corrected for the ranks'
-            parts of the batch. Tests turn it off to see what a check finds.
+        group: process group that sends and receives.
+        gradient_dtype: dtype in which gradients of mirrored variables are sent.
+        call_lock: call lock for the calls outside of steps.
+        machine: measured machine, which plans are made for; None before.
+        gpus: memory that tables may use on GPUs, the same on all ranks.
+        loop: outermost running loop of Keras, None without one.
+        corrects: whether steps of Keras's loops are corrected for each rank
+            having a part of the batch. Tests turn it off to see what a check
+            finds.
         check: when steps and replicas are compared, see `checking`.
-        drifted: names of variables that ranks are known to differ in.
-        trial: for which steps are traced or run now, None for training.
-        ops: what carries tensors; this package unless told otherwise.
+        drifted: names of variables that are known to differ between ranks.
+        trial: trial that steps are traced or run for, None in training.
+        ops: module with the exchange ops; this package's by default.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Collectives:
         self.ops: collective_ops.Ops = collective_ops
         self._known_exchanges: set[tuple[str, ...]] = set()
         self._places = weakref.WeakKeyDictionary[Any, str]()
-        self._depth = 0  # of `together`
+        self._depth = 0  # nested joint calls
         self._labels = weakref.WeakKeyDictionary[
             tf.Graph, dict[str, collections.Counter[str]]
         ]()
@@ -117,19 +121,19 @@ class Collectives:
         """The step being traced or run, None outside of `Strategy.run`."""
         if not self._steps or calls.dataset_functions():
             return None
-        # The stock strategy traces in a thread of its own, in its context; a
-        # thread of the user that calls a layer meanwhile is in no step.
+        # The stock strategy traces in a thread of its own, with the strategy
+        # active. A user's thread that calls a layer meanwhile is in no step.
         mine = self._stepping_thread == threading.get_ident()
         return self._steps[-1] if mine or active() is self else None
 
     def samples(self) -> tf.Tensor:
-        """float32 scalar, samples of this rank in the current step.
+        """Samples of this rank in the current step, a float32 scalar.
 
-        A `tf.function` within the step is kept and may be called in another
-        one: there it gets the samples of that.
+        A `tf.function` that the step calls is cached and may be called in
+        another step. There it gets the samples of that step.
         """
         step = self.step
-        if step is None:  # of a function that a step has called first
+        if step is None:  # in a function that a step called first
             return tf.constant(1.0)
         function = step.inner_function()
         if function is None:
@@ -155,7 +159,7 @@ class Collectives:
             # may run them in any order, so their tags must differ.
             of_graph = self._labels.setdefault(step.graph, {})
             step.labels = of_graph.setdefault(step.role, step.labels)
-        # In Keras's loops, which are more than a step, that does nothing.
+        # This does nothing in Keras's loops, which are joint calls themselves.
         with self.together(f"step `{step.role}`", own_first=True):
             self._steps.append(step)
             try:
@@ -163,16 +167,16 @@ class Collectives:
             finally:
                 self._steps.pop()
             if step.exchanges and not tf.executing_eagerly():
-                # With their numbers and its role the tags are equal too.
+                # The same numbered lines and the same role give the same tags.
                 lines = (f"step {step.role}", *step.exchanges)
                 self._compare_exchanges(lines)
 
     @contextlib.contextmanager
     def trying(self, trial: Trial) -> Iterator[None]:
-        """Steps traced or run inside are of a trial.
+        """Makes the steps that are traced or run inside part of a trial.
 
         Args:
-            trial: that notes what they do.
+            trial: trial that records the updates of the steps.
         """
         outer = self.trial
         try:
@@ -184,10 +188,10 @@ class Collectives:
 
     @contextlib.contextmanager
     def capturing(self, graph: tf.Graph) -> Iterator[None]:
-        """Exchanges traced inside are not counted: their graph never runs.
+        """Does not count exchanges traced inside: their graph never runs.
 
         Args:
-            graph: that they are traced in.
+            graph: graph that they are traced in.
         """
         assert self.step is not None
         self._steps.append(self.step.copied(graph))
@@ -204,12 +208,12 @@ class Collectives:
         steps: bool = True,
         own_first: bool = False,
     ) -> Iterator[None]:
-        """What all ranks do together, until all have or one has failed.
+        """A joint call: it ends when all ranks are done or one has failed.
 
-        When a rank raises inside, the others learn its error at their next
-        exchange, or in the one where they wait for it, and the group stays
-        usable: the next thing that the ranks do finds them in step. Inside
-        of another one this does nothing; the outermost counts.
+        When a rank raises inside, the other ranks raise its error at their next
+        exchange, or in the exchange in which they wait. The group remains
+        usable, and all ranks start the next joint call at the same point. A
+        joint call inside of another one has no effect of its own.
 
             with collectives.together("save 'path'"):
                 write_my_part()
@@ -219,18 +223,18 @@ class Collectives:
                 collectives.barrier("in place")
 
         Args:
-            what: is done, for the errors of the other ranks.
-            all_end: whether no rank shall go on before all have come to the
-                end.
-            steps: whether functions with exchanges may be run inside.
-            own_first: whether an error that this rank meets by itself counts
-                before one that another has met already.
+            what: description of the call, for errors on the other ranks.
+            all_end: whether each rank waits at the end for all others.
+            steps: whether functions with exchanges may run inside.
+            own_first: whether an error raised on this rank takes precedence
+                over an earlier error of another rank.
 
         Raises:
             tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
                 OSError: ...", if another rank has failed.
         """
-        # Not by thread: TensorFlow runs a replica in a thread of its own.
+        # The depth is not per thread: TensorFlow runs a replica in a thread of
+        # its own.
         outermost = self._depth == 0
         left = ""
         if outermost:
@@ -254,27 +258,31 @@ class Collectives:
                 self.group.will_leave(False)
 
     def give_up(self, what: str, error: BaseException) -> None:
-        """Ends on all ranks what they do together; they may do another thing.
+        """Ends the current joint call on all ranks; another may follow.
 
-        Whoever is in an exchange, or comes to one, raises there and gives up
-        as well, before the ranks can meet in the other thing.
+        A rank that is in an exchange of this call, or comes to one, raises
+        there. It then gives up the call as well, before ranks start the next
+        one.
 
         Args:
-            what: is given up.
-            error: why.
+            what: description of the call.
+            error: why it is given up.
         """
         self.group.leave(f"{what} failed: {calls.brief_error(error)}")
 
     def _exchanging(
         self, label: str
     ) -> contextlib.AbstractContextManager[None]:
-        """A context for an exchange: alone, it is done `together`."""
+        """A context for an exchange; outside of a joint call, it is one."""
         if self._depth == 0 and tf.executing_eagerly():
             return self.together(label, steps=False)
         return contextlib.nullcontext()
 
     def _catch_up(self, raises: bool) -> str:
-        """Leaves what another rank has left; says so if nobody knows yet."""
+        """Leaves the call that another rank left; returns an unraised error.
+
+        Returns "" if no rank has left, or if the error is known or raised here.
+        """
         reason, told = self.group.left()
         if not reason:
             return ""
@@ -287,15 +295,16 @@ class Collectives:
         return ""
 
     def _compare_exchanges(self, lines: tuple[str, ...]) -> None:
-        # Ranks trace new exchanges at the same step; those that only have new
-        # shapes (a last, smaller batch) are known already and cost nothing.
+        # All ranks trace new exchanges at the same step. If only shapes are
+        # new, as in a smaller last batch, the lines are known already and are
+        # not compared again.
         if lines not in self._known_exchanges:
             with tf.init_scope():
                 self.group.check_same(list(lines))
             self._known_exchanges.add(lines)
 
     def place_of(self, layer: Any) -> str:
-        """A name for what is kept for a layer; names of layers may repeat."""
+        """Unique name for the state of a layer, as layer names may repeat."""
         if layer not in self._places:
             self._places[layer] = f"{layer.name}/{next(calls.place_numbers)}"
         return self._places[layer]
@@ -308,16 +317,16 @@ class Collectives:
     def one_call(
         self, label: str
     ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
-        """Several exchanges that belong together, see `calls.CallLock`.
+        """Groups several exchanges into one call, see `calls.CallLock`.
 
-        Steps come one after the other by themselves; functions and loops
-        within a step may be run several times at once.
+        Steps run one after the other anyway. Functions and loops within a step
+        may run several times in parallel.
 
         Args:
-            label: of one of the exchanges.
+            label: label of one of the exchanges.
 
         Yields:
-            A function to be given the results.
+            A function to be called with the results.
         """
         if self.step is not None and not self.step.inner_graphs():
             yield lambda results: None
@@ -326,19 +335,19 @@ class Collectives:
             yield end
 
     def occurrence(self, label: str) -> int:
-        """How many exchanges of the step had the label so far."""
+        """Number of exchanges of the step with this label so far."""
         return self._tags.occurrence(self.step, label)
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
     ) -> list[tf.Tensor]:
-        """Sums tensors over the ranks, bitwise equal on all of them.
+        """Sums tensors over the ranks, bitwise equal on all ranks.
 
         Args:
             tensors: dense tensors of any numeric dtypes.
             label: names the exchange in errors.
-            weighted: multiply every rank's tensors by its share of the
-                step's samples times `world_size` before the sum.
+            weighted: whether to multiply every rank's tensors by its share of
+                the step's samples, times `world_size`, before the sum.
 
         Returns:
             The sums, in order.
@@ -359,10 +368,10 @@ class Collectives:
         return result
 
     def share_of_samples(self, label: str) -> tf.Tensor | None:
-        """This rank's share of the step's samples times `world_size`.
+        """This rank's share of the step's samples, times `world_size`.
 
         Args:
-            label: of what is weighed by it.
+            label: label of the value that is weighted by the share.
 
         Returns:
             float32 scalar, 0 if no rank has samples; None outside of a step.
@@ -374,13 +383,13 @@ class Collectives:
         return tf.math.divide_no_nan(samples * self.group.world_size, total)
 
     def all_gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
-        """Concatenates the ranks' tensors along axis 0, uneven allowed."""
+        """Concatenates the ranks' tensors along axis 0; sizes may differ."""
         return self.all_gather_parts(tensor, label)[0]
 
     def all_gather_parts(
         self, tensor: tf.Tensor, label: str
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Gathers; also returns int64 `[world_size]`, the rows of each."""
+        """Gathers; also returns int64 `[world_size]`, the rows of each rank."""
         with self._exchanging(label):
             return self.ops.all_gather(
                 self.group,
@@ -400,8 +409,8 @@ class Collectives:
             label: names the exchange in errors.
 
         Returns:
-            What the ranks sent to this one, in their order, and int64
-            `[world_size]`, the rows that came from each.
+            The slices that this rank received, in the order of the ranks, and
+            int64 `[world_size]`, the rows received from each rank.
         """
         with self._exchanging(label):
             return self.ops.all_to_all(
@@ -419,8 +428,8 @@ class Collectives:
 
         Args:
             tensor: float `[n]`, with the same n on all ranks of a group.
-            peers: the ranks of this rank's group, it included, ascending or
-                not but alike on all of them; empty for a rank in no group.
+            peers: ranks of this rank's group, including itself, in the same
+                order on all of them; empty for a rank in no group.
             label: names the exchange in errors.
 
         Returns:
@@ -440,8 +449,8 @@ class Collectives:
 
     def initial_value(self, tensor: tf.Tensor, variable: str) -> tf.Tensor:
         """Rank 0's initial value of a variable, on every rank."""
-        # One tag for all variables: ranks that create different ones meet
-        # in the same exchange, see the two names, and fail at once.
+        # All variables have one tag. Ranks that create different variables then
+        # take part in the same exchange, see the two names, and fail at once.
         label = f"initial_value/{variable}"
         with self._exchanging(label):
             value = collective_ops.broadcast(
@@ -452,20 +461,21 @@ class Collectives:
                 label=label,
             )
             if tf.executing_eagerly():
-                # Rank 0 has not waited for anybody. All ranks shall have the
-                # variable or, if one fails before it, none.
+                # Rank 0 has not waited for other ranks. The barrier ensures
+                # that either all ranks create the variable or, if one fails
+                # before, none does.
                 self.barrier("initial_value/all")
             elif value is not tensor:
                 value.set_shape(tensor.shape)
             return value
 
     def barrier(self, label: str) -> None:
-        """Ends when all ranks have come here."""
+        """Waits until all ranks have called it."""
         with self._exchanging(label):
             tag = self.tag(label, "barrier", tf.float32)
             collective_ops.barrier(self.group, tag=tag, label=label)
 
 
 def active() -> Collectives | None:
-    """Collectives of the strategy in scope; None with a single process."""
+    """Collectives of the strategy in scope; None in one process."""
     return getattr(tf.distribute.get_strategy(), "collectives", None)

@@ -18,17 +18,20 @@ from typing import NamedTuple
 
 from tfdist_ext.comm.listener import peer_process
 
-# Bytes of one ring, a power of two: it should stay in a core's cache.
+# Bytes of one ring buffer, a power of two. It should fit into the cache of a
+# core.
 _LARGEST_RING, _SMALLEST_RING = 1 << 20, 1 << 14
-# The rings that one rank writes have at most so many bytes together, until they
-# are the smallest: the memory of a host grows with its ranks, not their square.
+# Most bytes of all rings that one rank writes, unless the rings have the
+# smallest size. The memory used on a host then grows with its ranks, not with
+# their square.
 _RINGS_OF_RANK = 8 << 20
 _PAGE = 4096
 _TOKEN_BYTES = 32
 _FILES = 2
-_SEND_SECONDS = 2.0  # of a rank of this host, for files
+_SEND_SECONDS = 2.0  # for sending files to a rank of this host
 _CHECK_SECONDS = 0.2
-# Seconds until a rank of this host accepts: it connects to others itself.
+# Seconds to wait until a rank of this host accepts; it may be connecting to
+# others itself.
 _QUEUE_SECONDS = 10.0
 _MOST_WAITING = 1024
 
@@ -38,11 +41,11 @@ _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """File descriptors of what two ranks share, on one of them.
+    """File descriptors of one rank for the memory shared with another.
 
     Attributes:
-        memory: of two rings of bytes.
-        bell: this rank's end of a pair of Unix sockets: a byte wakes the rank
+        memory: descriptor of the memory with two ring buffers.
+        bell: this rank's end of a pair of Unix sockets; a byte wakes the rank
             at the other end.
     """
 
@@ -50,13 +53,13 @@ class SharedMemory:
     bell: int
 
     def close(self) -> None:
-        """Closes what was not handed over."""
+        """Closes the descriptors."""
         for descriptor in (self.memory, self.bell):
             os.close(descriptor)
 
 
 def ring_bytes(ranks: int) -> int:
-    """Size of one ring, of which any two ranks share two.
+    """Size of one ring buffer in bytes; a pair of ranks has two.
 
     Args:
         ranks: number of ranks on the host.
@@ -70,13 +73,13 @@ def ring_bytes(ranks: int) -> int:
 
 
 def make_pair(ring: int = _LARGEST_RING) -> tuple[SharedMemory, SharedMemory]:
-    """Memory for two ranks, as each of them sees it.
+    """Creates memory for two ranks; returns the descriptors of each.
 
     Args:
-        ring: bytes of one of its two rings, a power of two.
+        ring: bytes of one of its two ring buffers, a power of two.
 
     Raises:
-        OSError: there is not so much memory, or too many files are open.
+        OSError: there is too little memory, or too many files are open.
     """
     with contextlib.ExitStack() as unfinished:
 
@@ -88,7 +91,7 @@ def make_pair(ring: int = _LARGEST_RING) -> tuple[SharedMemory, SharedMemory]:
         memory = keep(
             os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         )
-        os.posix_fallocate(memory, 0, size)  # or a write to it might kill
+        os.posix_fallocate(memory, 0, size)  # else writing might kill
         seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
         fcntl.fcntl(memory, _F_ADD_SEALS, seals)
         copy = keep(os.dup(memory))
@@ -98,10 +101,11 @@ def make_pair(ring: int = _LARGEST_RING) -> tuple[SharedMemory, SharedMemory]:
 
 
 class Neighbours:
-    """Finds the ranks of this host; used once, while all connect.
+    """Shares memory with ranks of this host, once, when all connect.
 
     Attributes:
-        name: by which others reach this rank; empty if it shares no memory.
+        name: name by which others connect to this rank; empty if it shares no
+            memory.
         failure: why memory could not be shared with a rank; empty if it could.
     """
 
@@ -146,14 +150,14 @@ class Neighbours:
         """Shares memory with the ranks of this host.
 
         Args:
-            earlier: by rank the connection to it, and its name.
-            later: by rank the connection to it.
-            deadline: of `time.monotonic()`.
+            earlier: connection and name of each earlier rank, by rank.
+            later: connection of each later rank, by rank.
+            deadline: time limit, as of `time.monotonic()`.
             check: called while this waits; may raise.
             ring: see `make_pair`.
 
         Returns:
-            What is shared, by rank.
+            The shared memory, by rank.
 
         Raises:
             OSError: a rank has ended, or does not answer in time.
@@ -206,7 +210,7 @@ class Neighbours:
         deadline: float,
         check: Callable[[], None] | None,
     ) -> None:
-        """Adds to `shared` what the later ranks of this host offer."""
+        """Adds to `shared` the memory that later ranks of this host offer."""
         offers = {}
         accepted: list[socket.socket] = []
         for rank, connection in later.items():
@@ -215,7 +219,7 @@ class Neighbours:
             if offer[:1] == b"S":
                 offers[offer[1:]] = rank
         missing = dict(offers)
-        # A rank connects and sends its files before it tells its token.
+        # A rank connects and sends its files before it sends its token.
         while missing and self._listener is not None:
             if not accepted:
                 if not self._accept_one(accepted):
@@ -224,7 +228,7 @@ class Neighbours:
             token, files = _receive(accepted.pop(0))
             if token in missing and len(files) == _FILES:
                 shared[missing.pop(token)] = SharedMemory(*files)
-            else:  # not a rank that has told its token
+            else:  # not from a rank that has sent its token
                 for descriptor in files:
                     os.close(descriptor)
         for peer in accepted:
@@ -241,7 +245,7 @@ class Neighbours:
     ) -> None:
         """Accepts peers until the connection has something to read.
 
-        Other processes that connect and send nothing would fill the queue.
+        Otherwise, processes that connect and send nothing could fill the queue.
         """
         if self._listener is None:
             return
@@ -258,7 +262,7 @@ class Neighbours:
                 return
 
     def _accept_one(self, accepted: list[socket.socket]) -> bool:
-        """Accepts one, unless none waits; other users' are closed."""
+        """Accepts a waiting peer, if any; rejects those of other users."""
         assert self._listener is not None
         try:
             peer, _ = self._listener.accept()
@@ -275,7 +279,7 @@ class Neighbours:
 
 
 def _connect(there: socket.socket, name: str) -> None:
-    """Connects, also if the other end has to accept others first."""
+    """Connects; waits while the other end's queue is full."""
     deadline = time.monotonic() + _QUEUE_SECONDS
     while True:
         try:
@@ -287,7 +291,7 @@ def _connect(there: socket.socket, name: str) -> None:
 
 
 def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
-    """Receives a token and files; nothing if they are not there yet."""
+    """Receives a token and files; empty if they have not arrived."""
     with peer:
         peer.setblocking(False)
         try:
@@ -325,16 +329,17 @@ def _read(
 
 
 BUSY_POLL_VARIABLE = "TFDIST_BUSY_POLL"
-_SO_BUSY_POLL = 46  # of Linux; Python has no name for it
+_SO_BUSY_POLL = 46  # Linux; Python has no name for it
 
 
 class Connection(NamedTuple):
-    """This rank's ends of all that joins it to another.
+    """This rank's ends of its connections to another rank.
 
     Attributes:
-        messages: socket for the messages of collectives.
-        control: socket for all else.
-        shared: memory that carries the messages instead; None on two hosts.
+        messages: socket for the messages of exchanges.
+        control: socket for everything else.
+        shared: shared memory, used for the messages instead; None between two
+            hosts.
     """
 
     messages: socket.socket
@@ -345,15 +350,15 @@ class Connection(NamedTuple):
 def poll_busily(
     connections: Sequence[Connection | None], environment: Mapping[str, str]
 ) -> None:
-    """Lets the system look for messages for a while before it waits for them.
+    """Makes the system poll for messages for some time before it waits.
 
     Args:
-        connections: by rank.
-        environment: in which `TFDIST_BUSY_POLL` may say for how long, in
-            microseconds; not at all by default.
+        connections: connections by rank.
+        environment: variables; `TFDIST_BUSY_POLL` sets the microseconds, by
+            default 0.
 
     Raises:
-        ValueError: that is no number, or the system does not allow it.
+        ValueError: the variable is no number, or the system does not allow it.
     """
     text = environment.get(BUSY_POLL_VARIABLE) or "0"
     if not text.isdecimal():

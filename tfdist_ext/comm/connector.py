@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects to a listener of this job, and tries again until it listens.
+"""Connects to a listener of this job; retries until the listener is there.
 
-A host name may have several addresses. All are tried, each 0.25 s after the one
-before it, and the first that completes the handshake is taken (RFC 8305).
+A host name may have several addresses. All are tried, each 0.25 s after the
+previous one. The first connection that completes its handshake is used (RFC
+8305).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tfdist_ext.comm.listener import HANDSHAKE_SECONDS
 from tfdist_ext.comm.listener import peer_process
 
 REPORT_SECONDS = 10.0
-# A listener learns within 9 s that the host of an earlier process is gone.
+# A listener learns within 9 s that the host of an earlier process is lost.
 TAKEN_SECONDS = 15.0
 TCP_SECONDS = 3.0  # until the other host accepts a connection
 _STAGGER_SECONDS = 0.25
@@ -45,27 +46,27 @@ def connect(
     check: Check | None = None,
     report: Callable[[str], None] | None = None,
 ) -> socket.socket:
-    """Connects to a listener; tries until there is one.
+    """Connects to a listener; retries until there is one.
 
     Args:
         address: host and port; or the name of an abstract Unix socket of the
             same user.
-        job: of this process.
-        number: of this process.
-        deadline: of `time.monotonic()`.
+        job: job of this process.
+        number: number of this process.
+        deadline: time limit, as of `time.monotonic()`.
         check: called every `CHECK_SECONDS`; may raise.
         report: called once with the reason, after `REPORT_SECONDS` of failures.
 
     Returns:
-        The blocking socket, both sides of which know the secret.
+        The blocking socket; both sides have proved that they know the secret.
 
     Raises:
-        handshake.RefusedError: the listener does not accept this process.
-        OSError: nobody accepted it in time; the last reason.
+        handshake.RefusedError: the listener rejects this process.
+        OSError: no listener accepted it in time; has the last reason.
     """
-    _ = job.key  # it may take a while, and not within a handshake
+    _ = job.key  # computed here, as it would delay a handshake
     began = time.monotonic()
-    refusal: OSError | None = None  # tells more than a port that is closed
+    refusal: OSError | None = None  # says more than a closed port
     refused_at = 0.0
     while True:
         try:
@@ -73,7 +74,7 @@ def connect(
         except handshake.RefusedError as error:
             if error.verdict != handshake.Verdict.TAKEN:
                 raise
-            # Perhaps by an earlier process that is gone.
+            # The number may be taken by an earlier process that has ended.
             refused_at = refused_at or time.monotonic()
             if time.monotonic() - refused_at >= TAKEN_SECONDS:
                 raise
@@ -98,12 +99,13 @@ def connect(
 
 
 def pause(waited: float) -> float:
-    """Seconds until the next try, a tenth of those that have passed.
+    """Seconds until the next attempt, a tenth of the time so far.
 
-    Many ranks may wait, and each try asks the name server.
+    Pauses grow because many ranks may wait, and each attempt asks the name
+    server.
 
     Args:
-        waited: seconds since the first try.
+        waited: seconds since the first attempt.
     """
     seconds = min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE)
     return seconds * random.uniform(0.8, 1.2)
@@ -118,7 +120,7 @@ def _sleep(seconds: float, check: Check | None) -> None:
         time.sleep(left)
 
 
-# Of a socket: family and address.
+# Family and address of a socket.
 _Place = tuple[int, Any]
 
 
@@ -129,7 +131,7 @@ def resolve(address: Address) -> list[_Place]:
         address: see `connect`.
 
     Returns:
-        Family and address of sockets, IPv4 and IPv6 in turn.
+        Family and address of sockets, IPv4 and IPv6 alternating.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -210,9 +212,9 @@ class _Attempt:
     """A connection to one address and its handshake; never blocks.
 
     Attributes:
-        name: the address, for errors.
+        name: address, for errors.
         connection: the socket.
-        limit: of `time.monotonic()`, for what is done now.
+        limit: time limit of the current operation, as of `time.monotonic()`.
     """
 
     def __init__(
@@ -228,11 +230,11 @@ class _Attempt:
         self._received = b""
         self._wanted = 0
         self._is_taken = False
-        # What is wrong is told when it advances.
+        # An error is raised by `advance`.
         self._error = self.connection.connect_ex(self._where)
 
     def advance(self) -> bool:
-        """Continues once the socket is ready; returns whether it is done.
+        """Continues when the socket is ready; returns whether it is done.
 
         Raises:
             OSError: the connection or the handshake has failed.
@@ -258,7 +260,7 @@ class _Attempt:
         return False
 
     def take(self) -> socket.socket:
-        """The blocking socket, which `close` leaves open."""
+        """Returns the socket, blocking; `close` then leaves it open."""
         self._is_taken = True
         self.connection.setblocking(True)
         return self.connection
@@ -285,13 +287,13 @@ class _Attempt:
                     f"process {process} of user {user} listens there, and "
                     f"this one is of user {os.geteuid()}"
                 )
-        # Where nobody listens on a port of the system's own range, TCP may
+        # If no process listens on a port of the system's own range, TCP may
         # connect a socket to itself.
         elif self.connection.getsockname() == self.connection.getpeername():
             raise handshake.StrangerError("it is this very socket")
 
     def _send(self, move: handshake.Move) -> None:
         message, self._wanted = move
-        # Some hundred bytes always fit into the buffer of a new connection.
+        # A few hundred bytes always fit into the buffer of a new connection.
         if self.connection.send(message) < len(message):
             raise handshake.StrangerError("it does not read")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of any kind across ranks: gathered, summed, compared, or rank 0's."""
+"""Values of any kind across ranks: gathered, summed, compared, or of rank 0."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tfdist_ext.comm.collectives import Collectives
 
 
 def agree(collectives: Collectives, lines: Sequence[str]) -> None:
-    """Compares what the ranks are about to do; all must call.
+    """Compares what the ranks are about to do; all ranks must call.
 
-    Of a step that is traced the lines are compared with its exchanges.
+    While a step is traced, the lines are added to its exchanges, which are
+    compared.
 
     Args:
-        collectives: of the strategy.
-        lines: the same on all ranks.
+        collectives: collectives of the strategy.
+        lines: lines that must be the same on all ranks.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank, with the first line
-            that differs, and whose it is.
+        tf.errors.InvalidArgumentError: on every rank, with the first line that
+            differs, and the rank that it is of.
     """
     if tf.executing_eagerly():
         collectives.group.check_same(lines)
@@ -39,7 +40,7 @@ def sum_over_ranks(
     """Sum of `tensor` over the ranks of the strategy in scope.
 
     Args:
-        tensor: of the same shape on all ranks that are summed.
+        tensor: tensor of the same shape on all ranks that are summed.
         label: names the exchange in errors.
         peers: see `Collectives.sum_over_peers`; None for all ranks.
     """
@@ -54,11 +55,11 @@ def sum_over_ranks(
 def text_of_first_rank(
     text: str, collectives: Collectives | None, label: str
 ) -> str:
-    """The text that rank 0 has given; all ranks must call.
+    """The text of rank 0; all ranks must call.
 
     Args:
-        text: of this rank.
-        collectives: of the strategy; None in one process.
+        text: text of this rank.
+        collectives: collectives of the strategy; None in one process.
         label: names the exchange in errors.
     """
     if collectives is None:
@@ -74,8 +75,8 @@ def tensor_of_first_rank(
     """Rank 0's tensor, on every rank; all ranks must call.
 
     Args:
-        tensor: of this rank, of the same dtype and shape on all.
-        collectives: of the strategy.
+        tensor: tensor of this rank, of the same dtype and shape on all ranks.
+        collectives: collectives of the strategy.
         label: names the exchange in errors.
     """
     sent = tensor[tf.newaxis]
@@ -88,14 +89,14 @@ def tensor_of_first_rank(
 
 
 def path_to_read(path: Any, collectives: Collectives) -> Any:
-    """The path from which a rank reads; all ranks must call.
+    """The path that this rank reads from; all ranks must call.
 
-    That of rank 0 counts, as when it was written. A rank that has no such
-    file, on a disk of its own, reads from its own path.
+    All ranks read from rank 0's path, as when it was written. A rank without
+    such a file, on a local disk, reads from its own path.
 
     Args:
-        path: of this rank; what is no path is returned as it is.
-        collectives: of the strategy.
+        path: path of this rank; another object is returned unchanged.
+        collectives: collectives of the strategy.
     """
     is_path = isinstance(path, str | os.PathLike)
     own = os.fspath(path) if is_path else ""
@@ -127,8 +128,8 @@ def all_gather(
         both get ["a", "b", "c"], sizes [1, 2]
 
     Args:
-        collectives: of the strategy; all ranks must call.
-        x: `[n, ...]` of a dtype that `is_known`; n may differ.
+        collectives: collectives of the strategy; all ranks must call.
+        x: `[n, ...]` of a dtype for which `can_gather` is true; n may differ.
         label: names the exchange in errors.
 
     Returns:
@@ -155,9 +156,10 @@ def all_gather_rows(
     """Concatenates the ranks' rows of a dense, ragged or sparse value.
 
     Args:
-        collectives: of the strategy; all ranks must call.
-        x: Tensor, RaggedTensor or SparseTensor of a dtype that `is_known`. The
-            inner sizes of a sparse one may differ; the largest counts.
+        collectives: collectives of the strategy; all ranks must call.
+        x: Tensor, RaggedTensor or SparseTensor of a dtype for which
+            `can_gather` is true. The inner sizes of sparse tensors may differ;
+            the result has the largest.
         label: names the exchange in errors.
 
     Returns:

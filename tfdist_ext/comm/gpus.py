@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the ranks' GPUs talk by NCCL or through the hosts' memory."""
+"""Whether the ranks' GPUs exchange by NCCL or through the hosts' memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.ops import group_ops
 
-# "0" leaves NCCL out; anything else is the path of its library.
+# "0" disables NCCL; any other value is the path of its library.
 NCCL_VARIABLE = "TFDIST_NCCL"
 NO_GPU = "TensorFlow sees no GPU"
 _SONAME = "libnccl.so.2"
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
-_TAG = 0  # of an exchange before all others
-# Of a GPU's memory, for tables; the dense layers and what is in flight have
-# the rest.
+_TAG = 0  # of the first exchange
+# Share of a GPU's memory for tables. The rest is for dense layers and temporary
+# tensors.
 _SHARE = 0.5
 
 logger = logging.getLogger(__name__)
@@ -33,33 +33,34 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class TableGpus:
-    """What tables may have of the ranks' GPUs.
+    """Memory of the ranks' GPUs that tables may use.
 
     Attributes:
-        memory: bytes of weights and slots on the GPU of each rank, less what
-            tables have been given; None if some rank has no such GPU.
-        reason: why not.
+        memory: free bytes for weights and slots on the GPU of each rank; None
+            if a rank has no such GPU.
+        reason: why `memory` is None.
     """
 
     memory: float | None = None
     reason: str = ""
 
     def give(self, size: float) -> None:
-        """Takes memory away that tables have now, for good."""
+        """Subtracts memory that tables use from now on."""
         if self.memory is not None:
             self.memory = max(self.memory - size, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank, as the others hear of it.
+    """The GPU of a rank, as it is described to the other ranks.
 
     Attributes:
-        place: which GPU of which machine; empty if the rank has none.
-        version: of NCCL, empty without.
+        place: identifier of the machine and of the GPU in it; empty if the rank
+            has none.
+        version: version of NCCL, empty without NCCL.
         reason: why the rank has no GPU or no NCCL.
-        name: of rank 0: 128 bytes in hexadecimal, the communicator's id.
-        memory: bytes that the GPU has.
+        name: on rank 0, the communicator's id: 128 bytes in hexadecimal.
+        memory: memory of the GPU in bytes.
     """
 
     place: str = ""
@@ -72,19 +73,19 @@ class Gpu:
 def connect(
     group: ProcessGroup, environ: Mapping[str, str], device: int | None
 ) -> tuple[str, TableGpus]:
-    """Lets a group's collectives run on GPUs, where the build is for them.
+    """Enables exchanges on GPUs, if this build supports them.
 
-    All ranks call this before they exchange anything else. Rank 0 logs where
-    exchanges between GPUs go, and why.
+    All ranks call this before any other exchange. Rank 0 logs how GPUs
+    exchange, and why.
 
     Args:
-        group: the ranks.
+        group: the process group.
         environ: variables; see `NCCL_VARIABLE`.
-        device: CUDA's number of this rank's GPU, None without.
+        device: CUDA's number of this rank's GPU, None without a GPU.
 
     Returns:
-        Why GPUs do not talk by NCCL, empty if they do; and what tables may
-        have of them.
+        Why GPUs do not exchange by NCCL, empty if they do; and the memory that
+        tables may use.
 
     Raises:
         tf.errors.UnavailableError: a rank does not answer.
@@ -107,10 +108,10 @@ def connect(
 
 
 def for_tables(gpus: Sequence[Gpu]) -> TableGpus:
-    """What tables may have of the ranks' GPUs: half of each rank's share.
+    """Memory for tables: half of the GPU share of the rank with least.
 
     Args:
-        gpus: by rank.
+        gpus: GPUs by rank.
     """
     places = collections.Counter(gpu.place for gpu in gpus)
     least = float("inf")
@@ -122,7 +123,7 @@ def for_tables(gpus: Sequence[Gpu]) -> TableGpus:
 
 
 def libraries(environ: Mapping[str, str]) -> list[str]:
-    """Where NCCL's library may be: as the loader finds it, or as pip does.
+    """Possible paths of NCCL's library: the loader's, or pip's.
 
     Args:
         environ: variables; see `NCCL_VARIABLE`.
@@ -140,10 +141,10 @@ def libraries(environ: Mapping[str, str]) -> list[str]:
 
 
 def why_not_nccl(gpus: Sequence[Gpu]) -> str:
-    """Why these GPUs cannot talk by NCCL; empty if they can.
+    """Why these GPUs cannot exchange by NCCL; empty if they can.
 
     Args:
-        gpus: by rank.
+        gpus: GPUs by rank.
     """
     places: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
@@ -161,7 +162,7 @@ def why_not_nccl(gpus: Sequence[Gpu]) -> str:
 
 
 def visible_device() -> int | None:
-    """CUDA's number of the GPU that this rank has taken, None without one."""
+    """CUDA's number of the GPU that this rank uses, None without a GPU."""
     gpus = tf.config.get_visible_devices("GPU")
     return int(gpus[0].name.rpartition(":")[2]) if gpus else None
 
@@ -181,7 +182,7 @@ def _look(rank: int, files: Sequence[str], device: int | None) -> Gpu:
 
 
 def _tell(group: ProcessGroup, gpu: Gpu) -> list[Gpu]:
-    """What all ranks have found, by rank."""
+    """Exchanges the descriptions of the ranks' GPUs; returns all by rank."""
     text = json.dumps(dataclasses.astuple(gpu)).encode()
     with tf.init_scope(), tf.device("CPU:0"):
         texts, lengths = collective_ops.all_gather(

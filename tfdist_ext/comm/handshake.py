@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutual authentication of two processes of a job, and their messages.
 
-The secret comes from the environment; messages are JSON objects, one a line.
+The secret comes from the environment. Messages are JSON objects, one per line.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _LONGEST = 4096
 
 
 def find_secret(environment: Mapping[str, str]) -> bytes:
-    """The secret of this job, empty if none is given.
+    """The secret of this job, empty if none is set.
 
     Args:
-        environment: with TFDIST_SECRET, the secret itself, or
-            TFDIST_SECRET_FILE, a file whose text without surrounding white
-            space it is.
+        environment: variables with TFDIST_SECRET, the secret itself, or
+            TFDIST_SECRET_FILE, the path of a file with the secret; white space
+            around it is ignored.
 
     Raises:
         ValueError: the file cannot be read, is empty or has more than 4096
-            bytes; or it is this user's, and others may read or change it.
+            bytes; or it belongs to this user, and others may read or change it.
     """
     if text := environment.get(SECRET):
         return text.encode()
@@ -56,7 +56,7 @@ def find_secret(environment: Mapping[str, str]) -> bytes:
         raise ValueError(
             f"{SECRET_FILE} names a file that cannot be read: {error}"
         ) from error
-    # As ssh does: the files of others are theirs to protect.
+    # As ssh does, only the mode of this user's own file is checked.
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == os.geteuid() and mode & 0o077:
         raise ValueError(
@@ -80,17 +80,18 @@ _CHALLENGE = struct.Struct(f"<8sHH{_NONCE}s")
 _VERDICT = struct.Struct(f"<H{_PROOF}s")
 _NO_PROOF = bytes(_PROOF)
 
-# As `openssl rand -hex 16` prints, or longer: it cannot be guessed.
+# Matches secrets of the form that `openssl rand -hex 16` prints, or longer:
+# they cannot be guessed.
 _STRONG = re.compile(rb"(?:[0-9a-f]{2}){16,}|(?:[0-9A-F]{2}){16,}")
-# Costs an attacker 32 MiB and about 0.1 s for every guess.
+# Each guess costs an attacker 32 MiB and about 0.1 s.
 _SCRYPT = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 
-# What a side does next: bytes to send, and how many it then waits for.
+# Next move of a side: bytes to send, and number of bytes to receive then.
 Move = tuple[bytes, int]
 
 
 class Verdict(enum.IntEnum):
-    """What the listener thinks of whoever has connected."""
+    """The listener's decision on a process that has connected."""
 
     WELCOME = 0
     OTHER_PROTOCOL = 1
@@ -101,15 +102,15 @@ class Verdict(enum.IntEnum):
 
 
 class StrangerError(ConnectionError):
-    """Whoever is at the other end does not speak this protocol."""
+    """The other end does not use this protocol."""
 
 
 class RefusedError(ConnectionError):
-    """One side does not take the other for one of its job.
+    """One side does not accept the other as a process of its job.
 
     Attributes:
-        verdict: why.
-        number: that the connector gave.
+        verdict: reason.
+        number: number that the connector sent.
     """
 
     def __init__(self, verdict: Verdict, number: int) -> None:
@@ -120,13 +121,13 @@ class RefusedError(ConnectionError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all processes that meet have in common.
+    """Values that all processes of a job share.
 
     Attributes:
-        name: of the job; whatever else must be equal everywhere is part of it.
-        secret: that only processes of the job know; may be empty.
-        salt: common to the jobs of one start, by which the same secret has
-            another key in other starts.
+        name: name of the job; all else that must be equal is part of it.
+        secret: secret that only processes of the job know; may be empty.
+        salt: salt of the jobs of one start; the same secret has another key in
+            another start.
     """
 
     name: str
@@ -135,13 +136,13 @@ class Job:
 
     @property
     def digest(self) -> bytes:
-        """Identifies name and build, 16 bytes."""
+        """Identifies the name and the version of the package, 16 bytes."""
         text = f"{VERSION}\n{self.name}".encode()
         return hashlib.sha256(text).digest()[:_JOB]
 
     @property
     def key(self) -> bytes:
-        """The key of proofs: the secret, or its scrypt if it may be guessed."""
+        """The key of proofs: the secret, or its scrypt if it is guessable."""
         if not self.secret or _STRONG.fullmatch(self.secret):
             return self.secret
         return _scrypt(self.secret, self.salt.encode())
@@ -152,11 +153,11 @@ class Job:
         """The proof of one side, 32 bytes.
 
         Args:
-            who: b"connector" or b"listener", so that neither side's proof
-                can be sent back as the other's.
-            number: of the connector.
-            theirs: the connector's nonce.
-            ours: the listener's nonce.
+            who: b"connector" or b"listener", so that the proof of one side
+                cannot be sent back as the proof of the other.
+            number: number of the connector.
+            theirs: nonce of the connector.
+            ours: nonce of the listener.
         """
         message = who + struct.pack("<i", number) + self.digest + theirs + ours
         return hmac.digest(self.key, message, "sha256")
@@ -170,21 +171,21 @@ def _scrypt(secret: bytes, salt: bytes) -> bytes:
 def listen(
     job: Job, check: Callable[[int], Verdict]
 ) -> Generator[Move, bytes, int]:
-    """The listener's side, without any socket: it may talk to many at once.
+    """The listener's side, without a socket, so many may run at once.
 
     Args:
-        job: of the listener.
-        check: what to think of a number.
+        job: job of the listener.
+        check: returns the verdict on a number.
 
     Yields:
-        What to send, and how many bytes to read and send in here.
+        Bytes to send, and the number of bytes to receive and send in here.
 
     Returns:
         The number of the connector, which knows the secret.
 
     Raises:
-        StrangerError: it speaks no protocol of ours.
-        RefusedError: it was told that it is not welcome.
+        StrangerError: the connector does not use this protocol.
+        RefusedError: the connector was rejected.
     """
     magic, protocol, number, digest, theirs = _HELLO.unpack(
         (yield b"", _HELLO.size)
@@ -207,7 +208,7 @@ def listen(
     if not hmac.compare_digest(received, expected):
         yield _VERDICT.pack(Verdict.WRONG_SECRET, _NO_PROOF), 0
         raise RefusedError(Verdict.WRONG_SECRET, number)
-    verdict = check(number)  # another one may have come meanwhile
+    verdict = check(number)  # another process may have connected since
     proof = job.proof(b"listener", number, theirs, ours)
     yield _VERDICT.pack(verdict, proof), 0
     if verdict != Verdict.WELCOME:
@@ -216,18 +217,19 @@ def listen(
 
 
 def connect(job: Job, number: int) -> Generator[Move, bytes, None]:
-    """The connector's side, without any socket.
+    """The connector's side, without a socket.
 
     Args:
-        job: of the connector.
-        number: by which the listener shall know it.
+        job: job of the connector.
+        number: number of the connector.
 
     Yields:
-        What to send, and how many bytes to read and send in here.
+        Bytes to send, and the number of bytes to receive and send in here.
 
     Raises:
-        StrangerError: the listener speaks no protocol of ours.
-        RefusedError: the listener refuses, or does not know the secret.
+        StrangerError: the listener does not use this protocol.
+        RefusedError: the listener rejects this process, or does not know the
+            secret.
     """
     ours = os.urandom(_NONCE)
     hello = _HELLO.pack(_MAGIC, _PROTOCOL, number, job.digest, ours)
@@ -257,16 +259,16 @@ def _raise_unless_welcome(verdict: int, number: int) -> None:
 
 
 _LONGEST_MESSAGE = 1 << 24
-# When TCP takes a silent host for lost.
+# Times after which TCP considers a silent host lost.
 _IDLE_SECONDS, _PROBE_SECONDS, _LOST_SECONDS = 3, 2, 9
 
 
 class Link:
-    """One end of such a connection.
+    """One end of an authenticated connection, for messages.
 
     Args:
-        connection: a socket, which the link owns from now on.
-        name: of the other end, for errors.
+        connection: socket, which the link owns from now on.
+        name: name of the other end, for errors.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -276,11 +278,11 @@ class Link:
         self.watch(True)
 
     def watch(self, on: bool) -> None:
-        """Lets the system end the connection once the other host is silent.
+        """Makes the system end the connection if the other host is silent.
 
         Args:
-            on: whether to watch; a host that is lost is then noticed within
-                9 s, and an interruption of that length ends the connection.
+            on: whether to do so; a lost host is then noticed within 9 s, and an
+                interruption of that length ends the connection.
         """
         tcp = {
             socket.TCP_KEEPIDLE: _IDLE_SECONDS,
@@ -295,14 +297,14 @@ class Link:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message has been read, but not been taken."""
+        """Whether a complete message has been received, but not returned."""
         return b"\n" in self._received
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def own_host(self) -> str:
-        """The address of this host on this connection; "" for Unix sockets."""
+        """This host's address on the connection; "" for Unix sockets."""
         if self._connection.family == socket.AF_UNIX:
             return ""
         return str(self._connection.getsockname()[0])
@@ -311,7 +313,7 @@ class Link:
         self._connection.close()
 
     def send(self, message: dict[str, Any], timeout: float) -> None:
-        """Sends a message within some seconds; raises OSError if it cannot."""
+        """Sends a message; raises OSError if it fails or times out."""
         self._connection.settimeout(timeout)
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -319,11 +321,11 @@ class Link:
         """Returns the next message, None if none came in time.
 
         Args:
-            timeout: seconds.
+            timeout: seconds to wait.
 
         Raises:
-            ConnectionError: the other end is gone.
-            ValueError: what came is not a message.
+            ConnectionError: the other end has closed the connection.
+            ValueError: the received bytes are not a message.
         """
         deadline = time.monotonic() + timeout
         while (end := self._received.find(b"\n")) < 0:

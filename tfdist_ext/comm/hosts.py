@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the launchers of several hosts find each other and stay in touch.
+"""Connects the launchers of several hosts, and reports failures to all.
 
-Every launcher has chosen free ports for its ranks. Those of hosts 1 to N-1
-connect to the master's address, where the launcher of host 0 listens, and send
-their addresses; it answers everyone with the list of all. A launcher that ends
-before that is replaced by its next start. The connections stay open, so that a
-failure on one host stops the ranks on the others:
+Every launcher has chosen free ports for its ranks. The launcher of host 0
+listens at the master's address. The launchers of hosts 1 to N-1 connect there
+and send the addresses of their ranks. Host 0 answers each of them with the list
+of all addresses. A launcher that ends before that is replaced by its next
+start. The connections stay open, so that a failure on one host stops the ranks
+on the others:
 
     host 1 -> host 0   {"nnodes": 2, "workers": ["b:41", ...]}
     host 0 -> host 1   {"workers": ["a:52", ..., "b:41", ...], "first_rank": 4,
                         "secret": "..."}
-    anyone -> others   {"ended": null} or {"ended": "rank 5 (...) failed: ..."}
+    each -> others     {"ended": null} or {"ended": "rank 5 (...) failed: ..."}
 
-Messages are JSON, one per line, of limited length; who sends them is known by
-the handshake.
+Messages are JSON, one per line, of limited length. The handshake tells which
+host a message is from.
 """
 
 from __future__ import annotations
@@ -54,17 +55,16 @@ _REMEDIES = {
 
 
 class RendezvousError(Exception):
-    """The hosts did not find each other; the message says what to change."""
+    """The hosts are not all connected; the message says what to change."""
 
 
 class Meeting:
-    """The hosts after they have met.
+    """The connections between launchers, after the exchange of addresses.
 
     Attributes:
         workers: addresses of all ranks, in rank order.
-        first_rank: the rank of this host's first process.
-        secret: for the ranks to know each other by, made here; empty if the
-            hosts have had one to meet with.
+        first_rank: rank of this host's first process.
+        secret: generated secret of the ranks; empty if the job has one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Meeting:
         self.secret = secret
         self._links = list(links)
         for link in self._links:
-            link.watch(False)  # ranks say what an interruption may last
+            link.watch(False)  # ranks set their own limit for an interruption
 
     def __enter__(self) -> Meeting:
         return self
@@ -89,9 +89,9 @@ class Meeting:
             link.close()
 
     def failure(self) -> str | None:
-        """Returns what failed on another host, None while nothing did.
+        """What has failed on another host, None if nothing has.
 
-        A host whose ranks have all succeeded is out of the game.
+        A host whose ranks have all succeeded is no longer watched.
         """
         for link in list(self._links):
             try:
@@ -107,7 +107,7 @@ class Meeting:
         return None
 
     def report(self, failure: str | None) -> None:
-        """Tells the other hosts how this one ended."""
+        """Sends the other hosts how this one ended, None for success."""
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.send({"ended": failure}, _MESSAGE_SECONDS)
@@ -135,18 +135,18 @@ def meet(
         master: host and port where the launcher of host 0 listens.
         node_rank: number of this host.
         nnodes: number of hosts.
-        host: address of this host for the others, by default the one that it
-            reaches the master with; the master's own for host 0.
-        ports: one per rank of this host.
+        host: address by which others reach this host; by default the local
+            address of the connection to the master, and on host 0 the master's.
+        ports: one port per rank of this host.
         timeout: seconds to wait for the other hosts.
-        secret: of the job. Without one, launchers that meet on loopback accept
-            processes of their own user only.
-        min_ranks: with which the job goes on without hosts that did not come
-            in time; None if all must.
-        allow_unauthenticated: whether to accept other users there too.
+        secret: secret of the job. Without one, launchers that connect by
+            loopback only accept processes of their own user.
+        min_ranks: number of ranks that suffices to go on without hosts that are
+            missing after `timeout`; None if all hosts are needed.
+        allow_unauthenticated: whether to accept other users by loopback too.
 
     Raises:
-        RendezvousError: not all hosts came in time, or they disagree.
+        RendezvousError: hosts are missing after `timeout`, or they disagree.
     """
     deadline = time.monotonic() + timeout
     job = handshake.Job(_JOB, secret)
@@ -182,11 +182,11 @@ def meet(
 def _exchange(
     link: Link, hello: dict[str, Any], deadline: float, timeout: float
 ) -> Meeting:
-    """Tells host 0 the addresses of this one and receives all.
+    """Sends host 0 the addresses of this host, and receives all.
 
     Raises:
         ConnectionError: host 0 has ended.
-        RendezvousError: it has failed, or sent something else.
+        RendezvousError: host 0 has failed, or sent an invalid message.
     """
     with contextlib.ExitStack() as unfinished:
         unfinished.callback(link.close)
@@ -214,7 +214,7 @@ def _say(text: str) -> None:
 
 
 def _check_master(master: tuple[str, int]) -> None:
-    """Refuses a name that stands for loopback on host 0 only."""
+    """Rejects a name that means loopback on host 0 only."""
     host, port = master
     try:
         numeric = addresses_lib.bind_address(addresses_lib.join(host, port))
@@ -232,7 +232,7 @@ def _check_master(master: tuple[str, int]) -> None:
 
 
 def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
-    """What host 0 has answered to a host of some ranks."""
+    """Checks the answer of host 0 to a host with `ranks` ranks."""
     if "error" in answer:
         raise RendezvousError(f"{link.name} says: {answer['error']}")
     workers = _addresses(answer)
@@ -255,7 +255,7 @@ def _receive_hosts(
     deadline: float,
     min_ranks: int | None,
 ) -> Meeting:
-    """Host 0: waits for all others, then gives everyone the list."""
+    """Waits on host 0 for all others, then sends everyone the list."""
     workers = {0: own}
     links: dict[int, Link] = {}
     try:
@@ -269,7 +269,7 @@ def _receive_hosts(
                     if node in links:
                         links.pop(node).close()
                         workers.pop(node, None)
-                # One that ends is missing again.
+                # A host whose launcher ends is missing again.
                 with contextlib.suppress(ConnectionError):
                     for node in links.keys() - workers.keys():
                         workers[node] = _hear(links[node], nnodes)
@@ -284,7 +284,7 @@ def _receive_hosts(
         everyone = [
             address for node in sorted(workers) for address in workers[node]
         ]
-        # One that all hosts have is not for the network.
+        # If all hosts have a secret already, none is sent.
         secret = "" if job.secret else secrets.token_hex(32)
         first_rank = 0
         first_ranks = {}
@@ -308,7 +308,7 @@ def _receive_hosts(
 
 
 def _hear(link: Link, nnodes: int) -> list[str]:
-    """The addresses of a host's ranks."""
+    """Receives the addresses of a host's ranks."""
     try:
         hello = link.receive(_MESSAGE_SECONDS)
         if hello is None:
@@ -329,7 +329,7 @@ def _addresses(message: dict[str, Any]) -> list[str]:
     """The "workers" of a message.
 
     Raises:
-        ValueError: they are no addresses.
+        ValueError: they are not addresses.
     """
     found = message.get("workers")
     if (
@@ -369,7 +369,7 @@ def _reach(
     node_rank: int,
     deadline: float,
 ) -> Link:
-    """Tries until host 0 listens: the hosts start in any order."""
+    """Retries until host 0 listens, as hosts start in any order."""
     name = f"host 0 ({addresses_lib.join(*master)})"
 
     def report(reason: str) -> None:

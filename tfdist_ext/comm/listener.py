@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listens for the processes of a job; rejects all others."""
+"""Listens for the processes of a job, and rejects all others."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def allow_descriptors(count: int) -> int:
-    """Raises the soft limit for new descriptors, up to the hard limit.
+    """Raises the soft limit on open files, up to the hard limit.
 
     Args:
-        count: of descriptors that are about to be opened.
+        count: number of descriptors that are about to be opened.
 
     Returns:
-        How many may be opened now, which can be fewer.
+        The number that can be opened now, which may be lower.
     """
     used = _used()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -49,10 +49,10 @@ def allow_descriptors(count: int) -> int:
 
 
 def shortage_of_files(count: int) -> str:
-    """Says how many descriptors are needed and allowed, and what to do.
+    """A text that says how many files are needed, and what to do.
 
     Args:
-        count: of descriptors that are needed beside those that are open.
+        count: number of descriptors needed in addition to the open ones.
     """
     used = _used()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -71,16 +71,16 @@ def are_descriptors_exhausted(error: OSError) -> bool:
 
 def _used() -> int:
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # without that of the list
-    except OSError:  # none is left for the list
+        return len(os.listdir("/proc/self/fd")) - 1  # without the listing's own
+    except OSError:  # no descriptor is left
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-# Says to a rank that the port of its address is held for it.
+# Variable that tells a rank that the port of its address is reserved for it.
 HELD_VARIABLE = "TFDIST_PORT_IS_HELD"
 
 
-# In place of a range: one that the system chooses.
+# Lets the system choose the port.
 ANY_PORT = range(1)
 
 
@@ -88,16 +88,17 @@ ANY_PORT = range(1)
 def reserve_ports(
     count: int, host: str, first: range = ANY_PORT
 ) -> Iterator[list[int]]:
-    """Holds `count` distinct free TCP ports of `host`.
+    """Reserves `count` distinct free TCP ports of `host`.
 
-    The sockets are bound, but do not listen, and allow reuse: a process of the
-    same user that allows reuse too (a rank with `HELD_VARIABLE`) binds the same
-    port and receives all connections, while the system gives it to nobody else.
+    The sockets are bound, do not listen, and allow reuse. The system assigns
+    their ports to no other process. A process of the same user that also allows
+    reuse (a rank with `HELD_VARIABLE`) can bind the same port, and it receives
+    all connections.
 
     Args:
-        count: how many ports.
+        count: number of ports.
         host: address to bind, "" for all of IPv4 and IPv6.
-        first: of which the first port is.
+        first: range that the first port is taken from.
 
     Yields:
         The port numbers.
@@ -127,7 +128,8 @@ def _hold(host: str, candidates: range) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
-            # Not before: a port that another launcher holds would seem free.
+            # Reuse is allowed after `bind`: otherwise a port that another
+            # launcher has reserved would seem to be free.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             return held
     raise OSError(
@@ -139,14 +141,14 @@ def _hold(host: str, candidates: range) -> socket.socket:
 MAX_HANDSHAKES = 256
 HANDSHAKE_SECONDS = 10.0
 CHECK_SECONDS = 0.2
-_REFUSALS = 4  # that are named in an error
+_REFUSALS = 4  # most of them in an error
 _BACKLOG = 4096
 _SPARE_DESCRIPTORS = 64
 
 
 @dataclasses.dataclass(eq=False)
 class _Handshake:
-    """A connection, and how far its handshake has come."""
+    """A connection and the state of its handshake."""
 
     connection: socket.socket
     name: str
@@ -157,14 +159,14 @@ class _Handshake:
 
 
 class Listener:
-    """Accepts connections of those who know the secret of a job.
+    """Accepts connections of processes that know the secret of a job.
 
     Args:
         address: numeric host and port; or the name of an abstract Unix socket,
-            where only processes of the same user are accepted.
-        numbers: of the expected processes.
-        reuse_port: whether another process holds the port for this one.
-        handshake_seconds: limit of a handshake.
+            which only accepts processes of the same user.
+        numbers: numbers of the expected processes.
+        reuse_port: whether another process has reserved the port for this one.
+        handshake_seconds: time limit of a handshake.
 
     Raises:
         OSError: the address cannot be bound.
@@ -187,8 +189,8 @@ class Listener:
         allow_descriptors(len(numbers) + _SPARE_DESCRIPTORS)
         self._listener = _listen(address, reuse_port)
         self._listener.setblocking(False)
-        # Readable once a connected peer has closed its end, which data that
-        # nobody has read yet would hide from `recv`.
+        # It is readable when a connected peer has closed its end. `recv` would
+        # not show that while there is unread data.
         self._ended = select.epoll()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -210,7 +212,7 @@ class Listener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Numeric host and port at which it listens."""
+        """Numeric host and port that it listens on."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
@@ -220,13 +222,13 @@ class Listener:
         return sorted(self._numbers - set(self._connected))
 
     def all_connected(self) -> bool:
-        """Whether all are connected now; drops those that have ended."""
+        """Whether all are connected now; drops connections that have ended."""
         self._drop_ended()
         return not self.missing
 
     @property
     def refusals(self) -> str:
-        """Who was refused last, and why; for an error."""
+        """The last rejected processes and the reasons, for an error."""
         return "; ".join(self._refusals)
 
     def accept(
@@ -237,21 +239,23 @@ class Listener:
     ) -> Iterator[tuple[int, socket.socket]]:
         """Waits until all are connected at the same time.
 
-        A number whose connection has ended is missing again: the next process
-        with this number replaces it. While it lives, others are refused.
+        When a connection ends, its number is missing again, and the next
+        process with this number replaces it. While it is open, other processes
+        with this number are rejected.
 
         Args:
-            job: whose processes are accepted.
-            deadline: of `time.monotonic()`; ends the iteration early.
+            job: job whose processes are accepted.
+            deadline: time limit, as of `time.monotonic()`; the iteration then
+                ends.
             check: called every `CHECK_SECONDS`; may raise.
 
         Yields:
-            Number and blocking socket of each that has connected.
+            Number and blocking socket of each connected process.
 
         Raises:
             OSError: this process has no descriptors left.
         """
-        _ = job.key  # it may take a while, and not within a handshake
+        _ = job.key  # computed here, as it would delay a handshake
         while True:
             self._drop_ended()
             if check is not None:
@@ -319,7 +323,7 @@ class Listener:
         _, each.wanted = next(each.talk)
 
     def check(self, number: int) -> handshake.Verdict:
-        """Says whether a process with this number is accepted now."""
+        """Whether a process with this number is accepted now."""
         if number not in self._numbers:
             return handshake.Verdict.UNEXPECTED
         self._drop_ended()
@@ -353,7 +357,7 @@ class Listener:
 
     def _answer(self, each: _Handshake, move: handshake.Move) -> None:
         answer, each.wanted = move
-        # Some hundred bytes always fit into the buffer of a new connection.
+        # A few hundred bytes always fit into the buffer of a new connection.
         if answer and each.connection.send(answer) < len(answer):
             raise handshake.StrangerError("it does not read")
 
@@ -380,7 +384,10 @@ class Listener:
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket, by the kernel."""
+    """Process and user at the other end of a Unix socket.
+
+    The kernel provides them.
+    """
     layout = struct.Struct("3i")
     process, user, _ = layout.unpack(
         connection.getsockopt(
@@ -417,13 +424,13 @@ _SYSTEMS_CHOICE = range(1)
 
 @dataclasses.dataclass(frozen=True)
 class Listening:
-    """What the environment of a rank says; nothing by default.
+    """Where a rank listens, as its environment says.
 
     Attributes:
-        interface: by whose address the others reach this rank: the name of a
-            network interface or a numeric address; empty for the host that
-            `TF_CONFIG` names.
-        ports: one of which it listens on; `range(1)` for the system's choice.
+        interface: name of a network interface, or numeric address, by which
+            other ranks reach this one; empty for the host in `TF_CONFIG`.
+        ports: range that the port is taken from; `range(1)` lets the system
+            choose.
     """
 
     interface: str = ""
@@ -434,10 +441,10 @@ class Listening:
         """Reads `TFDIST_INTERFACE` and `TFDIST_PORT_RANGE`.
 
         Args:
-            environment: of the process.
+            environment: variables of the process.
 
         Raises:
-            ValueError: a range that is none.
+            ValueError: the range is invalid.
         """
         text = environment.get(PORTS_VARIABLE, "")
         return cls(
@@ -462,7 +469,7 @@ class Listening:
             return _address_of(self.interface)
 
     def open(self, address: str, numbers: Collection[int]) -> Listener:
-        """Listens at the first port that is free.
+        """Listens on the first free port of the range.
 
         Args:
             address: see `host`.
@@ -514,7 +521,7 @@ def _address_of(interface: str) -> str:
             answer = fcntl.ioctl(query, _SIOCGIFADDR, request)
             return socket.inet_ntoa(answer[20:24])
         except OSError:
-            pass  # it has none of IPv4
+            pass  # it has no IPv4 address
     known = pathlib.Path("/proc/net/if_inet6")
     for line in known.read_text().splitlines() if known.exists() else ():
         number, _, _, scope, _, name = line.split()

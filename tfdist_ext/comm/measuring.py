@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a plan has to know of the machines and their links."""
+"""Measures the machines and links, for plans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.tables.problem import Machine
 from tfdist_ext.tables.problem import Setting
 
-# What one round moves grows until it takes this long. Then the median of some
-# rounds counts: those that another program has disturbed do not.
+# The size of a round grows until the round takes this long. The result is the
+# median of several rounds, so that rounds disturbed by other programs do not
+# count.
 _SECONDS = 0.03
 _ROUNDS, _SECONDS_OF_ROUNDS = 7, 0.3
 _FIRST_NUMBERS, _MOST_NUMBERS = 1 << 13, 1 << 24
-# A table that no cache holds, and rows as wide as usual.
+# A table that is larger than any cache, with rows of a usual width.
 _ROWS, _DIM = 1 << 18, 64
 _FIRST_IDS, _MOST_IDS = 1 << 12, 1 << 18
 _IDS_OF_SAMPLE = 16
@@ -32,15 +33,16 @@ def measure_machine(
 ) -> Machine:
     """Measures the links between ranks and the memory, in under a second.
 
-    All ranks must call it, and measure at once, as they train at once. It
-    logs one line on rank 0.
+    All ranks must call it. They measure at the same time, as they train at the
+    same time. Rank 0 logs the result in one line.
 
     Args:
-        strategy: whose ranks; None for the one in scope.
+        strategy: strategy of the ranks; None for the one in scope.
 
     Returns:
-        The same on all ranks, whose slowest counts in every round. One rank
-        has no link; its speed is the default of `plan` then.
+        The measured machine, the same on all ranks: every round counts as long
+        as on its slowest rank. A single rank has no link; the link speed is
+        then the default of `plan`.
     """
     strategy = strategy or tf.distribute.get_strategy()
     collectives = getattr(strategy, "collectives", None)
@@ -61,7 +63,7 @@ def measure_machine(
 
 
 def _link_speed(collectives: Collectives) -> float:
-    """Bytes a second that this rank sends and receives, all at once."""
+    """Bytes per second that this rank sends, and receives, to all ranks."""
     peers = collectives.group.world_size - 1
 
     def send(numbers: int) -> float:
@@ -82,11 +84,14 @@ def _link_speed(collectives: Collectives) -> float:
 
 
 def _read_speed(collectives: Collectives | None) -> float:
-    """Bytes a second of rows, as plans count them: with a cache line more."""
+    """Bytes of rows read per second, plus one cache line per row.
+
+    Plans count bytes in the same way.
+    """
     table = tf.ones([_ROWS, _DIM])
 
     def read(count: int) -> float:
-        # As a lookup does: rows of anywhere, summed by sample.
+        # It reads as a lookup does: random rows, summed by sample.
         ids = tf.random.stateless_uniform([count], (1, 2), 0, _ROWS, tf.int64)
         samples = tf.range(count, dtype=tf.int32) // _IDS_OF_SAMPLE
         return _timed(
@@ -98,7 +103,7 @@ def _read_speed(collectives: Collectives | None) -> float:
 
 
 def _cores(collectives: Collectives | None) -> float:
-    """Cores of this machine, shared by the ranks that run on it."""
+    """Cores of this machine per rank on it."""
     addresses = collectives.group.addresses if collectives else ("",)
     hosts = [address.rsplit(":", 1)[0] for address in addresses]
     own = hosts[collectives.group.rank if collectives else 0]
@@ -111,15 +116,15 @@ def _repeated(
     most: int,
     collectives: Collectives | None,
 ) -> tuple[int, float]:
-    """A size that takes long enough, and its median time.
+    """Finds a size that takes long enough; returns it and its median time.
 
     Args:
-        measure: seconds that a size takes; the same for all ranks.
-        size: to begin with.
-        most: not to go beyond.
-        collectives: of the ranks, which have to choose the same size.
+        measure: returns the seconds that a size takes, the same on all ranks.
+        size: first size.
+        most: largest size.
+        collectives: collectives of the ranks, which must choose the same size.
     """
-    measure(size)  # what comes first takes longer
+    measure(size)  # the first round takes longer
     seconds = measure(size)
     while seconds < _SECONDS and 2 * size <= most:
         size = min(max(2, int(_SECONDS / max(seconds, 1e-6))) * size, most)
@@ -131,7 +136,7 @@ def _repeated(
 def _timed(
     function: Callable[[], object], collectives: Collectives | None
 ) -> float:
-    """Seconds of the rank that takes longest, which all ranks get."""
+    """Seconds that the slowest rank takes, on all ranks."""
     if collectives is not None:
         collectives.barrier("machine/start")
     start = time.perf_counter()

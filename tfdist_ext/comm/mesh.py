@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects every rank to every other, twice.
+"""Connects every rank to every other rank, by two connections.
 
-The ranks tell each other at rank 0 where they listen (`ranks.meeting`). Then
-each connects to those before it and accepts those after it. Both ends of a
-connection know the secret of the job, and when all are connected nobody listens
-any more. Ranks of one host then agree on memory that they share. A rank that
-ends meanwhile is named by all others within seconds.
+The ranks exchange their listening addresses at rank 0 (`ranks.meeting`). Then
+each rank connects to the ranks before it and accepts the ranks after it. Both
+ends of a connection prove that they know the secret of the job. When all ranks
+are connected, all stop listening. Ranks of one host then agree on shared
+memory. If a rank ends meanwhile, all others raise an error that names it within
+seconds.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from tfdist_ext.comm.listener import Listening
 
 _LOG = logging.getLogger(__name__)
 
-# What each of two connections is for: messages, and control.
+# Each rank pair has two connections: one for messages, one for control.
 _KINDS = 2
 _CONTROL = 1
 _MEMORY_DESCRIPTORS = 3  # of a rank that shares memory
 _SPARE_DESCRIPTORS = 64
-# How long rank 0 may take to say which rank has failed.
+# Longest time that rank 0 takes to report which rank has failed.
 _REASON_SECONDS = 3.0
 
 
@@ -54,28 +55,28 @@ def connect(
     share_memory: bool = True,
     allow_unauthenticated: bool = False,
 ) -> list[Connection | None]:
-    """Connects this rank to all others; all must do so at the same time.
+    """Connects this rank to all others, which must connect too.
 
     Args:
-        rank: of this process.
+        rank: number of this process.
         addresses: "host:port" of each rank, the same on all. Rank 0 listens at
-            the first, until all have come; every rank then listens where
-            `listening` says, until all are connected.
-        secret: of the job. Without one, ranks that meet on loopback accept
-            processes of their own user only.
+            the first until all ranks are connected to it. Every rank then
+            listens as `listening` says, until all are connected to each other.
+        secret: secret of the job. Without one, ranks that connect by loopback
+            only accept processes of their own user.
         timeout: seconds that ranks wait for each other.
-        reuse_port: whether another process holds rank 0's port for it.
-        listening: by default on the host of this rank's address, on a port
-            that the system chooses.
-        share_memory: whether ranks of one host talk through memory. It takes
-            both to want it.
-        allow_unauthenticated: whether to accept other users there too.
+        reuse_port: whether another process has reserved rank 0's port for it.
+        listening: interface and ports to listen on; by default the host of this
+            rank's address, and a port that the system chooses.
+        share_memory: whether this rank exchanges messages with ranks of its
+            host through shared memory, if they do too.
+        allow_unauthenticated: whether to accept other users by loopback too.
 
     Returns:
-        By rank what joins this one to it; None for this rank itself.
+        The connections by rank; None for this rank itself.
 
     Raises:
-        RuntimeError: not all ranks came, or this rank cannot listen.
+        RuntimeError: ranks are missing, or this rank cannot listen.
         ValueError: this rank's address, or `listening`, is not of this host.
     """
     start = _Start(rank, addresses, timeout, time.monotonic() + timeout)
@@ -84,7 +85,7 @@ def connect(
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(start, listening))
         neighbours = stack.enter_context(Neighbours(share_memory))
-        # Where a rank says no host, it is the one that all know.
+        # A rank that sends no host is reached at the host of its address.
         host = listener.address[0] if listening.interface else ""
         met = stack.enter_context(
             ranks.meeting(
@@ -107,7 +108,7 @@ def _join(
     met: ranks.Meeting,
     secret: bytes,
 ) -> list[Connection | None]:
-    """Connects this rank to those it has met; see `connect`."""
+    """Connects this rank to those that have exchanged addresses."""
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as unfinished:
         for number, connection in _connections(start, listener, met, secret):
@@ -116,7 +117,7 @@ def _join(
         shared = _share(start, neighbours, met, found)
         for memory in shared.values():
             unfinished.callback(memory.close)
-        # Rank 0 gives up first, and says who is missing.
+        # Rank 0 gives up first, and reports which ranks are missing.
         patience = _REASON_SECONDS if start.rank else 0.0
         met.finish(start.deadline + patience)
         unfinished.pop_all()
@@ -129,7 +130,7 @@ def _join(
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-    """This rank, those it connects to, and until when."""
+    """This rank, the other ranks, and the time limit."""
 
     rank: int
     addresses: Sequence[str]
@@ -158,18 +159,18 @@ class _Start:
         return [*self.earlier, *self.later]
 
     def shares_host_with(self, rank: int) -> bool:
-        """Whether the addresses say so."""
+        """Whether the addresses of this and another rank have one host."""
         ours, theirs = (self.addresses[each] for each in (self.rank, rank))
         return addresses_lib.split(ours)[0] == addresses_lib.split(theirs)[0]
 
 
 def _allow_descriptors(start: _Start, share_memory: bool) -> bool:
-    """Raises the limit of descriptors; returns whether memory can be shared.
+    """Raises the limit of descriptors; returns whether memory is shared.
 
     Raises:
-        RuntimeError: they are too few to connect.
+        RuntimeError: the limit is too low to connect.
     """
-    ends = 1 if start.rank else len(start.others)  # of the meeting
+    ends = 1 if start.rank else len(start.others)  # connections to rank 0
     needed = _KINDS * len(start.others) + ends + _SPARE_DESCRIPTORS
     near = [rank for rank in start.others if start.shares_host_with(rank)]
     more = _MEMORY_DESCRIPTORS * len(near) if share_memory else 0
@@ -221,7 +222,7 @@ def _share(
     met: ranks.Meeting,
     found: Mapping[int, socket.socket],
 ) -> dict[int, SharedMemory]:
-    """Memory by rank, of those on this host."""
+    """Memory shared with ranks of this host, by rank."""
     control = {peer: found[_KINDS * peer + _CONTROL] for peer in start.others}
     earlier = {
         peer: (control[peer], met.blobs[peer].decode().split(" ")[2])

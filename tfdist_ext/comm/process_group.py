@@ -25,12 +25,12 @@ def default_early_bytes(
     addresses: Sequence[str],
     container: pathlib.Path = _LIMIT_OF_CONTAINER,
 ) -> int:
-    """Returns half of a rank's share of the memory of its host.
+    """Half of a rank's share of its host's memory, in bytes.
 
     Args:
-        rank: of this process.
+        rank: number of this process.
         addresses: "host:port" of each rank.
-        container: file with the memory that this container may use.
+        container: file with the memory limit of this container.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no container, or "max"
@@ -39,7 +39,7 @@ def default_early_bytes(
     return max(1, memory // (2 * hosts.count(hosts[rank])))
 
 
-# Which form all sums over ranks take, for comparing them.
+# Variable that sets the form of all sums over ranks, to compare forms.
 ALL_REDUCE_VARIABLE = "TFDIST_ALL_REDUCE"
 ALL_REDUCE_FORMS = ("direct", "ring", "tree")
 
@@ -51,18 +51,17 @@ class GroupStats:
     """What a process group has done so far.
 
     Attributes:
-        bytes_sent: to all ranks together, headers and payloads.
-        bytes_received: likewise.
-        messages_sent: to all ranks together.
-        messages_received: likewise.
-        calls: operations finished.
-        writes: calls of the system, or copies into memory that ranks share,
-            by which messages left; many of them together where they were
-            ready together.
-        labels: by label of an operation (calls, bytes sent, seconds from its
-            start to its end; those of operations at once overlap).
-        waited: seconds that operations waited for ranks to come, by the rank
-            that came last; those that wait at once wait once.
+        bytes_sent: bytes sent to all ranks, headers and payloads.
+        bytes_received: bytes received from all ranks.
+        messages_sent: messages sent to all ranks.
+        messages_received: messages received from all ranks.
+        calls: finished operations.
+        writes: system calls, or copies into shared memory, that sent messages;
+            one may send many messages that are ready at the same time.
+        labels: (calls, bytes sent, seconds from start to end) by label of an
+            operation; the seconds of concurrent operations overlap.
+        waited: seconds that operations waited for other ranks, by the rank that
+            came last; concurrent waits count once.
     """
 
     bytes_sent: int = 0
@@ -78,16 +77,17 @@ class GroupStats:
 
 
 class ProcessGroup:
-    """The ranks that take part in collectives, seen from one of them.
+    """The ranks that take part in exchanges, seen from one of them.
 
     A group of one rank needs no network and no compiled library.
 
     Attributes:
-        rank: of this process.
+        rank: number of this process.
         world_size: number of ranks.
-        addresses: "host:port" of each rank, which errors name.
-        timeout: seconds an operation may take before it fails everywhere;
-            five times that while a rank is alive and in no operation.
+        addresses: "host:port" of each rank, for errors.
+        timeout: seconds that an operation may take before it fails on all
+            ranks; five times as many while the missing rank is alive and in no
+            operation.
         handle: number by which the ops find the group.
     """
 
@@ -101,23 +101,22 @@ class ProcessGroup:
         all_reduce: str = "",
         most_early: int = 0,
     ) -> None:
-        """Makes a group of connections to all ranks.
+        """Creates a group of connections to all ranks.
 
         Args:
-            rank: of this process.
+            rank: number of this process.
             world_size: number of ranks.
             addresses: "host:port" of each rank.
-            connect: returns by rank what joins this one to it, None for this
-                rank; every rank must call it at the same time. Not needed
-                with one rank.
-            timeout: seconds, of every operation.
+            connect: returns the connections by rank, None for this rank; every
+                rank must call it at the same time. Not needed with one rank.
+            timeout: seconds that an operation may take.
             all_reduce: "direct", "ring" or "tree" for every `all_reduce`, the
-                same on all ranks; by default each is chosen by its bytes.
-            most_early: bytes that another rank may send before this one asks
-                for them; by default as many as `default_early_bytes`.
+                same on all ranks; by default the size of each decides.
+            most_early: bytes that another rank may send before this one
+                requests them; by default `default_early_bytes`.
 
         Raises:
-            ValueError: a bad argument.
+            ValueError: an argument is invalid.
         """
         _check(rank, world_size, addresses, timeout, all_reduce)
         self.rank = rank
@@ -154,42 +153,43 @@ class ProcessGroup:
             entries: one line per operation, the same on all ranks.
 
         Raises:
-            tf.errors.InvalidArgumentError: on every rank, naming those that
+            tf.errors.InvalidArgumentError: on every rank, naming the ranks that
                 differ from rank 0 and the first differing entry of each.
         """
         if self.world_size > 1:
             group_ops.check_same(self.handle, entries)
 
     def leave(self, reason: str) -> None:
-        """Gives up what the ranks do together now, and tells them why.
+        """Leaves the current joint call, and sends the reason to all ranks.
 
-        Operations that need this rank end at once on all of them, with
-        `tf.errors.AbortedError` and the reason. The group stays usable:
-        the ranks meet again in the operations after each has left. None of
-        this rank's may run.
+        Operations that need this rank end at once on all ranks, with
+        `tf.errors.AbortedError` and the reason. The group remains usable for
+        operations after each rank has left. No operation of this rank may be
+        running.
 
         Args:
-            reason: what failed here; if another rank has left already, its
-                reason counts.
+            reason: what failed on this rank; if another rank has left already,
+                its reason is used.
         """
         if self.handle >= 0:
             group_ops.group_leave(self.handle, reason)
 
     def will_leave(self, leaves: bool) -> None:
-        """Says whether `leave` is called if what this rank does now fails.
+        """Announces whether a failure here is followed by `leave`.
 
         Args:
-            leaves: if not, the group ends with a step that fails while an
-                exchange of it waits: ranks out of step must not go on.
+            leaves: if False, the group ends when a step fails while one of its
+                exchanges waits, because the ranks are then at different points
+                and must not go on.
         """
         if self.handle >= 0:
             group_ops.group_leaves(self.handle, leaves)
 
     def left(self) -> tuple[str, bool]:
-        """Why another rank has left what this one still takes part in.
+        """Why another rank has left a joint call that this one has not.
 
         Returns:
-            The reason, empty if none has left; and whether an operation of
+            The reason, empty if no rank has left; and whether an operation of
             this rank has failed with it.
         """
         return (
@@ -199,10 +199,10 @@ class ProcessGroup:
         )
 
     def insert_key(self, key: str, value: str) -> None:
-        """Gives a key a value, which then comes to all ranks.
+        """Sets the value of a key in the key-value store of all ranks.
 
         Args:
-            key: not empty; with the value at most 998 bytes.
+            key: not empty; key and value have at most 998 bytes in sum.
             value: text.
 
         Raises:
@@ -212,14 +212,14 @@ class ProcessGroup:
         group_ops.group_insert_key(self.handle, key, value)
 
     def await_key(self, key: str, timeout: float = 0.0) -> str:
-        """The value of a key, once some rank has inserted it.
+        """The value of a key, once a rank has inserted it.
 
         Args:
-            key: to wait for.
+            key: key to wait for.
             timeout: seconds, 0 for no limit.
 
         Raises:
-            tf.errors.DeadlineExceededError: nobody has in time.
+            tf.errors.DeadlineExceededError: no rank has inserted it in time.
             tf.errors.UnavailableError: the group has failed.
             tf.errors.CancelledError: the group was closed.
         """
@@ -227,7 +227,7 @@ class ProcessGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks may still exchange."""
+        """Whether the ranks can still exchange."""
         return self.handle >= 0
 
     def stats(self) -> GroupStats:
@@ -237,28 +237,28 @@ class ProcessGroup:
         return GroupStats(**group_ops.group_stats(self.handle))
 
     def trace(self, on: bool) -> list[group_ops.Traced]:
-        """Notes every operation from now on, or no more, and takes the notes.
+        """Starts or stops to record operations; returns those recorded.
 
         Args:
-            on: whether to go on.
+            on: whether to record from now on.
 
         Returns:
-            See `group_ops.group_trace`; nothing of a group of one rank.
+            See `group_ops.group_trace`; empty for a group of one rank.
         """
         return (
             group_ops.group_trace(self.handle, on) if self.handle >= 0 else []
         )
 
     def close(self) -> None:
-        """Leaves in good order; the other ranks see no failure in it.
+        """Leaves the group; the other ranks see no failure.
 
-        Runs by itself when Python exits. A closed group has no statistics.
+        Runs when Python exits, too. A closed group has no statistics.
         """
         self._close("")
 
     def _close_at_exit(self) -> None:
-        # What has ended the program: the others shall know it. A person at a
-        # prompt goes on after an error.
+        # The other ranks are told the error that ended the program. An
+        # interactive session continues after an error.
         error = getattr(sys, "last_value", None)
         if error is None or hasattr(sys, "ps1"):
             return self._close("")
@@ -266,7 +266,7 @@ class ProcessGroup:
 
     def _close(self, error: str) -> None:
         if self.handle < 0 or os.getpid() != self._process:
-            return  # a forked process has no part in the group
+            return  # a forked process is not in the group
         atexit.unregister(self._close_at_exit)
         handle, self.handle = self.handle, -1
         group_ops.group_close(handle, error)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job meet at rank 0 and exchange a few bytes each.
+"""The first connection of all ranks to rank 0, and an exchange of bytes.
 
-Rank 0 listens at its address until all are connected; the others try until it
-does. A rank that ends before that is replaced by its next process. All ranks
-get everybody's bytes, or an error that names who is missing. Nobody listens
-afterwards. The connections may stay open until the ranks have connected to each
-other, so that all learn of a rank that fails meanwhile.
+Rank 0 listens at its address until all ranks are connected. The others try to
+connect until it listens. A rank that ends before that is replaced by its next
+process. All ranks get the bytes of all, or an error that names the missing
+ranks. Rank 0 then stops listening. The connections may stay open until the
+ranks have connected to each other, so that all learn of a rank that fails
+meanwhile.
 
     rank 1 -> rank 0   {"blob": "..."}
     rank 0 -> rank 1   {"blobs": ["...", ...], "secret": "..."}
@@ -39,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 _MESSAGE_SECONDS = 10.0
 _CHECK_SECONDS = 0.2
-_NAMED_RANKS = 8  # in an error
+_NAMED_RANKS = 8  # most ranks named in an error
 
 _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: (
@@ -64,11 +65,11 @@ _REMEDIES = {
 
 
 class Meeting:
-    """The ranks that have met, while they connect to each other.
+    """The connections to rank 0, while ranks connect to each other.
 
     Attributes:
-        blobs: the bytes of all ranks, in their order.
-        secret: made for this start where the job has none.
+        blobs: bytes of all ranks, in rank order.
+        secret: secret generated for this start, if the job has none.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Meeting:
         blobs: list[bytes],
         secret: bytes,
     ) -> None:
-        """Takes the connections of a meeting.
+        """Takes over the connections.
 
         Args:
-            name: of this rank.
-            links: by rank; rank 0 has one to each other rank, which have one
-                to rank 0.
-            blobs: of all ranks.
-            secret: see above.
+            name: name of this rank.
+            links: connections by rank. Rank 0 has one to each other rank; other
+                ranks have one to rank 0.
+            blobs: bytes of all ranks.
+            secret: see the class.
         """
         self.blobs = blobs
         self.secret = secret
@@ -101,10 +102,10 @@ class Meeting:
         """Raises an error if another rank has ended or failed.
 
         Args:
-            seconds: to wait for that.
+            seconds: seconds to wait for a message or the end of a rank.
 
         Raises:
-            RuntimeError: names the rank, and why.
+            RuntimeError: a rank has ended or failed; names it and the reason.
         """
         ready = [r for r, link in self._links.items() if link.has_message]
         if not ready:
@@ -130,7 +131,7 @@ class Meeting:
         """Waits until all ranks are connected to each other.
 
         Args:
-            deadline: of `time.monotonic()`.
+            deadline: time limit, as of `time.monotonic()`.
 
         Raises:
             RuntimeError: a rank has failed, or is not connected in time.
@@ -150,7 +151,7 @@ class Meeting:
         """Closes the connections.
 
         Args:
-            error: why this rank fails, which the others are told.
+            error: why this rank fails; it is sent to the others.
         """
         if isinstance(error, Exception) and not self._has_failed:
             self._tell({"error": f"{self._name} failed: {error}"})
@@ -173,7 +174,7 @@ def meet(
     """Gives every rank the bytes of all; see `meeting` for the arguments.
 
     Returns:
-        The bytes of all ranks, in their order.
+        The bytes of all ranks, in rank order.
 
     Raises:
         RuntimeError: see `meeting`.
@@ -197,20 +198,20 @@ def meeting(
     """Gives every rank the bytes of all, and stays connected to rank 0.
 
     Args:
-        rank: of this process.
-        addresses: "host:port" of each rank, the same on all; rank 0 listens
-            at the first, on that interface only.
-        blob: this rank's bytes.
-        secret: of the job. Without one, ranks that meet on loopback accept
-            processes of their own user only.
+        rank: number of this process.
+        addresses: "host:port" of each rank, the same on all; rank 0 listens at
+            the first, on that interface only.
+        blob: bytes of this rank.
+        secret: secret of the job. Without one, ranks that connect by loopback
+            only accept processes of their own user.
         timeout: seconds that ranks wait for each other.
-        reuse_port: whether another process holds rank 0's port for it.
-        patience: seconds that the others wait longer than rank 0, which gives
-            up first and says why.
-        allow_unauthenticated: whether to accept other users there too.
+        reuse_port: whether another process has reserved rank 0's port for it.
+        patience: seconds that other ranks wait longer than rank 0, so that rank
+            0 gives up first and sends the reason.
+        allow_unauthenticated: whether to accept other users by loopback too.
 
     Yields:
-        The meeting, until the ranks are connected to each other.
+        The connections, until the ranks are connected to each other.
 
     Raises:
         RuntimeError: ranks are missing, are not of this job, or rank 0's port
@@ -251,7 +252,7 @@ def _come(
     deadline: float,
     timeout: float,
 ) -> Meeting:
-    """Another rank than 0: comes to it, again if it starts again."""
+    """Connects a rank other than 0 to rank 0, again if that restarts."""
     own, first = _name(rank, addresses), _name(0, addresses)
 
     def report(reason: str) -> None:
@@ -304,11 +305,11 @@ def _come(
 def _exchange(
     link: Link, own: str, blob: bytes, deadline: float, timeout: float
 ) -> Meeting:
-    """Sends the bytes of this rank and receives those of all.
+    """Sends the bytes of this rank, and receives the bytes of all.
 
     Raises:
         ConnectionError: rank 0 has ended.
-        RuntimeError: it has failed, or sent something else.
+        RuntimeError: rank 0 has failed, or sent an invalid message.
     """
     try:
         link.send({"blob": blob.hex()}, _MESSAGE_SECONDS)
@@ -336,7 +337,7 @@ def _receive_all(
     deadline: float,
     timeout: float,
 ) -> Meeting:
-    """Rank 0: waits for all others, then gives everyone the list."""
+    """Waits on rank 0 for all other ranks, then sends them the list."""
     links: dict[int, Link] = {}
     timer = threading.Timer(
         connector.REPORT_SECONDS,
@@ -404,13 +405,13 @@ def _missing(
 def _report_missing(
     listener: Listener, addresses: Sequence[str], timeout: float
 ) -> None:
-    """Says whom rank 0 waits for, and whose names it cannot resolve."""
+    """Warns which ranks are missing, and which names are not resolved."""
     missing = listener.missing
     unresolved = []
     for rank in missing[:_NAMED_RANKS]:
         host, _, port = addresses[rank].rpartition(":")
         if not port.isdecimal():
-            continue  # a launcher has named no address
+            continue  # a launcher gave no address
         try:
             socket.getaddrinfo(host.strip("[]"), None)
         except (OSError, UnicodeError) as error:
@@ -437,18 +438,18 @@ def _blobs(
     timeout: float,
     links: dict[int, Link],
 ) -> dict[int, bytes]:
-    """The bytes of all other ranks, which are connected at the same time.
+    """The bytes of all other ranks, when all are connected.
 
     Args:
-        listener: of rank 0.
-        addresses: of all ranks.
-        job: of the ranks.
-        deadline: of `time.monotonic()`.
+        listener: listener of rank 0.
+        addresses: addresses of all ranks.
+        job: job of the ranks.
+        deadline: time limit, as of `time.monotonic()`.
         timeout: seconds, for errors.
         links: gets the connections, by rank.
 
     Raises:
-        RuntimeError: ranks are missing, or send something else.
+        RuntimeError: ranks are missing, or send invalid messages.
     """
     blobs: dict[int, bytes] = {}
     while True:
@@ -457,7 +458,7 @@ def _blobs(
             blobs.pop(number, None)
         if listener.missing:
             raise RuntimeError(_missing(listener, addresses, timeout))
-        # One that ends is missing again: the listener has closed its socket.
+        # A rank that ends is missing again: the listener has closed its socket.
         with contextlib.suppress(ConnectionError):
             for number in links.keys() - blobs.keys():
                 blobs[number] = _blob_of(links[number])
@@ -486,6 +487,6 @@ def _close(links: Mapping[int, Link]) -> None:
 
 def _tell(links: Mapping[int, Link], message: dict[str, Any]) -> None:
     for link in links.values():
-        # Who has ended meanwhile is noticed when the ranks connect.
+        # A rank that has ended meanwhile is noticed when the ranks connect.
         with contextlib.suppress(OSError):
             link.send(message, _MESSAGE_SECONDS)
