@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delta checkpoints: the rows that a full checkpoint does not have."""
+"""Delta checkpoints: the rows that have changed since a full checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfdist_ext.tables import placement
 
 
 def variable_of(trackable: Any) -> Any:
-    """TensorFlow's variable of one of Keras's; anything else as it is."""
+    """TensorFlow's variable of a Keras variable; other objects unchanged."""
     if isinstance(trackable, tf.distribute.DistributedValues):
         return trackable
     return value_of(trackable)
@@ -43,7 +43,7 @@ def collectives_of(objects: Iterable[Any]) -> Collectives | None:
 
 
 def is_shard(trackable: Any) -> bool:
-    """Whether it is a part of a partitioned table or slot."""
+    """Whether an object is a shard of a table or of a slot."""
     found = variable_of(trackable)
     if isinstance(found, tf.distribute.DistributedValues):
         return False
@@ -51,7 +51,7 @@ def is_shard(trackable: Any) -> bool:
 
 
 def slicing(trackable: Any) -> Any:
-    """How what grows is read of a smaller checkpoint, None of all else."""
+    """How to read a growing table from a smaller checkpoint, else None."""
     found = variable_of(trackable)
     if isinstance(found, tf.distribute.DistributedValues):
         return None
@@ -59,17 +59,17 @@ def slicing(trackable: Any) -> Any:
 
 
 def is_sum(trackable: Any) -> bool:
-    """Whether reading it is an exchange, as of a metric of tf_keras."""
+    """Whether reading it is an exchange, as for a metric of tf_keras."""
     return isinstance(variable_of(trackable), internals.SyncOnReadVariable)
 
 
 def is_of_one_rank(trackable: Any) -> bool:
-    """Whether every rank has a state of its own, as a dataset's place."""
+    """Whether every rank has its own state, as for a dataset's iterator."""
     return isinstance(trackable, tf.data.Iterator)
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """Name under which a rank saves such a state."""
+    """Name under which a rank saves a state of its own."""
     return f"{name}/rank_{rank}" if rank else name
 
 
@@ -83,14 +83,17 @@ def delta_entries(
     columns: tuple[int, int] | None,
     values: tf.Tensor,
 ) -> list[tuple[str, str, tf.Tensor]]:
-    """What a rank writes of a tensor: names, slices, values.
+    """The entries of a rank for the rows of a tensor.
 
     Args:
         key: name of the tensor.
-        rank: that writes.
-        ids: of the rows, int64 `[n]`.
-        columns: the first, and the one after the last; None for all.
+        rank: rank that writes.
+        ids: ids of the rows, int64 `[n]`.
+        columns: first column and the one after the last; None for all.
         values: `[n, ...]`.
+
+    Returns:
+        Names, slices and values.
     """
     name = f"{key}/rows_of_{rank}"
     return [
@@ -101,18 +104,19 @@ def delta_entries(
 
 
 def first_changed_row(spec: str) -> int:
-    """The first row of a slice as TensorFlow writes it, "" for all."""
+    """The first row of a slice in TensorFlow's notation, "" for all."""
     return _offsets(spec)[0]
 
 
 class DeltaRows:
-    """The rows of a checkpoint that has only those that have changed.
+    """The rows in a delta checkpoint.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Attributes:
-        keys: tensors of which it has rows; all others it has whole.
+        keys: names of the tensors of which it has some rows; it has all other
+            tensors entirely.
 
     Raises:
         tf.errors.DataLossError: it cannot be read, here or later.
@@ -127,12 +131,12 @@ class DeltaRows:
         self.keys = frozenset(self._ranks)
 
     def put_into(self, key: str, spec: str, value: tf.Tensor) -> tf.Tensor:
-        """Replaces rows of what was read of the full checkpoint.
+        """Replaces rows of a value that was read from the full checkpoint.
 
         Args:
             key: name of the tensor.
-            spec: which slice of it the value is, "" for all.
-            value: as it was.
+            spec: slice of the tensor that the value is, "" for all of it.
+            value: value in the full checkpoint.
         """
         rows, (first, first_column) = value.numpy().copy(), _offsets(spec)
         for rank in self._ranks[key]:
@@ -165,26 +169,27 @@ def _offsets(spec: str) -> tuple[int, int]:
     return starts[0], starts[1]
 
 
-# Name, slice of the whole tensor ("" for all of it), values.
+# Name, slice of the tensor ("" for all of it), values.
 Entry = tuple[str, str, tf.Tensor]
 Marks = dict[str, np.ndarray]
-# Of an object's bytes, above which all of them are written.
+# Share of an object's bytes; if more have changed, all are written.
 _MOST = 0.5
 
 
 @dataclasses.dataclass
 class Rows:
-    """What this rank has of a tensor.
+    """This rank's rows of a tensor.
 
     Attributes:
-        key: its name.
-        values: `[n, ...]`, more rows may follow.
-        changed: numbers of those that have changed, int64 `[m]`.
-        ids: their numbers in the whole tensor, int64 `[m]`.
-        columns: of the whole tensor, the first and the one after the last;
+        key: name of the tensor.
+        values: `[n, ...]`; further rows are padding.
+        changed: local numbers of the changed rows, int64 `[m]`.
+        ids: numbers of the changed rows in the entire tensor, int64 `[m]`.
+        columns: first column in the entire tensor and the one after the last;
             None for all.
-        rows: n; 0 if another rank writes what this one has, too.
-        entry: as it is written whole, None of a part of a table.
+        rows: n; 0 if another rank writes the same rows.
+        entry: entry that writes the tensor entirely, None for a shard of a
+            table.
     """
 
     key: str
@@ -197,16 +202,16 @@ class Rows:
 
     @property
     def object(self) -> str:
-        """The name of what the tensor belongs to."""
+        """The name of the object that the tensor belongs to."""
         return object_of(self.key)
 
     def bytes(self) -> np.ndarray:
-        """Sizes of the rows that have changed, and of all; int64 `[2]`."""
+        """Bytes of the changed rows, and of all rows; int64 `[2]`."""
         size = self.values.dtype.size * int(np.prod(self.values.shape[1:]))
         return np.array([len(self.changed), self.rows], np.int64) * size
 
     def entries(self, rank: int) -> list[Entry]:
-        """The rows that have changed, as a rank writes them."""
+        """The entries that write the changed rows."""
         if not self.rows:
             return []
         with tf.device("CPU:0"):
@@ -215,14 +220,14 @@ class Rows:
 
 
 class ChangedRows:
-    """What has changed since a full checkpoint, as one is made; or all.
+    """The changes since a full checkpoint, or a record for the next one.
 
     Args:
-        since: fingerprints at the full checkpoint; None to make one.
+        since: fingerprints at the full checkpoint; None to make a full one.
 
     Attributes:
-        now: fingerprints of this one.
-        share: of all bytes that have changed, by what this rank knows.
+        now: fingerprints at this checkpoint.
+        share: share of all bytes that have changed, as far as this rank knows.
     """
 
     def __init__(self, since: Marks | None) -> None:
@@ -232,20 +237,20 @@ class ChangedRows:
 
     @property
     def since_full(self) -> bool:
-        """Whether only what has changed is to be written."""
+        """Whether only changes are written."""
         return self._since is not None
 
     def note(
         self, tables: Iterable[Any], entries: Iterable[Entry]
     ) -> list[Rows]:
-        """Notes what rows there are, tells which have changed.
+        """Records the fingerprints of rows, and finds the changed ones.
 
         Args:
-            tables: parts of tables, as a saver has them.
-            entries: all else.
+            tables: shards of tables, as tensors of a saver.
+            entries: entries of everything else.
 
         Returns:
-            What can be written by row.
+            The tensors that can be written by row.
         """
         found = map(self._of_table, tables)
         others = map(self._of_entry, entries)
@@ -257,13 +262,13 @@ class ChangedRows:
         shared: Iterable[str],
         collectives: Collectives | None,
     ) -> set[str]:
-        """Names of objects whose changed rows are written, alike on all ranks.
+        """Names of objects written by row, the same on all ranks.
 
         Args:
-            rows: of this rank.
-            shared: names of those that all ranks have, with parts or none; of
-                the others, rank 0 decides.
-            collectives: of the strategy, None in one process.
+            rows: tensors of this rank.
+            shared: names of objects of which all ranks write parts; rank 0
+                decides on the others.
+            collectives: collectives of the strategy, None in one process.
         """
         sums = {name: np.zeros([2], np.int64) for name in sorted(shared)}
         names = list(sums)
@@ -298,7 +303,7 @@ class ChangedRows:
         key = tensor.checkpoint_key
         changed = self._changed(key, values)
         per_row = values.shape.rank == 1
-        # Ranks that share rows have equal slots with a value per row.
+        # Ranks with the same rows have equal slots with one value per row.
         if spec.cell is None or (per_row and spec.cell[1]):
             none = np.zeros([0], np.int64)
             return Rows(key, values, none, none, None, 0)
@@ -312,7 +317,7 @@ class ChangedRows:
         if not values.shape.rank or values.dtype in (tf.string, tf.variant):
             return None
         with tf.device("CPU:0"):
-            values = tf.identity(values)  # of a variable
+            values = tf.identity(values)  # reads a variable
         changed = self._changed(key, values)
         ids = changed + first_changed_row(spec)
         return Rows(key, values, changed, ids, None, len(values), entry)
@@ -324,10 +329,10 @@ def trackable_of(tensor: Any) -> Any:
 
 
 def is_table(tensor: Any) -> bool:
-    """Whether a saver's tensor is a part of a partitioned table or slot."""
+    """Whether a saver's tensor is a shard of a table or of a slot."""
     return marks.shard_spec(trackable_of(tensor)) is not None
 
 
 def object_of(key: str) -> str:
-    """The name of what a tensor of a checkpoint belongs to."""
+    """The name of the object that a tensor of a checkpoint belongs to."""
     return key.partition("/.ATTRIBUTES/")[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Of file systems that cannot sync a folder, for example.
+# Errors of file systems that cannot sync a folder, for example.
 _CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -19,8 +19,8 @@ def sync(*paths: str) -> None:
     """Waits until files and folders are on the disk.
 
     Args:
-        *paths: of files and folders. What only TensorFlow's file systems
-            know, as "gs://...", is left out.
+        *paths: paths of files and folders. Paths of TensorFlow's other file
+            systems, such as "gs://...", are ignored.
 
     Raises:
         OSError: the disk is full or broken.
@@ -50,9 +50,9 @@ class Checkpoint:
     """A checkpoint in a folder.
 
     Attributes:
-        step: that it was made at.
-        since: step of the full one since which it has the changes; None for
-            one that is full.
+        step: step at which it was made.
+        since: step of the full checkpoint that it is relative to; None for a
+            full one.
     """
 
     step: int
@@ -60,31 +60,31 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Its name in the folder, without an ending."""
+        """Its name in the folder, without a suffix."""
         since = "" if self.since is None else f"-since-{self.since}"
         return f"ckpt-{self.step}{since}"
 
     @property
     def full(self) -> Checkpoint:
-        """That which has all, for what has not changed."""
+        """The full checkpoint that it is relative to, or itself."""
         return self if self.since is None else Checkpoint(self.since)
 
     def path(self, folder: str) -> str:
-        """Where it is."""
+        """Its path in a folder."""
         return f"{folder}/{self.name}"
 
 
 def found_in(folder: str) -> list[Checkpoint]:
-    """The checkpoints, the last one first; of a step, the full one first."""
+    """The checkpoints, latest first; at the same step, full ones first."""
     return sorted(_matching(folder, _INDEX), key=_by_time, reverse=True)
 
 
 def without_index(folder: str) -> list[tuple[Checkpoint, bool]]:
-    """Checkpoints that have lost their index, later than those that have one.
+    """Checkpoints without an index file, newer than all that have one.
 
     Returns:
-        Each with whether it was complete once: the folder's list of
-        checkpoints names it. Others may be what an interrupted save has left.
+        Each with whether it was complete at some time: then the folder's list
+        of checkpoints names it. The others may be left by an interrupted save.
     """
     whole = {*_matching(folder, _INDEX)}
     last = max((each.step for each in whole), default=-1)
@@ -109,15 +109,15 @@ def _matching(folder: str, pattern: re.Pattern[str]) -> list[Checkpoint]:
 
 
 def keep_last(folder: str, most: int, last: int) -> None:
-    """Removes all but the last checkpoints, and says which is the last.
+    """Removes all but the last checkpoints, and records the last one.
 
-    As many full ones are left, and as many deltas, each with its full one.
+    It keeps `most` full checkpoints, and as many deltas whose full one is kept.
 
     Args:
-        folder: of the checkpoints.
-        most: full ones that are left.
-        last: step of the one that was just made. Later ones are of a run that
-            was gone back behind, since they cannot be read.
+        folder: folder of the checkpoints.
+        most: number of full checkpoints to keep.
+        last: step of the checkpoint that was just made. Later ones are removed:
+            they could not be read, so training went back behind them.
     """
     all_ = found_in(folder)
     found = [each for each in all_ if each.step <= last]
@@ -131,7 +131,7 @@ def keep_last(folder: str, most: int, last: int) -> None:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Removes what saves have left that were interrupted."""
+    """Removes what interrupted saves have left."""
     if gfile.isdir(folder):
         for name in gfile.listdir(folder):
             if _UNFINISHED.fullmatch(name):
@@ -143,13 +143,13 @@ def _by_time(kept: Checkpoint) -> tuple[int, bool, int]:
 
 
 def _remove(path: str) -> None:
-    gfile.remove(f"{path}.index")  # without which the rest is nothing
+    gfile.remove(f"{path}.index")  # which makes the rest unreadable
     for data in gfile.glob(f"{path}.data-*"):
         gfile.remove(data)
 
 
 def _say_last(folder: str, names: list[str]) -> None:
-    """Writes what `tf.train.latest_checkpoint` reads; full ones only."""
+    """Writes the file for `tf.train.latest_checkpoint`; full ones only."""
     if not names:
         return
     lines = [f'model_checkpoint_path: "{names[-1]}"']
@@ -164,15 +164,15 @@ def _say_last(folder: str, names: list[str]) -> None:
 
 
 class Opened:
-    """A checkpoint whose index can be read.
+    """A checkpoint whose index is readable.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Raises:
-        tf.errors.DataLossError: it cannot. TensorFlow's reader itself raises
-            what its status comes to in Python: IndexError, for example, where
-            a file is too short.
+        tf.errors.DataLossError: the index cannot be read. It replaces the
+            errors of TensorFlow's reader, which depend on its status:
+            IndexError, for example, if a file is too short.
     """
 
     def __init__(self, path: str) -> None:
@@ -184,10 +184,10 @@ class Opened:
             raise self._torn(error) from error
 
     def tensor(self, name: str) -> Any:
-        """What is there under a name, whole and with a matching checksum.
+        """The tensor of a name, complete and with a matching checksum.
 
         Raises:
-            tf.errors.DataLossError: if it is not.
+            tf.errors.DataLossError: the tensor is missing or damaged.
         """
         try:
             return self._reader.get_tensor(name)

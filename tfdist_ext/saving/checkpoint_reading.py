@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One TensorFlow checkpoint, read by all ranks.
 
-All read first and look at the shapes; only when every rank has all it needs
-do they exchange rows and assign. So a file that one rank cannot read, or that
-is damaged, changes no variable of any rank.
+All ranks first read the tensors and check their shapes. Only when every rank
+has all that it needs do they exchange rows and assign. So a file that is
+damaged, or that one rank cannot read, changes no variable of any rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
 
-# Functions that restore an object, and what was read for them.
+# Functions that restore an object, with the tensors read for each.
 Read = list[tuple[Any, dict[str, Any]]]
-# Where the adapters of TensorFlow's savers keep their variable.
+# Attributes in which TensorFlow's saveables have their variable.
 _VARIABLES = (
     "_trackable",
     "_mirrored_variable",
@@ -43,18 +43,19 @@ def restore(
     collectives: Collectives | None,
     full: str | None = None,
 ) -> dict[str, Any]:
-    """Restores what a saver holds; all ranks must call.
+    """Restores the objects of a saver; all ranks must call.
 
     Args:
         original: TensorFlow's method.
         saver: `MultiDeviceSaver` of this rank's objects.
         file_prefix: path of the checkpoint.
         options: `tf.train.CheckpointOptions` or None.
-        collectives: of the strategy; None in one process.
-        full: path of the checkpoint since which that one has the changes.
+        collectives: collectives of the strategy; None in one process.
+        full: path of the full checkpoint that a delta is relative to; None if
+            the checkpoint is full.
 
     Returns:
-        No operations: all is done.
+        No operations, as all is done.
     """
     read: Read = []
     failure: Exception | None = None
@@ -67,7 +68,7 @@ def restore(
     except Exception as error:
         failure = error
     agree(failure, collectives)
-    while read:  # Values are dropped one by one, as they are assigned.
+    while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
     return {}
@@ -76,12 +77,11 @@ def restore(
 def agree(failure: Exception | None, collectives: Collectives | None) -> None:
     """Raises on all ranks if one has failed; all ranks must call.
 
-    Also where an error of one rank is not told to the others at once, as in
-    Keras's `fit`.
+    It also works outside of joint calls, as in Keras's `fit`.
 
     Args:
-        failure: of this rank, or None.
-        collectives: of the strategy; None in one process.
+        failure: error of this rank, or None.
+        collectives: collectives of the strategy; None in one process.
     """
     if failure is not None and collectives is None:
         raise failure
@@ -109,7 +109,7 @@ def _read_over(
     read: Read,
     full: str,
 ) -> None:
-    """Reads what a delta has, and the rest of the full checkpoint."""
+    """Reads a delta, and the rest from the full checkpoint."""
     delta = DeltaRows(path)
     with _only(saver, lambda key: key not in delta.keys):
         _read(original, saver, path, options, collectives, read)
@@ -120,7 +120,7 @@ def _read_over(
 
 
 def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
-    """Replaces what has changed since in what was read."""
+    """Replaces the rows of a delta in the values that were read."""
     slices = {
         (tensor.checkpoint_key, tensor.slice_spec): (
             tensor._tensor_save_spec.slice_spec.strip()
@@ -140,7 +140,7 @@ def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
 
 @contextlib.contextmanager
 def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
-    """Lets a saver restore what has wanted keys, and nothing else."""
+    """Restricts a saver to the keys that are wanted."""
     by_task = saver._shardable_tensors_by_task
     functions = saver._keys_to_restore_fn
     counted = saver._restore_fn_to_keys
@@ -181,7 +181,8 @@ def _read(
     _fit_slices(saver, file_prefix)
     saver._keys_to_restore_fn = {k: later[fn] for k, fn in functions.items()}
     saver._restore_fn_to_keys = {later[fn]: k for fn, k in counted.items()}
-    # Otherwise read in a tf.function, where exchanges of arrays cannot run.
+    # With several tasks, the saver reads in a tf.function, where exchanges of
+    # arrays cannot run.
     saver._num_unique_tasks = 1
     try:
         original(saver, file_prefix, options)
@@ -199,7 +200,7 @@ def _text(file_prefix: Any) -> str:
 
 
 class _Later:
-    """Notes what was read for a function instead of calling it."""
+    """Records the tensors read for a function, instead of calling it."""
 
     def __init__(self, fn: Any, read: list[tuple[Any, Any]]) -> None:
         self._fn = fn
@@ -224,11 +225,11 @@ def _variables(fn: Any) -> list[Any]:
 
 
 def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
-    """Leaves rows as they are by which a whole table has grown."""
+    """Keeps the rows that an unpartitioned table has grown by."""
     for variable in _variables(fn):
         inner = changed_rows.variable_of(variable)
         if changed_rows.is_sum(inner):
-            continue  # It would ask the ranks for its value.
+            continue  # converting it would exchange
         if not marks.grows(inner) or len(tensors) != 1:
             continue
         ((name, value),) = tensors.items()
@@ -244,7 +245,7 @@ def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
         if not isinstance(inner, tf.Variable) or len(tensors) != 1:
             continue
         if changed_rows.is_shard(inner):
-            continue  # A slice of another table is refused where it is read.
+            continue  # its read rejects another table's slice
         (value,) = tensors.values()
         if not inner.shape.is_compatible_with(value.shape):
             raise ValueError(
@@ -257,7 +258,7 @@ def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
 def _name_own_states(
     saver: Any, file_prefix: Any, collectives: Collectives | None
 ) -> None:
-    """Lets every rank read the state that it has saved for itself."""
+    """Makes every rank read the state that it saved for itself."""
     own = [
         tensor
         for tensors in saver._shardable_tensors_by_task.values()
@@ -284,7 +285,7 @@ def _name_own_states(
 
 
 def _fit_slices(saver: Any, file_prefix: Any) -> None:
-    """Reads slices of what has grown since it was saved."""
+    """Makes the saver read what tables had before they grew."""
     growing = [
         (tensors, place, slicing)
         for tensors in saver._shardable_tensors_by_task.values()
@@ -299,7 +300,7 @@ def _fit_slices(saver: Any, file_prefix: Any) -> None:
     for tensors, place, slicing in growing:
         tensor = tensors[place]
         if tensor.checkpoint_key in saved:
-            # What is read is handed out by the slice that was asked for.
+            # The tensors that are read are looked up by the requested slice.
             spec = copy.copy(tensor._tensor_save_spec)
             spec.slice_spec = slicing(tuple(saved[tensor.checkpoint_key]))
             tensors[place] = dataclasses.replace(tensor, _tensor_save_spec=spec)

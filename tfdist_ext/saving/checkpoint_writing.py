@@ -27,13 +27,13 @@ def files_of(
     collectives: Collectives | None,
     changed: ChangedRows | None,
 ) -> list[list[Entry]]:
-    """What this rank writes, by file; all ranks must call.
+    """The entries that this rank writes, by file; all ranks must call.
 
     Args:
         saver: `MultiDeviceSaver` of this rank's objects.
         options: `tf.train.CheckpointOptions`.
-        collectives: of the strategy; None in one process.
-        changed: notes what the rows are, and says which have changed.
+        collectives: collectives of the strategy; None in one process.
+        changed: records the rows, and says which of them have changed.
     """
     rank = collectives.group.rank if collectives else 0
     if changed is not None and changed.since_full:
@@ -44,7 +44,7 @@ def files_of(
 def _files(
     saver: Any, options: Any, rank: int, changed: ChangedRows | None
 ) -> list[list[Entry]]:
-    """What this rank writes, by file; exchanges rows with the others."""
+    """This rank's entries by file; exchanges rows with other ranks."""
     shards, others = _shards_and_others(saver, rank)
     files = _split(saver, shards, None)
     callback = options.experimental_sharding_callback if rank == 0 else None
@@ -65,7 +65,7 @@ def _changed_files(
     changed: ChangedRows,
     collectives: Collectives | None,
 ) -> list[list[Entry]]:
-    """What this rank writes where a full checkpoint has the rest, as a file."""
+    """This rank's entries of a delta, in one file."""
     shards, others = _shards_and_others(saver, rank)
     tables = list(filter(changed_rows.is_table, _flat(shards.values())))
     keys = {tensor.checkpoint_key for tensor in tables}
@@ -107,7 +107,7 @@ def _changed_files(
 def _others(
     saver: Any, others: dict[Any, list[Any]], rank: int, callback: Any
 ) -> list[list[Entry]]:
-    """What is no shard, by file: rank 0's, and states of each rank's own."""
+    """Entries that are not shards, by file: rank 0's, and own states."""
     files = _split(saver, others, callback)
     if rank == 0:
         return files
@@ -127,14 +127,14 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 def _shards_and_others(
     saver: Any, rank: int
 ) -> tuple[dict[Any, list[Any]], dict[Any, list[Any]]]:
-    """This rank's tensors by device, shards and what else it writes."""
+    """This rank's tensors by device: shards, and others that it writes."""
     shards: dict[Any, list[Any]] = {}
     others: dict[Any, list[Any]] = {}
     for task, tensors in saver._shardable_tensors_by_task.items():
         for tensor in tensors:
             found = changed_rows.trackable_of(tensor)
             if changed_rows.is_sum(found):
-                # Read by an exchange, which needs all ranks.
+                # Reading it is an exchange, which all ranks must make.
                 tensor = _evaluated(tensor)
             if changed_rows.is_shard(found):
                 shards.setdefault(task, []).append(tensor)
@@ -153,7 +153,7 @@ def _evaluated(tensor: Any) -> Any:
 def _split(
     saver: Any, by_task: dict[Any, list[Any]], callback: Any
 ) -> list[list[Entry]]:
-    """Values and names of tensors, by file."""
+    """Names, slices and values of tensors, by file."""
     saver._shardable_tensors_by_task = by_task
     files = []
     for _, shards in saver._get_shards_by_task(callback):
@@ -174,12 +174,12 @@ gfile = tf.io.gfile
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What this rank is to write of a checkpoint, in memory.
+    """This rank's part of a checkpoint, in memory.
 
     Attributes:
         prefix: path of the checkpoint.
-        rank: of this process.
-        counts: files of every rank.
+        rank: number of this process.
+        counts: number of files of every rank.
         files: entries of this rank, by file.
         options: `tf.train.CheckpointOptions`.
     """
@@ -192,11 +192,11 @@ class Parts:
 
     @property
     def folder(self) -> str:
-        """Where the ranks write before all is put into place."""
+        """The folder that ranks write to before the files are moved."""
         return f"{self.prefix}_ranks"
 
     def write(self) -> None:
-        """Writes this rank's files; no other rank is needed for that."""
+        """Writes this rank's files, without communication."""
         for number, entries in enumerate(self.files):
             path = f"{self.folder}/{self.rank}-{number}"
             _write(path, entries, self.options)
@@ -204,7 +204,7 @@ class Parts:
         checkpoint_files.sync(self.folder)
 
     def put_into_place(self) -> None:
-        """Makes one checkpoint of what all ranks have written; on rank 0."""
+        """Merges the files of all ranks into one checkpoint, on rank 0."""
         parts = [
             f"{self.folder}/{rank}-{number}"
             for rank, count in enumerate(self.counts)
@@ -220,20 +220,20 @@ class Parts:
         place(f"{self.folder}/merged", self.prefix)
 
     def clean(self) -> None:
-        """Removes this rank's files, the last rank the folder too."""
+        """Removes this rank's files; the last rank removes the folder too."""
         _clean(self.folder, self.rank)
 
 
 def save(
     saver: Any, file_prefix: Any, options: Any, collectives: Collectives
 ) -> None:
-    """Writes what a saver holds; all ranks must call.
+    """Writes the objects of a saver; all ranks must call.
 
     Args:
         saver: `MultiDeviceSaver` of this rank's objects.
-        file_prefix: path of the checkpoint; rank 0's counts.
+        file_prefix: path of the checkpoint; the value of rank 0 is used.
         options: `tf.train.CheckpointOptions` or None.
-        collectives: of the strategy.
+        collectives: collectives of the strategy.
     """
     parts = gather(saver, file_prefix, options, collectives)
     try:
@@ -257,15 +257,15 @@ def gather(
     collectives: Collectives | None,
     changed: ChangedRows | None = None,
 ) -> Parts:
-    """What this rank is to write; all ranks must call.
+    """Collects what this rank writes; all ranks must call.
 
     Args:
         saver: `MultiDeviceSaver` of this rank's objects.
-        file_prefix: path of the checkpoint; rank 0's counts.
+        file_prefix: path of the checkpoint; the value of rank 0 is used.
         options: `tf.train.CheckpointOptions` or None.
-        collectives: of the strategy; None in one process.
-        changed: what the rows are is noted there; and only those are written
-            that have changed, where it says so.
+        collectives: collectives of the strategy; None in one process.
+        changed: records the rows; if it has those of a full checkpoint, only
+            changed rows are written.
     """
     options = options or tf.train.CheckpointOptions()
     rank = collectives.group.rank if collectives else 0
@@ -277,7 +277,7 @@ def gather(
 
 
 def copied(parts: Parts) -> Parts:
-    """The same with values of its own, which training does not change."""
+    """A copy with values of its own, which training does not change."""
     files = [
         [(name, spec, _copy(value)) for name, spec, value in entries]
         for entries in parts.files
@@ -290,7 +290,7 @@ def _copy(value: tf.Tensor) -> tf.Tensor:
         return value
     with tf.device("CPU:0"):
         value = tf.identity(value)
-        if value.dtype == tf.string:  # nobody changes texts in place
+        if value.dtype == tf.string:  # strings do not change in place
             return value
         return tf.raw_ops.DeepCopy(x=value)
 
@@ -298,7 +298,7 @@ def _copy(value: tf.Tensor) -> tf.Tensor:
 def _counts(
     prefix: str, files: list[list[Entry]], collectives: Collectives | None
 ) -> list[int]:
-    """Files of every rank, in all another number than the path has now."""
+    """Files of every rank; their sum differs from that of the old files."""
     if collectives is None:
         if len(files) == data_files_in_use(prefix):
             _change_number(files)
@@ -316,27 +316,27 @@ def _counts(
 
 
 def _change_number(files: list[list[Entry]]) -> int:
-    """Makes one file more of some, or one less; the difference."""
+    """Adds or removes one file; returns the difference."""
     largest = max(files, key=len)
     if len(largest) > 1:
         files.append([largest.pop()])
         return 1
-    # As a sharding callback may have it; there is more than one, as there is
-    # always the graph of the objects beside their values.
+    # A sharding callback can cause this. There is more than one file, as the
+    # graph of the objects is always saved in addition to their values.
     last = files.pop()
     files[-1] += last
     return -1
 
 
 def data_files_in_use(prefix: str) -> int:
-    """Data files of the checkpoint at a path, 0 if there is none."""
+    """Number of data files of the checkpoint at a path, 0 if none."""
     if not gfile.exists(f"{prefix}.index"):
         return 0
     with gfile.GFile(f"{prefix}.index", "rb") as file:
         start = file.read(16)
-    # The index begins with the entry of the empty name: two lengths of 0,
-    # the length of the header, and the header, whose first field is this,
-    # seven bits to a byte.
+    # The index begins with the entry of the empty name: two lengths of 0, the
+    # length of the header, and the header. Its first field is the number of
+    # files, as a varint.
     if start[:2] != b"\0\0" or start[3:4] != b"\x08":
         return 0
     count = 0
@@ -349,8 +349,8 @@ def data_files_in_use(prefix: str) -> int:
 
 def _write(path: str, entries: list[Entry], options: Any) -> None:
     names, slices, values = zip(*entries, strict=True)
-    # Without a free file descriptor, SaveV2 ends the process with SIGSEGV where
-    # it is the first op of a thread. This raises OSError instead.
+    # If no file descriptor is free, SaveV2 as the first op of a thread ends the
+    # process with SIGSEGV. Opening a file raises OSError instead.
     with open(os.devnull, "rb"):
         pass
     with tf.device(options.experimental_io_device or "CPU:0"):
@@ -382,13 +382,13 @@ def _check_all_there(parts: Iterable[str], folder: str) -> None:
 
 
 def place(merged: str, prefix: str) -> None:
-    """Gives merged files their names; the index, without which none, last."""
+    """Renames merged files; the index comes last, as files need it."""
     for path in _files_at(merged):
         if not path.endswith(".index"):
             target = prefix + path.removeprefix(merged)
             gfile.rename(path, target, overwrite=True)
     folder = os.path.dirname(prefix) or "."
-    checkpoint_files.sync(folder)  # the index names files that are there
+    checkpoint_files.sync(folder)  # before the index that names them
     gfile.rename(f"{merged}.index", f"{prefix}.index", overwrite=True)
     checkpoint_files.sync(folder)
     count = data_files_in_use(prefix)
@@ -409,7 +409,7 @@ def _files_at(prefix: str) -> list[str]:
 
 
 def _clean(folder: str, rank: int) -> None:
-    """Removes this rank's files of a save, the last rank the folder too."""
+    """Removes this rank's files; the last rank removes the folder too."""
     try:
         for name in gfile.listdir(folder):
             merged = rank == 0 and name.startswith("merged")
@@ -418,10 +418,10 @@ def _clean(folder: str, rank: int) -> None:
         if not gfile.listdir(folder):
             gfile.rmtree(folder)
     except tf.errors.OpError:
-        pass  # Another rank was faster, or the folder cannot be reached.
+        pass  # another rank has removed it, or it is unreachable
 
 
 def remove(folder: str) -> None:
-    """Removes a folder left by a save in which a rank died."""
+    """Removes a folder left by a save in which a rank ended."""
     if gfile.exists(folder):
         gfile.rmtree(folder)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a delta, and how a served model reads it by itself.
+"""The file of a delta, and the ops by which a served model reads it.
 
-It is a TFRecord file, whose records have checksums, of `tf.train.Example`s. The
-first says which model the delta is for, the number of the delta, and how many
-records there are; each other one has rows of a table or a whole variable.
+It is a TFRecord file of `tf.train.Example`s; TFRecord adds checksums. The first
+record has the export id of the model, the number of the delta, and the number
+of records. Each other record has rows of a table or one entire variable.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tfdist_ext.saving.served_keys import ServedKeys
 FORMAT = "tfdist_ext delta 1"
 _NUMBERS = ("number", "records", "microseconds", "variable")
 _TEXTS = ("format", "export_id", "name", "ids", "values", "scales", "texts")
-# Serialized tensors have less than 2 GiB.
+# Serialized tensors must have less than 2 GiB.
 ROWS_NUMBERS = 1 << 26
 
 
-# Which table, ids, and the numbers of their rows by variable.
+# Index of the table, ids, and encoded rows by variable.
 _Rows = tuple[int, np.ndarray, Mapping[str, np.ndarray]]
 _Records = list[dict[str, Any]]
 
@@ -41,20 +41,20 @@ def write(
     dense: Sequence[tf.Tensor],
     keys: Sequence[KeyChanges],
 ) -> None:
-    """Writes a delta and puts it into place at once.
+    """Writes a delta to a temporary file, then renames it.
 
     Args:
-        path: of the file.
-        export_id: of the model.
-        number: of the delta, from 1.
-        tables: by name: which it is in the model, ids `[n]`, and the numbers
-            of their rows by variable.
+        path: path of the file.
+        export_id: export id of the model.
+        number: number of the delta, from 1.
+        tables: by name: index of the table in the model, ids `[n]`, and encoded
+            rows by variable.
         dense: values of the other variables, in order.
-        keys: of the vocabularies that grow, in order.
+        keys: changes of the dynamic vocabularies, in order.
     """
     removed, added = _of_keys(keys, len(tables) + len(dense))
-    # Whoever asks meanwhile finds a key without a row sooner than with the row
-    # of another key.
+    # Keys are removed first and added last. A lookup during the update then
+    # finds a key without a row rather than with the row of another key.
     records = [*removed, *_of_tables(tables)]
     for index, value in enumerate(dense):
         place = len(tables) + index
@@ -91,7 +91,7 @@ def _of_tables(tables: Mapping[str, _Rows]) -> _Records:
 def _of_keys(
     keys: Sequence[KeyChanges], first: int
 ) -> tuple[_Records, _Records]:
-    """Keys that are removed, those that are added; `first` is their number."""
+    """Records of removed and of added keys; `first` is the first number."""
     removed: _Records = []
     added: _Records = []
     for place, changes in enumerate(keys, first):
@@ -110,7 +110,7 @@ def _of_keys(
 
 
 def _blocks(rows: int, columns: int) -> list[slice]:
-    """Parts of so many rows, each small enough for a record."""
+    """Slices of `rows` rows, each small enough for one record."""
     step = max(1, ROWS_NUMBERS // columns)
     return [slice(first, first + step) for first in range(0, rows, step)]
 
@@ -142,7 +142,7 @@ def read(path: tf.Tensor) -> tf.Tensor:
 
 
 def parse(record: tf.Tensor) -> Parsed:
-    """The fields of a record, 0 or "" where it has none."""
+    """The fields of a record, 0 or "" for missing ones."""
     fields: dict[str, Any] = {
         name: tf.io.FixedLenFeature([], tf.int64, 0) for name in _NUMBERS
     }
@@ -155,13 +155,13 @@ def parse(record: tf.Tensor) -> Parsed:
 def check(
     header: Parsed, count: tf.Tensor, export_id: str, last: tf.Tensor
 ) -> list[tf.Operation]:
-    """Refuses what is no delta, of another model, or not the next one.
+    """Rejects a file that is not the next delta of the model.
 
     Args:
         header: the first record.
-        count: of records in the file.
-        export_id: of the model.
-        last: number of the last delta that it has.
+        count: number of records in the file.
+        export_id: export id of the model.
+        last: number of the last delta applied to the model.
     """
     return [
         tf.debugging.Assert(good, message)
@@ -198,11 +198,11 @@ Assign = Callable[[Parsed], tf.Tensor]
 
 
 def apply(records: tf.Tensor, assignments: Sequence[Assign]) -> tf.Tensor:
-    """Assigns what is in the records; how many rows that are.
+    """Assigns the contents of all records; returns the number of rows.
 
     Args:
         records: string `[n]`, the header first.
-        assignments: by the number of the variable in a record.
+        assignments: functions by the number of the variable in a record.
     """
 
     def one(index: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -224,7 +224,7 @@ def apply(records: tf.Tensor, assignments: Sequence[Assign]) -> tf.Tensor:
 
 
 def assign_rows(table: Any) -> Assign:
-    """What takes rows of a table out of a record; how many they are."""
+    """A function that assigns rows of a table; returns their number."""
 
     def assign(record: Parsed) -> tf.Tensor:
         ids = tf.io.parse_tensor(record["ids"], tf.int64)
@@ -239,7 +239,7 @@ def assign_rows(table: Any) -> Assign:
 
 
 def assign_whole(variable: Any) -> Assign:
-    """What takes a whole variable out of a record; no rows."""
+    """A function that assigns an entire variable; returns 0 rows."""
 
     def assign(record: Parsed) -> tf.Tensor:
         value = tf.io.parse_tensor(record["values"], variable.dtype)
@@ -250,7 +250,7 @@ def assign_whole(variable: Any) -> Assign:
 
 
 def remove_keys(keys: ServedKeys) -> Assign:
-    """What takes keys out of a hash table that a record names; no rows."""
+    """A function that removes a record's keys; returns 0 rows."""
 
     def assign(record: Parsed) -> tf.Tensor:
         with tf.control_dependencies([keys.remove(_keys_of(record, keys))]):
@@ -260,7 +260,7 @@ def remove_keys(keys: ServedKeys) -> Assign:
 
 
 def insert_keys(keys: ServedKeys) -> Assign:
-    """What gives keys of a record rows in a hash table; no rows change."""
+    """A function that inserts a record's keys and rows; returns 0 rows."""
 
     def assign(record: Parsed) -> tf.Tensor:
         rows = tf.io.parse_tensor(record["values"], tf.int64)

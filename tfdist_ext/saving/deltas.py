@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has changed in a model since it was last exported.
+"""The changes of a model since its last export.
 
-Each rank keeps a fingerprint of 8 bytes of every row that it has, and the keys
-of a vocabulary that grows. So training does nothing for it, and whatever
-changes a row is noticed.
+Each rank stores a fingerprint of 8 bytes for each of its rows, and the keys of
+dynamic vocabularies. Training therefore does no extra work, and every change of
+a row is noticed, whatever made it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tfdist_ext.tables.placement import ShardSpec
 
 
 class Exported:
-    """What a model was when it was last exported.
+    """The state of a model at its last export.
 
     Attributes:
-        served: as it was exported.
-        number: of the last delta, 0 for none.
-        rows: where this rank's rows lay and their fingerprints, by table.
-        keys: this rank's of every vocabulary that grows.
+        served: the served model that was exported.
+        number: number of the last delta, 0 for none.
+        rows: placement and fingerprints of this rank's rows, by table.
+        keys: this rank's keys of every dynamic vocabulary.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class _Rows:
     """This rank's rows of a table, at one time.
 
     Attributes:
-        spec: which ones, None for those of a table that all ranks have.
+        spec: placement of the table, None if all ranks have the table.
         fingerprints: uint64 `[local_rows]`.
     """
 
@@ -69,36 +69,36 @@ class _Rows:
         return cls(marks.shard_spec(table.source()), fingerprints(local))
 
     def changed_since(self, before: _Rows) -> np.ndarray:
-        """Local rows that are others than before; all if they have moved."""
+        """Local rows that have changed; all if the placement has."""
         if self.spec != before.spec:
             return np.arange(len(self.fingerprints))
         return np.flatnonzero(self.fingerprints != before.fingerprints)
 
 
 def new_export_id(collectives: Collectives | None) -> str:
-    """A name for an export, the same on all ranks."""
+    """A new id of an export, the same on all ranks."""
     return text_of_first_rank(uuid.uuid4().hex, collectives, "export/id")
 
 
 def export_delta(model: Any, path: str | os.PathLike[str]) -> int:
-    """Writes what has changed since the last export; all ranks must call.
+    """Writes the changes since the last export; all ranks must call.
 
-    The file has the rows of tables that are not what they were at the last
+    The file has the rows of tables that have changed since the last
     `export(..., deltas=True)` or `export_delta`, and all other variables. Rank
-    0 writes it, and puts it into place at once. `apply_delta` updates a model
-    that is being served.
+    0 writes it to a temporary file, then renames it. `apply_delta` updates a
+    model that is being served.
 
     Args:
-        model: that was exported.
-        path: of the file. That of rank 0 counts.
+        model: model that was exported.
+        path: path of the file. The value of rank 0 is used.
 
     Returns:
         The number of the delta. Deltas are numbered from 1 and applied in
         order.
 
     Raises:
-        ValueError: if the model was not exported so.
-        OSError: if rank 0 cannot write. The next delta has it all then.
+        ValueError: the model was not exported with `deltas=True`.
+        OSError: rank 0 cannot write. The next delta then has these changes too.
     """
     exported = marks.exported(model)
     if exported is None:
@@ -154,7 +154,7 @@ def _is_first(collectives: Collectives | None) -> bool:
 
 
 def _local(table: Table, collectives: Collectives | None) -> tf.Tensor:
-    """The rows that this rank answers for: rank 0 for those that all have."""
+    """The rows that this rank exports: rank 0 exports unpartitioned ones."""
     source = table.source()
     if marks.shard_spec(source) is not None:
         return value_of(source).read_value()
@@ -168,7 +168,7 @@ def _to_first_rank(
     spec: ShardSpec,
     collectives: Collectives,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and whole rows that have changed on any rank; none on others."""
+    """Ids and entire rows that any rank has changed, on rank 0 only."""
     if spec.column_parts > 1:
         changed = _changed_on_peers(changed, spec, collectives)
     ids = np.zeros([0], np.int64)
@@ -203,7 +203,7 @@ def _to_first_rank(
 def _changed_on_peers(
     changed: np.ndarray, spec: ShardSpec, collectives: Collectives
 ) -> np.ndarray:
-    """Local rows of which any rank with other columns has changed some."""
+    """Local rows that have changed in any column part."""
     part = spec.cell[0] if spec.cell else -1
     mine = np.stack([np.full_like(changed, part), changed], 1)
     told = collectives.all_gather(
@@ -213,28 +213,28 @@ def _changed_on_peers(
 
 
 def apply_delta(served: Any, path: str | os.PathLike[str]) -> dict[str, int]:
-    """Updates a served model in place by a delta, while it serves.
+    """Updates a served model in place from a delta, while it serves.
 
-    The model does so itself, by TensorFlow's ops: where this package is not
-    installed, `served.apply_delta(path)` is the same, and in other servers the
-    signature `apply_delta`. Nothing changes if the file is damaged, of
-    another model, or not the next one.
+    The model updates itself by TensorFlow's ops. Without this package,
+    `served.apply_delta(path)` does the same, and in other servers the signature
+    `apply_delta`. Nothing changes if the file is damaged, of another model, or
+    not the next delta.
 
     Args:
-        served: what `tf.saved_model.load` has returned, of a model that was
-            exported with `deltas=True`.
-        path: of the file.
+        served: result of `tf.saved_model.load`, for a model that was exported
+            with `deltas=True`.
+        path: path of the file.
 
     Returns:
-        `number` of the delta, `rows` that it has changed, `microseconds`
-        since 1970 when it was written.
+        `number` of the delta, `rows` that it changed, and `microseconds`, its
+        time of writing since 1970.
 
     Raises:
-        ValueError: for a model that takes no deltas.
-        tf.errors.InvalidArgumentError: for a delta that is not the next one
-            of this model.
-        tf.errors.DataLossError: for a damaged file.
-        tf.errors.NotFoundError: if there is none.
+        ValueError: the model takes no deltas.
+        tf.errors.InvalidArgumentError: the delta is not the next one of this
+            model.
+        tf.errors.DataLossError: the file is damaged.
+        tf.errors.NotFoundError: there is no such file.
     """
     if not hasattr(served, "apply_delta"):
         raise ValueError(

@@ -45,10 +45,10 @@ def write_model(
     """Writes a SavedModel; all ranks must call.
 
     Args:
-        served: of this rank.
+        served: served model of this rank.
         signatures: functions, by name.
-        path: of the folder, the same on all ranks.
-        collectives: of the strategy; None in one process.
+        path: path of the folder, the same on all ranks.
+        collectives: collectives of the strategy; None in one process.
     """
     rank = 0 if collectives is None else collectives.group.rank
     folder = _beside(path, "writing")
@@ -106,9 +106,10 @@ def _remove(folder: str) -> None:
 
 
 def _clean(folder: str, rank: int) -> None:
-    """Removes what a rank has left of a failure, the last one the folder.
+    """Removes what a rank has left; the last rank removes the folder.
 
-    Not what others may still be writing: they are to learn of the failure.
+    It leaves what other ranks may still be writing: they learn of the failure
+    by themselves.
     """
     try:
         for name in gfile.listdir(folder):
@@ -123,7 +124,7 @@ def _clean(folder: str, rank: int) -> None:
         if list(map(len, left)) == [1, 0]:
             gfile.rmtree(folder)
     except tf.errors.OpError:
-        pass  # There is none any more, or it cannot be reached.
+        pass  # removed already, or unreachable
 
 
 def _write_tables(
@@ -132,13 +133,13 @@ def _write_tables(
     rank: int,
     collectives: Collectives | None,
 ) -> list[str]:
-    """Writes this rank's blocks of all tables; the parts of all ranks."""
+    """Writes this rank's blocks of all tables; returns all ranks' parts."""
     count = 0
     parts = f"{folder}/{_PARTS}"
     for table in served.tables.values():
         for first, block in row_blocks(table.source(), collectives):
             if count < 0:
-                continue  # the others need this rank's rows
+                continue  # but other ranks need this rank's rows
             encoded = table.encoded(block)
             try:
                 if isinstance(table, MappedTable):
@@ -148,7 +149,7 @@ def _write_tables(
                     _write_slices(path, table, first, encoded)
                     count += 1
             except (tf.errors.NotFoundError, FileNotFoundError):
-                count = -1  # not shared, or rank 0 has failed and will say so
+                count = -1  # not shared, or rank 0 has failed
     counts = [count]
     if collectives is not None:
         mine = tf.constant([count], tf.int64)
@@ -193,7 +194,7 @@ def mapped_tables(served: ServedModel) -> list[MappedTable]:
 
 def key_of(table: Table, name: str) -> str:
     """The name of a table's variable in the files of the SavedModel."""
-    # As TensorFlow escapes names of attributes.
+    # TensorFlow escapes names of attributes in this way.
     escaped = table.table_name.replace(".", "..").replace("/", ".S")
     return f"tables/{escaped}/{name}/{_VALUE}"
 
@@ -204,7 +205,7 @@ def _merge(
     folder: str,
     parts: Sequence[str],
 ) -> None:
-    """Puts the tables among the variables in place of the empty ones."""
+    """Replaces the empty tables among the variables by the written ones."""
     missing = [part for part in parts if not gfile.exists(f"{part}.index")]
     if missing:
         raise OSError(
@@ -236,7 +237,7 @@ def _merge(
 def _values_beside_tables(
     served: ServedModel, variables: str
 ) -> dict[str, tf.Tensor]:
-    """What is saved beside the tables, by name."""
+    """The saved values of everything but the tables, by name."""
     written = {
         key_of(table, name)
         for table in served.tables.values()
@@ -248,7 +249,7 @@ def _values_beside_tables(
 
 
 def _place(folder: str, path: str) -> None:
-    """Gives the folder its name; what is there gives way at once."""
+    """Renames the folder; one that is there is replaced."""
     if not gfile.exists(path):
         gfile.rename(folder, path)
         return
@@ -275,38 +276,39 @@ def export(
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
 
     TensorFlow Serving, `tf.saved_model.load`, `saved_model_cli` and the C API
-    load it without this package. Every rank writes its part of the tables,
-    and needs memory for a few blocks of 64 MiB. With float32 the model predicts
-    what `predict` does, but for the order in which a sample's rows are summed.
-
-    What is loaded is called as the model is, or by its name `serve`; the
-    signature `serving_default` takes tensors by name: see docs/serving.md.
+    load it without this package. Every rank writes its part of the tables, and
+    needs memory for a few blocks of 64 MiB. With float32 tables, predictions
+    equal those of `predict`, up to the order in which a sample's rows are
+    summed. A loaded model is called as the model is, or by its name `serve`.
+    The signature `serving_default` takes tensors by name: see docs/serving.md.
 
     Args:
-        model: of Keras, built, or a `ShardedTopK`: its call in inference.
-        path: of the folder. A SavedModel that is there is replaced when the
+        model: Keras model, built, or a `ShardedTopK`; its call in inference is
+            exported.
+        path: path of the folder. An existing SavedModel is replaced when the
             new one is complete.
-        table_dtype: in which tables are served: "float32", "bfloat16", or
-            "int8" with a float32 scale for every row, which is 4 bytes more.
-        tables: where they are: "inside", among the variables, which a server
-            reads when it starts; or "files", which it maps into memory: it
-            starts at once, reads the rows that it looks up, and shares them
-            with other servers of its host. Such a model stays in its folder.
-        inputs: what the model takes: a nest of `tf.TensorSpec`,
-            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch. Known
-            of Functional and Sequential models, and of those of tf_keras and
-            indexes that have been called.
-        deltas: whether the model takes deltas (`export_delta`). Each rank
-            then remembers 8 bytes for every row that it has, and for every
-            key of a vocabulary that grows, 16 of a string's.
+        table_dtype: dtype of the served tables: "float32", "bfloat16", or
+            "int8" with a float32 scale per row, which takes 4 more bytes.
+        tables: where tables are stored. "inside": among the variables, which a
+            server reads when it starts. "files": in files, which a server maps
+            into memory. It then starts at once, reads only the rows that it
+            looks up, and shares them with other servers of its host. Such a
+            model must stay in its folder.
+        inputs: inputs of the model: a nest of `tf.TensorSpec`,
+            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch. Not
+            needed for Functional and Sequential models, nor for tf_keras models
+            and indexes that have been called.
+        deltas: whether the model takes deltas (`export_delta`). Each rank then
+            stores 8 bytes for each of its rows and for each key of a dynamic
+            vocabulary, 16 for a string key.
 
     Raises:
-        ValueError: for arguments outside of these, a model whose inputs are
-            not known, or whose call does what plain ops cannot.
-        FileExistsError: if something else is at the path; with
-            `tables="files"` if anything does.
-        OSError: if a rank cannot write, or rank 0 does not see what others
-            have written. Nothing is changed then.
+        ValueError: an argument is invalid, the inputs of the model are not
+            known, or its call needs other than plain ops.
+        FileExistsError: there is something else at the path; with
+            `tables="files"`, if there is anything.
+        OSError: a rank cannot write, or rank 0 does not see the files of other
+            ranks. Nothing is changed then.
     """
     path = os.fspath(path)
     model, inputs = _as_model(model, inputs)
@@ -326,7 +328,7 @@ def export(
 
 
 def _as_model(model: Any, inputs: Any) -> tuple[Any, Any]:
-    """A model, and what is known of its inputs, also of an index by itself."""
+    """A model or index as a model, and its inputs if they are known."""
     if not hasattr(model, "as_model"):
         return model, inputs
     model, asked = model.as_model()
@@ -404,7 +406,7 @@ def export_archive(
 
 
 def _one_input(signature: Any) -> Any:
-    """What a model takes, of the arguments of its call."""
+    """The spec of a model's one input, from the arguments of its call."""
     if isinstance(signature, Sequence):
         if len(signature) != 1:
             raise ValueError(

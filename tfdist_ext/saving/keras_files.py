@@ -28,13 +28,13 @@ keras = tf.keras
 
 @dataclasses.dataclass(frozen=True)
 class _Save:
-    """A call of a function of Keras that writes a model.
+    """A call of a Keras function that writes a model.
 
     Attributes:
-        collectives: of the model's strategy.
-        model: that is written.
-        filepath: where to, as the caller gave it.
-        arguments: all of the call, by name, without defaults.
+        collectives: collectives of the model's strategy.
+        model: model that is written.
+        filepath: destination, as the caller passed it.
+        arguments: all arguments of the call, by name, without defaults.
         write: makes the call with another path.
     """
 
@@ -46,7 +46,7 @@ class _Save:
 
 
 def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
-    """A stage around a function that takes a model and a path first."""
+    """A stage around a function whose first arguments are model and path."""
 
     @functools.wraps(function)
     def around(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,10 +74,10 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
 
 
 def ask_user(original: Callable[[str], str], question: str) -> str:
-    """Asks the user as Keras does, except about a model of several ranks."""
+    """Asks the user as Keras does, but not for a model of several ranks."""
     frame = inspect.currentframe()
     while frame is not None:
-        # The function of Keras that is to save: that takes a model.
+        # The caller is the Keras function that saves, which has a model.
         model = frame.f_locals.get("model")
         if isinstance(model, keras.Model):
             if shared_files.collectives_of(model) is not None:
@@ -88,7 +88,7 @@ def ask_user(original: Callable[[str], str], question: str) -> str:
 
 
 def _refuse_to_ask(question: str) -> None:
-    # The terminal is one that ranks share or do not have.
+    # Ranks share one terminal or have none.
     raise FileExistsError(
         f"{question.strip()} With several ranks nobody is asked, and nothing "
         "was written. Pass overwrite=True, or another path."
@@ -100,7 +100,7 @@ def write_keras_3(save: _Save) -> None:
     whole = functools.partial(
         whole_tables.gather_to_first, collectives=save.collectives
     )
-    # Keras makes the folder of what it does not zip, and of no other.
+    # Keras creates the folder of files that it does not zip, but no others.
     make_folder = not save.arguments.get("zipped", True)
     with shared_files.with_methods(
         shared_files.shards_of(save.model), numpy=whole
@@ -134,7 +134,8 @@ def write_tf_keras(save: _Save) -> None:
         save.filepath,
         save.write,
         make_folder=True,
-        # Copies of a model go through a file, each rank's in its own folder.
+        # A model is copied through a file, which each rank writes in a folder
+        # of its own.
         stays=shared_files.is_first_with(save.filepath, save.collectives),
     )
 
@@ -142,7 +143,7 @@ def write_tf_keras(save: _Save) -> None:
 @_with_ranks
 def write_tf_keras_weights(save: _Save) -> Any:
     if not _is_hdf5(save):
-        # A checkpoint, which is written like all others.
+        # This is a checkpoint, which is written like all others.
         return save.write(save.filepath)
     if shared_files.shards_of(save.model):
         raise ValueError(
@@ -163,7 +164,7 @@ def _is_hdf5(save: _Save) -> bool:
 
 
 def _check_overwrite(save: _Save) -> None:
-    # The original would look for the temporary file.
+    # The original function would look for the temporary file.
     overwrite = save.arguments.get("overwrite", True)
     if not overwrite and os.path.exists(save.filepath):
         _refuse_to_ask(f"'{save.filepath}' already exists.")
@@ -172,7 +173,7 @@ def _check_overwrite(save: _Save) -> None:
 @_with_ranks
 def export_archive(save: _Save) -> None:
     if save.arguments.get("format", "tf_saved_model") == "tf_saved_model":
-        save.write(save.filepath)  # by tf.saved_model.save
+        save.write(save.filepath)  # uses tf.saved_model.save
         return
     shards = shared_files.shards_of(save.model)
     if shards:
@@ -181,15 +182,16 @@ def export_archive(save: _Save) -> None:
 
 
 def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reads by a function that takes a path, or a model and a path.
+    """Runs a function that reads from a path, as a joint call.
 
-    The path of rank 0 counts.
+    The function takes a path, or a model and a path. The path of rank 0 is
+    used.
     """
     bound = inspect.signature(original).bind(*args, **kwargs)
     first = next(iter(bound.arguments.values()))
     if isinstance(first, keras.Model):
         collectives = shared_files.collectives_of(first)
-    else:  # the model will be one of the strategy in scope
+    else:  # the model will be of the strategy in scope
         collectives = shared_files.while_open(collectives_lib.active())
     if collectives is None:
         return original(*args, **kwargs)
@@ -207,7 +209,10 @@ def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
 def refuse_tables(
     original: Any, group: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Legacy files compare a table's shape with a shard's, or skip it."""
+    """Rejects a legacy file for a model with partitioned tables.
+
+    Keras would compare the shape of a table with that of a shard, or skip it.
+    """
     collectives = shared_files.collectives_of(model)
     if collectives is not None and shared_files.shards_of(model):
         raise ValueError(
@@ -219,7 +224,7 @@ def refuse_tables(
 
 
 def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
-    """Lets optimizers read their part of the whole slots in a file."""
+    """Makes optimizers read their part of the entire slots in a file."""
     shards = shared_files.only_shards(list(optimizer.variables))
     assign = whole_tables.assign_part
     with shared_files.with_methods(shards, assign=assign):
@@ -227,9 +232,9 @@ def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
 
 
 def read_arrays(original: Any, layer: Any, store: Any) -> None:
-    """Lets tf_keras divide what it reads: a summed variable's value.
+    """Makes tf_keras read arrays, so it can divide a summed variable's value.
 
-    Its layers assign datasets of h5py, which know no division.
+    Its layers assign datasets of h5py, which do not support division.
     """
     original(layer, {name: store[name][()] for name in store})
 
@@ -240,7 +245,7 @@ def refuse_copy(original: Any, copied: Any, argument: Any) -> Any:
 
 
 def _refuse_parts(copied: Any) -> None:
-    # Models of tf_keras that are not built cannot tell their variables.
+    # Models of tf_keras that are not built cannot list their variables.
     if not getattr(copied, "built", True):
         return
     shards = shared_files.shards_of(copied)

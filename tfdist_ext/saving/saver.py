@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorFlow's ways to save and restore checkpoints, as steps of all ranks."""
+"""TensorFlow's methods that save and restore checkpoints, as joint calls."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ from tfdist_ext.thread_context import current
 def copying(
     changed: ChangedRows | None = None,
 ) -> Iterator[list[checkpoint_writing.Parts]]:
-    """What is saved inside is copied into the list instead of written.
+    """Copies what is saved inside into the list, instead of writing it.
 
     Args:
-        changed: what has changed since a full checkpoint, None for all.
+        changed: changes since a full checkpoint, to copy only those; None to
+            copy everything.
     """
     copies: list[checkpoint_writing.Parts] = []
     with thread_context.setting(copies=copies, changed=changed):
@@ -52,13 +53,13 @@ def over(full: str | None) -> AbstractContextManager[None]:
     """What is restored inside has changed since another checkpoint.
 
     Args:
-        full: path of that one; None if there is none.
+        full: path of the full checkpoint; None if a full one is restored.
     """
     return thread_context.setting(full=full)
 
 
 def on_all_ranks(verb: str) -> Callable[..., Any]:
-    """A call that all ranks make, and that ends for all or for none."""
+    """A joint call of a checkpoint method, for models of several ranks."""
 
     def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = collectives_of(_objects(checkpoint))
@@ -84,7 +85,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
 def _from_first(
     args: tuple[Any, ...], kwargs: dict[str, Any], collectives: Collectives
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the path of rank 0, which comes first."""
+    """The arguments, with the path of rank 0 as the first one."""
     (path, *_) = [*args, *kwargs.values()]
     path = path_to_read(path, collectives)
     if args:
@@ -116,11 +117,11 @@ def _check_eager(verb: str, path: Any) -> None:
 
 
 def _synchronous(argument: Any) -> Any:
-    """Checkpoint options without what cannot be done with several ranks."""
+    """Checkpoint options without those that need a single rank."""
     if not getattr(argument, "experimental_enable_async_checkpoint", False):
         return argument
-    # A copy of all shards, and exchanges of the writing thread between those
-    # of the steps, would be needed to go on training meanwhile.
+    # An asynchronous checkpoint would need a copy of all shards, and exchanges
+    # of the writing thread between those of the steps.
     warnings.warn(
         "experimental_enable_async_checkpoint has no effect with several "
         "ranks: the checkpoint is written before the call returns.",
@@ -167,8 +168,9 @@ def save_managed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
             saved = original(manager, *args, **kwargs)
             _state_of_first_rank(manager, collectives)
             return saved
-        # Rank 0 alone removes old checkpoints and writes the state file; by
-        # its clock, since with others each would keep another selection.
+        # Only rank 0 removes old checkpoints and writes the state file. It uses
+        # its own clock: with different clocks, ranks would select different
+        # checkpoints to keep.
         with _without_files(manager):
             saved = original(manager, *args, **kwargs)
         first = _state_of_first_rank(manager, collectives)
@@ -220,7 +222,7 @@ def refuse_by_name(original: Any, saver: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Phase(enum.IntEnum):
-    """How far a rank is with a checkpoint."""
+    """Phase of a rank's write of a checkpoint."""
 
     WRITING = 0
     WRITTEN = 1
@@ -229,19 +231,20 @@ class Phase(enum.IntEnum):
 
 
 class LaterWrite:
-    """One checkpoint on its way to the disk; all ranks make and ask it.
+    """Writes one checkpoint in a thread; all ranks create and advance it.
 
     Args:
         checkpoint: `tf.train.Checkpoint` of this rank's objects.
-        path: of the checkpoint; rank 0's counts.
-        collectives: of the strategy; None in one process.
-        placed: called on rank 0 when the checkpoint is in its place.
-        changed: what has changed since a full checkpoint, None for all.
+        path: path of the checkpoint; the value of rank 0 is used.
+        collectives: collectives of the strategy; None in one process.
+        placed: called on rank 0 when the checkpoint is at its path.
+        changed: changes since a full checkpoint, to write only those; None to
+            write everything.
 
     Attributes:
-        path: of the checkpoint.
-        phase: of this rank.
-        seconds: that the copy took, for which training has waited.
+        path: path of the checkpoint.
+        phase: phase of this rank.
+        seconds: seconds that the copy took, for which training waited.
     """
 
     def __init__(
@@ -266,17 +269,18 @@ class LaterWrite:
         self._start(self._write)
 
     def join(self, timeout: float) -> None:
-        """Waits for what this rank's thread does, `timeout` seconds at most."""
+        """Waits for this rank's thread, for at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def advance(self, phases: list[int]) -> str | None:
-        """Takes the next step, once all ranks are ready for it.
+        """Starts the next phase, if all ranks are ready for it.
 
         Args:
-            phases: of all ranks, as they have told each other.
+            phases: phases of all ranks, as exchanged.
 
         Returns:
-            None while it is under way, else why it failed, "" if it has not.
+            None while the write is not finished, then the reason of a failure,
+            "" for success.
         """
         if Phase.WRITING in phases:
             return None
@@ -286,7 +290,7 @@ class LaterWrite:
         if Phase.PLACED in phases:
             self._parts.clean()
             return ""
-        # What was told may be older than what the thread has done since.
+        # The phases may be older than this thread's last change of its phase.
         if self._parts.rank == 0 and not self._placing:
             self._placing = True
             self._start(self._place)
@@ -296,7 +300,7 @@ class LaterWrite:
         def run() -> None:
             try:
                 target()
-            except Exception as error:  # of a disk: training goes on
+            except Exception as error:  # training goes on
                 self._failure = brief_error(error)
                 self.phase = Phase.FAILED
 
@@ -306,7 +310,7 @@ class LaterWrite:
     def _write(self) -> None:
         tf.io.gfile.makedirs(self._parts.folder)
         self._parts.write()
-        self._parts.files.clear()  # and the memory that they take
+        self._parts.files.clear()  # frees the memory of the copies
         self.phase = Phase.WRITTEN
 
     def _place(self) -> None:
@@ -315,7 +319,7 @@ class LaterWrite:
         self.phase = Phase.PLACED
 
     def _failures(self) -> str:
-        """Why it failed, on every rank that it failed on."""
+        """The failures of all ranks."""
         rank = self._parts.rank
         mine = f"rank {rank}: {self._failure}; " if self._failure else ""
         if self._collectives is not None:

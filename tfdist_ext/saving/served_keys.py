@@ -20,7 +20,7 @@ _LENGTH_SHIFT = 56
 
 
 def sip_hash(words: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
-    """SipHash-1-3 of whole words, uint64 `[n]`.
+    """SipHash-1-3 of 64-bit words, uint64 `[n]`.
 
     Args:
         words: uint64 `[n, words]`.
@@ -41,7 +41,7 @@ def sip_hash(words: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
 
 
 def without_secret(words: tf.Tensor) -> tf.Tensor:
-    """The hash of vocabularies of earlier versions, uint64 `[n]`.
+    """The hash of dynamic vocabularies of earlier versions, uint64 `[n]`.
 
     Args:
         words: uint64 `[n, words]`.
@@ -78,14 +78,14 @@ def _number(value: int) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class KeyChanges:
-    """What brings a hash table of keys up to date.
+    """Updates of a hash table of keys.
 
     Attributes:
-        removed: keys, int64 `[m, words]`.
-        added: keys, int64 `[n, words]`; also those that are removed, if they
-            are to have other rows.
-        rows: of those that are added, int64 `[n]`.
-        texts: of those that are added, None if they are not kept.
+        removed: keys to remove, int64 `[m, words]`.
+        added: keys to add, int64 `[n, words]`; a removed key is also here if it
+            gets another row.
+        rows: rows of the added keys, int64 `[n]`.
+        texts: texts of the added keys, None if they are not stored.
     """
 
     removed: np.ndarray
@@ -96,10 +96,10 @@ class KeyChanges:
     def to_first_rank(
         self, collectives: Collectives | None, label: str
     ) -> KeyChanges:
-        """Those of all ranks, on rank 0; none on others. All ranks call.
+        """Updates of all ranks, on rank 0, empty on others; all ranks call.
 
         Args:
-            collectives: of the strategy, None in one process.
+            collectives: collectives of the strategy, None in one process.
             label: names the exchange in errors.
         """
         if collectives is None:
@@ -117,10 +117,10 @@ class KeyChanges:
         return KeyChanges(removed, both[:, :-1], both[:, -1], texts)
 
     def with_texts(self, texts: Texts) -> KeyChanges:
-        """The same, with what is known of its rows' texts.
+        """The same updates, with the texts of their rows as far as known.
 
         Args:
-            texts: with their rows, some of which may be others.
+            texts: texts with their rows, some of which may be of other keys.
         """
         of_row = dict(zip(*texts, strict=True))
         found = [of_row.get(row, b"") for row in self.rows.tolist()]
@@ -140,7 +140,7 @@ def _to_first_rank(
 
 
 def _without(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Those keys `[n, words]` that are none of the others."""
+    """The keys `[n, words]` that are not among the others."""
     if not len(keys) or not len(others):
         return keys
 
@@ -153,16 +153,16 @@ def _without(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class KnownKeys:
-    """Those of the buckets that this rank owns, at one time.
+    """The keys in the buckets that this rank owns, at one time.
 
     Attributes:
-        keys: with rows, int64 `[buckets, slots, words]`.
-        live: bool `[buckets, slots]`, where there is one.
-        waiting: admitted without finding a row, int64 `[n, words]`.
-        full: bool `[buckets]`, whether no row is left in a bucket.
-        first: of these buckets.
-        buckets: of all ranks.
-        hash_key: int64 `[2]`, which says in which bucket a key is.
+        keys: keys with rows, int64 `[buckets, slots, words]`.
+        live: bool `[buckets, slots]`, whether a slot has a key.
+        waiting: admitted keys without a row, int64 `[n, words]`.
+        full: bool `[buckets]`, whether a bucket has no free row.
+        first: number of the first of these buckets.
+        buckets: number of buckets of all ranks.
+        hash_key: int64 `[2]`, key of the hash that assigns keys to buckets.
     """
 
     keys: np.ndarray
@@ -175,10 +175,10 @@ class KnownKeys:
 
     @classmethod
     def of(cls, shard: KeyShard) -> KnownKeys:
-        """Those that there are now.
+        """The current keys.
 
         Args:
-            shard: this rank's.
+            shard: key shard of this rank.
         """
         config = shard.config
         buckets, hash_key, now, exported, *_ = shard.copy()
@@ -206,17 +206,17 @@ class KnownKeys:
         )
 
     def changes(self, before: KnownKeys | None = None) -> KeyChanges:
-        """What is to be done to a hash table.
+        """The updates that bring a hash table to these keys.
 
         Args:
-            before: what it has, None for nothing.
+            before: keys in the hash table, None if it is empty.
         """
         words = self.keys.shape[2]
         same = np.zeros_like(self.live)
         removed = known = np.zeros([0, words], np.int64)
         if before is not None:
             kept = np.zeros_like(before.live)
-            # A checkpoint may have been restored that has other buckets.
+            # A restored checkpoint may have other buckets.
             if (self.first, self.buckets) == (before.first, before.buckets):
                 same = before.live & self.live
                 same &= (before.keys == self.keys).all(-1)
@@ -236,33 +236,35 @@ class KnownKeys:
         return KeyChanges(removed, added, rows)
 
 
-# A word beside a key, or the second one of a fingerprint: never negative.
+# Markers for free and removed places. The second word of a real entry, 0 for a
+# key of one word or a part of a fingerprint, is never negative.
 _EMPTY, _DELETED = [0, -1], [0, -2]
 _LEAST_BUCKETS = 16
-# Keys of the table for one that may be removed before it is made anew.
+# The hash table is rebuilt when more than one key per so many keys has been
+# removed.
 _KEYS_PER_REMOVED = 16
-# Keys that are put into the hash table at once.
+# Keys that are inserted into the hash table at a time.
 _BLOCK = 1 << 20
 
 
 class ServedKeys(tf.Module):
-    """Which keys have which rows, at the time of `fill`.
+    """The rows of keys at the time of `fill`.
 
     Args:
-        keys: of the training, this rank's.
-        table_name: of the table.
+        keys: key shard of this rank, of the trained model.
+        table_name: name of the table.
 
     Attributes:
-        table_name: of the table.
-        table: hash table from two words, int64, to a row. A key of one word
-            has a zero beside it, a string its fingerprint.
-        full: variable `[buckets]`, whether a bucket has no row left; None
-            where keys that are not known do not depend on that.
-        hash_key: variable int64 `[2]`, which says in which bucket a key is;
-            None where `full` is.
-        words: of a key of training.
-        texts: variable string `[rows]`, of the keys, by row of the table; None
-            where they are not kept.
+        table_name: name of the table.
+        table: hash table from two int64 words to a row. A key of one word is
+            followed by a zero; a string is represented by its fingerprint.
+        full: variable `[buckets]`, whether a bucket has no free row; None if
+            the row of an unknown key does not depend on that.
+        hash_key: variable int64 `[2]`, key of the hash that assigns keys to
+            buckets; None if `full` is.
+        words: words of a key in training.
+        texts: string variable `[rows]` with the texts of keys, by row; None if
+            they are not stored.
     """
 
     def __init__(self, keys: KeyShard, table_name: str) -> None:
@@ -274,7 +276,7 @@ class ServedKeys(tf.Module):
         self.table, self._spare = self._new_table(), self._new_table()
         self._removed = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.full = self.hash_key = None
-        remembered = config.min_count > 1  # also without a row
+        remembered = config.min_count > 1  # keys without a row too
         if self._default and config.full == "shared_row" and not remembered:
             self.full = tf.Variable(
                 tf.zeros([0], tf.bool), trainable=False, shape=[None]
@@ -287,11 +289,12 @@ class ServedKeys(tf.Module):
             self.texts = tf.Variable(
                 tf.zeros([0], tf.string), trainable=False, shape=[None]
             )
-        # In a function, so that TensorFlow does not save it as well.
+        # It is a function, so that TensorFlow does not save the keys too.
         self._source = lambda: keys
 
     def _new_table(self) -> tf.lookup.experimental.DenseHashTable:
-        # By its name, which a session needs to find again what it restored.
+        # It is found by its name; a session needs that to find the restored
+        # table.
         return tf.lookup.experimental.DenseHashTable(
             tf.int64,
             tf.int64,
@@ -309,12 +312,12 @@ class ServedKeys(tf.Module):
         rows = self.table.lookup(_pairs(words))
         if self.full is None:
             return rows
-        # As in training, such a key has the shared row where none is left.
+        # As in training, a key has the shared row if its bucket is full.
         full = tf.gather(self.full, self._bucket_of(words))
         return tf.where((rows < 0) & full, tf.zeros_like(rows), rows)
 
     def _bucket_of(self, words: tf.Tensor) -> tf.Tensor:
-        """What `BucketOf` is in custom_ops/vocabulary/key_table.h."""
+        """Implements `BucketOf` of custom_ops/vocabulary/key_table.h."""
         words = tf.bitcast(words, tf.uint64)
         key = tf.bitcast(self.hash_key, tf.uint64)
         hashed = tf.cond(
@@ -322,13 +325,13 @@ class ServedKeys(tf.Module):
             lambda: without_secret(words),
             lambda: sip_hash(words, key),
         )
-        # The upper 32 bits decide: there are no more buckets than that.
+        # The upper 32 bits are enough, as there are fewer buckets than 2^32.
         upper = tf.bitwise.right_shift(hashed, tf.constant(32, tf.uint64))
         buckets = tf.size(self.full, tf.int64)
         return tf.cast(upper, tf.int64) * buckets // (1 << 32)
 
     def known(self) -> KnownKeys:
-        """The keys of this rank that there are now."""
+        """The current keys of this rank."""
         return KnownKeys.of(self._source())
 
     def changes(
@@ -337,14 +340,14 @@ class ServedKeys(tf.Module):
         before: KnownKeys | None,
         collectives: Collectives | None,
     ) -> KeyChanges:
-        """What all ranks' keys are others, on rank 0; all ranks call.
+        """Updates from the keys of all ranks, on rank 0; all ranks call.
 
-        `full` becomes what it is to be.
+        Also updates `full` and `hash_key`.
 
         Args:
-            now: of this rank.
-            before: what the hash table has of them, None for nothing.
-            collectives: of the strategy, None in one process.
+            now: current keys of this rank.
+            before: keys of this rank in the hash table, None if it is empty.
+            collectives: collectives of the strategy, None in one process.
         """
         label = self._source().name
         if self.full is not None:
@@ -362,10 +365,10 @@ class ServedKeys(tf.Module):
         return found.to_first_rank(collectives, label)
 
     def fill(self, collectives: Collectives | None) -> None:
-        """Puts in the keys that there are now, on rank 0; all ranks call.
+        """Inserts the current keys on rank 0; all ranks call.
 
         Args:
-            collectives: of the strategy, None in one process.
+            collectives: collectives of the strategy, None in one process.
         """
         found = self.changes(self.known(), None, collectives)
         if self.texts is not None:
@@ -382,21 +385,21 @@ class ServedKeys(tf.Module):
     def insert(
         self, keys: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor
     ) -> tf.Operation:
-        """Gives keys int64 `[n, words]`, of which none is there, rows `[n]`.
+        """Inserts keys int64 `[n, words]`, which must be new.
 
         Args:
-            keys: of training.
-            rows: int64 of the table.
-            texts: string `[n]`; anything where they are not kept.
+            keys: keys as in training.
+            rows: int64 `[n]`, rows of the table.
+            texts: string `[n]`; ignored if texts are not stored.
         """
         if self.texts is not None:
-            texts = tf.where(rows > 0, texts, "")  # row 0 is no key's
+            texts = tf.where(rows > 0, texts, "")  # row 0 is of no key
             texts = self.texts.scatter_update(tf.IndexedSlices(texts, rows))
         with tf.control_dependencies([texts]):
             return self.table.insert(_pairs(keys), rows)
 
     def remove(self, keys: tf.Tensor) -> tf.Operation:
-        """Takes away keys int64 `[n, words]`, which are there."""
+        """Removes keys int64 `[n, words]`, which must be in the table."""
         pairs, gone = _pairs(keys), []
         if self.texts is not None:
             rows = self.table.lookup(pairs)
@@ -408,10 +411,10 @@ class ServedKeys(tf.Module):
             return self._removed.assign_add(tf.shape(keys, tf.int64)[0])
 
     def clean(self) -> tf.Tensor:
-        """Makes the hash table anew if many keys have been removed.
+        """Rebuilds the hash table if many keys have been removed.
 
-        It marks where one was, and finds nothing any more when every place has
-        a key or a mark. What is looked up meanwhile is found in the old one.
+        A removed key leaves a marker. When every place has a key or a marker,
+        lookups find nothing. Lookups during a rebuild use the old table.
         """
         few = self.table.size() // _KEYS_PER_REMOVED
         return tf.cond(
@@ -422,7 +425,8 @@ class ServedKeys(tf.Module):
         keys, rows = _contents(self.table)
         rows = tf.reshape(rows, [-1])
         live = tf.where(keys[:, 1] >= 0)[:, 0]
-        # Another table, as large, puts them where this one looks for them.
+        # Another table of the same size puts the keys where this one looks for
+        # them.
         with tf.control_dependencies([self._empty_spare(tf.shape(keys)[0])]):
             inserted = self._spare.insert(
                 tf.gather(keys, live), tf.gather(rows, live)
@@ -436,12 +440,12 @@ class ServedKeys(tf.Module):
             return tf.constant(True)
 
     def _empty_spare(self, buckets: tf.Tensor) -> tf.Operation:
-        # Not a constant: a table writes into what it has taken.
+        # It must not be a constant: a table writes into the tensor it imports.
         keys = tf.tile(tf.constant([_EMPTY], tf.int64), [buckets, 1])
         return _take(self._spare, keys, tf.zeros_like(keys[:, :1]))
 
     def release(self) -> None:
-        """Gives the memory of the hash table back; nothing else would."""
+        """Frees the memory of the hash tables, which nothing else does."""
         for table in (self.table, self._spare):
             tf.raw_ops.DestroyResourceOp(
                 resource=table.resource_handle, ignore_lookup_error=True
@@ -453,7 +457,7 @@ def _pairs(keys: tf.Tensor) -> tf.Tensor:
 
 
 def _contents(table: tf.lookup.experimental.DenseHashTable) -> Any:
-    """Keys `[buckets, 2]` and rows `[buckets, 1]`, as they lie in a table."""
+    """Keys `[buckets, 2]` and rows `[buckets, 1]`, by place in a table."""
     return tf.raw_ops.LookupTableExportV2(
         table_handle=table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int64
     )
@@ -464,7 +468,7 @@ def _take(
     keys: tf.Tensor,
     rows: tf.Tensor,
 ) -> tf.Operation:
-    # Whose shape function knows no keys of two words.
+    # The op's shape function does not support keys of two words.
     keys = tf.raw_ops.PlaceholderWithDefault(input=keys, shape=None)
     return tf.raw_ops.LookupTableImportV2(
         table_handle=table.resource_handle, keys=keys, values=rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model traced once more, of stock ops, with its tables and signature."""
+"""A model traced with stock ops only, with its tables and signatures."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Nest = Any
 
 
 def inputs_of(model: Any, given: Nest = None) -> Nest:
-    """Specs of what a model takes, of any batch size.
+    """Specs of a model's inputs, for any batch size.
 
     Args:
-        model: of Keras.
-        given: a nest of specs, or of the values of a batch; None for what
-            the model knows of its inputs.
+        model: Keras model.
+        given: a nest of specs, or of the values of a batch; None to use the
+            specs that the model has.
 
     Raises:
-        ValueError: where the model does not know it.
+        ValueError: the model has no specs of its inputs.
     """
     if given is None:
         given = _known_inputs(model)
@@ -61,7 +61,8 @@ def _known_inputs(model: Any) -> Nest:
     if KERAS_3:
         if isinstance(model, keras.Sequential):
             return model.inputs[0] if getattr(model, "inputs", None) else None
-        # Of a subclass, Keras knows shapes but no dtypes.
+        # Keras knows the input shapes of a subclassed model, but not the
+        # dtypes.
         return model.input if hasattr(model, "output_names") else None
     spec = model.save_spec()
     if spec is None:
@@ -71,7 +72,7 @@ def _known_inputs(model: Any) -> Nest:
 
 
 def _plain(nest: Nest) -> Nest:
-    """The nest without the wrappers that Keras tracks it by."""
+    """The nest without the wrappers that Keras uses for tracking."""
     if isinstance(nest, Mapping):
         return {key: _plain(value) for key, value in nest.items()}
     if isinstance(nest, list | tuple) and not _is_leaf(nest):
@@ -84,11 +85,11 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _spec_of(value: Any) -> tf.TypeSpec:
-    """The spec of one input, whatever says it; of any batch size."""
+    """The spec of one input of any kind, for any batch size."""
     name = getattr(value, "name", None) or None
     if isinstance(value, tf.TypeSpec):
         spec = value
-    elif hasattr(value, "type_spec"):  # symbolic, of tf_keras
+    elif hasattr(value, "type_spec"):  # symbolic tensor of tf_keras
         spec = value.type_spec
     elif isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         spec, name = tf.type_spec_from_value(value), None
@@ -126,7 +127,7 @@ def _of_any_batch(spec: tf.TypeSpec, name: str | None) -> tf.TypeSpec:
 
 
 def names_of_inputs(nest: Nest) -> list[str]:
-    """A name for every spec: its key, the name that it has, or a number."""
+    """A name for every spec: its key, its own name, or a number."""
     paths = _paths(nest)
     own = [getattr(spec, "name", None) for spec in tf.nest.flatten(nest)]
     default = "inputs" if len(paths) == 1 else "inputs_{}"
@@ -151,7 +152,7 @@ def names_of_outputs(nest: Nest) -> list[str]:
 
 
 def _names(wanted: Sequence[str]) -> list[str]:
-    """What a signature may call them, each by another name."""
+    """Valid and unique names of a signature."""
     names = [re.sub(r"\W", "_", name) for name in wanted]
     if len(set(names)) < len(names):
         names = [f"{name}_{i}" for i, name in enumerate(names)]
@@ -163,7 +164,7 @@ def _is_nested(nest: Nest) -> bool:
 
 
 def _paths(nest: Nest) -> list[str]:
-    """Places of the leaves, in the order of `tf.nest.flatten`."""
+    """Paths of the leaves, in the order of `tf.nest.flatten`."""
     if isinstance(nest, Mapping):
         items = [(str(key), nest[key]) for key in sorted(nest)]
     elif _is_nested(nest):
@@ -180,7 +181,7 @@ def _paths(nest: Nest) -> list[str]:
 def flat_specs(
     names: Sequence[str], specs: Sequence[tf.TypeSpec]
 ) -> dict[str, tf.TensorSpec]:
-    """The tensors that leaves are made of, by name."""
+    """The dense tensors that the leaves consist of, by name."""
     flat: dict[str, tf.TensorSpec] = {}
     for name, spec in zip(names, specs, strict=True):
         if isinstance(spec, tf.RaggedTensorSpec):
@@ -238,7 +239,7 @@ def packed(
 
 
 def flattened(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
-    """The tensors of some leaves, by name: the inverse of `packed`."""
+    """The tensors of leaves, by name: the inverse of `packed`."""
     flat: dict[str, Any] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, tf.RaggedTensor):
@@ -255,29 +256,29 @@ def flattened(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
 
 Table = ServedTable | MappedTable
 
-# Ops of the compiled library.
+# Prefix of the ops of the compiled library.
 _OURS = "Tfdist>"
 
 
 class ServedModel(tf.Module):
-    """What is saved: a function, what it reads, and its signature.
+    """The object that is saved: a function, its state, its signatures.
 
     Args:
-        model: of Keras.
+        model: Keras model.
         inputs: see `inputs_of`.
-        table_dtype: of the tables.
-        folder: where tables are files, None to have them in variables.
+        table_dtype: dtype of the served tables.
+        folder: folder of tables that are files; None for tables in variables.
 
     Attributes:
-        serve: the model's call in inference, of a nest of inputs.
-        tables: a `Table` for every table that it reads, by name.
-        keys: of those whose vocabularies grow.
-        texts: variables of their keys' texts, by name of the table, where
-            they are kept.
-        dense: other variables that it reads.
-        dense_values: reads what they are to hold; all ranks must call.
-        resources: hash tables and such that it reads.
-        export_id: which deltas it takes, "" for none.
+        serve: the model's call in inference, on a nest of inputs.
+        tables: a `Table` for every table that the call reads, by name.
+        keys: keys of the tables with a dynamic vocabulary.
+        texts: variables with the texts of keys, by name of the table, for the
+            tables that store them.
+        dense: other variables that the call reads.
+        dense_values: returns the values to save in them; all ranks must call.
+        resources: hash tables and other resources that the call reads.
+        export_id: identifies the deltas that fit the model, "" for none.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class ServedModel(tf.Module):
         super().__init__()
         self.export_id = ""
         self.delta_number: tf.Variable | None = None
-        # Not attributes of their own: TensorFlow would save all in them.
+        # They are not attributes, as TensorFlow would save everything in them.
         made: dict[int, Table] = {}
 
         def make(name: str, spec: ShardSpec, source: Any) -> Table:
@@ -318,7 +319,7 @@ class ServedModel(tf.Module):
 
         specs = inputs_of(model, inputs)
         self.serve = tf.function(call, input_signature=[specs])
-        # What is loaded is called, as other models are.
+        # A loaded object is callable, as other loaded models are.
         self.__call__ = self.serve
         traced = out_of_scopes(self.serve.get_concrete_function)
         _check_ops(model, traced.graph)
@@ -343,7 +344,7 @@ class ServedModel(tf.Module):
 
     @contextlib.contextmanager
     def keys_filled(self, collectives: Collectives | None) -> Iterator[None]:
-        """Has keys, on rank 0, that are to be saved inside; all ranks call."""
+        """Fills the keys on rank 0 while the model is saved; all ranks call."""
         try:
             for keys in self.keys:
                 keys.fill(collectives)
@@ -353,10 +354,10 @@ class ServedModel(tf.Module):
                 keys.release()
 
     def take_deltas(self, export_id: str) -> None:
-        """Lets the model update itself by the files of deltas.
+        """Adds the method that updates the model from delta files.
 
         Args:
-            export_id: which deltas are its own.
+            export_id: identifies the deltas that fit the model.
         """
         self.export_id = export_id
         last = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -414,7 +415,7 @@ class ServedModel(tf.Module):
 def _with_rows(
     grown: dict[int, ServedKeys], lists: Sequence[Ids], feature: Feature
 ) -> Sequence[Ids]:
-    """Lists of ids; where a vocabulary grows, their rows."""
+    """Lists of ids; for a dynamic vocabulary, lists of rows."""
     keys = feature.keys
     if keys is None:
         return lists
@@ -445,7 +446,7 @@ def _table(
 
 
 def _new_name(table: str, known: set[str]) -> str:
-    """The name of a table, with a number if another one has it."""
+    """The name of a table, with a number if it is already used."""
     name, number = table, 1
     while name in known:
         name, number = f"{table}_{number}", number + 1
@@ -453,7 +454,7 @@ def _new_name(table: str, known: set[str]) -> str:
 
 
 def out_of_scopes(call: Callable[[], Any]) -> Any:
-    """Calls out of the scope of any strategy, whose variables would be its."""
+    """Calls outside of all strategy scopes, so variables are plain ones."""
     if not tf.distribute.has_strategy():
         return call()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -461,7 +462,7 @@ def out_of_scopes(call: Callable[[], Any]) -> Any:
 
 
 def _replica_of(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context in which variables of the model are those of one replica."""
+    """The context in which the model's variables are of one replica."""
     strategy = getattr(model, "distribute_strategy", None)
     if strategy in (None, tf.distribute.get_strategy()):
         return contextlib.nullcontext()
@@ -470,7 +471,7 @@ def _replica_of(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def our_ops(definition: Any) -> list[str]:
-    """The ops of this package that a `GraphDef` has."""
+    """The ops of this package in a `GraphDef`."""
     found = internals.ops_of(definition)
     return sorted(op for op in found if op.startswith(_OURS))
 
@@ -489,7 +490,7 @@ def _check_ops(model: Any, graph: tf.Graph) -> None:
 def _variables(
     model: Any, graph: Any, read: set[int], made: dict[int, Table]
 ) -> Iterator[tuple[Any, tf.Variable]]:
-    """Variables that a graph reads, tables left out, and the plain ones."""
+    """Variables read by a graph, without tables, with their components."""
     known = {
         id(variable.handle)
         for table in made.values()
@@ -499,7 +500,8 @@ def _variables(
         *tf.train.TrackableView(model).descendants(),
         *sorted(graph.variables, key=lambda variable: variable.name),
     ]
-    # What is distributed first: its components are among the descendants.
+    # Distributed variables come first: their components are among the
+    # descendants, too.
     candidates.sort(
         key=lambda each: (
             not isinstance(value_of(each), tf.distribute.DistributedValues)
@@ -514,7 +516,7 @@ def _variables(
 
 
 def _read(variable: Any) -> tf.Tensor:
-    """What a variable is saved as, the mean of those that ranks have."""
+    """The value to save of a variable, a mean if the ranks differ."""
     if isinstance(variable, internals.SyncOnReadVariable):
         with variable.distribute_strategy.scope():
             return tf.convert_to_tensor(variable)

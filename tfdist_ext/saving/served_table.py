@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table as it is served, and how its rows are encoded."""
+"""A table in a served model, and the encoding of its rows."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ TABLE_DTYPES = ("float32", "bfloat16", "int8")
 def parts_of_table(
     dtype: str, rows: Any, dim: int
 ) -> dict[str, tuple[tf.DType, list[Any]]]:
-    """What a table consists of, by name: dtype and shape.
+    """The arrays that a table consists of, by name: dtype and shape.
 
     Args:
         dtype: one of `TABLE_DTYPES`.
-        rows: of the table, None if not known.
-        dim: its columns.
+        rows: number of rows, None if not known.
+        dim: number of columns.
     """
     found = {"values": (tf.as_dtype(dtype), [rows, dim])}
     if dtype == "int8":
-        # What the numbers of a row are multiplied by.
+        # Factor of each row.
         found["scales"] = (tf.float32, [rows])
     return found
 
 
 def encoded_rows(block: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
-    """Numbers of rows `[n, dim]` as they are served, by name."""
+    """Encodes rows `[n, dim]` for serving; returns arrays by name."""
     if dtype != "int8":
         return {"values": block.astype(tf.as_dtype(dtype).as_numpy_dtype)}
     block = block.astype(np.float32)
@@ -46,14 +46,14 @@ def encoded_rows(block: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
 
 
 def decoded_rows(parts: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Rows float32 `[n, dim]` of what is served of them."""
+    """Decodes arrays of rows, by name, into rows float32 `[n, dim]`."""
     rows = tf.cast(parts["values"], tf.float32)
     if "scales" in parts:
         rows *= parts["scales"][:, tf.newaxis]
     return rows
 
 
-# Of a SavedModel's folder, where its mapped tables are.
+# Folder of the mapped tables, in a SavedModel's folder.
 FOLDER = "tables"
 
 
@@ -61,11 +61,11 @@ class MappedTable(tf.Module):
     """A table `[rows, dim]` in files; see `ServedTable`.
 
     Args:
-        name: of the table.
-        spec: its size.
-        dtype: of its numbers.
-        source: the variable of the training that it is made of.
-        folder: where the SavedModel will be, as servers see it.
+        name: name of the table.
+        spec: placement of the table, with its size.
+        dtype: one of `TABLE_DTYPES`.
+        source: variable of the trained model that the table is copied from.
+        folder: path of the SavedModel's folder on servers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MappedTable(tf.Module):
     ) -> None:
         super().__init__()
         self.table_name, self.rows, self.dim = name, spec.rows, spec.dim
-        # In a function, so that TensorFlow does not save it as well.
+        # It is a function, so that TensorFlow does not save the variable too.
         self.source = lambda: source
         self._dtype, self._folder = dtype, folder
         self._kinds = lambda: parts_of_table(dtype, spec.rows, spec.dim)
@@ -96,15 +96,15 @@ class MappedTable(tf.Module):
         return decoded_rows(parts)
 
     def parts(self) -> dict[str, tf.Variable]:
-        """No variables."""
+        """No variables, as the rows are in files."""
         return {}
 
     def encoded(self, block: np.ndarray) -> dict[str, np.ndarray]:
-        """Numbers of rows `[n, dim]` as the files hold them, by name."""
+        """Encodes rows `[n, dim]` for the files; returns arrays by name."""
         return encoded_rows(block, self._dtype)
 
     def make_files(self, folder: str) -> None:
-        """Makes files of the size of the table in a SavedModel's folder."""
+        """Creates files of the table's size in a SavedModel's folder."""
         os.makedirs(os.path.join(folder, FOLDER), exist_ok=True)
         for name, (dtype, shape) in self._kinds().items():
             path = os.path.join(folder, FOLDER, self._file(name))
@@ -114,12 +114,12 @@ class MappedTable(tf.Module):
     def write_rows(
         self, folder: str, first: int, encoded: dict[str, np.ndarray]
     ) -> None:
-        """Writes consecutive rows into those files.
+        """Writes consecutive rows into the files.
 
         Args:
-            folder: of the SavedModel.
-            first: the first of the rows.
-            encoded: their numbers, by name.
+            folder: folder of the SavedModel.
+            first: number of the first row.
+            encoded: encoded rows, by name.
         """
         for name, value in encoded.items():
             path = os.path.join(folder, FOLDER, self._file(name))
@@ -132,14 +132,14 @@ class MappedTable(tf.Module):
 
 
 class ServedTable(tf.Module):
-    """A table `[rows, dim]`, empty until its file is written.
+    """A table `[rows, dim]` in variables, empty until they are loaded.
 
     Attributes:
         values: variable `[None, dim]` of float32, bfloat16 or int8.
-        scales: of int8, float32 `[None]`, what the numbers of a row are
-            multiplied by; None otherwise.
-        rows: of the whole table.
-        source: the variable of the training that it is made of.
+        scales: for int8, float32 `[None]`, the factor of each row; None
+            otherwise.
+        rows: number of rows of the entire table.
+        source: variable of the trained model that the table is copied from.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ServedTable(tf.Module):
     ) -> None:
         super().__init__()
         self.table_name, self.rows, self.dim = name, spec.rows, spec.dim
-        # In a function, so that TensorFlow does not save it as well.
+        # It is a function, so that TensorFlow does not save the variable too.
         self.source = lambda: source
         self._dtype = dtype
         made = {
@@ -164,7 +164,7 @@ class ServedTable(tf.Module):
         self.values, self.scales = made["values"], made.get("scales")
 
     def parts(self) -> dict[str, tf.Variable]:
-        """The variables that hold rows, by name."""
+        """The variables with the rows, by name."""
         parts = {"values": self.values}
         if self.scales is not None:
             parts["scales"] = self.scales
@@ -172,7 +172,8 @@ class ServedTable(tf.Module):
 
     def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
-        # By rows: a read of all would make every update copy the table.
+        # It reads single rows: after a read of the entire variable, every
+        # update would copy the table.
         found = {
             name: tf.gather(variable, ids)
             for name, variable in self.parts().items()
@@ -180,5 +181,5 @@ class ServedTable(tf.Module):
         return decoded_rows(found)
 
     def encoded(self, block: np.ndarray) -> dict[str, np.ndarray]:
-        """Numbers of rows `[n, dim]` as the variables hold them, by name."""
+        """Encodes rows `[n, dim]` for the variables; returns arrays by name."""
         return encoded_rows(block, self._dtype)

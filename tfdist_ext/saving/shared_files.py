@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that all ranks write, put into place once; Keras's callbacks."""
+"""Files that all ranks write as one, and Keras's callbacks with files."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tfdist_ext.marks import shard_spec
 
 
 def collectives_of(model: Any) -> Collectives | None:
-    """Those of the strategy of a model.
+    """The collectives of a model's strategy.
 
-    None with a single process, and after `close`: the model is then that of
-    this rank alone.
+    None in one process, and after `close`: the model then belongs to this rank
+    alone.
     """
     strategy = getattr(model, "distribute_strategy", None)
     return while_open(getattr(strategy, "collectives", None))
 
 
 def while_open(collectives: Collectives | None) -> Collectives | None:
-    """None instead of what has been closed."""
+    """The collectives, None if they are closed."""
     if collectives is None or not collectives.group.is_open:
         return None
     return collectives
@@ -61,16 +61,17 @@ def shards_of(model: Any) -> list[Any]:
 
 
 def only_shards(variables: Sequence[Any]) -> list[Any]:
-    """Those of some variables that are partitioned."""
+    """The partitioned variables among some."""
     return [v for v in variables if sharded_variable.is_shard(v)]
 
 
 @contextlib.contextmanager
 def with_methods(variables: Sequence[Any], **methods: Any) -> Iterator[None]:
-    """Gives variables other methods of these names for a while.
+    """Replaces methods of variables inside.
 
-    Layers of ours write and read whole tables by themselves; an optimizer
-    writes its variables with `numpy()` and reads them with `assign()`.
+    Layers of this package write and read entire tables by themselves. An
+    optimizer writes its variables with `numpy()` and reads them with
+    `assign()`.
     """
     before = [
         {name: vars(v)[name] for name in methods if name in vars(v)}
@@ -96,22 +97,22 @@ def write_once(
     make_folder: bool = False,
     stays: bool | None = None,
 ) -> Any:
-    """Lets all ranks write, and keeps what rank 0 wrote.
+    """Makes all ranks write, and keeps only what rank 0 wrote.
 
     Args:
-        collectives: of the strategy; every rank must call.
-        filepath: where to: a path, or an object open for writing bytes. That
-            of rank 0 counts; nothing is written to those of other ranks.
-        write: called with where to write instead.
-        make_folder: whether the folder that is to hold the file is made.
-        stays: whether what this rank wrote does; default on rank 0 only.
+        collectives: collectives of the strategy; every rank must call.
+        filepath: destination: a path, or an object open for writing bytes. The
+            value of rank 0 is used; the objects of other ranks get no data.
+        write: called with the path or object to write to instead.
+        make_folder: whether to create the parent folder of the path.
+        stays: whether to keep what this rank wrote; by default on rank 0 only.
 
     Returns:
-        What `write` returned.
+        The result of `write`.
 
     Raises:
-        OSError: if rank 0 cannot write. Whatever a rank fails with ends the
-            call on all of them, with nothing changed.
+        OSError: rank 0 cannot write. An error on any rank ends the call on all
+            of them, with nothing changed.
     """
     if stays is None:
         stays = collectives.group.rank == 0
@@ -122,7 +123,7 @@ def write_once(
             result = write(own)
             collectives.barrier("file/written")
             put()
-        # Not before rank 0's temporary folder is gone.
+        # Wait until rank 0's temporary folder is removed.
         collectives.barrier("file/placed")
     return result
 
@@ -131,12 +132,12 @@ def write_once(
 def _place(
     filepath: Any, make_folder: bool, stays: bool
 ) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Where this rank writes, and how that is put into place."""
+    """Where this rank writes, and a function that moves it into place."""
     if isinstance(filepath, io.IOBase):
         yield filepath if stays else io.BytesIO(), _nothing
     elif stays and is_remote(filepath):
-        # Not renamed there: Keras and TensorFlow write to such places at
-        # the end, when they have everything.
+        # Nothing is renamed there: Keras and TensorFlow write to such file
+        # systems only at the end, when they have everything.
         yield str(filepath), _nothing
     elif stays:
         path = pathlib.Path(filepath)
@@ -155,7 +156,7 @@ def _place(
 
 
 def is_remote(filepath: Any) -> bool:
-    """Whether a path is one of TensorFlow's other file systems."""
+    """Whether a path is of one of TensorFlow's other file systems."""
     return "://" in str(filepath)
 
 
@@ -174,9 +175,9 @@ def _check_folder(path: pathlib.Path, make_folder: bool) -> None:
 
 
 def _move_all(scratch: pathlib.Path, path: pathlib.Path) -> None:
-    """Moves files to beside `path`, the one of its name last.
+    """Moves files into the folder of `path`, the one named `path` last.
 
-    What else is in a folder that is there already stays.
+    Other files in an existing folder stay.
     """
     found = sorted(
         scratch.rglob("*"), key=lambda p: (p.is_file(), p.name == path.name, p)
@@ -190,7 +191,7 @@ def _move_all(scratch: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def refuse_for_lite(original: Any, model: Any) -> Any:
-    """TFLite takes no tables of which this rank has a part."""
+    """Rejects a model with shards, which TFLite cannot convert."""
     for variable in model.variables:
         if shard_spec(variable) is not None:
             refuse_export(variable, "for TFLite")
@@ -226,12 +227,12 @@ def save_once(
 
 
 def is_first_with(path: Any, collectives: Collectives) -> bool:
-    """Whether no rank before this one was given the path.
+    """Whether no earlier rank was given the same path.
 
-    All ranks have all of a model without tables. Some callers read what they
-    wrote, each from a path of its own (the TFLite converter).
+    Without tables, all ranks have the entire model. Some callers (the TFLite
+    converter) read what they wrote, each from a path of its own.
     """
-    if not isinstance(path, str | os.PathLike):  # of this process alone
+    if not isinstance(path, str | os.PathLike):  # a file object
         return collectives.group.rank == 0
     absolute = os.path.abspath(path).encode()
     digest = hashlib.blake2b(absolute, digest_size=7).digest()
@@ -250,7 +251,7 @@ def _strategy_of(trackable: Any) -> Any:
 
 
 def refuse_export(shard: Any, where: str) -> NoReturn:
-    """Says that a model with this shard cannot be exported, and what to do."""
+    """Raises the error that a model with this shard cannot be exported."""
     spec = shard_spec(shard)
     assert spec is not None
     raise ValueError(
@@ -267,7 +268,7 @@ _PROGRESS = "tfdist_training"
 
 
 def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage that acts on models of several ranks only."""
+    """A stage that only acts on models of several ranks."""
 
     @functools.wraps(function)
     def around(original: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,16 +283,17 @@ def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_with_ranks
 def back_up(collectives: Collectives, call: Any, callback: Any) -> None:
-    """Writes weights and progress in one file, which one rename puts there.
+    """Writes weights and progress in one file, by one rename.
 
-    Keras writes two, one after the other: who dies between them goes on
-    later with the new weights in an epoch that they have seen. Its second
-    file is written as well, for a process without ranks.
+    Keras writes two files, one after the other. If a process ends between them,
+    it later resumes with the new weights in an epoch that they were already
+    trained in. Keras's second file is written too, for a process without ranks.
     """
     backup = Backup.of(callback)
     first = collectives.group.rank == 0
     if is_remote(backup.weights):
-        # Neither h5py nor a rename there; Keras's way, with its order.
+        # h5py and rename do not work there, so this is Keras's way, in its
+        # order.
         call() if first else callback.model.save_weights(backup.weights)
         return
     following = os.path.join(callback.backup_dir, "next.weights.h5")
@@ -324,7 +326,7 @@ def _copy(source: str, target: str) -> None:
 
 @contextlib.contextmanager
 def _replaced(target: str) -> Iterator[str]:
-    """Where to write what then takes the place of a file at once."""
+    """Yields a path to write to, which then replaces a file."""
     yield f"{target}.part"
     os.replace(f"{target}.part", target)
 
@@ -333,7 +335,7 @@ def _replaced(target: str) -> Iterator[str]:
 def restore(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
-    """Reads the backup; that before it if any rank cannot read the last."""
+    """Reads the last backup; the one before if a rank cannot read it."""
     failure = None
     backup = Backup.of(callback)
     try:
@@ -356,7 +358,7 @@ def restore(
     if os.path.exists(backup.weights):
         with h5py.File(backup.weights) as file:
             progress = file.attrs.get(_PROGRESS)
-        # None if a process without ranks has written it.
+        # It is None if a process without ranks has written it.
         if progress is not None:
             epoch = json.loads(progress)["epoch"]
             keras_internals.set_initial_epoch(callback.model, epoch)
@@ -383,7 +385,7 @@ def make_folder(
     logs: Any,
     filepath: str,
 ) -> bool:
-    # Keras looks whether the folder exists, then makes it: ranks may race.
+    # Keras checks whether the folder exists, then creates it: ranks may race.
     wanted = bool(call())
     folder = os.path.dirname(filepath)
     if wanted and folder and not is_remote(filepath):
@@ -406,7 +408,7 @@ def refuse_orbax(
 def log_once(
     collectives: Collectives, call: Any, callback: Any, logs: Any = None
 ) -> None:
-    """Leaves the log of all to rank 0: the rows are the same."""
+    """Makes only rank 0 write the log, as all ranks have the same rows."""
     name = callback.filename
     if collectives.group.rank > 0:
         callback.filename = os.devnull
