@@ -29,15 +29,15 @@ Triple = tuple[int, int, bool]
 def shapes_of(
     problem: Problem, placements: Sequence[TablePlacement] = ()
 ) -> list[Triple]:
-    """Row parts, column parts and deduplicate of all that is tried.
+    """Row parts, column parts and deduplicate of all shapes to try.
 
-    (0, 0, False) is data_parallel. Parts are divisors of the number of ranks;
-    for tables that are smaller than that and must be cut into rows or columns
-    there is a part per row or column as well, and what users gave.
+    (0, 0, False) is data_parallel. Parts are divisors of the number of ranks.
+    For row-wise or column-wise tables that are smaller than that, there is also
+    one part per row or column. The shapes that users gave are added.
 
     Args:
         problem: the tables and the number of ranks.
-        placements: whose shapes are to be among them.
+        placements: placements whose shapes are added.
     """
     world_size = problem.setting.world_size
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -63,7 +63,7 @@ def shapes_of(
 def allowed_shapes(problem: Problem, triples: list[Triple]) -> Bools:
     """Which of `shapes_of` each table may have, `[tables, K]`.
 
-    Each has one at least: what was given is among them, and 1 x 1 fits.
+    Each table has at least one: a given shape is among them, and 1 x 1 fits.
     """
     array = np.array(triples)
     return np.stack([_is_allowed(problem, t, array) for t in problem.tables])
@@ -72,10 +72,10 @@ def allowed_shapes(problem: Problem, triples: list[Triple]) -> Bools:
 def check_placement(
     table: TableNumbers, placement: TablePlacement, world_size: int
 ) -> None:
-    """Refuses a placement that the table or the ranks cannot have.
+    """Rejects a placement that the table or the ranks cannot have.
 
     Raises:
-        ValueError: then.
+        ValueError: the placement is invalid.
     """
     if any(not 0 <= rank < world_size for rank in placement.ranks):
         raise ValueError(
@@ -118,7 +118,7 @@ def _of_kind(
     rows: npt.NDArray[np.int64],
     columns: npt.NDArray[np.int64],
 ) -> Bools:
-    """Row-wise and column-wise are over as many ranks as the table allows."""
+    """Shapes of a kind; row- and column-wise with as many ranks as fit."""
     if asked == "table_wise":
         return rows * columns == 1
     by_row = fits & (columns == 1)
@@ -134,37 +134,39 @@ def _of_kind(
     return grid if grid.any() else by_row | by_column
 
 
-# Weights of the time of the widest cell against the mean time; none but even
-# shapes first, then more and more, until that no longer helps twice.
+# Weights of the time of the widest cell relative to the mean time. The first is
+# 0. The second, infinity, allows only even shapes. Then the weights grow. The
+# search ends when more than `_PATIENCE` plans in a row are not better.
 _CELL_WEIGHTS = (0.0, math.inf, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PATIENCE = 2
-# More than any step takes, in seconds, and than any table has, in bytes.
+# Exceeds the seconds of any step and the bytes of any table.
 _LONG_TIME = 1e18
 _EVEN = 1.05
-# What memory of `Options.even_memory` costs, of a step: equal plans should not
-# fill one rank more than the others.
+# Cost of `Options.even_memory` bytes, as a share of a step: among equal plans,
+# the one whose fullest rank has least is chosen.
 _FULL = 0.02
 # Prices of memory, relative to the mean step over the mean memory.
 _PRICES = tuple(10.0 ** (0.5 * n) for n in range(-8, 9))
 
 
 class Options:
-    """What a table costs in every shape it may have, `[tables, K]` each.
+    """Costs of a table in every shape that it may have, `[tables, K]` each.
+
+    Weighted seconds are seconds of transfers, and of computing times `effort`.
 
     Attributes:
         triples: the shapes.
-        costs: of each shape.
-        allowed: whether the table may have it.
-        effort: how much a second of computing counts against one of
-            transfers.
-        least_time: seconds that count if all tables had their cheapest shape
-            and all ranks were even.
-        even_memory: bytes of the fullest rank, the least possible.
-        mean_time: seconds that count, mean over the ranks.
-        score: that, and the price of the memory of the fullest rank.
-        mean_bytes: sent, mean over the ranks.
-        mean_memory: bytes, mean over the ranks.
-        cell_time: seconds that count, that the widest cell adds to its rank.
+        costs: costs of each shape.
+        allowed: whether the table may have the shape.
+        effort: weight of a second of computing relative to one of transfers.
+        least_time: weighted seconds if all tables had their cheapest shape and
+            all ranks had the same load.
+        even_memory: least possible bytes of the fullest rank.
+        mean_time: weighted seconds, mean over the ranks.
+        score: `mean_time` plus the price of the memory of the fullest rank.
+        mean_bytes: bytes sent, mean over the ranks.
+        mean_memory: bytes of memory, mean over the ranks.
+        cell_time: weighted seconds that the widest cell adds to its rank.
         cell_memory: bytes that the widest cell adds to its rank.
         even: whether all ranks have a cell, or none; `[1, K]`.
     """
@@ -197,18 +199,18 @@ class Options:
         self.even = (cells == 0) | (cells == setting.world_size)
 
     def weighing(self, effort: float) -> Options:
-        """The same options with other times."""
+        """The same options with another `effort`."""
         options = copy.copy(self)
         options._weigh(effort)
         return options
 
     def time(self, load: Load) -> Any:
-        """Seconds that count: of transfers, and of computing as weighed."""
+        """Weighted seconds of a load."""
         setting = self.problem.setting
         return load.transfer(setting) + self.effort * load.seconds
 
     def worst(self, load: Load) -> float:
-        """Seconds that count of the busiest rank, and the fullest's price."""
+        """Weighted seconds of the busiest rank, plus the memory's price."""
         fullest = float(np.max(load.memory))
         return float(np.max(self.time(load))) + self._byte_price * fullest
 
@@ -225,7 +227,7 @@ class Options:
         return float(np.where(self.allowed, values, np.inf).min(1).sum())
 
     def first_ranks(self, shape: int) -> TablePlacement:
-        """A shape of `triples` on ranks 0, 1, 2, ..."""
+        """A placement of a shape of `triples` on ranks 0, 1, 2, ..."""
         if shape not in self._on_first_ranks:
             row_parts, column_parts, deduplicate = self.triples[shape]
             ranks = tuple(range(row_parts * column_parts))
@@ -237,15 +239,15 @@ class Options:
         return self._on_first_ranks[shape]
 
     def shape_index(self, placement: TablePlacement) -> int:
-        """Where the shape of a placement is in `triples`."""
+        """Index in `triples` of the shape of a placement."""
         return self.triples.index(cost.shape_of(placement))
 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """Placements of all tables and what they load the ranks with, `[W]`.
+    """Placements of all tables, and the load of the ranks, `[W]`.
 
-    `time` is `Options.worst` of what it was chosen with.
+    `time` is `Options.worst` of the options that it was chosen with.
     """
 
     placements: tuple[TablePlacement, ...]
@@ -254,19 +256,19 @@ class Solution:
 
     @property
     def sent(self) -> float:
-        """Bytes that the rank that sends most sends."""
+        """Bytes sent by the rank that sends most."""
         return float(np.max(self.load.sent))
 
     @property
     def memory(self) -> float:
-        """Bytes on the rank with the most."""
+        """Bytes on the fullest rank."""
         return float(np.max(self.load.memory))
 
 
 def total(
     load: Load, placements: Sequence[TablePlacement], problem: Problem
 ) -> Load:
-    """A plan's load: the sum over tables and what its exchanges cost."""
+    """Load of a plan: its tables, and the fixed cost of its exchanges."""
     if any(placement.ranks for placement in placements):
         return load + load_lib.load_of_exchanges(problem.setting)
     return load
@@ -276,11 +278,11 @@ def solve(options: Options) -> Solution:
     """The best plan found.
 
     Raises:
-        ValueError: if the memory limit is below the least memory found.
+        ValueError: the memory limit is below the least memory found.
     """
     limit = options.problem.setting.memory_limit
     for price in _prices(options) if limit else [0.0]:
-        # What is the least memory must not depend on how time is weighed.
+        # The least memory must not depend on the weight of computing.
         weighed = options if price < math.inf else options.weighing(1.0)
         tried = _tried(weighed, price)
         fitting = [s for s in tried if limit is None or s.memory <= limit]
@@ -296,7 +298,7 @@ def solve(options: Options) -> Solution:
 
 
 def _tried(options: Options, price: float) -> list[Solution]:
-    """One plan for each way to choose shapes."""
+    """One plan for each choice of shapes."""
     tried: list[Solution] = []
     limit = options.problem.setting.memory_limit
     worse = 0
@@ -323,7 +325,7 @@ def _prices(options: Options) -> list[float]:
 
 
 def _choices(options: Options, price: float) -> Iterator[np.ndarray]:
-    """Shapes of all tables, one choice for each way to choose."""
+    """Yields shapes of all tables, by different weights of a cell's time."""
     everywhere = options.allowed[:, 0]
     if everywhere.all():
         yield np.zeros(len(everywhere), np.int64)
@@ -331,7 +333,7 @@ def _choices(options: Options, price: float) -> Iterator[np.ndarray]:
         mean = options.score + price * options.mean_memory
         cell = options.cell_time
     else:
-        # Time only where memory is the same.
+        # Time decides only between shapes with the same memory.
         mean = options.mean_memory + 1e-3 * options.mean_time
         cell = options.cell_memory
     seen: set[bytes] = set()
@@ -347,7 +349,7 @@ def _choices(options: Options, price: float) -> Iterator[np.ndarray]:
 
 
 def _assigned(options: Options, choice: np.ndarray, price: float) -> Solution:
-    """Gives ranks to the cells of all tables in the chosen shapes."""
+    """Assigns ranks to the cells of all tables in the chosen shapes."""
     problem = options.problem
     world_size = problem.setting.world_size
     ranks = _rank_loads(options, choice, by_memory=price == math.inf)
@@ -397,25 +399,25 @@ def _rank_loads(
     )
 
 
-# How far to search; a plan of many tables is balanced to begin with.
+# Limits of the search; a plan of many tables is already balanced.
 _ROUNDS = 20
 _TABLES = 4
 _SHAPES = 6
-# What computing weighs against transfers.
+# Weights of computing relative to transfers.
 _EFFORTS = (1.0, 0.3, 0.1, 0.01)
-# Less than this is not worth a plan that looks less regular.
+# A smaller gain is not worth a less regular plan.
 _WORTHWHILE = 0.99
 
 
 def improve(solution: Solution, options: Options) -> Solution:
-    """Moves tables while that shortens the step by a percent or more.
+    """Moves tables as long as that shortens the step by 1% or more.
 
     Args:
-        solution: to start with; left as it is.
-        options: of its tables.
+        solution: initial solution; it is not changed.
+        options: options of its tables.
 
     Returns:
-        A solution that is no slower.
+        A solution that is not slower.
     """
     for _ in range(_ROUNDS):
         nearby = list(_moved(solution, options))
@@ -427,13 +429,13 @@ def improve(solution: Solution, options: Options) -> Solution:
 
 
 def best_solution(options: Options) -> Solution:
-    """The fastest plan of those that send little more than the least.
+    """The fastest of the plans that send little more than the least.
 
     Args:
-        options: of the tables.
+        options: options of the tables.
 
     Raises:
-        ValueError: if no plan keeps the memory limit.
+        ValueError: no plan fits into the memory limit.
     """
     found = [_found(options, effort) for effort in (_EFFORTS[0], _EFFORTS[-1])]
     if len(_lean(found, options)) == 1:
@@ -442,7 +444,7 @@ def best_solution(options: Options) -> Solution:
 
 
 def _lean(found: list[Solution], options: Options) -> list[Solution]:
-    """Those that send little more than the one that sends least."""
+    """The plans that send little more than the one that sends least."""
     least = min(plan.sent for plan in found)
     more = options.problem.setting.bytes_slack * max(least, 1.0)
     return [plan for plan in found if plan.sent <= least + more]
@@ -465,7 +467,7 @@ def load_of_table(
 
 
 def _moved(solution: Solution, options: Options) -> Iterator[Solution]:
-    """Solutions in which one table on the busiest rank is elsewhere."""
+    """Yields solutions that move one table of the busiest rank elsewhere."""
     setting = options.problem.setting
     busiest = int(np.argmax(options.time(solution.load)))
     for t in _movable(solution, options, busiest):
@@ -501,7 +503,7 @@ def _movable(solution: Solution, options: Options, rank: int) -> list[int]:
 def _alternatives(
     options: Options, table: int, others: Load
 ) -> Iterator[TablePlacement]:
-    """The table's cheapest shapes on the ranks that have least to do."""
+    """Yields the table's cheapest shapes on the least loaded ranks."""
     times = np.where(options.allowed[table], options.score[table], np.inf)
     lightest = np.argsort(options.time(others), kind="stable").tolist()
     for shape in np.argsort(times, kind="stable")[:_SHAPES].tolist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments: their kinds, ranges, choices and removed names."""
+"""Checks of arguments: types, ranges, choices and removed names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from typing import Literal
 from typing import get_args
 
-# More than anything that is counted; products of a few stay finite.
+# Exceeds all counts; products of a few such numbers stay finite.
 LARGEST = 1e18
-# The least that a limit of norms may be, far above what float32 cannot square.
+# Smallest limit of norms; float32 can represent its square.
 SHORTEST_ROW = 1e-12
 
 _BRIEF = reprlib.Repr()
@@ -24,7 +24,7 @@ _BRIEF.maxstring = _BRIEF.maxother = 200
 
 
 def brief(value: Any) -> str:
-    """`repr` of a value that may be long or deeply nested."""
+    """`repr` of a value, shortened if it is long or deeply nested."""
     return _BRIEF.repr(value)
 
 
@@ -34,7 +34,7 @@ def integer(
     """`value` as an int; NumPy's integers are accepted too.
 
     Raises:
-        ValueError: it is none, or out of bounds.
+        ValueError: the value is no integer, or out of bounds.
     """
     try:
         number = operator.index(value)
@@ -59,10 +59,10 @@ def number(
     least: float = 0.0,
     most: float = LARGEST,
 ) -> None:
-    """Refuses what is no number, NaN and what is out of bounds.
+    """Rejects a value that is no number, NaN or out of bounds.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is invalid.
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not real or not least <= value <= most:
@@ -76,30 +76,30 @@ def number(
 
 
 def max_norm(value: Any, where: str) -> None:
-    """Refuses what no row can have as its norm.
+    """Rejects a value that cannot be the norm of a row.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is invalid.
     """
     if value is not None:
         number("max_norm", value, where, least=SHORTEST_ROW)
 
 
 def storage(value: Any, where: str) -> None:
-    """Refuses what is no place for a table; None lets others choose it.
+    """Rejects an invalid storage; None means that others choose it.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is invalid.
     """
     if value is not None:
         one_of("storage", value, STORAGES, where)
 
 
 def name(what: str, value: Any) -> None:
-    """Refuses what is no name.
+    """Rejects a value that is no name.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is no string, or empty.
     """
     if not isinstance(value, str) or not value:
         raise ValueError(
@@ -111,10 +111,10 @@ def name(what: str, value: Any) -> None:
 def one_of(
     field: str, value: Any, choices: tuple[str, ...], where: str
 ) -> None:
-    """Refuses what is none of the names in `choices`.
+    """Rejects a value that is not one of `choices`.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is not one of them.
     """
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
@@ -124,10 +124,10 @@ def one_of(
 
 
 def boolean(field: str, value: Any, where: str, optional: bool = True) -> None:
-    """Refuses what is neither True nor False, nor None where that may be.
+    """Rejects a value that is no bool; None is accepted if `optional`.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is invalid.
     """
     if not isinstance(value, bool) and not (optional and value is None):
         kind = "True, False or None" if optional else "True or False"
@@ -138,10 +138,10 @@ def boolean(field: str, value: Any, where: str, optional: bool = True) -> None:
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """`value`, if it is what JSON calls an object.
+    """`value`, if it is a mapping, which JSON calls an object.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: the value is no mapping.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"`{where}` must be an object, not {brief(value)}")
@@ -152,7 +152,7 @@ def entries(value: Any, where: str) -> list[Any]:
     """`value` as a list, if it is what JSON calls an array.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: the value is no list or tuple.
     """
     if not isinstance(value, list | tuple):
         raise ValueError(f"`{where}` must be an array, not {brief(value)}")
@@ -162,16 +162,16 @@ def entries(value: Any, where: str) -> list[Any]:
 def fields_of(
     kind: Any, value: Any, where: str, needed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The arguments of a dataclass, if they are all there and no others.
+    """The arguments of a dataclass, after a check that they are complete.
 
     Args:
         kind: the dataclass.
         value: a mapping.
-        where: what it is of, for messages.
-        needed: fields with defaults that must be there all the same.
+        where: name of the object, for error messages.
+        needed: fields that must be present although they have defaults.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: fields are missing or unknown.
     """
     given = dict(mapping(value, where))
     known = dataclasses.fields(kind)
@@ -189,10 +189,10 @@ def fields_of(
 
 
 def distinct(what: str, names: Sequence[str]) -> None:
-    """Refuses names that occur twice.
+    """Rejects names that occur twice.
 
     Raises:
-        ValueError: then.
+        ValueError: a name occurs twice.
     """
     counts = collections.Counter(names)
     twice = sorted(name for name, count in counts.items() if count > 1)
@@ -204,7 +204,7 @@ def distinct(what: str, names: Sequence[str]) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, for messages."""
+    """The first ten names, for error messages."""
     more = f", ... ({len(names)} in all)" if len(names) > 10 else ""
     return ", ".join(map(repr, names[:10])) + more
 
@@ -219,29 +219,29 @@ Placement = Literal[
     "sparsecore",
     "default_device",
 ]
-# Of the rows of a sample; where a table has none, they are kept one by one.
+# Combiners of a sample's rows; a table without one returns each row.
 Combiner = Literal["mean", "sum", "sqrtn"]
 OutOfRange = Literal["error", "ignore"]
 TableDtype = Literal["float32", "bfloat16"]
-# Of a table and its slots: the rank's GPU, or the memory of its host.
+# Memory of a table and its slots: the rank's GPU, or its host's memory.
 Storage = Literal["device", "host"]
-# Of vocabularies that grow.
+# Options of dynamic vocabularies.
 Evict = Literal["lru", "lfu"]
 KeyDtype = Literal["int64", "string"]
 Full = Literal["error", "shared_row"]
 Unadmitted = Literal["zeros", "shared_row"]
-# Of numbers between ranks, and how they are rounded to 16 bits.
+# Dtypes of numbers between ranks, and how they are rounded to 16 bits.
 WireDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
-# Between ranks of one host: through memory that they share, where they can.
+# Transport between ranks of one host: "auto" uses shared memory if possible.
 Transport = Literal["auto", "tcp"]
-# Who carries what ranks exchange: this package, or the user's Horovod.
+# Engine of exchanges between ranks: this package, or the user's Horovod.
 Engine = Literal["tfdist", "horovod"]
-# When a step is compared with one of one process, see `checking`.
+# When a step is compared with the step of one process, see `checking`.
 Check = Literal["auto", "always", "error", "off"]
 
-# The last two of them are the names of keras-rs: partitioned in whatever way,
-# and an ordinary variable on every rank.
+# The last two are names of keras-rs: partitioned in any way, and an ordinary
+# variable on every rank.
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 POLICIES: tuple[str, ...] = get_args(OutOfRange)
@@ -257,7 +257,7 @@ TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ENGINES: tuple[str, ...] = get_args(Engine)
 CHECKS: tuple[str, ...] = get_args(Check)
 
-# Shorter names of placements, accepted wherever a placement is named.
+# Short names of placements, accepted wherever a placement is named.
 _SHORT = {
     "column": "column_wise",
     "replicated": "data_parallel",
@@ -267,11 +267,11 @@ _SHORT = {
 
 
 def full_placement(name: Any) -> Any:
-    """The name of a placement in the field's words; all else as it is."""
+    """The full name of a placement; other values unchanged."""
     return _SHORT.get(name, name) if isinstance(name, str) else name
 
 
-# Option -> since when, why, and what to do now.
+# For each removed option: since when, why, and what to use instead.
 _REMOVED = {
     option: (
         "Rows of a partitioned table are no longer kept on every rank, since "
@@ -290,15 +290,15 @@ _REMOVED = {
 
 
 def refuse_removed(option: str, value: Any, where: str) -> None:
-    """Refuses an option that was removed, unless it is off.
+    """Rejects a removed option, unless it is off.
 
     Args:
-        option: its name.
-        value: what it is set to; 0, False, None and what is empty are off.
-        where: what it is of, for the message.
+        option: name of the option.
+        value: value of the option; 0, False, None and empty values are off.
+        where: name of the object, for the error message.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: the option is on.
     """
     on = len(value) > 0 if hasattr(value, "__len__") else bool(value)
     if on:
@@ -309,7 +309,7 @@ def refuse_removed(option: str, value: Any, where: str) -> None:
 
 
 def without_removed(value: Any, option: str, where: str) -> Any:
-    """What a file holds, less an option that was removed and is off there.
+    """The contents of a file, without a removed option that is off.
 
     Raises:
         ValueError: the option is on.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a placement costs: bytes each way, lookups, memory and time per rank.
+"""Costs of a placement: bytes each way, lookups, memory and time per rank.
 
-W ranks, b samples per rank, f bytes of a number on the wire. A table of N
-rows and d columns in R x C cells has N/R rows per row part; a cell has w of
-the columns. A feature has z ids per sample, z' of them unique; the b z ids
-of a rank's batch ask for u unique rows (`problem.Popularity`). Of a sequence,
-whose rows are not combined, every id counts as a sample.
+There are W ranks with b samples each; a number on the wire has f bytes. A table
+of N rows and d columns is divided into R x C cells: a row part has N/R rows,
+and a cell has w of the columns. A feature has z ids per sample, z' of them
+unique; the b z ids of a rank's batch have u unique rows (`problem.Popularity`).
+For a sequence, whose rows are not combined, every id counts as a sample.
 
-Per row part and source rank, S results are asked for with n ids in I bytes:
+Each rank requests S results from a row part, with n ids in I bytes:
 
     pooled         n = b z'/R   S = b (1 - (1 - 1/R)^z')
                    I = n rice(N S / (R n)) + counts + repeats + header
@@ -15,24 +15,25 @@ Per row part and source rank, S results are asked for with n ids in I bytes:
                    I = n rice(N/u) + header
     rice(gap)      = (log2(gap) + 1.5) / 8 bytes, gap the mean distance of ids
 
-A rank sends, in the order ids, gradients, results, and receives:
+A rank sends ids and gradients to owners, and results as an owner:
 
     sends          I and S w f to every cell that is not its own
                    (W-1) S w f from every cell of its own
     receives       S w f from every cell that is not its own
                    (W-1) (I + S w f) for every cell of its own
 
-A data_parallel table sends and receives the lesser of all its gradient, 8 N d
-(W-1)/W (float32 there and back), and the touched rows, (W-1) u (4 d + 8).
+For a data_parallel table, it sends and receives the smaller of the entire
+gradient, 8 N d (W-1)/W (float32 in both directions), and the touched rows,
+(W-1) u (4 d + 8).
 
-Memory is weights and slots. Time on a rank is
+Memory is weights and slots. The time of a rank is
 
     max(sent, received) / link + reads / reading speed + ids x time per id
 
-where a row that is read costs its bytes and one cache line more, forward,
-backward and in the update, and every id is coded or sorted by its sender and
-decoded by its owner. A step takes as long as its busiest rank, and, if any
-table is partitioned, three exchanges' latency and frames.
+A row that is read costs its bytes and one cache line, in the forward pass, in
+the backward pass and in the update. Every id is encoded or sorted by its sender
+and decoded by its owner. A step takes as long as on its busiest rank. If any
+table is partitioned, latency and frames of three exchanges are added.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from tfdist_ext.tables.problem import Setting
 
 Floats = npt.NDArray[np.float64]
 
-# Of the id code, see docs/data_path.md: the unary end of a Rice code, the
-# number of entries of a sample, how often an entry occurs, a section's header.
+# Sizes in the id code, see docs/data_path.md: unary end of a Rice code, number
+# of entries of a sample, occurrences of an entry, header of a section.
 _RICE_BITS = 1.5
 _COUNT_BYTES = 0.5
 _REPEAT_BITS = 2.5
@@ -59,7 +60,8 @@ _SECTION_BYTES = 8
 _DENSE_BYTES = 4
 _ROW_ID_BYTES = 8
 
-# Of a core: estimates, to choose between placements, not to predict a step.
+# Times of a core: estimates for choosing between placements, not for predicting
+# a step.
 _SECONDS_PER_ID = 5e-9
 _SECONDS_PER_SORTED_ID = 20e-9
 _SECONDS_PER_SECTION = 1e-6
@@ -68,7 +70,7 @@ _CACHE_LINE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Ways to place a table, `[K]`; no parts at all is data_parallel.
+    """Ways to place a table, `[K]`; data_parallel has 0 parts.
 
     Attributes:
         row_parts: R, 0 for data_parallel.
@@ -88,25 +90,25 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What each table costs in each shape; all `[tables, K]`.
+    """Costs of each table in each shape; all `[tables, K]`.
 
-    What a rank sends and receives, its seconds of computing and its memory
-    are a part that every rank has, plus for each cell that it holds a part
-    per cell and a part per column of that cell.
+    The bytes that a rank sends and receives, its computing time and its memory
+    are each the sum of three terms: one for every rank, one per cell that the
+    rank has, and one per column of such a cell.
 
     Attributes:
-        ids: bytes of ids a rank sends if it holds no cell.
-        results: bytes it sends, and receives, of gradients and results.
+        ids: bytes of ids that a rank without cells sends.
+        results: bytes of gradients and results that it sends, and receives.
         part_ids: bytes of ids from one rank to one cell (I).
         part_results: bytes from one rank to one cell per column (S f).
-        seconds: of computing if it holds no cell.
-        cell_seconds: per cell.
-        column_seconds: per column of a cell.
-        lookups: bytes of rows it reads for results if it holds no cell.
-        column_lookups: per column of a cell.
-        memory: bytes if it holds no cell.
-        cell_memory: per cell.
-        column_memory: per column of a cell.
+        seconds: computing time of a rank without cells.
+        cell_seconds: computing time per cell.
+        column_seconds: computing time per column of a cell.
+        lookups: bytes of rows that a rank without cells reads for results.
+        column_lookups: bytes of rows read per column of a cell.
+        memory: bytes on a rank without cells.
+        cell_memory: bytes per cell.
+        column_memory: bytes per column of a cell.
     """
 
     ids: Floats
@@ -129,7 +131,7 @@ class Costs:
 
 
 def shape_of(placement: TablePlacement) -> tuple[int, int, bool]:
-    """Row parts, column parts, deduplicate; (0, 0, False) data_parallel."""
+    """Row parts, column parts, deduplicate; data_parallel is (0, 0, False)."""
     if not placement.ranks:
         return (0, 0, False)
     parts = (placement.row_parts, placement.column_parts)
@@ -137,7 +139,7 @@ def shape_of(placement: TablePlacement) -> tuple[int, int, bool]:
 
 
 def make_shapes(triples: list[tuple[int, int, bool]]) -> Shapes:
-    """The shapes of `shape_of`, as arrays."""
+    """Arrays of shapes, from the results of `shape_of`."""
     array = np.array(triples, np.float64).reshape(-1, 3)
     return Shapes(array[:, 0], array[:, 1], array[:, 2] > 0)
 
@@ -187,17 +189,17 @@ def compute(problem: Problem, shapes: Shapes) -> Costs:
 
 
 def _dense_bytes(world_size: int, numbers: Floats) -> Floats:
-    """Bytes a rank sends in an all_reduce of numbers."""
+    """Bytes that a rank sends in an all_reduce of float32 numbers."""
     return 2 * _DENSE_BYTES * numbers * (world_size - 1) / world_size
 
 
 def _touched_bytes(world_size: int, rows: Floats, dim: Floats) -> Floats:
-    """Bytes a rank sends in an all_gather of its touched rows."""
+    """Bytes that a rank sends in an all_gather of its touched rows."""
     return (world_size - 1) * rows * (_DENSE_BYTES * dim + _ROW_ID_BYTES)
 
 
 class _Tables:
-    """The tables' numbers as columns, `[tables, 1]`."""
+    """Numbers of the tables as columns, `[tables, 1]`."""
 
     def __init__(self, problem: Problem) -> None:
         def column(values: list[float]) -> Floats:
@@ -216,7 +218,7 @@ class _Tables:
 
 
 class _Features:
-    """The features' numbers as columns, `[F, 1]`, and what follows of them."""
+    """Numbers of the features, and derived ones, as columns, `[F, 1]`."""
 
     def __init__(self, problem: Problem) -> None:
         setting = problem.setting
@@ -233,7 +235,7 @@ class _Features:
         self.results = (lists * setting.batch_size)[:, None]
         batch = hotness * self.results[:, 0]
         self.draws = batch[:, None]
-        # A mean below one id is that share of samples with one id.
+        # A mean below one id means that a share of the samples has one id.
         some = np.maximum(hotness, 1.0)
         share = (hotness / some)[:, None]
         self.in_sample = share * popularity.unique(some)[:, None]
@@ -247,10 +249,11 @@ class _Features:
 def _per_feature(
     f: _Features, setting: Setting, shapes: Shapes
 ) -> tuple[dict[str, Floats], Floats]:
-    """What a feature adds to its table, `[F, K]` each.
+    """Costs that a feature adds to its table, `[F, K]` each.
 
     Returns:
-        The sums of `Costs` by name, and rows touched of data_parallel tables.
+        The sums of `Costs` by name, and the touched rows of data_parallel
+        tables.
     """
     dedup, replicated = shapes.deduplicate, shapes.cells == 0
     parts = np.maximum(shapes.row_parts, 1.0)
@@ -290,11 +293,11 @@ def _seconds(
     hosted: Floats,
     asked: Floats,
 ) -> dict[str, Floats]:
-    """Computing of a rank: of its samples, per cell and per column."""
+    """Computing times of a rank: for its samples, per cell and per column."""
     dedup, replicated = shapes.deduplicate, shapes.cells == 0
     read = setting.read_bytes_per_second
     parts = np.maximum(shapes.row_parts, 1.0)
-    # Forward and backward, then the update reads and writes what it touches.
+    # Forward and backward pass; then the update reads and writes the rows.
     updated = f.in_all_batches / parts
     per_cell = (2 * hosted + 2 * updated) * _CACHE_LINE / read
     per_cell += hosted * _SECONDS_PER_ID
@@ -317,13 +320,13 @@ def _seconds(
 
 
 def _rice_bytes(rows: Any, ids: Any) -> Floats:
-    """Bytes per id of ascending lists of `ids` out of `rows`."""
+    """Bytes per id in ascending lists of `ids` ids out of `rows` rows."""
     gap = np.maximum(rows / np.maximum(ids, 1e-9), 1.0)
     return np.asarray((np.log2(gap) + _RICE_BITS) / 8)
 
 
 def _repeat_bytes(f: _Features, batch: Floats) -> Floats:
-    """Bytes that say which ids of a batch's samples repeat, how often."""
+    """Bytes for the repeated ids of a batch's samples, with their counts."""
     apart = f.in_sample / np.maximum(f.repeats, 1e-9)
     bits = np.log2(np.maximum(apart, 1.0)) + _RICE_BITS + _REPEAT_BITS
     return np.asarray(batch * f.repeats * bits / 8)

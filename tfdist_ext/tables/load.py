@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of each rank under a plan: bytes, seconds and memory."""
+"""The load of each rank in a plan: bytes, seconds and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tfdist_ext.tables.problem import Problem
 from tfdist_ext.tables.problem import Setting
 from tfdist_ext.tables.problem import TableNumbers
 
-# Ids, results, gradients; per exchange a frame with its header to each peer.
+# The three exchanges are of ids, results and gradients. Each sends a frame with
+# a header to every peer.
 _EXCHANGES = 3
 _FRAME_BYTES = 140
 _EXCHANGE_SECONDS = 200e-6
@@ -34,7 +35,7 @@ class Load:
         ids: bytes of ids sent.
         results: bytes of results and gradients sent.
         received: bytes received.
-        seconds: of computing.
+        seconds: seconds of computing.
         lookups: bytes of rows read for results.
         memory: bytes of weights and slots.
     """
@@ -70,7 +71,7 @@ class Load:
 
 
 def load_without_cells(costs: Costs) -> Load:
-    """What a table costs a rank that holds no cell of it."""
+    """Load by a table of a rank that has no cell of it."""
     return Load(
         ids=costs.ids,
         results=costs.results,
@@ -84,16 +85,16 @@ def load_without_cells(costs: Costs) -> Load:
 def load_of_cells(
     costs: Costs, cells: Any, columns: Any, setting: Setting
 ) -> Load:
-    """What holding cells adds to a rank.
+    """Load that cells add to a rank.
 
     Args:
-        costs: of the table.
-        cells: number of cells (a mean over ranks need not be whole).
-        columns: of these cells together.
-        setting: of the plan.
+        costs: costs of the table.
+        cells: number of cells (a mean over ranks may be fractional).
+        columns: total number of columns of these cells.
+        setting: setting of the plan.
     """
     peers = setting.world_size - 1
-    # Its own cells answer a rank without the network.
+    # A rank does not use the network for its own cells.
     own = (peers - 1) * costs.part_results * columns
     return Load(
         ids=-costs.part_ids * cells,
@@ -111,10 +112,10 @@ def load_of_placement(
     """Load of all ranks, `[W]`, from one table.
 
     Args:
-        costs: of the table in the placement's shape.
+        costs: costs of the table in the placement's shape.
         dim: columns of the table.
-        placement: of the table.
-        setting: of the plan.
+        placement: placement of the table.
+        setting: setting of the plan.
     """
     cells = np.zeros(setting.world_size)
     columns = np.zeros(setting.world_size)
@@ -127,7 +128,7 @@ def load_of_placement(
 
 
 def load_of_exchanges(setting: Setting) -> Load:
-    """What the exchanges of a plan cost a rank, whatever travels in them."""
+    """Fixed cost of a plan's exchanges for a rank, without their contents."""
     peers = setting.world_size - 1
     frames = _EXCHANGES * _FRAME_BYTES * peers
     latency = _EXCHANGES * (_EXCHANGE_SECONDS + _PEER_SECONDS * peers)
@@ -143,19 +144,19 @@ def width(dim: int, column_parts: int, part: int) -> int:
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Load))
 _MEMORY = _FIELDS.index("memory")
-# More than any rank has to do.
+# Exceeds the load of any rank.
 _FULL = 1e18
 
 
 class RankLoads:
-    """Loads of all ranks; tables are put on them one by one.
+    """Loads of all ranks, to which tables are added one by one.
 
     Args:
-        costs: of every table in its chosen shape, `[tables]` each.
+        costs: costs of every table in its chosen shape, `[tables]` each.
         dims: columns of every table.
-        setting: of the plan.
-        effort: what a second of computing counts against one of transfers.
-        by_memory: even out memory instead of time, whatever the limit.
+        setting: setting of the plan.
+        effort: weight of a second of computing relative to one of transfers.
+        by_memory: whether to balance memory instead of time, without a limit.
     """
 
     def __init__(
@@ -175,21 +176,23 @@ class RankLoads:
         self._cell = _columns(cell, len(dims))
         self._column = _columns(column, len(dims))
         self._held = np.zeros((setting.world_size, len(_FIELDS)))
-        # What ranks are compared by: of cells alone, the rest is the same.
+        # Ranks are compared by the load of cells; the rest is the same on all
+        # ranks.
         self._weights = np.zeros(setting.world_size)
         link = setting.link_bytes_per_second
 
         def weight(load: Load) -> Floats:
             if by_memory:
                 return np.asarray(load.memory)
-            # Ids are received, and more of them than the cell saves sending.
+            # Received ids count: they are more than the ids that the cell's
+            # rank does not send.
             return np.asarray(load.received / link + effort * load.seconds)
 
         self._cell_weight = weight(cell)
         self._column_weight = weight(column)
 
     def hold(self, table: int, ranks: Sequence[int], column_parts: int) -> None:
-        """Puts the cells of a table on these ranks, if any."""
+        """Adds the cells of a table to these ranks, if any."""
         if not ranks:
             return
         self._put(
@@ -197,14 +200,14 @@ class RankLoads:
         )
 
     def hold_evenly(self, table: int, column_parts: int) -> None:
-        """Puts an equal cell of a table on every rank."""
+        """Adds an equal cell of a table to every rank."""
         columns = self._dims[table] // column_parts
         self._everyone += self._cell[table] + columns * self._column[table]
 
     def take(
         self, table: int, row_parts: int, column_parts: int
     ) -> tuple[int, ...]:
-        """Puts a table's cells on the least loaded ranks with room.
+        """Adds a table's cells to the least loaded ranks with free memory.
 
         Returns:
             The rank of each cell.
@@ -216,14 +219,15 @@ class RankLoads:
             used = self._held[:, _MEMORY] + self._everyone[_MEMORY]
             used = used + self._cell[table, _MEMORY]
             used = used + widths.max() * self._column[table, _MEMORY]
-            # Without room anywhere this plan is lost, but must be one.
+            # If no rank has free memory, the plan will be rejected, but it must
+            # still be complete.
             weights = np.where(used <= self._limit, weights, weights + _FULL)
         if count == 1:
             ranks = np.array([weights.argmin()])
         elif widths.min() == widths.max():
             ranks = np.sort(np.argsort(weights, kind="stable")[:count])
         else:
-            # The widest cells to the least loaded ranks.
+            # The widest cells get the least loaded ranks.
             cells = np.argsort(-np.tile(widths, row_parts), kind="stable")
             ranks = np.empty(count, np.int64)
             ranks[cells] = np.argsort(weights, kind="stable")[:count]
@@ -231,7 +235,7 @@ class RankLoads:
         return tuple(ranks.tolist())
 
     def load(self) -> Load:
-        """What every rank has, `[W]`."""
+        """The load of every rank, `[W]`."""
         return Load(*(self._held + self._everyone).T)
 
     def _widths(self, table: int, column_parts: int) -> npt.NDArray[np.int64]:
@@ -259,7 +263,7 @@ def _columns(load: Load, tables: int) -> Floats:
 
 
 def is_storage_decided(problem: Problem) -> bool:
-    """Whether there is more to it than that all tables are on the hosts."""
+    """Whether storage must be decided; otherwise all tables are on hosts."""
     return problem.setting.device_memory is not None or any(
         table.storage == "device" for table in problem.tables
     )
@@ -268,15 +272,15 @@ def is_storage_decided(problem: Problem) -> bool:
 def decide_storage(
     problem: Problem, loads: Mapping[str, Load]
 ) -> dict[str, Storage]:
-    """Where each table is, by name.
+    """Storage of each table, by name.
 
     Args:
-        problem: the tables, what was asked of them and the GPUs' memory.
-        loads: of each table as it is placed, arrays `[W]`.
+        problem: tables with their requests, and the memory of GPUs.
+        loads: load by each table in its placement, arrays `[W]`.
 
     Raises:
-        ValueError: if a GPU was asked for and there is none, or too little
-            memory on it.
+        ValueError: a GPU is requested, and there is none, or too little memory
+            on it.
     """
     limit = problem.setting.device_memory
     storages: dict[str, Storage] = {t.name: "host" for t in problem.tables}

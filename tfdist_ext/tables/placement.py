@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts of a table are, and which rows each part holds."""
+"""Placements: the ranks of a table's parts, and the rows of each part."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ PlacementKind = Literal[
     "data_parallel", "table_wise", "row_wise", "column_wise", "grid"
 ]
 
-# The planner's time and memory grow with the ranks.
+# The planner's time and memory grow with the number of ranks.
 MOST_RANKS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
 class TablePlacement:
-    """Which ranks hold which part of a table.
+    """The ranks of the parts of a table.
 
-    A table is cut into `row_parts` x `column_parts` cells; cell (i, j) is
+    A table is divided into `row_parts` x `column_parts` cells. Cell (i, j) is
     on `ranks[i * column_parts + j]`. Table-wise, row-wise and column-wise are
-    the grids 1 x 1, W x 1 and 1 x W. A data-parallel table has no cells: it
-    is on every rank.
+    the grids 1 x 1, W x 1 and 1 x W. A data-parallel table has no cells: it is
+    on every rank.
 
     Attributes:
-        row_parts: number of parts of the rows (rotated mod, `part_of`).
+        row_parts: number of row parts (rotated modulo, see `part_of`).
         column_parts: number of contiguous ranges of columns.
         ranks: distinct ranks, one per cell; empty for data_parallel.
-        deduplicate: a batch asks for each unique row once and pools on its
-            own rank, instead of pooled sums from the owners.
-        hot_ids: removed, refused unless there are none.
+        deduplicate: whether a rank requests each unique row of its batch once
+            and combines rows itself, instead of receiving combined rows from
+            the owners.
+        hot_ids: removed; must be empty.
 
     Raises:
-        ValueError: if ranks do not match the parts, or repeat.
+        ValueError: ranks do not match the parts, or are repeated.
     """
 
     row_parts: int = 1
@@ -65,7 +66,7 @@ class TablePlacement:
             )
 
     def _check_types(self) -> None:
-        """Makes numbers of what may be NumPy's, and tuples of sequences."""
+        """Converts NumPy's integers to int, and sequences to tuples."""
         where = "a placement"
         for field in ("row_parts", "column_parts"):
             parts = checks.integer(
@@ -81,7 +82,7 @@ class TablePlacement:
 
     @classmethod
     def data_parallel(cls) -> TablePlacement:
-        """The whole table on every rank."""
+        """The unpartitioned table on every rank."""
         return cls()
 
     @classmethod
@@ -91,12 +92,12 @@ class TablePlacement:
         deduplicate: bool = False,
         hot_ids: Any = (),
     ) -> TablePlacement:
-        """The whole table on one rank.
+        """The unpartitioned table on one rank.
 
         Args:
-            rank: which one.
+            rank: number of the rank.
             deduplicate: see the class.
-            hot_ids: removed, refused unless empty.
+            hot_ids: removed; must be empty.
         """
         return cls(1, 1, (rank,), deduplicate, hot_ids)
 
@@ -107,12 +108,12 @@ class TablePlacement:
         deduplicate: bool = False,
         hot_ids: Any = (),
     ) -> TablePlacement:
-        """Rows spread over all ranks.
+        """Rows divided over all ranks.
 
         Args:
             world_size: number of ranks.
             deduplicate: see the class.
-            hot_ids: removed, refused unless empty.
+            hot_ids: removed; must be empty.
         """
         ranks = tuple(range(world_size))
         return cls(world_size, 1, ranks, deduplicate, hot_ids)
@@ -121,7 +122,7 @@ class TablePlacement:
     def column_wise(
         cls, world_size: int, deduplicate: bool = False
     ) -> TablePlacement:
-        """Columns spread over all ranks.
+        """Columns divided over all ranks.
 
         Args:
             world_size: number of ranks.
@@ -133,10 +134,10 @@ class TablePlacement:
     def grid(
         cls, row_parts: int, column_parts: int, deduplicate: bool = False
     ) -> TablePlacement:
-        """Rows and columns spread over the first ranks.
+        """Rows and columns divided over the first ranks.
 
         Args:
-            row_parts: number of parts of the rows.
+            row_parts: number of row parts.
             column_parts: number of ranges of columns.
             deduplicate: see the class.
         """
@@ -145,7 +146,7 @@ class TablePlacement:
 
     @property
     def kind(self) -> PlacementKind:
-        """The sharding type in the field's words."""
+        """The kind of placement by its usual name."""
         if not self.ranks:
             return "data_parallel"
         if len(self.ranks) == 1:
@@ -157,12 +158,12 @@ class TablePlacement:
 
 @dataclasses.dataclass(frozen=True)
 class FeaturePlacement:
-    """Where the rows of a feature's table live, as the ops need it.
+    """The placement of a feature's table, as the ops need it.
 
     Attributes:
-        name: of the feature, for messages.
-        vocabulary_size: rows of the whole table.
-        dim: columns of the whole table.
+        name: name of the feature, for error messages.
+        vocabulary_size: rows of the entire table.
+        dim: columns of the entire table.
         row_parts: see `TablePlacement`.
         column_parts: see `TablePlacement`.
         ranks: see `TablePlacement`; not empty.
@@ -178,25 +179,25 @@ class FeaturePlacement:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSpec:
-    """The part of a `[rows, dim]` table that one rank holds.
+    """The shard of a `[rows, dim]` table on one rank.
 
     Attributes:
-        table: name of the table, for messages.
-        rows: rows of the whole table (`vocabulary_size`, `input_dim`).
-        dim: columns of the whole table (`embedding_dim`, `units`).
-        rank: the rank that holds this part.
-        world_size: the number of ranks.
+        table: name of the table, for error messages.
+        rows: rows of the entire table (`vocabulary_size`, `input_dim`).
+        dim: columns of the entire table (`embedding_dim`, `units`).
+        rank: rank of this shard.
+        world_size: number of ranks.
         row_parts: see `TablePlacement`.
         column_parts: see `TablePlacement`.
-        ranks: see `TablePlacement`. A rank that is not among them owns
-            nothing, a block of 0 rows.
-        grows: whether a checkpoint may hold fewer rows, see
+        ranks: see `TablePlacement`. A rank that is not among them owns a block
+            of 0 rows.
+        grows: whether a checkpoint may have fewer rows, see
             `DynamicVocabulary`.
-        storage: where variable and slots lie, "host" or "device": where the
-            rank's other weights do, a GPU if it has one.
+        storage: memory of variable and slots: "host", or "device", as for the
+            rank's other weights: a GPU if the rank has one.
 
     Raises:
-        ValueError: on a table that cannot be cut this way.
+        ValueError: the table cannot be divided in this way.
     """
 
     table: str
@@ -236,7 +237,7 @@ class ShardSpec:
         grows: bool = False,
         storage: Storage = "host",
     ) -> ShardSpec:
-        """What `rank` holds of a table; all of it if data_parallel."""
+        """The shard of `rank`; the entire table if data_parallel."""
         if not placement.ranks:
             return cls(table, rows, dim, 0, 1, 1, 1, (0,), grows, storage)
         return cls(
@@ -253,7 +254,7 @@ class ShardSpec:
         )
 
     def __str__(self) -> str:
-        """The whole table, equal on all ranks that place it alike."""
+        """Describes the placement; the text is the same on all ranks."""
         return (
             f"table '{self.table}' [{self.rows}, {self.dim}] in "
             f"{self.row_parts} x {self.column_parts} parts on ranks "
@@ -264,24 +265,24 @@ class ShardSpec:
 
     @property
     def partitioned(self) -> bool:
-        """Whether some rank does not hold the whole table."""
+        """Whether some rank does not have the entire table."""
         return self.world_size > 1
 
     @property
     def cell(self) -> tuple[int, int] | None:
-        """Which row part and column part this rank holds, None if none."""
+        """Row part and column part of this rank, None if it has no cell."""
         if self.rank not in self.ranks:
             return None
         return divmod(self.ranks.index(self.rank), self.column_parts)
 
     @property
     def local_rows(self) -> int:
-        """Rows this rank owns (rounded up to row parts of equal size)."""
+        """Rows of this rank, rounded up so that row parts have equal sizes."""
         return -(-self.rows // self.row_parts) if self.cell else 0
 
     @property
     def columns(self) -> tuple[int, int]:
-        """First column this rank holds and the one after the last."""
+        """First column of this rank and the one after its last."""
         part = self.cell[1] if self.cell else 0
         return (
             part * self.dim // self.column_parts,
@@ -290,22 +291,22 @@ class ShardSpec:
 
     @property
     def local_dim(self) -> int:
-        """Columns this rank holds."""
+        """Number of columns of this rank."""
         first, end = self.columns
         return end - first
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Shape of the local part."""
+        """Shape of the shard."""
         return self.local_rows, self.local_dim
 
     def at(self, rank: int) -> ShardSpec:
-        """What another rank holds."""
+        """The shard of another rank."""
         return dataclasses.replace(self, rank=rank)
 
     @property
     def row_peers(self) -> tuple[int, ...]:
-        """The ranks that hold other columns of this rank's rows, and it."""
+        """The ranks with columns of this rank's rows, including itself."""
         if self.cell is None:
             return ()
         first = self.cell[0] * self.column_parts
@@ -322,7 +323,7 @@ def spec_from_json(text: str | bytes) -> ShardSpec | None:
     if not text:
         return None
     fields = json.loads(text)
-    # Exports from before they were removed say that there are none.
+    # Older exports have this field, which was removed; it must be empty.
     where = f"table '{fields['table']}'"
     refuse_removed("hot_ids", fields.pop("hot_ids", ()), where)
     # JSON has no tuples.
@@ -336,14 +337,14 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def local_row(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
-    """The row of each id within its part.
+    """The row of each id within its row part.
 
     >>> local_row([0, 1, 2, 3, 4], row_parts=2).tolist()
     [0, 0, 1, 1, 2]
 
     Args:
         ids: non-negative integers, any shape.
-        row_parts: number of parts of the rows.
+        row_parts: number of row parts.
 
     Returns:
         int64 of the same shape.
@@ -352,14 +353,14 @@ def local_row(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
 
 
 def part_of(ids: npt.ArrayLike, row_parts: int) -> npt.NDArray[np.int64]:
-    """The part that holds the row of each id.
+    """The row part of each id.
 
     >>> part_of([0, 1, 2, 3, 4], row_parts=2).tolist()
     [0, 1, 1, 0, 0]
 
     Args:
         ids: non-negative integers, any shape.
-        row_parts: number of parts of the rows.
+        row_parts: number of row parts.
 
     Returns:
         int64 of the same shape.
@@ -375,21 +376,21 @@ def ids_of_part(
     first: int = 0,
     end: int | None = None,
 ) -> npt.NDArray[np.int64]:
-    """The ids of a part, in the order of its local rows.
+    """The ids of a row part, in the order of its local rows.
 
     >>> ids_of_part(0, row_parts=2, rows=5).tolist()
     [0, 3, 4]
 
     Args:
-        part: which one.
-        row_parts: number of parts of the rows.
-        rows: rows of the whole table.
-        first: the local row to begin with.
-        end: the local row to end before, None for all.
+        part: number of the row part.
+        row_parts: number of row parts.
+        rows: rows of the entire table.
+        first: first local row.
+        end: local row after the last one, None for all.
 
     Returns:
-        int64, one per local row; the last local row is padding, without an id,
-        in parts that have no row of an incomplete last block.
+        int64, one per local row. If a part has no row of an incomplete last
+        block, its last local row is padding and has no id.
     """
     blocks = -(-rows // row_parts)
     last = blocks if end is None else min(end, blocks)
@@ -400,18 +401,19 @@ def ids_of_part(
 def ids_at(
     local_rows: npt.ArrayLike, part: int, row_parts: int
 ) -> npt.NDArray[np.int64]:
-    """The ids that have these local rows of a part.
+    """The ids of some local rows of a row part.
 
     >>> ids_at([0, 2], part=0, row_parts=2).tolist()
     [0, 4]
 
     Args:
         local_rows: non-negative integers, any shape.
-        part: which one.
-        row_parts: number of parts of the rows.
+        part: number of the row part.
+        row_parts: number of row parts.
 
     Returns:
-        int64 of the same shape; that of padding is not below the table's rows.
+        int64 of the same shape; for padding, a number that is not below the
+        table's rows.
     """
     block = np.asarray(local_rows, np.int64)
     return block * row_parts + (part - _rotation(block)) % row_parts

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every table of a model lives: `plan(...)` makes a `ShardingPlan`.
+"""Placements of all tables of a model: `plan(...)` makes a `ShardingPlan`.
 
-No TensorFlow here. `problem.py` reduces configurations to numbers, `cost.py`
-has the model of bytes, time and memory, `balance.py` chooses.
+This module does not use TensorFlow. `problem.py` converts configurations to
+numbers, `cost.py` models bytes, time and memory, and `balance.py` chooses
+placements.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ _NO_PLAN = f"no sharding plan of version {_VERSION}, or an invalid one"
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """The placement of every table, and what it costs.
+    """The placement of every table, with its costs.
 
-    Made by `plan`, or read by `load`. Two plans are equal if they place the
-    same tables alike for the same problem.
+    Made by `plan`, or read by `load`. Two plans are equal if they have the same
+    placements for the same problem.
 
     Attributes:
-        problem: the numbers it was made for.
-        placements: of every table, by name, in the order of the problem.
+        problem: numbers that the plan was made for.
+        placements: placement of every table, by name, in the problem's order.
 
     Raises:
-        ValueError: if a table has no placement, or one it cannot have.
+        ValueError: a table has no placement, or an invalid one.
     """
 
     problem: Problem
@@ -75,7 +76,7 @@ class ShardingPlan:
             )
         ordered = {name: self.placements[name] for name in names}
         object.__setattr__(self, "placements", types.MappingProxyType(ordered))
-        _ = self.figures.storages  # refuses what cannot be
+        _ = self.figures.storages  # raises if impossible
 
     @property
     def world_size(self) -> int:
@@ -83,28 +84,28 @@ class ShardingPlan:
         return self.problem.setting.world_size
 
     def placement_of(self, table: str) -> TablePlacement:
-        """Placement of the table of that name.
+        """Placement of the table with a name.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: there is no such table.
         """
         self.problem.index(table)
         return self.placements[table]
 
     def storage_of(self, table: str) -> Storage:
-        """Where the table of that name is: "device" or "host".
+        """Storage of the table with a name: "device" or "host".
 
         Raises:
-            ValueError: if there is none.
+            ValueError: there is no such table.
         """
         self.problem.index(table)
         return self.figures.storages[table]
 
     def check_fits(self, table: TableConfig) -> None:
-        """Refuses a table that is not the one of the plan.
+        """Rejects a table that is not the table of the plan.
 
         Raises:
-            ValueError: for other sizes, or what contradicts the placement.
+            ValueError: the table has other sizes, or contradicts the placement.
         """
         planned = self.problem.tables[self.problem.index(table.name)]
         sizes = table.vocabulary_size, table.embedding_dim
@@ -126,17 +127,17 @@ class ShardingPlan:
 
     @functools.cached_property
     def figures(self) -> Figures:
-        """What the plan costs, table by table."""
+        """Costs of the plan, by table."""
         return Figures(self.problem, self.placements)
 
     @property
     def loads(self) -> Mapping[str, Load]:
-        """What each table loads the ranks with, by name, arrays `[W]`."""
+        """Load of the ranks by each table, by name, arrays `[W]`."""
         return self.figures.loads
 
     @property
     def total(self) -> Load:
-        """What all tables and the exchanges load the ranks with, `[W]`."""
+        """Load of the ranks by all tables and the exchanges, `[W]`."""
         return self.figures.total
 
     @property
@@ -151,7 +152,7 @@ class ShardingPlan:
 
     @property
     def seconds_per_step(self) -> float:
-        """Estimated time of the busiest rank's tables in a step."""
+        """Estimated seconds per step for the tables of the busiest rank."""
         return self.figures.seconds_per_step
 
     @property
@@ -160,43 +161,43 @@ class ShardingPlan:
         return float(np.max(self.total.memory))
 
     def summary(self) -> str:
-        """The plan as a table of text, a line per table."""
+        """The plan as a text table, one line per table."""
         return plan_text.summary(self.figures)
 
     def explain(self, table: str) -> str:
-        """All placements the table could have, and why it has this one."""
+        """All placements that the table could have, and why it has this one."""
         return plan_text.explain(self.figures, table)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws memory, bytes sent and lookups of every rank.
+        """Plots memory, bytes sent and lookups of every rank.
 
         Args:
-            path: file to write, if any.
+            path: file to write, None for none.
 
         Returns:
             The matplotlib Figure.
 
         Raises:
-            ImportError: without matplotlib.
+            ImportError: matplotlib is not installed.
         """
         return plan_text.draw_plan(self.figures, path)
 
     def replace(
         self, table: str, placement: TablePlacement | str
     ) -> ShardingPlan:
-        """The plan with one table placed otherwise.
+        """A plan with another placement of one table.
 
         Args:
-            table: its name.
-            placement: where it goes; for a kind such as "row_wise" the
-                planner chooses the ranks. Other tables stay where they are.
+            table: name of the table.
+            placement: new placement; for a kind such as "row_wise" the planner
+                chooses the ranks. Other tables keep their placements.
 
         Raises:
-            ValueError: for a placement the table cannot have, or without
-                memory for it.
+            ValueError: the table cannot have the placement, or memory is too
+                small for it.
         """
         index = self.problem.index(table)
-        # The others are held in place while this one is planned.
+        # The placements of other tables are fixed while this one is planned.
         kept = [
             dataclasses.replace(t, placement=self.placements[t.name])
             for t in self.problem.tables
@@ -213,8 +214,8 @@ class ShardingPlan:
     def at(self, world_size: int) -> ShardingPlan:
         """A plan for the same problem on another number of ranks.
 
-        What was asked for is kept: kinds, `replace`, `forced`. Of a
-        `TablePlacement` on ranks that are not there its kind is.
+        Requests are kept: kinds, `replace`, `forced`. If the ranks of a
+        requested `TablePlacement` do not all exist, only its kind is kept.
         """
         setting = dataclasses.replace(
             self.problem.setting, world_size=world_size
@@ -223,7 +224,7 @@ class ShardingPlan:
         return _solve(Problem(tables, self.problem.features, setting))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON can hold it."""
+        """The plan as JSON values."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -239,7 +240,7 @@ class ShardingPlan:
         """The plan that `to_dict` describes.
 
         Raises:
-            ValueError: for what describes none.
+            ValueError: the content describes no plan.
         """
         try:
             whole = checks.mapping(content, "plan")
@@ -263,7 +264,7 @@ class ShardingPlan:
             raise ValueError(f"{_NO_PLAN}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, whole: all ranks may save to one path."""
+        """Writes JSON to a new file, then renames it, so all ranks may save."""
         text = json.dumps(self.to_dict(), indent=1) + "\n"
         beside = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
         try:
@@ -274,10 +275,10 @@ class ShardingPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
-        """Reads what `save` wrote, perhaps edited.
+        """Reads a file that `save` wrote, and that may have been edited.
 
         Raises:
-            ValueError: if the file is something else.
+            ValueError: the file has no valid plan.
         """
         where = os.fspath(path)
         data = pathlib.Path(path).read_bytes()
@@ -307,33 +308,35 @@ def plan(
     popularity: float | Mapping[str, float] = DEFAULT_EXPONENT,
     forced: Mapping[str, TablePlacement | str] | None = None,
 ) -> ShardingPlan:
-    """Chooses a placement for every table; the same one on every rank.
+    """Chooses a placement for every table, the same on every rank.
 
     Args:
-        tables: to place.
-        features: that look up in them.
+        tables: tables to place.
+        features: features that are looked up in them.
         world_size: number of ranks.
-        batch_size: samples per rank and step; None if not known yet, then
-            256 are assumed and the plan says so.
-        wire_bytes: of a number of a result: 4, or 2 with a 16-bit wire dtype.
-        link_bytes_per_second: of a rank, each way.
-        read_bytes_per_second: of a rank, reading rows of a table at random.
+        batch_size: samples per rank and step; None if unknown: then 256 is
+            assumed, and the plan's texts say so.
+        wire_bytes: bytes of one number of a result: 4, or 2 with a 16-bit wire
+            dtype.
+        link_bytes_per_second: bytes per second of a rank, each way.
+        read_bytes_per_second: bytes per second that a rank reads of random
+            rows.
         memory_limit: bytes of weights and slots per rank.
-        device_memory: how many of these may be on a rank's GPU, see
+        device_memory: how many of these bytes may be on a rank's GPU, see
             `decide_storage`; None leaves all tables on the hosts.
-        bytes_slack: share of bytes to send beyond the least, if that saves
-            time; math.inf plans for time alone.
-        slots_per_weight: numbers the optimizer keeps per weight, or its name.
-            A table's own optimizer goes before.
-        popularity: Zipf exponent, of all or by table; 0 is uniform.
-        forced: placements or kinds by table, before the tables' own.
-
-    Raises:
-        ValueError: for arguments that contradict each other, limits of memory
-            that no plan keeps; the message has the least.
+        bytes_slack: share of bytes that may be sent beyond the least, to save
+            time; math.inf only minimizes time.
+        slots_per_weight: numbers that the optimizer stores per weight, or its
+            name. A table's own optimizer takes precedence.
+        popularity: Zipf exponent, for all tables or by table; 0 is uniform.
+        forced: placements or kinds by table; they override the tables' own.
 
     Returns:
         The plan of least cost that was found.
+
+    Raises:
+        ValueError: arguments contradict each other, or no plan fits into the
+            memory limits; the message has the least memory.
     """
     setting = problem_lib.Setting(
         world_size=world_size,
@@ -354,7 +357,7 @@ def plan(
 def _within(
     table: problem_lib.TableNumbers, world_size: int
 ) -> problem_lib.TableNumbers:
-    """A table whose ranks, if any are asked for, are among `world_size`."""
+    """A table whose requested ranks, if any, are below `world_size`."""
     asked = table.placement
     if not isinstance(asked, TablePlacement):
         return table

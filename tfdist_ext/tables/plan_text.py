@@ -23,11 +23,11 @@ from tfdist_ext.tables.problem import Setting
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Loads of the tables of a problem that are placed somewhere.
+    """Loads of the tables of a problem with given placements.
 
     Attributes:
-        problem: the numbers of the tables, and of the machine.
-        placements: of every table, by name, in the order of the problem.
+        problem: numbers of the tables, and of the machine.
+        placements: placement of every table, by name, in the problem's order.
     """
 
     problem: Problem
@@ -45,7 +45,7 @@ class Figures:
 
     @functools.cached_property
     def loads(self) -> Mapping[str, Load]:
-        """What each table loads the ranks with, by name, arrays `[W]`."""
+        """Load of the ranks by each table, by name, arrays `[W]`."""
         return {
             name: balance.load_of_table(self.options, index, placement)
             for index, (name, placement) in enumerate(self.placements.items())
@@ -53,18 +53,18 @@ class Figures:
 
     @functools.cached_property
     def storages(self) -> Mapping[str, Storage]:
-        """Where each table is, by name.
+        """Storage of each table, by name.
 
         Raises:
-            ValueError: if what was asked for cannot be.
+            ValueError: the requested storage is not possible.
         """
-        if not load.is_storage_decided(self.problem):  # without loads
+        if not load.is_storage_decided(self.problem):  # needs no loads
             return dict.fromkeys(self.placements, "host")
         return load.decide_storage(self.problem, self.loads)
 
     @property
     def on_devices(self) -> Load:
-        """What the tables on GPUs load the ranks with, `[W]`."""
+        """Load of the ranks by the tables on GPUs, `[W]`."""
         chosen = [
             self.loads[name]
             for name, place in self.storages.items()
@@ -74,13 +74,13 @@ class Figures:
 
     @functools.cached_property
     def total(self) -> Load:
-        """What all tables and the exchanges load the ranks with, `[W]`."""
+        """Load of the ranks by all tables and the exchanges, `[W]`."""
         load = sum(self.loads.values(), start=Load())
         return balance.total(load, list(self.placements.values()), self.problem)
 
     @property
     def seconds_per_step(self) -> float:
-        """Estimated time of the busiest rank's tables in a step."""
+        """Estimated seconds per step for the tables of the busiest rank."""
         return float(np.max(self.total.time(self.problem.setting)))
 
 
@@ -110,7 +110,7 @@ _EXPLAINED = (
 
 
 def summary(figures: Figures) -> str:
-    """One line per table, then what all of them load the busiest rank with."""
+    """One line per table, then the load of the busiest rank."""
     lines = [_SUMMARISED]
     for table in figures.problem.tables:
         placement = figures.placements[table.name]
@@ -143,7 +143,7 @@ def summary(figures: Figures) -> str:
 
 
 def explain(figures: Figures, table: str) -> str:
-    """What each placement of a table costs by itself, cheapest first."""
+    """Costs of each placement of a table alone, cheapest first."""
     options = figures.options
     index = figures.problem.index(table)
     numbers = figures.problem.tables[index]
@@ -195,7 +195,7 @@ def _storage(figures: Figures, table: str) -> str:
 
 
 def _on_devices(figures: Figures) -> list[str]:
-    """How full the GPUs are, if any table is on them."""
+    """A line with the memory of the fullest GPU, if tables are on GPUs."""
     if "device" not in figures.storages.values():
         return []
     limit = figures.problem.setting.device_memory
@@ -215,7 +215,7 @@ def _assumptions(setting: Setting) -> list[str]:
 
 
 def describe(placement: TablePlacement) -> str:
-    """The kind of a placement in a few words."""
+    """A short description of a placement."""
     kind: str = placement.kind
     if kind == "grid":
         kind = f"grid {placement.row_parts} x {placement.column_parts}"
@@ -272,7 +272,7 @@ def _ranks(placement: TablePlacement, world_size: int) -> str:
 
 
 def _figures(load: Load) -> tuple[str, str, str]:
-    """Memory, ids and results of the ranks with the most."""
+    """Memory, ids and results, each of the rank with the most."""
     return _mb(load.memory), _kb(load.ids), _kb(load.results)
 
 
@@ -281,12 +281,12 @@ def _mb(values: object) -> str:
 
 
 def _kb(values: object) -> str:
-    # Adding up what cancels may leave a negative zero.
+    # A sum of cancelling numbers may be a negative zero.
     return f"{np.max(np.asarray(values)) / _KILO + 0.0:.1f}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; figures to the right, words to the left."""
+    """Columns of equal width; numbers right-aligned, words left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     numeric = {
         i
@@ -302,7 +302,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-# Tables that get a colour of their own; the others are drawn as one.
+# Number of tables with a colour of their own; the others share one.
 _NAMED = 9
 
 # (title, attribute of `Load`)
@@ -316,19 +316,19 @@ _PANELS = (
 def draw_plan(
     figures: Figures, path: str | os.PathLike[str] | None = None
 ) -> Any:
-    """One panel each for memory, bytes and lookups: a bar per rank.
+    """Plots memory, bytes and lookups in one panel each: a bar per rank.
 
     Args:
-        figures: of the plan.
-        path: file to write, if any.
+        figures: figures of the plan.
+        path: file to write, None for none.
 
     Returns:
         The matplotlib Figure.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
-    # Imported here: only plots need it.
+    # It is imported here because only plots need it.
     from matplotlib.figure import Figure
 
     sheet = Figure(figsize=(12, 4), layout="constrained")
@@ -346,12 +346,12 @@ def draw_plan(
 
 
 def _layers(loads: Mapping[str, Load], attribute: str) -> dict[str, Any]:
-    """Megabytes `[W]` by table, the smaller tables as one."""
+    """Megabytes `[W]` by table; the smaller tables are summed into one."""
     values = {
         name: np.asarray(getattr(load, attribute)) / 1e6
         for name, load in loads.items()
     }
-    # By memory in every panel, so that colours mean the same.
+    # The order is by memory in all panels, so that colours are the same.
     order = sorted(loads, key=lambda name: -float(np.sum(loads[name].memory)))
     layers = {name: values[name] for name in order[:_NAMED]}
     if order[_NAMED:]:

@@ -34,12 +34,11 @@ class Machine:
         plan(tables, features, world_size, **machine.speeds())
 
     Attributes:
-        link_bytes_per_second: that a rank sends, and receives at once, while
-            all ranks do.
-        read_bytes_per_second: of rows of a table that a rank reads at random,
-            while all ranks do.
-        cores: processor cores that a rank has for itself; plans do not use
-            it.
+        link_bytes_per_second: bytes per second that a rank sends, and receives
+            at the same time, while all ranks do.
+        read_bytes_per_second: bytes per second of table rows that a rank reads
+            at random, while all ranks do.
+        cores: processor cores per rank; plans do not use it.
     """
 
     link_bytes_per_second: float
@@ -47,7 +46,7 @@ class Machine:
     cores: float
 
     def speeds(self) -> dict[str, float]:
-        """The arguments of `plan` that say the same."""
+        """The speeds as arguments of `plan`."""
         return {
             "link_bytes_per_second": self.link_bytes_per_second,
             "read_bytes_per_second": self.read_bytes_per_second,
@@ -73,11 +72,11 @@ _GROWTH = 1.3
 
 
 class Popularity:
-    """Row popularity of several features.
+    """Row popularity of several features, after Zipf's law.
 
     Args:
-        rows: of each feature's table, `[F]`.
-        exponents: s of each feature, `[F]`.
+        rows: rows of each feature's table, `[F]`.
+        exponents: Zipf exponent s of each feature, `[F]`.
     """
 
     def __init__(self, rows: Floats, exponents: Floats) -> None:
@@ -109,13 +108,13 @@ class Popularity:
 
 
 def exponents_for(rows: Floats, draws: Floats, unique: Floats) -> Floats:
-    """The exponents under which `draws` ids have so many unique rows.
+    """The exponents for which `draws` ids have `unique` unique rows.
 
     Args:
-        rows: of each table, `[F]`.
+        rows: rows of each table, `[F]`.
         draws: number of ids, `[F]`.
-        unique: unique rows among them, `[F]`; what no exponent can explain
-            gives the nearest one.
+        unique: number of unique rows among them, `[F]`; if no exponent gives
+            this number, the nearest one is used.
 
     Returns:
         `[F]`.
@@ -124,7 +123,7 @@ def exponents_for(rows: Floats, draws: Floats, unique: Floats) -> Floats:
     high = np.full_like(rows, LARGEST_EXPONENT)
     for _ in range(30):
         middle = 0.5 * (low + high)
-        # The more skewed, the fewer unique rows.
+        # More skewed ids have fewer unique rows.
         more = Popularity(rows, middle).unique(draws) > unique
         low = np.where(more, middle, low)
         high = np.where(more, high, middle)
@@ -145,7 +144,7 @@ def _sum_of_powers(edges: Floats, s: Floats) -> Floats:
     """Sums of k^-s over the ranges between `edges`, `[F, ranges]`."""
     edges = np.broadcast_to(edges, (len(s), edges.shape[-1]))
     first, end = edges[:, :-1], edges[:, 1:]
-    # The integral from half a rank below; exact where a range is one rank.
+    # Integral that begins half a rank earlier; exact for a range of one rank.
     power = np.where(np.abs(1.0 - s) < 1e-9, 1e-9, 1.0 - s)
     start = first - 0.5
     ratio = np.log((end - 0.5) / start)
@@ -155,27 +154,28 @@ def _sum_of_powers(edges: Floats, s: Floats) -> Floats:
 
 _LARGEST_BATCH = 1 << 40
 _MAY_BE_NONE = ("memory_limit", "device_memory")
-# Samples per rank and step where nobody has said how many there are.
+# Samples per rank and step if the number is not given.
 USUAL_BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The ranks, their link and what a step is.
+    """The ranks, their links and the size of a step.
 
     Attributes:
         world_size: number of ranks, W.
         batch_size: samples per rank and step, b.
-        wire_bytes: bytes of a number of a result or its gradient, f.
-        link_bytes_per_second: of a rank, each way.
-        read_bytes_per_second: of a rank, reading rows at random.
+        wire_bytes: bytes of one number of a result or its gradient, f.
+        link_bytes_per_second: bytes per second of a rank, each way.
+        read_bytes_per_second: bytes per second that a rank reads of random
+            rows.
         memory_limit: bytes of weights and slots per rank; None for no limit.
         bytes_slack: share of bytes that may be sent beyond the least, to save
             time.
-        device_memory: bytes of weights and slots on a rank's GPU; None where
-            ranks have none.
-        batch_known: whether `batch_size` was given; otherwise it is assumed,
-            which the texts of a plan say and which changes nothing else.
+        device_memory: bytes of weights and slots on a rank's GPU; None if ranks
+            have no GPUs.
+        batch_known: whether `batch_size` was given. If it is assumed, the texts
+            of a plan say so; nothing else depends on this.
     """
 
     world_size: int
@@ -185,8 +185,8 @@ class Setting:
     read_bytes_per_second: float = 8e9
     memory_limit: float | None = None
     bytes_slack: float = 0.1
-    device_memory: float | None = None  # older files do not have it
-    # Plans for the same numbers are equal; older files do not have it.
+    device_memory: float | None = None  # missing in older files
+    # It does not count in comparisons of plans, and is missing in older files.
     batch_known: bool = dataclasses.field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -202,13 +202,13 @@ class Setting:
                 if value != math.inf:
                     checks.number(field.name, value, "plan")
             elif field.name == "device_memory" and value is not None:
-                checks.number(field.name, value, "plan")  # may be none left
+                checks.number(field.name, value, "plan")  # may be 0
             elif value is not None or field.name not in _MAY_BE_NONE:
                 checks.number(field.name, value, "plan", least=SMALLEST)
 
 
 def batch(size: int | None) -> dict[str, Any]:
-    """The fields of `Setting` for a batch, None if it is not known."""
+    """The fields of `Setting` for a batch size, None if unknown."""
     if size is None:
         return {"batch_size": USUAL_BATCH, "batch_known": False}
     return {"batch_size": size, "batch_known": True}
@@ -216,18 +216,18 @@ def batch(size: int | None) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TableNumbers:
-    """What the cost of a table depends on; see `TableConfig`.
+    """The numbers that the cost of a table depends on; see `TableConfig`.
 
     Attributes:
-        name: of the table.
-        rows: of the table.
-        dim: of the table.
-        weight_bytes: of one weight.
-        slots_per_weight: numbers the optimizer keeps per weight.
-        slots_per_row: numbers the optimizer keeps per row (of a cell).
-        placement: what was asked for.
-        deduplicate: what was asked for.
-        storage: what was asked for.
+        name: name of the table.
+        rows: rows of the table.
+        dim: columns of the table.
+        weight_bytes: bytes of one weight.
+        slots_per_weight: numbers that the optimizer stores per weight.
+        slots_per_row: numbers that the optimizer stores per row (of a cell).
+        placement: requested placement.
+        deduplicate: requested value.
+        storage: requested storage.
     """
 
     name: str
@@ -238,7 +238,7 @@ class TableNumbers:
     slots_per_row: float
     placement: str | TablePlacement
     deduplicate: bool | None
-    storage: Storage | None = None  # older files do not have it
+    storage: Storage | None = None  # missing in older files
 
     def __post_init__(self) -> None:
         where = f"table {checks.brief(self.name)}"
@@ -257,21 +257,21 @@ class TableNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureNumbers:
-    """What the cost of a feature depends on.
+    """The numbers that the cost of a feature depends on.
 
     Attributes:
-        name: of the feature.
+        name: name of the feature.
         table: index of its table.
-        hotness: mean ids per list, whose rows are summed.
-        exponent: how skewed its ids are, see `Popularity`.
-        lists: mean lists per sample. One, but of sequences.
+        hotness: mean ids per list; the rows of a list are summed.
+        exponent: Zipf exponent of its ids, see `Popularity`.
+        lists: mean lists per sample; 1 except for sequences.
     """
 
     name: str
     table: int
     hotness: float
     exponent: float
-    lists: float = 1.0  # older files do not have it
+    lists: float = 1.0  # missing in older files
 
     def __post_init__(self) -> None:
         where = f"feature {checks.brief(self.name)}"
@@ -302,10 +302,10 @@ class Problem:
                 )
 
     def index(self, table: str) -> int:
-        """Index of the table of that name.
+        """Index of the table with a name.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: there is no such table.
         """
         names = [numbers.name for numbers in self.tables]
         if table not in names:
@@ -316,7 +316,7 @@ class Problem:
         return names.index(table)
 
     def to_dict(self) -> dict[str, Any]:
-        """The problem as JSON can hold it."""
+        """The problem as JSON values."""
         config = dataclasses.asdict(self)
         for entry, table in zip(config["tables"], self.tables, strict=True):
             if isinstance(table.placement, TablePlacement):
@@ -328,7 +328,8 @@ class Problem:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: for what describes none; it names the field.
+            ValueError: the config describes no problem; the message names the
+                field.
         """
         fields = checks.fields_of(cls, config, "problem")
         tables = []
@@ -358,10 +359,10 @@ class Problem:
 
 
 def _check_kind(table: str, placement: Any) -> None:
-    """Refuses what is neither a placement nor the name of a kind.
+    """Rejects a value that is neither a placement nor the name of a kind.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is neither.
     """
     if isinstance(placement, TablePlacement):
         return
@@ -373,10 +374,10 @@ def _check_kind(table: str, placement: Any) -> None:
     )
 
 
-# What is assumed when the input does not tell how many ids a sample has.
+# Ids per sample that are assumed if the input does not have the number.
 USUAL_HOTNESS = 100.0
 
-# (Numbers per weight, numbers per row) that an optimizer keeps.
+# Stored numbers of an optimizer: (per weight, per row).
 _SLOTS = {
     "sgd": (0.0, 0.0),
     "momentum": (1.0, 0.0),
@@ -389,26 +390,26 @@ _SLOTS = {
 
 
 def hotness(input_shape: Any, input_dim: int) -> int | None:
-    """Ids per sample, read off the shape of an input of ids.
+    """Ids per sample, from the shape of an input of ids.
 
     Args:
-        input_shape: shape of the input, or a list or dict of shapes; None
-            if nothing is known.
-        input_dim: rows of the table; a last dimension of this size is a
-            SparseTensor's and tells nothing.
+        input_shape: shape of the input, or a list or dict of shapes; None if
+            unknown.
+        input_dim: rows of the table; a last dimension of this size is of a
+            SparseTensor and does not give the number of ids.
 
     Returns:
         Ids per sample, None if unknown.
     """
     if isinstance(input_shape, Mapping):
         input_shape = list(input_shape.values())
-    rank = getattr(input_shape, "rank", 0)  # None of an unknown TensorShape
+    rank = getattr(input_shape, "rank", 0)  # None for an unknown TensorShape
     if input_shape is None or rank is None:
         return None
     shape = list(input_shape)
     if not shape:
         return None
-    if hasattr(shape[0], "__iter__"):  # or a TensorShape
+    if hasattr(shape[0], "__iter__"):  # list or TensorShape
         known = [hotness(part, input_dim) for part in shape]
         return None if None in known else sum(k for k in known if k)
     if len(shape) == 1:
@@ -424,10 +425,10 @@ def make_problem(
     popularity: float | Mapping[str, float],
     forced: Mapping[str, TablePlacement | str],
 ) -> Problem:
-    """Reduces configurations to numbers; see `plan.plan` for the arguments.
+    """Converts configurations to numbers; see `plan.plan` for arguments.
 
     Raises:
-        ValueError: if they contradict each other.
+        ValueError: the arguments contradict each other.
     """
     if not isinstance(slots, str) and not 0 <= slots < math.inf:
         raise ValueError(
@@ -491,7 +492,7 @@ def _table(
 
 
 def _slots_of(optimizer: Any, slots: float | str) -> tuple[float, float]:
-    """Numbers kept per weight and per row by the table's optimizer."""
+    """Numbers per weight and per row that the table's optimizer stores."""
     if optimizer is not None:
         name = optimizer if isinstance(optimizer, str) else None
         slots = name or type(optimizer).__name__
@@ -500,7 +501,7 @@ def _slots_of(optimizer: Any, slots: float | str) -> tuple[float, float]:
     name = slots.replace("_", "").lower()
     if name == "sgd" and getattr(optimizer, "momentum", None):
         name = "momentum"
-    # An optimizer that is not known is taken to keep one, as most do.
+    # An unknown optimizer is assumed to have one slot per weight, as most do.
     return _SLOTS.get(name, (1.0, 0.0))
 
 
@@ -514,7 +515,7 @@ def _ids_of_sample(feature: FeatureConfig) -> float:
 
 
 def _lists_of_sample(feature: FeatureConfig, ids: float) -> float:
-    """How many results a sample has."""
+    """Number of results of a sample."""
     if feature.table.combiner is None:
         return ids
     outer = feature.input_shape[1:-1]
@@ -527,7 +528,7 @@ def _exponents(
     batch_size: int,
     popularity: float | Mapping[str, float],
 ) -> list[float]:
-    """Zipf exponent of each feature, from `unique` where that is given."""
+    """Zipf exponent of each feature, from `unique` if given."""
     default = DEFAULT_EXPONENT
     exponents = [
         popularity.get(feature.table.name, default)

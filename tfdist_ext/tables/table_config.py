@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, features and dynamic vocabularies, as a user describes them."""
+"""Configurations of tables, features and dynamic vocabularies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tfdist_ext.tables.checks import refuse_removed
 from tfdist_ext.tables.checks import without_removed
 from tfdist_ext.tables.placement import TablePlacement
 
-# Rows are numbers of 32 bits, and one is shared.
+# Rows are numbered with 32 bits, and one row is shared.
 MOST_KEYS = (1 << 31) - 2
-# Of so many rows a bucket, at least 97 % of all have keys before one is full:
-# docs/vocabularies.md derives it.
+# Rows per bucket. With so many, at least 97 % of all rows have keys before any
+# bucket is full: docs/vocabularies.md derives it.
 _ROWS_OF_BUCKET = 65536
 _MOST_BUCKETS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicVocabulary:
-    """A table's vocabulary that grows: keys get rows when they are first seen.
+    """A dynamic vocabulary of a table: keys get rows when first seen.
 
     Keys are any 64-bit integers, or strings. See docs/vocabularies.md.
 
@@ -34,24 +34,24 @@ class DynamicVocabulary:
     1000001
 
     Attributes:
-        capacity: keys that may have rows at once.
-        min_count: occurrences, over all ranks and steps, from which on a key
-            has a row. Until then it is a candidate.
-        evict: which keys give up their rows when there is none left: "lru"
-            those seen least recently, "lfu" those seen least often, None
-            none.
-        steps_to_live: a key that was not seen for more steps than this gives
-            up its row; None for never.
+        capacity: number of keys that can have rows at a time.
+        min_count: occurrences, over all ranks and steps, after which a key gets
+            a row. Until then it is a candidate.
+        evict: which keys lose their rows when no row is free: "lru", the keys
+            seen least recently; "lfu", the keys seen least often; None, no
+            keys.
+        steps_to_live: a key that was not seen for more steps than this loses
+            its row; None for never.
         key_dtype: "int64" or "string".
-        full: what a new key gets when no row is left for it: "error" ends
-            the step on every rank, "shared_row" is row 0.
+        full: what a new key gets when no row is free: "error" ends the step on
+            every rank, "shared_row" is row 0.
         unadmitted: what candidates, and keys that were never trained, get:
-            "zeros", which do not learn, or "shared_row".
-        keep_text: whether the texts of strings that have rows are kept, for
+            "zeros", which are not trained, or "shared_row".
+        keep_text: whether to store the texts of string keys that have rows, for
             `get_vocabularies`, checkpoints and exports.
 
     Raises:
-        ValueError: for a value outside of these.
+        ValueError: a value is invalid.
     """
 
     capacity: int
@@ -91,7 +91,7 @@ class DynamicVocabulary:
 
     @property
     def rows(self) -> int:
-        """Rows of the table: one for each key, and row 0, which is shared."""
+        """Rows of the table: one for each key, and the shared row 0."""
         return self.capacity + 1
 
     @property
@@ -101,12 +101,12 @@ class DynamicVocabulary:
 
     @property
     def buckets(self) -> int:
-        """Parts of a new vocabulary, a power of two; saved ones keep theirs."""
+        """Buckets of a new vocabulary, a power of two; saved ones differ."""
         wanted = min(max(self.capacity // _ROWS_OF_BUCKET, 1), _MOST_BUCKETS)
         return 1 << (wanted.bit_length() - 1)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make this object again."""
+        """The arguments that create an equal object."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -114,19 +114,19 @@ class DynamicVocabulary:
         """The object that `get_config` describes.
 
         Args:
-            config: of `get_config`.
+            config: result of `get_config`.
 
         Raises:
-            ValueError: for fields that are not known, or lacking.
+            ValueError: fields are unknown or missing.
         """
         return cls(**checks.fields_of(cls, config, "config of a vocabulary"))
 
 
 def refuse_vocabulary(field: str, value: Any, where: str) -> None:
-    """Refuses a vocabulary where a number of rows is asked for.
+    """Rejects a dynamic vocabulary as a number of rows.
 
     Raises:
-        ValueError: then.
+        ValueError: the value is a dynamic vocabulary.
     """
     if isinstance(value, DynamicVocabulary):
         raise ValueError(
@@ -137,11 +137,11 @@ def refuse_vocabulary(field: str, value: Any, where: str) -> None:
         )
 
 
-# The largest sizes of a table.
+# Largest sizes of a table.
 SIZES = {"vocabulary_size": 1 << 40, "embedding_dim": (1 << 31) - 1}
-# Of sizes that are not given, which is refused.
+# Value of sizes that are not given, which is rejected.
 _NEEDED = 0
-# The least mean number of ids of a sample.
+# Smallest mean number of ids of a sample.
 SMALLEST = 1e-9
 
 
@@ -153,45 +153,45 @@ def _as_is(value: Any) -> Any:
 class TableConfig:
     """A table of weights, `[vocabulary_size, embedding_dim]`.
 
-    Features that are given the same object share one table.
+    Features with the same object share one table.
 
     >>> words = TableConfig("words", 1 << 20, 64, combiner="sum")
     >>> words.placement
     'auto'
 
     Attributes:
-        name: of the table, unique within a layer.
+        name: name of the table, unique within a layer.
         vocabulary_size: number of rows; ids are in `[0, vocabulary_size)`.
         embedding_dim: number of columns.
         initializer: a Keras initializer or its name.
-        optimizer: a Keras optimizer or its name for this table only; None
-            leaves the table to the model's.
+        optimizer: a Keras optimizer or its name, for this table only; None uses
+            the model's optimizer.
         combiner: "mean", "sum" or "sqrtn" of a sample's weighted rows; None
-            keeps the row of every id, in sequences.
-        placement: "auto" (the planner chooses), "data_parallel" (all of it on
-            every rank), "table_wise" (all of it on one rank), "row_wise",
-            "column_wise", "grid", "sparsecore" (the planner chooses, but not
-            data_parallel), "default_device" (data_parallel), or a
-            `TablePlacement`, which names the ranks too. The short names that
-            `FullSparse` accepts mean the same here.
-        max_ids_per_partition: not used, buffers grow as needed. There so that
-            configurations of keras-rs are accepted.
-        max_unique_ids_per_partition: not used, as above.
-        deduplicate: whether a batch asks for each unique row once and pools
-            on its own rank; None leaves it to the planner.
-        dtype: of the weights, "float32" or "bfloat16".
+            returns the row of every id, for sequences.
+        placement: "auto" (the planner chooses), "data_parallel" (unpartitioned
+            on every rank), "table_wise" (unpartitioned on one rank),
+            "row_wise", "column_wise", "grid", "sparsecore" (the planner
+            chooses, but not data_parallel), "default_device" (data_parallel),
+            or a `TablePlacement`, which also sets the ranks. The short names of
+            `FullSparse` are accepted too.
+        max_ids_per_partition: ignored, as buffers grow when needed; accepted
+            for configurations of keras-rs.
+        max_unique_ids_per_partition: ignored, as above.
+        deduplicate: whether ranks request each unique row of a batch once and
+            combine rows themselves; None lets the planner choose.
+        dtype: dtype of the weights, "float32" or "bfloat16".
         out_of_range: "error" raises on every rank, "ignore" drops the id.
-        vocabulary: a `DynamicVocabulary`, whose keys get rows as they come;
-            `vocabulary_size` is left out then.
-        max_norm: the longest that a row may be, as a Euclidean norm; rows that
-            an update makes longer are scaled down to it. None for no limit.
-        storage: where weights and slots lie: "device", the GPU of each rank
-            that has a part, or "host", its memory. None leaves it to the
-            planner; without GPUs all tables are on the hosts.
-        hot_rows: removed, refused unless there are none.
+        vocabulary: a `DynamicVocabulary`, which assigns rows to keys as they
+            come; omit `vocabulary_size` then.
+        max_norm: largest Euclidean norm of a row; an update that makes a row
+            longer scales it down to this. None for no limit.
+        storage: memory of weights and slots: "device", the GPU of each rank
+            with a part, or "host", its main memory. None lets the planner
+            choose; without GPUs all tables are on the hosts.
+        hot_rows: removed; must be 0 or empty.
 
     Raises:
-        ValueError: for a value outside of these.
+        ValueError: a value is invalid.
     """
 
     name: str
@@ -286,14 +286,14 @@ class TableConfig:
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is
     ) -> dict[str, Any]:
-        """The arguments that make this object again.
+        """The arguments that create an equal object.
 
         Args:
-            serialize: what is done to `initializer` and `optimizer`, for
+            serialize: function applied to `initializer` and `optimizer`, for
                 example `keras.saving.serialize_keras_object`.
 
         Returns:
-            A dictionary that JSON can hold if `serialize` sees to it.
+            A dictionary, of JSON values if `serialize` returns such.
         """
         config = {
             field.name: getattr(self, field.name)
@@ -316,12 +316,12 @@ class TableConfig:
         """The object that `get_config` describes.
 
         Args:
-            config: of `get_config`, or of that of keras-rs.
-            deserialize: the inverse of `serialize` there. What is left
-                serialised is read when a layer needs it.
+            config: result of `get_config`, or of keras-rs's `get_config`.
+            deserialize: inverse of `serialize`. Values that stay serialized are
+                deserialized when a layer needs them.
 
         Raises:
-            ValueError: for fields that are not known, or lacking.
+            ValueError: fields are unknown or missing.
         """
         where = "config of a table"
         needed = ("vocabulary_size", "embedding_dim")
@@ -345,24 +345,24 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureConfig:
-    """A column of the input and the table that it looks up in.
+    """A column of the input, and the table that it is looked up in.
 
     Attributes:
-        name: of the feature, unique within a layer.
-        table: where its ids are looked up.
-        input_shape: of its ids, `(batch, ids per sample)`; None for what is
-            not known. The first dimension is the global batch. More
-            dimensions are kept: a combiner takes the ids of the last one.
-        output_shape: of its result, `(batch, embedding_dim)`. Without a
-            combiner `(batch, length, embedding_dim)`; a length that is given
-            is what ragged ids are padded with zeros to, or cut after.
-        hotness: mean ids per sample, for the planner, if `input_shape` does
-            not tell.
-        unique: mean number of unique ids in one rank's batch, for the
-            planner, if known.
+        name: name of the feature, unique within a layer.
+        table: table that its ids are looked up in.
+        input_shape: shape of its ids, `(batch, ids per sample)`; None for
+            unknown sizes. The first dimension is the global batch. Further
+            dimensions are kept: a combiner combines the ids of the last one.
+        output_shape: shape of its result, `(batch, embedding_dim)`; without a
+            combiner `(batch, length, embedding_dim)`. Ragged ids are padded
+            with zeros or truncated to a given length.
+        hotness: mean ids per sample, for the planner, if `input_shape` does not
+            have it.
+        unique: mean number of unique ids in one rank's batch, for the planner,
+            if known.
 
     Raises:
-        ValueError: for a value outside of these.
+        ValueError: a value is invalid.
     """
 
     name: str
@@ -397,7 +397,7 @@ class FeatureConfig:
                 checks.number(field, value, where, least=SMALLEST)
 
     def _check_ranks(self, where: str) -> None:
-        """Refuses an output with more or fewer dimensions than there are."""
+        """Checks the number of dimensions of the output."""
         given, found = len(self.input_shape), len(self.output_shape)
         if self.table.combiner is None:
             if found == given + 1:
@@ -440,12 +440,12 @@ class FeatureConfig:
         """The object that `get_config` describes.
 
         Args:
-            config: of `get_config`; `table` may be a TableConfig already, as
-                features that share a table need it.
+            config: result of `get_config`; `table` may already be a
+                TableConfig, as is needed for features that share a table.
             deserialize: see `TableConfig.from_config`.
 
         Raises:
-            ValueError: for fields that are not known, or lacking.
+            ValueError: fields are unknown or missing.
         """
         arguments = checks.fields_of(cls, config, "config of a feature")
         if not isinstance(arguments["table"], TableConfig):
@@ -456,7 +456,7 @@ class FeatureConfig:
 
 
 def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
-    """A placement as JSON can hold it."""
+    """A placement as JSON values."""
     return {
         "row_parts": placement.row_parts,
         "column_parts": placement.column_parts,
@@ -471,11 +471,11 @@ def placement_from_dict(
     """The inverse of `placement_to_dict`.
 
     Args:
-        config: of `placement_to_dict`.
-        where: what it is of, for messages.
+        config: result of `placement_to_dict`.
+        where: name of the object, for error messages.
 
     Raises:
-        ValueError: for what describes none.
+        ValueError: the config describes no placement.
     """
     fields = checks.fields_of(
         TablePlacement, without_removed(config, "hot_ids", where), where
