@@ -25,7 +25,7 @@ from tfdist_ext.launch import local_ranks
 from tfdist_ext.launch import ssh_hosts
 from tfdist_ext.launch.local_ranks import Ended
 
-# Which start of the job it is, for the ranks; 0 is the first.
+# Tells ranks the number of restarts; 0 for the first start.
 RESTARTS_VARIABLE = "TFDIST_RESTART"
 
 Attempt = Callable[[argparse.Namespace], Ended]
@@ -35,7 +35,7 @@ def run_with_restarts(options: argparse.Namespace, attempt: Attempt) -> int:
     """Runs a job until it has succeeded, was stopped, or fails too often.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
         attempt: runs all ranks of this host once, with options like these.
 
     Returns:
@@ -58,13 +58,13 @@ def run_with_restarts(options: argparse.Namespace, attempt: Attempt) -> int:
 def _options_of(
     options: argparse.Namespace, restarts: int
 ) -> argparse.Namespace:
-    """Those of one start: its number for the ranks, and logs of its own."""
+    """The options of one start: with its number, and logs of its own."""
     own = copy.copy(options)
     own.restarts = restarts
     own.env = [(RESTARTS_VARIABLE, str(restarts)), *options.env]
     if restarts:
-        # Hosts come when their ranks have ended; host 0 waits for them, and
-        # they for it and those that it waits for.
+        # Hosts connect when their ranks have ended. Host 0 waits for them. They
+        # wait for host 0 and for the hosts that it waits for.
         waits = options.restart_timeout + options.grace
         own.start_timeout = waits if options.node_rank == 0 else 2 * waits
         if options.hosts:  # the connections have ended
@@ -131,14 +131,14 @@ def _run_on_this_host(options: argparse.Namespace) -> local_ranks.Ended:
 
 
 def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
-    """Runs; says in one line what prevents it, instead of a traceback.
+    """Runs a function; prints an error as one line, without a traceback.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
         run: returns an exit code.
 
     Returns:
-        That exit code, or another than 0.
+        That exit code, or another one that is not 0.
     """
     try:
         return run()
@@ -151,7 +151,7 @@ def explained(options: argparse.Namespace, run: Callable[[], int]) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:  # Before the first rank was started.
+    except KeyboardInterrupt:  # before the first rank was started
         return 128 + signal.SIGINT
 
 
@@ -167,7 +167,7 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
             "you can read, with the output of `openssl rand -hex 32`. In a "
             "network that you trust, --allow-unauthenticated does without"
         )
-    # Not loopback: the address others use may belong to any interface.
+    # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(options.n, "", own_ports(options)) as reserved:
         meeting = hosts.meet(
             master=options.master,
@@ -188,7 +188,7 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
 
 
 def own_ports(options: argparse.Namespace) -> range:
-    """The ports that the user leaves to the ranks, of which rank 0 gets one."""
+    """The range of ports that the user allows; rank 0 gets one of them."""
     try:
         return Listening.of({**os.environ, **dict(options.env)}).ports
     except ValueError as error:
@@ -196,7 +196,7 @@ def own_ports(options: argparse.Namespace) -> range:
 
 
 def _secret() -> bytes:
-    """The secret that the user has given, which the ranks find as well."""
+    """The secret that the user has set, which ranks also find."""
     try:
         return secret_lib.find_secret(os.environ)
     except ValueError as error:
@@ -212,10 +212,10 @@ def ranks_of_host(
     """Describes the ranks of this host, one per local rank.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
         workers: addresses of all ranks.
-        first_rank: of this host.
-        secret: for the ranks, empty if they find one by themselves.
+        first_rank: first rank of this host.
+        secret: secret for the ranks, empty if they find one by themselves.
     """
     ranks = []
     for local_rank in range(options.n):
@@ -240,7 +240,7 @@ def ranks_of_host(
 
 
 def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
-    """Describes the one rank whose place somebody else has set."""
+    """Describes the one rank that another launcher has placed."""
     own = dict(options.env)
     if (launched := options.launched) is not None:
         where = f"started by {launched.launcher}"
@@ -255,7 +255,7 @@ def _rank_under_manager(options: argparse.Namespace) -> local_ranks.Rank:
         ValueError,
         RecursionError,
     ):
-        rank = 0  # The program itself will say what is wrong with it.
+        rank = 0  # the program reports the error itself
     return local_ranks.Rank(
         rank, "address in TF_CONFIG", _command(options), own
     )
@@ -269,18 +269,18 @@ def _command(options: argparse.Namespace) -> list[str]:
 def _defaults(
     environment: Mapping[str, str], rank: int, ranks: int
 ) -> dict[str, str]:
-    """What a rank gets unless the user's environment says otherwise."""
+    """Variables that a rank gets unless the user's environment has them."""
     cores = len(os.sched_getaffinity(0))
     threads = str(max(1, cores // ranks))
     defaults = {
         # Ranks of one host share its cores.
         "OMP_NUM_THREADS": threads,
         "TF_NUM_INTRAOP_THREADS": threads,
-        # Rank 0 may bind the port this launcher holds for it.
+        # Rank 0 may bind the port that this launcher has reserved for it.
         listener.HELD_VARIABLE: "1",
     }
     if rank != 0:
-        # What is written to a pipe arrives at once, also before a crash.
+        # Output to a pipe is then written at once, so a crash does not lose it.
         defaults["PYTHONUNBUFFERED"] = "1"
     return {k: v for k, v in defaults.items() if k not in environment}
 
@@ -288,7 +288,7 @@ def _defaults(
 def _gpu(
     environment: Mapping[str, str], local_rank: int, ranks: int
 ) -> dict[str, str]:
-    """One GPU per rank where the host has enough, else no choice is made."""
+    """Selects one GPU per rank if the host has enough, else none."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu]

@@ -20,7 +20,7 @@ from tfdist_ext.launch import live_stats
 from tfdist_ext.launch.variables import CHECK_VARIABLE
 from tfdist_ext.launch.variables import LaunchError
 
-# What ssh takes for a host, and never for an option of its own.
+# Names that ssh takes as a host, and never as an option of its own.
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.-]+)?")
 _MOST_SLOTS = 4096
@@ -28,12 +28,12 @@ _MOST_SLOTS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A line of the file.
+    """A host of the host file.
 
     Attributes:
-        login: what ssh is given: a host, or user@host. An address of IPv6
-            has no brackets.
-        slots: how many ranks it takes.
+        login: argument of ssh: a host, or user@host. An IPv6 address has no
+            brackets.
+        slots: number of ranks that the host takes.
     """
 
     login: str
@@ -46,18 +46,18 @@ class Host:
 
 
 def read_hostfile(path: pathlib.Path) -> list[Host]:
-    """Reads a file of hosts.
+    """Reads a host file.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
-        The hosts, in the order in which the file first names them; slots of
-        one that it names again are added up.
+        The hosts, in the order in which the file first names them; the slots of
+        a host with several lines are added up.
 
     Raises:
-        ValueError: the file cannot be read, a line is none of a host, or
-            there is none.
+        ValueError: the file cannot be read, a line is invalid, or there is no
+            host.
     """
     try:
         lines = path.read_text().splitlines()
@@ -82,7 +82,7 @@ def first_hosts(hosts: Sequence[Host], ranks: int) -> list[Host]:
     """The first hosts, with as many slots as there are ranks.
 
     Raises:
-        ValueError: there are not that many slots.
+        ValueError: there are too few slots.
     """
     total = sum(host.slots for host in hosts)
     if ranks > total:
@@ -96,10 +96,10 @@ def first_hosts(hosts: Sequence[Host], ranks: int) -> list[Host]:
 
 
 def _login(word: str) -> str:
-    """What ssh is given for the first word of a line.
+    """The argument of ssh for the first word of a line.
 
     Raises:
-        ValueError: it is no host.
+        ValueError: the word is no host.
     """
     user, at, host = word.rpartition("@")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -116,10 +116,10 @@ def _login(word: str) -> str:
 
 
 def _slots(words: Sequence[str]) -> int:
-    """How many ranks a host takes, of the words after it.
+    """Number of ranks that a host takes, from the other words of a line.
 
     Raises:
-        ValueError: one of them says something else.
+        ValueError: a word is invalid.
     """
     slots = 1
     for word in words:
@@ -158,21 +158,22 @@ Or once, where ssh comes to all of them without a password: FILE has a line
 Where a cluster manager has set TF_CONFIG, or srun, mpirun and such have started
 tfdist-run for every rank, one rank is started, which is told so itself."""
 
-# Of ranks per host, and of hosts: more addresses than a message can hold.
+# Most ranks per host, and most hosts: a message cannot have the addresses of
+# more.
 _MOST = 4096
 _STATS_SECONDS = 10.0
 _CHECKS = ("auto", "always", "error", "off")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; ends with a message where it is wrong.
+    """Reads the command line; ends with a message if it is wrong.
 
     Args:
-        arguments: without the program's name; None for `sys.argv`.
+        arguments: arguments without the program's name; None for `sys.argv`.
 
     Returns:
-        The options, and as `launched` the rank for which another launcher
-        has started this one, or None.
+        The options, and as `launched` the rank for which another launcher has
+        started this one, or None.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -185,7 +186,7 @@ def _check(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> None:
-    """Ends with a message where options contradict each other."""
+    """Ends with a message if options contradict each other."""
     several = options.nnodes > 1 or options.hostfile is not None
     options.launched = None
     options.hosts = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank another launcher made of this process, from its environment."""
+"""Reads from the environment which rank another launcher gave this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tfdist_ext.launch.variables import SLURM
 from tfdist_ext.launch.variables import LaunchError
 from tfdist_ext.launch.variables import Variables
 
-# Names, cut to 15 letters as Linux does, of what starts the ranks of a host.
+# Names of processes that start the ranks of a host, truncated to 15 characters
+# as in Linux.
 _LAUNCHERS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpirun")
 _SCONTROL_SECONDS = 30.0
 
@@ -28,10 +29,10 @@ def slurm_host_names(hosts: str) -> list[str]:
     """Expands a list of hosts like "n[1-3,7]", in its order.
 
     Args:
-        hosts: as Slurm writes it.
+        hosts: list in Slurm's notation.
 
     Raises:
-        OSError: Slurm's own `scontrol` is not there or cannot do it.
+        OSError: Slurm's own `scontrol` is missing or fails.
     """
     if "[" not in hosts:
         return hosts.split(",")
@@ -51,8 +52,8 @@ def slurm_host_names(hosts: str) -> list[str]:
 def launching_process() -> str:
     """Identifies the process that has started the ranks of this host.
 
-    It is the nearest ancestor with the name of a launcher; a shell may stand
-    between. Without one it is the parent.
+    It is the nearest ancestor with the name of a launcher, as there may be a
+    shell in between. Without such an ancestor it is the parent.
     """
     for process, name in _ancestors():
         if name.startswith(_LAUNCHERS):
@@ -61,32 +62,33 @@ def launching_process() -> str:
 
 
 def _ancestors() -> Iterator[tuple[str, str]]:
-    """Number and name of each, the parent first."""
+    """Number and name of each ancestor, the parent first."""
     process = str(os.getppid())
     while process not in ("0", "1"):
         try:
             text = pathlib.Path(f"/proc/{process}/stat").read_text()
         except OSError:
             return
-        # The name is in brackets and may hold any character.
+        # The name is in brackets and may have any character.
         start, _, rest = text.rpartition(")")
         yield process, start.partition("(")[2]
         process = rest.split()[1]
 
 
 _MOST_NODES = 1 << 20
-# A terminal of `srun --pty` belongs to the first task; the others have ended.
+# Set in a terminal of `srun --pty`, which belongs to the first task; the other
+# tasks have ended.
 _TERMINAL = "SLURM_PTY_PORT"
 
 
 @dataclasses.dataclass(frozen=True)
 class SlurmPlace:
-    """Where a task is.
+    """The position of a task in a Slurm job.
 
     Attributes:
-        local_rank: among the tasks of its host.
-        local_size: how many those are.
-        nodes: hosts of the step.
+        local_rank: number of the task among the tasks of its host.
+        local_size: number of tasks of its host.
+        nodes: number of hosts of the step.
         job: job and step.
     """
 
@@ -97,15 +99,15 @@ class SlurmPlace:
 
 
 def is_terminal(environment: Mapping[str, str]) -> bool:
-    """Whether a person has typed what the process does."""
+    """Whether a user has started the process in a terminal of srun."""
     return _TERMINAL in environment
 
 
 def slurm_place(environment: Mapping[str, str], size: int) -> SlurmPlace:
-    """Reads the place of this task.
+    """Reads the position of this task.
 
     Args:
-        environment: of the process.
+        environment: variables of the process.
         size: number of tasks.
 
     Raises:
@@ -133,7 +135,7 @@ def slurm_place(environment: Mapping[str, str], size: int) -> SlurmPlace:
 
 
 def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
-    """The numbers in a text like "2(x3),1": two, three times, and one."""
+    """The numbers in a text like "2(x3),1": three times 2, and 1."""
     tasks: list[int] = []
     for part in environment.get(SLURM.local_size, "").split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -150,15 +152,15 @@ def first_host(
     environment: Mapping[str, str],
     host_names: Callable[[str], Sequence[str]],
 ) -> str:
-    """The host of the first task, for all the ways in which Slurm counts.
+    """The host of the first task, whatever the distribution of tasks.
 
     Args:
-        environment: of the process.
+        environment: variables of the process.
         host_names: expands a list of hosts.
 
     Raises:
-        variables.LaunchError: the tasks are placed by a list of the user's,
-            or the hosts of the step cannot be read.
+        variables.LaunchError: the user has placed the tasks by a list, or the
+            hosts of the step cannot be read.
     """
     names, way = "SLURM_STEP_NODELIST", "SLURM_DISTRIBUTION"
     if environment.get(way, "").startswith("arbitrary"):
@@ -173,26 +175,27 @@ def first_host(
 
 
 _LOOPBACK = "127.0.0.1"
-# Below the ports that systems give out by themselves, of 32768 or more.
+# These are below the ports that systems assign by themselves, from 32768.
 _PORTS = range(20000, 32000)
 _TORCH_PORT = 29500
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A process that a launcher has started beside others.
+    """A process that a launcher has started, as one of several.
 
     Attributes:
-        launcher: its name.
-        rank: of this process.
-        size: how many there are, at least 2.
-        local_rank: of this process among those of its host.
-        local_size: how many those are; `size` where all run on one host.
-        master: "host:port" at which rank 0 listens while the ranks start;
-            ":port" where a store tells the host.
-        job: by which it is told from others.
-        variable: the environment variable that tells the size, and its value.
-        store: "host:port" of the store of horovodrun, where the ranks need it.
+        launcher: name of the launcher.
+        rank: rank of this process.
+        size: number of processes, at least 2.
+        local_rank: number of this process among those of its host.
+        local_size: number of processes on its host; `size` if all run on one
+            host.
+        master: "host:port" that rank 0 listens on while the ranks start;
+            ":port" if a store has the host.
+        job: identifies the job.
+        variable: environment variable that has the size, and its value.
+        store: "host:port" of horovodrun's store, if the ranks need it.
     """
 
     launcher: str
@@ -207,7 +210,7 @@ class Launched:
 
     @property
     def names(self) -> list[str]:
-        """What ranks are called before they have met: rank 0 by its address.
+        """Names of the ranks before they are connected: rank 0's address first.
 
         They are equal on all ranks and differ from those of other jobs.
         """
@@ -218,7 +221,7 @@ class Launched:
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What is not in the environment.
+    """Information that is not in the environment.
 
     Attributes:
         host_names: expands a list of hosts of Slurm.
@@ -232,12 +235,12 @@ class Outside:
 def read(
     environment: Mapping[str, str], outside: Outside | None = None
 ) -> Launched | None:
-    """Reads what a launcher has told this process.
+    """Reads which rank a launcher gave this process.
 
     Args:
-        environment: of the process. TF_CONFIG is not looked at: where there
-            is one, nobody needs to ask.
-        outside: by default that of this host.
+        environment: variables of the process. TF_CONFIG is not read: this
+            function is not called if it is set.
+        outside: by default the information of this host.
 
     Returns:
         The rank; None for a process that is alone.
@@ -254,7 +257,7 @@ def read(
 def _read_engine(
     environment: Mapping[str, str], outside: Outside
 ) -> Launched | None:
-    """The rank that an engine's own variables tell."""
+    """The rank according to an engine's own variables."""
     for variables in variables_lib.ENGINES:
         if variables is variables_lib.SLURM and is_terminal(environment):
             continue
@@ -274,7 +277,7 @@ def _read_engine(
 
 
 def _is_of_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether srun has set the variables of MPICH beside its own."""
+    """Whether srun has set the variables of MPICH in addition to its own."""
     theirs, ours = variables_lib.MPICH, variables_lib.SLURM
     return not is_terminal(environment) and all(
         environment.get(one) == environment.get(other)
@@ -309,7 +312,7 @@ def _of_mpi(
 
 
 def _store(environment: Mapping[str, str]) -> str:
-    """Where horovodrun keeps a store; empty where nobody needs it."""
+    """Address of horovodrun's store; empty if it is not needed."""
     variables = variables_lib.HOROVOD
     host = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
     name = "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -345,12 +348,12 @@ def _of_slurm(
 def _read_named(
     environment: Mapping[str, str], engine: Launched | None
 ) -> Launched | None:
-    """The rank that RANK tells, or the index of a Kubernetes job.
+    """The rank according to RANK, or to the index of a Kubernetes job.
 
     Args:
-        environment: of the process.
-        engine: what an engine's own variables tell; then these count only
-            where they are complete.
+        environment: variables of the process.
+        engine: rank according to an engine's own variables, or None. With an
+            engine, these variables count only if they are complete.
     """
     variables = _variables_of_name(environment)
     complete = {variables.size, variables.rank} <= environment.keys()
@@ -364,7 +367,7 @@ def _read_named(
                 environment, variables, why, variables.rank
             )
         if not environment.get(variables.rank, "").isdecimal():
-            return None  # somebody else's RANK
+            return None  # RANK of another program
     rank, size = variables_lib.numbers(environment, variables) or (0, 1)
     _check_nested(variables, rank, size, engine)
     if size == 1:
@@ -377,7 +380,7 @@ def _read_named(
         or f"at {addresses_lib.join(host, port)}"
     )
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun itself listens at the port that it names.
+        # torchrun itself listens on the port in the variable.
         port = _port_of(f"{job} {port}")
     return Launched(
         variables.launcher,
@@ -393,17 +396,17 @@ def _read_named(
 def _variables_of_name(environment: Mapping[str, str]) -> Variables:
     torch, kubernetes = variables_lib.TORCH, variables_lib.KUBERNETES
     if {torch.size, torch.rank} <= environment.keys():
-        return torch  # of what has been started in a pod
+        return torch  # for processes started in a pod
     return kubernetes if kubernetes.rank in environment else torch
 
 
 def _check_nested(
     variables: Variables, rank: int, size: int, engine: Launched | None
 ) -> None:
-    """Refuses two launchers that contradict each other.
+    """Rejects two launchers that contradict each other.
 
     An engine may have started a launcher on each host, as srun does with
-    torchrun: there are then more ranks than it knows of.
+    torchrun. There are then more ranks than the engine knows.
     """
     if engine is None or size > engine.size:
         return

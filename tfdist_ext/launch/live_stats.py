@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line of `tfdist-run --stats`, and what ranks report for it.
+"""The line of `tfdist-run --stats`, and the reports of ranks for it.
 
-A rank writes its figures into a file of its own, which its environment names:
-nobody waits for anybody, and a rank that hangs is one whose figures grow old.
+A rank writes its statistics into a file of its own, whose path is in its
+environment. So no process waits for another, and the statistics of a rank that
+hangs are old.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
-# Names the file of a rank.
+# Variable with the path of a rank's file.
 VARIABLE = "TFDIST_STATS_FILE"
-# Between two reports of a rank, and until it counts as silent.
+# Seconds between two reports of a rank, and until it counts as silent.
 SECONDS, _SILENT_SECONDS = 1.0, 5.0
-# A rank for which others wait a smaller share of a step is not late.
+# Smallest share of a step that others wait for a late rank.
 _LATE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a rank has done so far.
+    """Statistics of a rank so far.
 
     Attributes:
-        began: when it began to count, in seconds of `time.monotonic`.
-        time: of these figures, likewise.
-        steps: of any loop that a strategy has run.
-        bytes_sent: to all ranks.
-        waited: seconds of waiting for others to come to an exchange, by the
-            rank that came last.
-        memory: in bytes, in use.
+        began: time at which it began to count, in seconds of `time.monotonic`.
+        time: time of these statistics, in seconds of `time.monotonic`.
+        steps: steps of all loops that a strategy has run.
+        bytes_sent: bytes sent to all ranks.
+        waited: seconds that exchanges waited for other ranks, by the rank that
+            came last.
+        memory: bytes of memory in use.
     """
 
     began: float
@@ -50,11 +51,11 @@ class Figures:
     memory: int = 0
 
     def since(self, before: Figures | None) -> Figures:
-        """The difference to earlier figures, with the memory of now.
+        """The difference to earlier statistics, with the current memory.
 
         Args:
-            before: of the rank, or None. Those of what ran before in the same
-                process count for nothing.
+            before: earlier statistics of the rank, or None. Statistics of an
+                earlier strategy in the same process are ignored.
         """
         if before is None or before.began != self.began:
             none = (0.0,) * len(self.waited)
@@ -73,13 +74,13 @@ class Figures:
 
 
 class RankFile:
-    """A rank's file, for writing.
+    """The file of a rank, for writing.
 
-    One process writes it: others that the rank starts, with its environment,
-    find it locked.
+    One process writes it. Processes that the rank starts have the same
+    environment, and find the file locked.
 
     Raises:
-        OSError: it cannot be written, or is another process's.
+        OSError: the file cannot be written, or another process writes it.
     """
 
     def __init__(self, path: str) -> None:
@@ -91,26 +92,26 @@ class RankFile:
             raise
 
     def write(self, figures: Figures) -> None:
-        """Replaces what the file says."""
+        """Replaces the contents of the file."""
         text = json.dumps(dataclasses.astuple(figures)).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
 
     def close(self) -> None:
-        """Leaves nothing: nobody is to wait for more of it."""
+        """Empties the file, so that the rank is no longer watched."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
 
 def read(path: pathlib.Path, before: Figures | None) -> Figures | None:
-    """What a rank has written last.
+    """The latest statistics of a rank.
 
     Args:
-        path: of its file.
-        before: what it has written before, for the moment in which it writes.
+        path: path of the rank's file.
+        before: earlier statistics, which are returned while the rank writes.
 
     Returns:
-        Its figures; None if it has no strategy yet, or no more.
+        The statistics; None if the rank has no strategy yet, or has closed it.
     """
     try:
         text = path.read_bytes()
@@ -124,14 +125,14 @@ def read(path: pathlib.Path, before: Figures | None) -> Figures | None:
 
 
 class LiveStats:
-    """Shows a line of the ranks of this host every some seconds.
+    """Prints a line about the ranks of this host at an interval.
 
     Args:
-        folder: for the files of the ranks.
-        ranks: of this host.
-        seconds: between two lines.
+        folder: folder for the files of the ranks.
+        ranks: ranks of this host.
+        seconds: seconds between two lines.
         show: writes a line.
-        json_path: of a file to which each line is added as JSON; None for
+        json_path: path of a file to which each line is added as JSON; None for
             none.
 
     Raises:
@@ -159,11 +160,11 @@ class LiveStats:
         self._before: dict[int, Figures] = {}
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What tells a rank where to report."""
+        """The variable with the path of a rank's file."""
         return {VARIABLE: str(self._files[rank])}
 
     def look(self, running: Iterable[int]) -> None:
-        """Shows a line if it is time for one.
+        """Prints a line, if one is due.
 
         Args:
             running: the ranks that have not ended.
@@ -179,12 +180,12 @@ class LiveStats:
                 found[rank] = figures
         ended = self._ended
         self._ended = not found and (ended or bool(self._before))
-        if not (ended and self._ended):  # said once
+        if not (ended and self._ended):  # printed once
             self._show(line(self._before, found, now, self._ended))
         if self._json_path is not None:
             own = summary(self._before, found, now, self._ended)
             text = json.dumps({"time": time.time(), **own})
-            # Of a disk that is full: the ranks go on.
+            # If the disk is full, the ranks go on.
             with (
                 contextlib.suppress(OSError),
                 open(self._json_path, "a", encoding="utf-8") as file,
@@ -199,17 +200,17 @@ def summary(
     now: float,
     ended: bool = False,
 ) -> dict[str, Any]:
-    """What ranks have done between two looks.
+    """What ranks have done between two lines.
 
     Args:
-        before: by rank, at the look before.
-        after: by rank.
-        now: of `time.monotonic`.
-        ended: whether there were figures once.
+        before: statistics by rank, at the line before.
+        after: statistics by rank, now.
+        now: current time of `time.monotonic`.
+        ended: whether there were statistics before.
 
     Returns:
-        `state`, "starting", "running" or "ended"; while ranks run, also
-        figures that JSON can hold.
+        `state`: "starting", "running" or "ended"; while ranks run, also numbers
+            as JSON values.
     """
     if not after:
         return {"state": "ended" if ended else "starting"}
@@ -244,7 +245,7 @@ def line(
     now: float,
     ended: bool = False,
 ) -> str:
-    """That of `summary`, with its arguments, as text."""
+    """The result of `summary`, for the same arguments, as text."""
     found = summary(before, after, now, ended)
     if found["state"] == "starting":
         return "no rank has a strategy yet"
@@ -281,17 +282,18 @@ def line(
 def _slowest(
     new: Mapping[int, Figures], rate: float
 ) -> tuple[int | None, float | None]:
-    """Which rank the others wait for, as far as ranks of this host know.
+    """The rank that others wait for, as far as known on this host.
 
     Returns:
         The rank, None if no rank is late; and milliseconds per step that the
-        others wait, None if nothing is known.
+        others wait, None if unknown.
     """
     size = max(len(each.waited) for each in new.values())
     if size < 2 or not rate:
         return None, None
-    # Late ranks make others late, for which yet others wait. These wait as
-    # long as they are waited for, the rank that is slow does not wait.
+    # A late rank delays ranks, for which again others wait. A rank that is
+    # delayed waits as long as others wait for it; the slow rank itself does not
+    # wait. So each rank's own waiting is subtracted.
     blamed = [
         sum(each.waited[rank] / each.steps for each in new.values())
         for rank in range(size)

@@ -29,8 +29,8 @@ from typing import Protocol
 
 from tfdist_ext.launch import live_stats
 
-# A progress bar of Keras 3 ("3/10 ━━━━━━ 1s", coloured) or tf_keras
-# ("3/10 [===>....] - 1s"), which on a pipe is written as lines.
+# Matches a progress bar of Keras 3 ("3/10 ━━━━━━ 1s", coloured) or tf_keras
+# ("3/10 [===>....] - 1s"), which is written to a pipe as lines.
 _BAR = re.compile(
     rb"^(?:\x1b\[[0-9;]*m|\s)*\d+/(?:\d+|Unknown)(?:\x1b\[[0-9;]*m|\s)*"
     rb"(?:\xe2\x94\x81|\[[=>.]+\])"
@@ -59,11 +59,11 @@ class Pump:
 
         Args:
             source: descriptor to read, closed at the end.
-            sink: where to write.
-            lock: held while writing, shared by all pumps.
-            prefix: put before every line, progress bars left out; None copies
-                every byte as it is.
-            log: file that receives every byte as well.
+            sink: file to write to.
+            lock: lock held while writing, shared by all pumps.
+            prefix: prefix of every line; progress bars are then left out. None
+                copies every byte unchanged.
+            log: log file that also gets every byte.
         """
         self.tail: collections.deque[bytes] = collections.deque(
             maxlen=_TAIL_LINES
@@ -78,7 +78,7 @@ class Pump:
         self._thread.start()
 
     def join(self, timeout: float) -> None:
-        """Waits for the end of the output, `timeout` seconds at most."""
+        """Waits for the end of the output, for at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -100,7 +100,7 @@ class Pump:
             self._write(self._prefix + line + b"\n")
 
     def _write_log(self, data: bytes, last: bool = False) -> None:
-        """Logs whole lines: two outputs of a rank share one file."""
+        """Logs complete lines, as two outputs of a rank share one file."""
         if self._log is None:
             return
         lines, end, self._unlogged = (self._unlogged + data).rpartition(b"\n")
@@ -110,17 +110,17 @@ class Pump:
             self._log.flush()
 
     def _write(self, data: bytes) -> None:
-        # Whoever reads our output may be gone; the ranks go on.
+        # If the reader of the output has ended, the ranks still go on.
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._sink.write(data)
             self._sink.flush()
 
 
 class LineSplitter:
-    """Cuts bytes into lines and leaves out progress bars.
+    """Splits bytes into lines, without progress bars.
 
-    A line that was rewritten by carriage returns counts as what it showed
-    last, and not at all if that was a progress bar.
+    Of a line that carriage returns rewrote, only the last state counts; if that
+    is a progress bar, the line is left out.
     """
 
     def __init__(self, show: Callable[[bytes], None]) -> None:
@@ -132,7 +132,8 @@ class LineSplitter:
         for line in lines:
             self._finish(line)
         if len(self._rest) > _LONGEST_LINE:
-            # A bar redrawn for hours on one line: its last state is enough.
+            # A progress bar may rewrite one line for hours: the last state is
+            # enough.
             before, _, self._rest = self._rest.rpartition(b"\r")
             if not before:
                 self._finish(self._rest)
@@ -153,7 +154,7 @@ class LineSplitter:
 def _read(source: int) -> bytes:
     try:
         return os.read(source, 1 << 16)
-    except OSError:  # A pseudo terminal ends with EIO.
+    except OSError:  # a pseudo terminal ends with EIO
         return b""
 
 
@@ -162,9 +163,10 @@ _SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 5.0
 _CHILD = os.fspath(pathlib.Path(__file__).with_name("child.py"))
-# Of a rank that was told to end and could not save: EX_IOERR of sysexits.h.
+# Exit code of a rank that was told to end and could not save: EX_IOERR of
+# sysexits.h.
 NOT_SAVED = 74
-# How a rank's error names the one that it has lost.
+# How the error of a rank names the rank that it has lost.
 _NAMED = re.compile(rb"failed: (rank (\d+) \(.*)")
 
 
@@ -173,10 +175,10 @@ class Rank:
     """One process to start.
 
     Attributes:
-        rank: its number among all ranks.
-        address: its host and port, for messages.
+        rank: number of the rank.
+        address: host and port of the rank, for messages.
         command: program and arguments.
-        environment: variables set on top of the launcher's own.
+        environment: variables added to the launcher's own.
     """
 
     rank: int
@@ -191,7 +193,7 @@ class Ended:
 
     Attributes:
         code: exit code for the launcher.
-        told: whether the launcher was told to stop, by a signal.
+        told: whether a signal told the launcher to stop.
     """
 
     code: int
@@ -199,17 +201,17 @@ class Ended:
 
 
 class Nodes(Protocol):
-    """What the launchers on other hosts have to say."""
+    """The connection to the launchers on other hosts."""
 
     def failure(self) -> str | None:
-        """Returns what failed on another host, None while nothing did."""
+        """Returns what has failed on another host, None if nothing has."""
 
     def report(self, failure: str | None) -> None:
-        """Tells the other hosts how this one ended."""
+        """Sends the other hosts how this one ended, None for success."""
 
 
 class _Process:
-    """A started rank with the threads that copy its output."""
+    """A started rank, with the threads that copy its output."""
 
     def __init__(
         self,
@@ -219,8 +221,8 @@ class _Process:
         lock: threading.Lock,
     ) -> None:
         self.rank = rank
-        # Rank 0 keeps the terminal; a log needs its output to pass through,
-        # and its errors say which rank it has lost.
+        # Rank 0 writes to the terminal itself, unless its output must be copied
+        # to a log. Its errors are read, as they name a rank that it has lost.
         piped = rank.rank != 0 or log is not None or not terminal
         reads_errors = piped or not sys.stderr.isatty()
         terminal = piped and rank.rank == 0 and sys.stdout.isatty()
@@ -233,7 +235,8 @@ class _Process:
         self._process = popen(
             rank.command,
             env={**os.environ, **rank.environment},
-            # In a background group a rank could not read from a terminal.
+            # A rank in a background process group could not read from a
+            # terminal.
             stdin=None if _takes_input(rank) else subprocess.DEVNULL,
             stdout=out,
             stderr=error,
@@ -257,7 +260,7 @@ class _Process:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the rank and to everything it has started."""
+        """Sends a signal to the rank and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -278,22 +281,22 @@ def run(
     stats: float | None = None,
     stats_json: pathlib.Path | None = None,
 ) -> Ended:
-    """Starts ranks, waits for all, stops the others when one fails.
+    """Starts ranks, waits for all, and stops the others if one fails.
 
     Args:
-        ranks: what to start.
+        ranks: ranks to start.
         grace: seconds between asking a rank to stop and killing it.
         log_dir: folder for a log per rank, created if missing.
-        nodes: the launchers of other hosts, if there are any.
-        terminal: whether rank 0 writes to standard output itself; otherwise
-            it goes on where nobody reads that any more.
-        stats: seconds between two lines of what the ranks do; None for none.
+        nodes: connection to the launchers on other hosts, if any.
+        terminal: whether rank 0 writes to standard output itself; otherwise its
+            output is copied, and rank 0 goes on if the reader has ended.
+        stats: seconds between two lines of statistics; None for none.
         stats_json: file for these lines as JSON.
 
     Returns:
-        How it ended. Its code is 0 if every rank succeeded; the exit code of
-        the first that failed, or 128 + the signal that ended it or the
-        launcher; 1 if the failure was on another host.
+        How the ranks ended. The code is 0 if every rank succeeded; the exit
+        code of the first rank that failed, or 128 + the signal that ended it or
+        the launcher; 1 if the failure was on another host.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_fetch())
     processes: list[_Process] = []
@@ -309,7 +312,7 @@ def run(
             live = _live_stats(path, ranks, stats, stats_json, lock)
         for rank in ranks:
             if signal.sigpending() & STOP_SIGNALS:
-                break  # Asked to stop before all have been started.
+                break  # told to stop before all were started
             log = _open_log(log_dir, rank)
             if log is not None:
                 stack.enter_context(log)
@@ -342,7 +345,10 @@ def _live_stats(
 
 
 def signals_to_fetch() -> set[signal.Signals]:
-    """All but SIGHUP under nohup: blocked, it would come though ignored."""
+    """The signals to wait for; not SIGHUP under nohup.
+
+    A signal that is blocked would be received although it is ignored.
+    """
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return _SIGNALS - {signal.SIGHUP}
     return _SIGNALS
@@ -350,7 +356,7 @@ def signals_to_fetch() -> set[signal.Signals]:
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """Why waiting ended: `message` is None where every rank succeeded."""
+    """Why waiting ended: `message` is None if every rank succeeded."""
 
     code: int
     message: str | None
@@ -360,7 +366,7 @@ class _End:
 
 
 def _show(line: str, lock: threading.Lock) -> None:
-    """Prints a line; on a terminal in the place of a progress bar."""
+    """Prints a line; on a terminal it replaces a progress bar."""
     over = "\r\x1b[K" if sys.stderr.isatty() else ""
     with lock, contextlib.suppress(OSError, ValueError):
         print(f"{over}tfdist-run: {line}", file=sys.stderr, flush=True)
@@ -409,13 +415,13 @@ def _announce(
     grace: float,
     lock: threading.Lock,
 ) -> None:
-    """Says at once why the ranks are stopped, and whom a failed one names."""
+    """Prints why the ranks are stopped, and whom a failed rank names."""
     if end.message is None:
         return
     _show(end.message, lock)
     culprit = end.culprit
     if culprit is not None:
-        # What it has started may still hold its output.
+        # Processes that the rank has started may still use its output.
         found = [_NAMED.search(line) for line in culprit.drain(0.5)]
         named = [each for each in found if each is not None]
         if named and int(named[-1][2]) != culprit.rank.rank:
@@ -434,7 +440,7 @@ def _stop(
     grace: float,
     lock: threading.Lock,
 ) -> None:
-    """Asks the ranks that still run to end, then kills them."""
+    """Asks the running ranks to end, then kills them."""
     if all(process.poll() is not None for process in processes):
         return
     for process in processes:
@@ -457,7 +463,7 @@ def _stop(
 
 
 def _finish(processes: Sequence[_Process], end: _End) -> int:
-    """Ends what is left, shows the rest of the output and the report."""
+    """Kills what is left, prints the rest of the output and the report."""
     _kill_all(processes)
     tails = {process.pid: process.drain() for process in processes}
     if end.message is None:
@@ -488,7 +494,7 @@ def _finish(processes: Sequence[_Process], end: _End) -> int:
 
 
 def _kill_all(processes: Sequence[_Process]) -> None:
-    """Kills the groups, including what ranks have left behind."""
+    """Kills the process groups, with all processes that ranks left."""
     for process in processes:
         process.send(signal.SIGKILL)
     deadline = time.monotonic() + _DRAIN_SECONDS
@@ -517,7 +523,7 @@ def _open_log(log_dir: pathlib.Path | None, rank: Rank) -> BinaryIO | None:
 
 
 def _imitate_terminal(source: int) -> None:
-    """Same width as ours, and bytes pass through as they are written."""
+    """Sets the width of our terminal; bytes are written unchanged."""
     with contextlib.suppress(OSError, termios.error):
         size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, bytes(8))
         fcntl.ioctl(source, termios.TIOCSWINSZ, size)
@@ -527,17 +533,17 @@ def _imitate_terminal(source: int) -> None:
 
 
 def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a program that ends when this process does, however that is.
+    """Starts a program that is killed when this process ends.
 
-    It leads a session and a process group of its own, and its signals are as
-    they are by default, except those that were ignored for this process.
+    It is in a session and a process group of its own. Its signals have default
+    handlers, except those that this process ignores.
 
     Args:
         command: program and arguments.
-        options: of `subprocess.Popen`.
+        options: options of `subprocess.Popen`.
 
     Raises:
-        OSError: there is no such program, or no process can be made.
+        OSError: there is no such program, or no process can be created.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(

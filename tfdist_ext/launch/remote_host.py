@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Minds the ranks of one host for `tfdist-run --hostfile` on another.
+"""Runs the ranks of one host for `tfdist-run --hostfile` on another host.
 
-That starts this program by ssh and talks to it in lines of JSON: by standard
-input, so that no secret is on a command line, and here no port is open for it.
+The launcher starts this program by ssh. They exchange lines of JSON by standard
+input and output, so that no secret is on a command line, and no port is opened
+for it.
 
     launcher -> host   {"arguments": [...], "environment": {...}}
     host -> launcher   tfdist-run host [port of each rank, ...]
     launcher -> host   {"workers": [...], "first_rank": 2, "secret": "..."}
     launcher -> host   {"signal": 15} or {"ended": "what has failed"}
 
-The end of standard input is that of the launcher, or of the connection: then
-the ranks are asked to end as well.
+Standard input ends when the launcher or the connection ends: then the ranks are
+asked to end as well.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tfdist_ext.launch.ssh_hosts import MARK
 
 
 class _Launcher:
-    """What the launcher says while the ranks run; a `local_ranks.Nodes`."""
+    """Messages of the launcher while ranks run; a `local_ranks.Nodes`."""
 
     def __init__(self, control: BinaryIO) -> None:
         self._control = control
@@ -39,15 +40,16 @@ class _Launcher:
         self._thread: threading.Thread | None = None
 
     def failure(self) -> str | None:
-        # Not before: a thread inherits that signals are blocked by now, and
-        # those that the launcher got must be fetched, not end this process.
+        # The thread is started only now, as it inherits the set of blocked
+        # signals. Signals that the launcher forwards must be waited for, and
+        # must not end this process.
         if self._thread is None:
             self._thread = threading.Thread(target=self._listen, daemon=True)
             self._thread.start()
         return self._failure
 
     def report(self, failure: str | None) -> None:
-        """Does nothing: the exit code says it."""
+        """Does nothing, as the exit code has this information."""
 
     def _listen(self) -> None:
         while (message := _receive(self._control)) is not None:
@@ -73,7 +75,7 @@ def main() -> int:
 
 
 def _run(options: Any, control: BinaryIO) -> int:
-    # Not loopback: the address others use may belong to any interface.
+    # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(
         options.n, "", command.own_ports(options)
     ) as reserved:
@@ -97,7 +99,7 @@ def _run(options: Any, control: BinaryIO) -> int:
 
 
 def _receive(control: BinaryIO) -> dict[str, Any] | None:
-    """The next message; None where no more come."""
+    """The next message; None if there are no more."""
     line = control.readline()
     return dict(json.loads(line)) if line.endswith(b"\n") else None
 

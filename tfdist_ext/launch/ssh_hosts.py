@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of several hosts by ssh and minds them from here.
+"""Starts the ranks of several hosts by ssh, and watches them.
 
-On each host runs `remote_host.py`, joined to this process by the standard
-streams of an ssh client. What the ranks print comes back through it.
+`remote_host.py` runs on each host, connected to this process by the standard
+streams of an ssh client. The output of the ranks comes back through the client.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tfdist_ext.comm import handshake as secret_lib
 from tfdist_ext.launch import local_ranks
 from tfdist_ext.launch.launch_options import Host
 
-# Begins the one line of a host's standard output that is not of a rank.
+# Prefix of the one line of a host's standard output that is not of a rank.
 MARK = b"tfdist-run host "
 _REMOTE = "tfdist_ext.launch.remote_host"
-# Variables of these names come along; others are set by --env.
+# Prefixes of variables that are sent to hosts; others are set by --env.
 _FORWARDED = ("TFDIST_", "TF_", "KERAS_", "XLA_", "NCCL_", "OMP_")
 _KEPT = (secret_lib.SECRET, secret_lib.SECRET_FILE)
 _POLL_SECONDS = 0.2
-# From try to try to reach a host again.
+# Seconds between attempts to connect to a host again.
 _AGAIN_SECONDS = 1.0
-# For the hosts to end and say why, after their ranks have had their grace.
+# Seconds for hosts to end and report, after the grace of their ranks.
 _LAST_WORDS_SECONDS = 10.0
 _SSH_FAILED = 255
 
 
 class _Connection:
-    """An ssh client and what it is connected to."""
+    """An ssh client and the host that it is connected to."""
 
     def __init__(
         self, host: Host, command: Sequence[str], lock: threading.Lock
@@ -72,7 +72,7 @@ class _Connection:
         )
 
     def _read(self) -> None:
-        """Waits for the host's own line; what shells say before is shown."""
+        """Waits for the host's own line; prints lines that come before it."""
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, b""):
             if line.startswith(MARK):
@@ -84,7 +84,7 @@ class _Connection:
                 sys.stderr.flush()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Says something to the host, if it still listens."""
+        """Sends a message to the host, if it still reads."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -93,7 +93,7 @@ class _Connection:
         return self._process.poll()
 
     def how_it_ended(self) -> str:
-        """What ssh or the host has said last, and the exit code."""
+        """The last messages of ssh or the host, and the exit code."""
         self._errors.join(_POLL_SECONDS)
         said = b"; ".join(list(self._errors.tail)[-3:]).decode(errors="replace")
         code = self._process.returncode
@@ -101,7 +101,7 @@ class _Connection:
         return how + (f", {said}" if said else "")
 
     def end(self) -> None:
-        """Closes the connection; shows the rest of the output."""
+        """Closes the connection; prints the rest of the output."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -121,14 +121,14 @@ def run(
     """Runs the ranks of all hosts until all have ended.
 
     Args:
-        hosts: with at least one slot.
-        options: of the command line, of one start.
-        environment: of this process.
+        hosts: hosts with at least one slot each.
+        options: options of the command line, for one start.
+        environment: variables of this process.
 
     Returns:
-        How it ended. Its code is 0 if every rank succeeded; the exit code of
-        the first host where one has not, or 128 + the signal that this process
-        got; 1 if not all hosts could be reached.
+        How the ranks ended. The code is 0 if every rank succeeded; the exit
+        code of the first host that failed, or 128 + the signal that this
+        process got; 1 if not all hosts could be reached.
     """
     signals = local_ranks.signals_to_fetch()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -155,7 +155,7 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """Why it ended: `message` is empty where every rank succeeded."""
+    """Why it ended: `message` is empty if every rank succeeded."""
 
     code: int
     message: str
@@ -165,14 +165,14 @@ class _End:
 def _command(
     host: Host, options: argparse.Namespace, environment: Mapping[str, str]
 ) -> list[str]:
-    """The command line of an ssh client; it is seen by everyone."""
+    """The command line of an ssh client; all users can see it."""
     path = environment.get("PYTHONPATH")
     words = [
         *(["env", f"PYTHONPATH={path}"] if path else []),
         *(sys.executable, "-m", _REMOTE),
     ]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    # Of two settings of one option ssh takes the first: the user's.
+    # If an option is set twice, ssh uses the first value: the user's.
     return [
         *("ssh", "-T", *options.ssh_options),
         *("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"),
@@ -184,7 +184,7 @@ def _command(
 def _job(
     host: Host, options: argparse.Namespace, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a host is to run: options of its own `tfdist-run`."""
+    """What a host runs: options of its own `tfdist-run`."""
     arguments = ["-n", str(host.slots), "--grace", str(options.grace)]
     if options.log_dir is not None:
         arguments += ["--log-dir", str(options.log_dir)]
@@ -210,12 +210,13 @@ def _reach(
     connect: Callable[[Host], _Connection],
     options: argparse.Namespace,
 ) -> _End | None:
-    """Waits for all hosts; at a restart, without those that stay away.
+    """Waits for all hosts; at a restart, goes on without missing ones.
 
     Args:
-        connections: to every host; to those that are there, afterwards.
-        connect: makes another one, for one that has ended.
-        options: of the command line, of one start.
+        connections: connections to every host; afterwards, to the hosts that
+            are there.
+        connect: creates another connection, for one that has ended.
+        options: options of the command line, for one start.
 
     Returns:
         None, or why this ends.
@@ -258,13 +259,13 @@ def _reach(
 
 
 def _place(connections: Sequence[_Connection]) -> None:
-    """Tells each host where its ranks are, and all others."""
+    """Sends each host the addresses of all ranks, and its first rank."""
     workers = [
         addresses.join(each.host.name, port)
         for each in connections
         for port in each.ports or []
     ]
-    # Made here: it comes to the ranks by no other way, and to nobody else.
+    # It is generated here, and is only sent to the ranks, by this connection.
     secret = secrets.token_hex(32)
     first_rank = 0
     for each in connections:
@@ -284,7 +285,8 @@ def _wait(connections: Sequence[_Connection], grace: float) -> _End:
             for each in running:
                 each.send({"signal": number})
             patience = (0.0 if end.code else grace) + _LAST_WORDS_SECONDS
-            # After a failure that is what is said; nothing starts again.
+            # After a failure, the failure stays the result; nothing is
+            # restarted.
             end = dataclasses.replace(
                 end if end.code else _told(number), told=True
             )
@@ -317,7 +319,7 @@ def _failed(connections: Sequence[_Connection]) -> _Connection | None:
 
 
 def _stop_signal(seconds: float) -> int:
-    """The number of a signal to end by that comes meanwhile, or 0."""
+    """Waits for a stop signal; returns its number, or 0."""
     info = signal.sigtimedwait(local_ranks.signals_to_fetch(), seconds)
     stop = info is not None and info.si_signo in local_ranks.STOP_SIGNALS
     return info.si_signo if info is not None and stop else 0

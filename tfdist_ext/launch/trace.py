@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of training: events, their file, and what bounds the steps.
 
-The file is that of Chrome and Perfetto. `tfdist-report` prints the report.
+The file has the format of Chrome and Perfetto. `tfdist-report` prints the
+report.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
-# Kinds of events, each in a row of its own of every rank.
+# Kinds of events; each kind has its own rows in a rank's part of the trace.
 STEP, EXCHANGE, KERNEL = "step", "exchange", "kernel"
 CALLBACK = "callback"
 _LANES = {STEP: 0, EXCHANGE: 1, KERNEL: 100, CALLBACK: 200}
-# At most so many exchanges of a rank overlap in a picture.
+# Most rows for overlapping exchanges of a rank.
 _MOST_LANES = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that a rank has done.
+    """An event on a rank.
 
     Attributes:
-        rank: which one.
+        rank: number of the rank.
         kind: STEP, EXCHANGE, KERNEL or CALLBACK.
-        name: of the step, the exchange or the op.
-        start: in microseconds of the clock of all ranks.
-        end: likewise.
-        more: bytes, peers and so on.
+        name: name of the step, the exchange or the op.
+        start: start in microseconds, by the common clock of all ranks.
+        end: end in microseconds, by the same clock.
+        more: bytes, peers and other values.
     """
 
     rank: int
@@ -50,12 +51,12 @@ class Event:
 def write(
     path: str | os.PathLike[str], events: Sequence[Event], errors: list[float]
 ) -> None:
-    """Writes a trace, into place at once.
+    """Writes a trace to a temporary file, then renames it.
 
     Args:
-        path: of the file.
-        events: of all ranks.
-        errors: of the ranks' clocks, in microseconds.
+        path: path of the file.
+        events: events of all ranks.
+        errors: errors of the ranks' clocks, in microseconds.
     """
     first = min((event.start for event in events), default=0.0)
     rows: list[dict[str, Any]] = []
@@ -85,11 +86,11 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """The events of a file that `write` has written.
+    """The events in a file that `write` has written.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
+        OSError: the file cannot be read.
+        ValueError: the file is not such a trace.
     """
     with open(path, encoding="utf-8") as file:
         whole = json.load(file)
@@ -112,7 +113,7 @@ def read(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def _in_lanes(events: Sequence[Event]) -> list[tuple[Event, int]]:
-    """Events with rows such that those of a row do not overlap."""
+    """Assigns rows to events, so that events of a row do not overlap."""
     ends: dict[int, float] = {}
     found = []
     for event in sorted(events, key=lambda each: each.start):
@@ -140,25 +141,27 @@ def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
 def clock_offsets(
     sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
 ) -> list[tuple[float, float]]:
-    """Offsets of clocks to that of rank 0, and how far each may be wrong.
+    """Offsets of clocks to the clock of rank 0, and their largest errors.
 
-    In a round every rank sends its time to all, and notes when it has that of
-    all. A message arrives after it was sent, so that a round bounds the
-    difference of two clocks from both sides; of many the closest count.
+    In a round every rank sends its time to all, and records when it has
+    received the times of all. A message arrives after it was sent, so that a
+    round bounds the difference of two clocks from both sides. The closest
+    bounds of all rounds are used.
 
     >>> clock_offsets([[0, 1000]], [[30, 1010]])
     [(0.0, 0.0), (990.0, 20.0)]
 
     Args:
-        sent: by round and rank, when it began to send, of its own clock.
-        received: by round and rank, when it had heard all.
+        sent: time at which each rank began to send, by its own clock; by round
+            and rank.
+        received: time at which each rank had received all; by round and rank.
 
     Returns:
-        By rank, what to subtract from its clock, and the largest error.
+        By rank, the offset to subtract from its clock, and the largest error.
     """
     result = [(0.0, 0.0)]
     for rank in range(1, len(sent[0])):
-        # received[rank] >= sent[0] + offset, and the other way round.
+        # received[rank] >= sent[0] + offset, and vice versa.
         most = min(
             there[rank] - here[0]
             for here, there in zip(sent, received, strict=True)
@@ -171,7 +174,7 @@ def clock_offsets(
     return result
 
 
-# By how names of ops begin; what is in none of these is "other work".
+# Prefixes of op names; ops without one of them are "other work".
 _WORK = {
     "lookup": (
         "Tfdist>Lookup",
@@ -191,16 +194,16 @@ _WORK = {
 INPUT, LINK, WAITING, OTHER = "input", "link", "waiting", "other work"
 IN_CALLBACKS = "callbacks"
 _COLUMNS = (INPUT, "lookup", "update", OTHER, IN_CALLBACKS, LINK, WAITING)
-# Ops that wait for the input.
+# Prefixes of ops that wait for the input.
 _READS = ("IteratorGetNext", "MultiDeviceIterator", "OneShotIterator")
 _EXCHANGES = ("Tfdist>All", "Tfdist>Broadcast", "Tfdist>Barrier")
 
 
 def report(events: Sequence[Event]) -> str:
-    """A table of where the time of a step goes, and what bounds it.
+    """A table of the time of a step by kind of work, and what bounds it.
 
     Args:
-        events: of all ranks.
+        events: events of all ranks.
 
     Returns:
         Text of several lines.
@@ -237,7 +240,7 @@ def report(events: Sequence[Event]) -> str:
 def _verdict(
     spent: dict[int, dict[str, float]], late: dict[int, float], step: float
 ) -> str:
-    """The sentence at the end."""
+    """The last sentence of the report."""
     slowest = max(late, key=lambda rank: late[rank])
     work = {
         name: statistics.mean(each[name] for each in spent.values())
@@ -263,7 +266,7 @@ def _verdict(
 
 
 def _spent(events: Sequence[Event], rank: int, steps: int) -> dict[str, float]:
-    """Microseconds per step of a rank, by what; parallel work counts once."""
+    """Microseconds per step by kind of work; parallel work counts once."""
     spans: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for event in events:
         if event.rank != rank or event.kind == STEP:
@@ -285,7 +288,7 @@ def _spent(events: Sequence[Event], rank: int, steps: int) -> dict[str, float]:
 def _before_work(events: Sequence[Event]) -> list[tuple[float, float]]:
     """Spans from the starts of a rank's steps to their first op or exchange.
 
-    Without the callbacks that a step begins and ends with.
+    Callbacks at the begin of a step are not included.
     """
     steps = [event for event in events if event.kind == STEP]
     begins = {step.start for step in steps}
@@ -318,7 +321,7 @@ def _work_of(name: str) -> str:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of some spans lasts."""
+    """The time that at least one of the spans covers."""
     total = end = 0.0
     for first, last in sorted(spans):
         total += max(last - max(first, end), 0.0)
@@ -327,10 +330,10 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
-    """Microseconds that each exchange of a rank began before the last's.
+    """Microseconds that each exchange waited for the last rank.
 
     Returns:
-        By the identity of the event, with the rank that came last.
+        The microseconds and the rank that came last, by the id of the event.
     """
     found = {}
     for group in _together(events):
@@ -342,10 +345,10 @@ def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
 
 
 def _together(events: Sequence[Event]) -> list[list[Event]]:
-    """The exchanges that are one, of all ranks.
+    """Groups of events, on all ranks, that are one exchange each.
 
-    One that has begun before the trace is left out: it may have ended before
-    on some of the ranks.
+    An exchange that began before the trace is left out: on some ranks it may
+    have ended before.
     """
     calls: dict[str, list[Event]] = collections.defaultdict(list)
     ranks = {event.rank for event in events}
@@ -358,14 +361,14 @@ def _together(events: Sequence[Event]) -> list[list[Event]]:
 def _lateness(events: Sequence[Event], steps: int) -> dict[int, float]:
     """Microseconds per step that all others wait for a rank.
 
-    Of exchanges that overlap the longest counts.
+    While exchanges overlap, the time counts once.
     """
     spans: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
     ranks = {event.rank for event in events}
     for group in _together(events):
         ordered = sorted(group, key=lambda event: event.start)
         if len(ordered) > 1:
-            # The last but one has begun, and waits for the last alone.
+            # The last but one has begun, and only waits for the last.
             span = (ordered[-2].start, ordered[-1].start)
             spans[ordered[-1].rank].append(span)
     return {rank: _covered(spans.get(rank, ())) / steps for rank in ranks}

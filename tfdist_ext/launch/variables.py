@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables by which launchers tell a process which rank it is."""
+"""The variables by which launchers tell a process its rank."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
-# When ranks compare steps with those of one process.
+# Variable that sets when ranks compare steps with those of one process.
 CHECK_VARIABLE = "TFDIST_CHECK"
 MASTER_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
@@ -14,7 +14,7 @@ _MOST = 1 << 20  # ranks
 
 
 class LaunchError(RuntimeError):
-    """The environment says that there are others, but not how to meet them."""
+    """There are other processes, but the environment lacks their address."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,15 @@ class Variables:
     """The variables of a launcher.
 
     Attributes:
-        launcher: its name.
-        size: number of processes. The batch script of a Slurm job has
-            SLURM_NTASKS although it is one process; SLURM_STEP_NUM_TASKS is
-            of what srun has started.
-        rank: of a process.
-        local_size: processes on its host.
-        local_rank: among those.
-        job: tells jobs apart; the first of these that is there.
+        launcher: name of the launcher.
+        size: variable with the number of processes. For Slurm it is
+            SLURM_STEP_NUM_TASKS, of the tasks that srun has started:
+            SLURM_NTASKS is also set in the batch script of a job, which is one
+            process.
+        rank: variable with the rank of the process.
+        local_size: variable with the number of processes on the host.
+        local_rank: variable with the number of the process among those.
+        job: variables that identify the job; the first one that is set is used.
     """
 
     launcher: str
@@ -78,7 +79,8 @@ HOROVOD = Variables(
     "HOROVOD_LOCAL_RANK",
     ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
 )
-# The first that is there counts: srun may have started what mpirun needs.
+# The first one that is set is used: srun may have started the processes that
+# mpirun needs.
 ENGINES = (
     HOROVOD,
     Variables(
@@ -107,8 +109,8 @@ def numbers(
     """Reads rank and size.
 
     Args:
-        environment: of the process.
-        variables: of the launcher.
+        environment: variables of the process.
+        variables: variables of the launcher.
 
     Returns:
         Both; None for a process that is alone.
@@ -134,12 +136,12 @@ def numbers(
 def local_numbers(
     environment: Mapping[str, str], variables: Variables, size: int
 ) -> tuple[int, int]:
-    """Reads rank and size on this host; who is told nothing is alone there.
+    """Reads rank and size on this host; by default 0 and 1.
 
     Args:
-        environment: of the process.
-        variables: of the launcher.
-        size: of all hosts.
+        environment: variables of the process.
+        variables: variables of the launcher.
+        size: number of processes on all hosts.
 
     Raises:
         LaunchError: they contradict each other.
@@ -159,7 +161,7 @@ def local_numbers(
 def number(
     environment: Mapping[str, str], name: str, variables: Variables
 ) -> int | None:
-    """What a variable says; None for one that is empty or not there.
+    """The number in a variable; None if it is empty or not set.
 
     Raises:
         LaunchError: it is no number.
@@ -176,7 +178,7 @@ def number(
 def master_port(
     environment: Mapping[str, str], variables: Variables, default: int
 ) -> int:
-    """The port where rank 0 listens, MASTER_PORT if that is given.
+    """The port that rank 0 listens on, MASTER_PORT if that is set.
 
     Raises:
         LaunchError: it is no port.
@@ -195,7 +197,7 @@ def no_master(
     *names: str,
     why: str = "the ranks are on several hosts, or may be",
 ) -> LaunchError:
-    """An error for ranks that do not know the host of the first."""
+    """An error for ranks that do not know the host of rank 0."""
     return unusable(
         environment,
         variables,
@@ -216,10 +218,10 @@ def unusable(
     """An error that says what is wrong, what was read and what to do.
 
     Args:
-        environment: of the process.
-        variables: of the launcher.
+        environment: variables of the process.
+        variables: variables of the launcher.
         why: what is wrong, without a full stop.
-        names: of variables to show beside that of the size.
+        names: names of variables to show in addition to the size.
     """
     received = {
         name: environment[name][:200]
