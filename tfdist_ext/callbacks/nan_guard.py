@@ -283,7 +283,7 @@ def _only_if(fine: tf.Tensor, update: Callable[[], Any]) -> None:
 
 keras = tf.keras
 
-_SHOWN = 6  # findings in a message
+_SHOWN = 6  # most findings in a message
 _LOG = logging.getLogger("tfdist_ext")
 
 

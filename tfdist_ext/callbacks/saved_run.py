@@ -137,14 +137,13 @@ class FolderLock:
 # Keys of every object-based checkpoint, and of those of a run.
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PROGRESS = "progress/.ATTRIBUTES/py_state"
-# Share of a delta in all bytes, above which a warning says that deltas save
-# little.
+# Share of changed bytes, above which a warning says that deltas save little.
 _MUCH = 0.5
 NOTHING = -1  # no write is under way; other phases are of `LaterWrite`
 
 
 class _Text(tf.train.experimental.PythonState):
-    """Text in a checkpoint."""
+    """A text that is stored in a checkpoint."""
 
     text = ""
 
@@ -435,7 +434,7 @@ class SavedRun:
         )
 
     def _say_much(self, share: float) -> None:
-        """Warns once if a delta has most of the model's bytes."""
+        """Warns once if most of the bytes of the model have changed."""
         if share <= _MUCH or self._has_said_much or self._rank:
             return
         self._has_said_much = True
