@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks find each other and exchange messages."""
+"""Connections between ranks, and exchanges over them."""

@@ -122,7 +122,8 @@ class Collectives:
         if not self._steps or calls.dataset_functions():
             return None
         # The stock strategy traces in a thread of its own, with the strategy
-        # active. A user's thread that calls a layer meanwhile is in no step.
+        # active. If another thread calls a layer during that time, the call is
+        # not in the step.
         mine = self._stepping_thread == threading.get_ident()
         return self._steps[-1] if mine or active() is self else None
 
@@ -279,9 +280,10 @@ class Collectives:
         return contextlib.nullcontext()
 
     def _catch_up(self, raises: bool) -> str:
-        """Leaves the call that another rank left; returns an unraised error.
+        """Leaves the joint call that another rank left, and raises its error.
 
-        Returns "" if no rank has left, or if the error is known or raised here.
+        If an operation has failed with that error already, it is not raised
+        again. If not `raises`, a new error is returned, to be raised later.
         """
         reason, told = self.group.left()
         if not reason:

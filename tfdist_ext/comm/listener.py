@@ -218,7 +218,7 @@ class Listener:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers that are not connected."""
+        """Numbers of the processes that are not connected."""
         return sorted(self._numbers - set(self._connected))
 
     def all_connected(self) -> bool:

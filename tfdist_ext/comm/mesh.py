@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 # Each rank pair has two connections: one for messages, one for control.
 _KINDS = 2
 _CONTROL = 1
-_MEMORY_DESCRIPTORS = 3  # of a rank that shares memory
+_MEMORY_DESCRIPTORS = 3  # descriptors of a shared memory
 _SPARE_DESCRIPTORS = 64
 # Longest time that rank 0 takes to report which rank has failed.
 _REASON_SECONDS = 3.0
@@ -138,7 +138,7 @@ class _Start:
     deadline: float
 
     def job(self, listener: int, secret: bytes) -> handshake.Job:
-        """The job of connections to a rank."""
+        """The job for connections to a rank."""
         salt = " ".join(self.addresses)
         name = f"connections to rank {listener} of {salt}"
         return handshake.Job(name, secret, salt)
