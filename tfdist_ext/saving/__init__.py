@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's files of models whose tables are partitioned."""
+"""Checkpoints, Keras's files and exports of models with tables."""

@@ -298,7 +298,7 @@ def _copy(value: tf.Tensor) -> tf.Tensor:
 def _counts(
     prefix: str, files: list[list[Entry]], collectives: Collectives | None
 ) -> list[int]:
-    """Files of every rank; their sum differs from that of the old files."""
+    """Number of files of every rank; the total differs from the old one."""
     if collectives is None:
         if len(files) == data_files_in_use(prefix):
             _change_number(files)
@@ -321,8 +321,9 @@ def _change_number(files: list[list[Entry]]) -> int:
     if len(largest) > 1:
         files.append([largest.pop()])
         return 1
-    # A sharding callback can cause this. There is more than one file, as the
-    # graph of the objects is always saved in addition to their values.
+    # Every file may have one entry if there is a sharding callback. There is
+    # more than one file, as the graph of the objects is always saved in
+    # addition to their values.
     last = files.pop()
     files[-1] += last
     return -1

@@ -290,14 +290,13 @@ def export(
         table_dtype: dtype of the served tables: "float32", "bfloat16", or
             "int8" with a float32 scale per row, which takes 4 more bytes.
         tables: where tables are stored. "inside": among the variables, which a
-            server reads when it starts. "files": in files, which a server maps
-            into memory. It then starts at once, reads only the rows that it
-            looks up, and shares them with other servers of its host. Such a
-            model must stay in its folder.
-        inputs: inputs of the model: a nest of `tf.TensorSpec`,
-            `tf.RaggedTensorSpec` and `tf.SparseTensorSpec`, or a batch. Not
-            needed for Functional and Sequential models, nor for tf_keras models
-            and indexes that have been called.
+            server reads at its start. "files": in files, which a server maps
+            into memory. It then starts at once, reads only rows that it looks
+            up, and shares them with other servers of the host. The model must
+            not be moved.
+        inputs: a nest of `tf.TensorSpec`, `tf.RaggedTensorSpec` and
+            `tf.SparseTensorSpec`, or a batch. Not needed for Functional and
+            Sequential models, nor for called tf_keras models and indexes.
         deltas: whether the model takes deltas (`export_delta`). Each rank then
             stores 8 bytes for each of its rows and for each key of a dynamic
             vocabulary, 16 for a string key.
