@@ -142,8 +142,8 @@ _PATIENCE = 2
 # Exceeds the seconds of any step and the bytes of any table.
 _LONG_TIME = 1e18
 _EVEN = 1.05
-# Cost of `Options.even_memory` bytes, as a share of a step: among equal plans,
-# the one whose fullest rank has least is chosen.
+# Cost of `Options.even_memory` bytes, as a share of a step. With it, the plan
+# whose fullest rank has the least memory is chosen among equal plans.
 _FULL = 0.02
 # Prices of memory, relative to the mean step over the mean memory.
 _PRICES = tuple(10.0 ** (0.5 * n) for n in range(-8, 9))
@@ -152,7 +152,8 @@ _PRICES = tuple(10.0 ** (0.5 * n) for n in range(-8, 9))
 class Options:
     """Costs of a table in every shape that it may have, `[tables, K]` each.
 
-    Weighted seconds are seconds of transfers, and of computing times `effort`.
+    Weighted seconds are the seconds of transfers, plus `effort` times the
+    seconds of computing.
 
     Attributes:
         triples: the shapes.

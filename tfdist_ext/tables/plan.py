@@ -214,8 +214,9 @@ class ShardingPlan:
     def at(self, world_size: int) -> ShardingPlan:
         """A plan for the same problem on another number of ranks.
 
-        Requests are kept: kinds, `replace`, `forced`. If the ranks of a
-        requested `TablePlacement` do not all exist, only its kind is kept.
+        Requested kinds, also by `replace` and `forced`, stay in effect. If the
+        ranks of a requested `TablePlacement` do not all exist, only its kind
+        stays in effect.
         """
         setting = dataclasses.replace(
             self.problem.setting, world_size=world_size

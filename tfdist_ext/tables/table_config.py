@@ -421,7 +421,7 @@ class FeatureConfig:
     def get_config(
         self, serialize: Callable[[Any], Any] = _as_is
     ) -> dict[str, Any]:
-        """The arguments that make this object again; see `TableConfig`."""
+        """The arguments that create an equal object; see `TableConfig`."""
         return {
             "name": self.name,
             "table": self.table.get_config(serialize),
