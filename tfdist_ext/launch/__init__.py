@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and watches the ranks of a job; no TensorFlow."""
+"""Starts and watches the ranks of a job, without TensorFlow."""

@@ -225,7 +225,7 @@ class Outside:
 
     Attributes:
         host_names: expands a list of hosts of Slurm.
-        launcher: identifies the process that has started those of this host.
+        launcher: identifies the process that started the ranks of this host.
     """
 
     host_names: Callable[[str], Sequence[str]] = slurm_host_names
@@ -239,7 +239,7 @@ def read(
 
     Args:
         environment: variables of the process. TF_CONFIG is not read: this
-            function is not called if it is set.
+            function is not called if that has a cluster.
         outside: by default the information of this host.
 
     Returns:

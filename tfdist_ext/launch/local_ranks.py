@@ -415,7 +415,7 @@ def _announce(
     grace: float,
     lock: threading.Lock,
 ) -> None:
-    """Prints why the ranks are stopped, and whom a failed rank names."""
+    """Prints why the ranks are stopped, and which rank a failed one names."""
     if end.message is None:
         return
     _show(end.message, lock)

@@ -29,7 +29,7 @@ from tfdist_ext.comm import handshake as secret_lib
 from tfdist_ext.launch import local_ranks
 from tfdist_ext.launch.launch_options import Host
 
-# Prefix of the one line of a host's standard output that is not of a rank.
+# Prefix of a host's own line on standard output; other lines are of ranks.
 MARK = b"tfdist-run host "
 _REMOTE = "tfdist_ext.launch.remote_host"
 # Prefixes of variables that are sent to hosts; others are set by --env.

@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-# Variable that sets when ranks compare steps with those of one process.
+# Variable that sets when ranks compare their steps with one process.
 CHECK_VARIABLE = "TFDIST_CHECK"
 MASTER_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
-_MOST = 1 << 20  # ranks
+_MOST = 1 << 20  # most ranks
 
 
 class LaunchError(RuntimeError):
-    """There are other processes, but the environment lacks their address."""
+    """The environment has other processes, but not how to reach them."""
 
 
 @dataclasses.dataclass(frozen=True)
