@@ -50,10 +50,10 @@ def dataset_functions() -> list[tf.Graph]:
 
 
 def role_of(fn: Callable[..., Any]) -> str:
-    """A name that distinguishes the steps of `fn` from those of others.
+    """A name that distinguishes the steps of `fn` from other steps.
 
-    It keeps exchanges of a `predict` in one thread apart from those of a `fit`
-    in another.
+    With it, exchanges of a `predict` in one thread are not confused with
+    exchanges of a `fit` in another thread.
     """
     fn = inspect.unwrap(getattr(fn, "python_function", fn))
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
@@ -94,7 +94,7 @@ class CallLock:
 
     @contextlib.contextmanager
     def hold(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
-        """Runs ops created inside when no other call of the place runs.
+        """Makes the ops created in the context wait for calls of the place.
 
         Args:
             place: name of the call's set of tags.
@@ -223,7 +223,7 @@ class Step:
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:
-        """Marks computations inside as computations on the entire batch."""
+        """Marks computations in the context as being on the entire batch."""
         outer, self.whole = self.whole, True
         try:
             yield

@@ -174,7 +174,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def trying(self, trial: Trial) -> Iterator[None]:
-        """Makes the steps that are traced or run inside part of a trial.
+        """Makes steps that are traced or run in the context part of a trial.
 
         Args:
             trial: trial that records the updates of the steps.
@@ -189,7 +189,9 @@ class Collectives:
 
     @contextlib.contextmanager
     def capturing(self, graph: tf.Graph) -> Iterator[None]:
-        """Does not count exchanges traced inside: their graph never runs.
+        """Does not count exchanges traced in the context.
+
+        The graph of the exchanges never runs.
 
         Args:
             graph: graph that they are traced in.

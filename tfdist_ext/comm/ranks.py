@@ -252,7 +252,7 @@ def _come(
     deadline: float,
     timeout: float,
 ) -> Meeting:
-    """Connects a rank other than 0 to rank 0, again if that restarts."""
+    """Connects another rank to rank 0; does so again if rank 0 restarts."""
     own, first = _name(rank, addresses), _name(0, addresses)
 
     def report(reason: str) -> None:
