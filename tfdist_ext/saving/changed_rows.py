@@ -182,7 +182,7 @@ class Rows:
 
     Attributes:
         key: name of the tensor.
-        values: `[n, ...]`; further rows are padding.
+        values: `[n, ...]`; may have further rows, which are not written.
         changed: local numbers of the changed rows, int64 `[m]`.
         ids: numbers of the changed rows in the entire tensor, int64 `[m]`.
         columns: first column in the entire tensor and the one after the last;

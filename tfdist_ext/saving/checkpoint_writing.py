@@ -383,7 +383,7 @@ def _check_all_there(parts: Iterable[str], folder: str) -> None:
 
 
 def place(merged: str, prefix: str) -> None:
-    """Renames merged files; the index comes last, as files need it."""
+    """Renames merged files, the index last, as it completes a checkpoint."""
     for path in _files_at(merged):
         if not path.endswith(".index"):
             target = prefix + path.removeprefix(merged)

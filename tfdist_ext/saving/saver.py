@@ -38,11 +38,14 @@ from tfdist_ext.thread_context import current
 def copying(
     changed: ChangedRows | None = None,
 ) -> Iterator[list[checkpoint_writing.Parts]]:
-    """Copies what is saved inside into the list, instead of writing it.
+    """Makes savers used in the context copy to a list, instead of writing.
 
     Args:
         changed: changes since a full checkpoint, to copy only those; None to
             copy everything.
+
+    Yields:
+        The list of copies.
     """
     copies: list[checkpoint_writing.Parts] = []
     with thread_context.setting(copies=copies, changed=changed):
@@ -53,7 +56,8 @@ def over(full: str | None) -> AbstractContextManager[None]:
     """What is restored inside has changed since another checkpoint.
 
     Args:
-        full: path of the full checkpoint; None if a full one is restored.
+        full: path of the full checkpoint that the delta is relative to; None if
+            a full checkpoint is restored.
     """
     return thread_context.setting(full=full)
 

@@ -67,7 +67,7 @@ def only_shards(variables: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def with_methods(variables: Sequence[Any], **methods: Any) -> Iterator[None]:
-    """Replaces methods of variables inside.
+    """Replaces methods of variables while the context is active.
 
     Layers of this package write and read entire tables by themselves. An
     optimizer writes its variables with `numpy()` and reads them with
