@@ -91,7 +91,8 @@ def make_pair(ring: int = _LARGEST_RING) -> tuple[SharedMemory, SharedMemory]:
         memory = keep(
             os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         )
-        os.posix_fallocate(memory, 0, size)  # else writing might kill
+        # A write to memory that is not allocated might kill the process.
+        os.posix_fallocate(memory, 0, size)
         seals = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
         fcntl.fcntl(memory, _F_ADD_SEALS, seals)
         copy = keep(os.dup(memory))

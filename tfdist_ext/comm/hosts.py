@@ -4,9 +4,9 @@
 Every launcher has chosen free ports for its ranks. The launcher of host 0
 listens at the master's address. The launchers of hosts 1 to N-1 connect there
 and send the addresses of their ranks. Host 0 answers each of them with the list
-of all addresses. A launcher that ends before that is replaced by its next
-start. The connections stay open, so that a failure on one host stops the ranks
-on the others:
+of all addresses. A launcher that ends before it has the list is replaced by its
+next start. The connections stay open, so that a failure on one host stops the
+ranks on the others:
 
     host 1 -> host 0   {"nnodes": 2, "workers": ["b:41", ...]}
     host 0 -> host 1   {"workers": ["a:52", ..., "b:41", ...], "first_rank": 4,

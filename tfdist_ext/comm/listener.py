@@ -80,7 +80,7 @@ def _used() -> int:
 HELD_VARIABLE = "TFDIST_PORT_IS_HELD"
 
 
-# Lets the system choose the port.
+# Range that lets the system choose the port.
 ANY_PORT = range(1)
 
 
@@ -141,7 +141,7 @@ def _hold(host: str, candidates: range) -> socket.socket:
 MAX_HANDSHAKES = 256
 HANDSHAKE_SECONDS = 10.0
 CHECK_SECONDS = 0.2
-_REFUSALS = 4  # most of them in an error
+_REFUSALS = 4  # most rejections that an error names
 _BACKLOG = 4096
 _SPARE_DESCRIPTORS = 64
 

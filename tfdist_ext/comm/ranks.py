@@ -2,10 +2,10 @@
 """The first connection of all ranks to rank 0, and an exchange of bytes.
 
 Rank 0 listens at its address until all ranks are connected. The others try to
-connect until it listens. A rank that ends before that is replaced by its next
-process. All ranks get the bytes of all, or an error that names the missing
-ranks. Rank 0 then stops listening. The connections may stay open until the
-ranks have connected to each other, so that all learn of a rank that fails
+connect until it listens. A rank that ends while others are missing is replaced
+by its next process. All ranks get the bytes of all, or an error that names the
+missing ranks. Rank 0 then stops listening. The connections may stay open until
+the ranks have connected to each other, so that all learn of a rank that fails
 meanwhile.
 
     rank 1 -> rank 0   {"blob": "..."}
