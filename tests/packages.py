@@ -7,28 +7,37 @@
 PACKAGES = {
     "version": set(),
     "thread_context": set(),
+    "type_names": set(),
     "tables": set(),
     "patching": set(),
-    "tensorflow_internals": set(),
-    "keras_internals": set(),
+    "tensorflow_internals": {
+        "type_names",
+    },
+    "keras_internals": {
+        "type_names",
+    },
     "marks": {
         "keras_internals",
         "tables",
+        "type_names",
     },
     "ops": {
         "keras_internals",
         "marks",
         "tables",
         "tensorflow_internals",
+        "type_names",
     },
     "comm": {
         "ops",
         "tables",
         "tensorflow_internals",
+        "type_names",
         "version",
     },
     "batches": {
         "ops",
+        "type_names",
     },
     "launch": {
         "comm",
@@ -43,6 +52,7 @@ PACKAGES = {
         "ops",
         "patching",
         "tables",
+        "type_names",
     },
     "embedding": {
         "batches",
@@ -54,6 +64,7 @@ PACKAGES = {
         "tables",
         "tensorflow_internals",
         "thread_context",
+        "type_names",
     },
     "numbers": {
         "batches",
@@ -63,12 +74,14 @@ PACKAGES = {
         "marks",
         "tables",
         "tensorflow_internals",
+        "type_names",
     },
     "losses": {
         "comm",
         "keras_internals",
         "marks",
         "numbers",
+        "type_names",
     },
     "strategy": {
         "batches",
@@ -84,6 +97,7 @@ PACKAGES = {
         "tables",
         "tensorflow_internals",
         "thread_context",
+        "type_names",
     },
     "saving": {
         "comm",
@@ -94,6 +108,7 @@ PACKAGES = {
         "tables",
         "tensorflow_internals",
         "thread_context",
+        "type_names",
     },
     "layers": {
         "comm",
@@ -105,6 +120,7 @@ PACKAGES = {
         "patching",
         "saving",
         "tables",
+        "type_names",
     },
     "callbacks": {
         "batches",
@@ -118,6 +134,7 @@ PACKAGES = {
         "saving",
         "tables",
         "tensorflow_internals",
+        "type_names",
     },
     "hooks": {
         "callbacks",

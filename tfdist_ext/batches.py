@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.type_names import Shape
 
 Nest = Any
 
@@ -127,7 +128,7 @@ def _static_size(value: Any) -> int | None:
     return size
 
 
-def _text(shape: Any) -> str:
+def _text(shape: Shape) -> str:
     sizes = ["..." if size == "..." else str(size) for size in shape]
     return f"[{', '.join(sizes)}]"
 

@@ -15,6 +15,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist_ext.type_names import Callback
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
+
 keras = tf.keras
 
 # tf_keras has no __version__ in tf.keras; `ops` exists since Keras 3.
@@ -75,7 +85,7 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
-def value_of(variable: Any) -> Any:
+def value_of(variable: Variable) -> Any:
     """TensorFlow's variable of a Keras 3 variable; other objects unchanged.
 
     None for a variable that Keras 3 has not created yet. Keras's own `value`
@@ -87,7 +97,7 @@ def value_of(variable: Any) -> Any:
 
 
 def when_made(
-    variable: Any,
+    variable: Variable,
     scope: Callable[[], contextlib.AbstractContextManager[Any]],
     then: Callable[[], None],
 ) -> None:
@@ -142,28 +152,28 @@ def _name_of_graph() -> str:
     return str(getattr(graph, "name", ""))
 
 
-def layers_of(model: Any) -> list[Any]:
+def layers_of(model: Model) -> list[Any]:
     """The model and all layers in it, at any depth."""
     return list(model._flatten_layers())
 
 
-def inner_layers(layer: Any) -> list[Any]:
+def inner_layers(layer: Layer) -> list[Any]:
     """Layers directly inside of a layer."""
     return list(layer._flatten_layers(recursive=False, include_self=False))
 
 
-def is_built(optimizer: Any) -> bool:
+def is_built(optimizer: Optimizer) -> bool:
     """Whether an optimizer has its slots, or is about to create them."""
     built = getattr(optimizer, "_built", False)
     return bool(getattr(optimizer, "built", built))
 
 
-def trained_by(optimizer: Any) -> Sequence[Any]:
+def trained_by(optimizer: Optimizer) -> Sequence[Any]:
     """Variables that an optimizer of Keras 3 was built for."""
     return list(getattr(optimizer, "_trainable_variables", ()))
 
 
-def compile_config(model: Any) -> dict[str, Any]:
+def compile_config(model: Model) -> dict[str, Any]:
     """Arguments of a model's `compile`, by their names."""
     config = getattr(model, "_compile_config", None)
     return getattr(config, "config", {})
@@ -185,7 +195,7 @@ def batch_loop() -> tuple[Any, str]:
 
 
 def without_calls(
-    original: Any, loop: Any, skips: Callable[[int, int], bool] | None
+    original: Original, loop: Any, skips: Callable[[int, int], bool] | None
 ) -> Any:
     """Result of the method of `batch_loop`, without some of the calls.
 
@@ -218,7 +228,7 @@ def first_batches(iterator: Any) -> list[Any] | None:
 
 
 @contextlib.contextmanager
-def means_allowed(loss: Any, allowed: bool) -> Iterator[None]:
+def means_allowed(loss: Loss, allowed: bool) -> Iterator[None]:
     """Lets a loss of tf_keras be a mean over the batch under a strategy."""
     own = vars(loss).get("_allow_sum_over_batch_size", False)
     loss._allow_sum_over_batch_size = own or allowed
@@ -259,7 +269,7 @@ def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forgetting_inputs(model: Any) -> Iterator[None]:
+def forgetting_inputs(model: Model) -> Iterator[None]:
     """Restores the recorded inputs of a tf_keras model after a call.
 
     tf_keras records the inputs of the first call only.
@@ -311,12 +321,12 @@ def writes_alone(module: str) -> bool:
     return is_of_keras(module) and module.startswith(names)
 
 
-def averages_of(optimizer: Any) -> Sequence[Any]:
+def averages_of(optimizer: Optimizer) -> Sequence[Any]:
     """Moving averages of an optimizer, one for each of its variables."""
     return optimizer._model_variables_moving_average
 
 
-def averages_state(optimizer: Any, averages: Sequence[Any]) -> Any:
+def averages_state(optimizer: Optimizer, averages: Sequence[Any]) -> Any:
     """Argument of `UPDATE_AVERAGES` for an optimizer with other averages."""
     return types.SimpleNamespace(
         use_ema=True,
@@ -345,7 +355,7 @@ class Backup:
     training: dict[str, Any]
 
     @classmethod
-    def of(cls, callback: Any) -> Backup:
+    def of(cls, callback: Callback) -> Backup:
         """Current state of a callback."""
         training = {
             "epoch": callback._current_epoch,
@@ -360,17 +370,17 @@ class Backup:
         )
 
 
-def read_backup(callback: Any) -> None:
+def read_backup(callback: Callback) -> None:
     """Loads weights and progress into the model."""
     callback._load_model()
 
 
-def set_initial_epoch(model: Any, epoch: int) -> None:
+def set_initial_epoch(model: Model, epoch: int) -> None:
     """Sets the epoch from which `fit` continues."""
     model._initial_epoch = epoch
 
 
-def start_at_epoch(model: Any, epoch: int | None) -> None:
+def start_at_epoch(model: Model, epoch: int | None) -> None:
     """Sets the first epoch of `fit`, in `on_train_begin`; None for default."""
     if KERAS_3:
         model._initial_epoch = epoch
@@ -384,7 +394,7 @@ def start_at_epoch(model: Any, epoch: int | None) -> None:
 
 
 @contextlib.contextmanager
-def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
+def same_seeds(layers: Sequence[Layer]) -> Iterator[None]:
     """Restores the seeds of layers of tf_keras after a trace.
 
     Each trace increments the seeds.
@@ -402,7 +412,7 @@ def same_seeds(layers: Sequence[Any]) -> Iterator[None]:
             generator._seed = seed
 
 
-def steps_of_call(model: Any) -> int:
+def steps_of_call(model: Model) -> int:
     """Number of batches that one call of a model's train function reads."""
     if KERAS_3:
         return int(model.steps_per_execution)
@@ -410,7 +420,7 @@ def steps_of_call(model: Any) -> int:
     return 1 if steps is None else int(steps.numpy())
 
 
-def keep_metrics(model: Any, kept: bool) -> None:
+def keep_metrics(model: Model, kept: bool) -> None:
     """Sets whether the metrics of a model are not reset before an epoch."""
     if kept:
         model.reset_metrics = lambda: None
@@ -418,7 +428,7 @@ def keep_metrics(model: Any, kept: bool) -> None:
         del model.reset_metrics
 
 
-def untracked_variables(model: Any) -> list[Any]:
+def untracked_variables(model: Model) -> list[Any]:
     """Variables of a built model that TensorFlow's checkpoints omit.
 
     In Keras 3 these are metrics and the states of random generators. tf_keras
@@ -465,18 +475,18 @@ def function_arguments(wrapper: Any) -> dict[str, Any]:
     return getattr(wrapper, "_fn_kwargs", {})
 
 
-def metric_function(metric: Any) -> Any:
+def metric_function(metric: Metric) -> Any:
     """Function of a `MeanMetricWrapper`."""
     return metric._fn
 
 
-def strategy_of(optimizer: Any) -> Any:
+def strategy_of(optimizer: Optimizer) -> Any:
     """Strategy in whose scope an optimizer was created; None if unknown."""
     return getattr(optimizer, "_distribution_strategy", None)
 
 
 def remake_states(
-    metric: Any,
+    metric: Metric,
     states: Sequence[Any],
     prepare: Callable[[Any], object] = lambda variable: None,
 ) -> list[Any]:
@@ -502,7 +512,7 @@ def remake_states(
 
 
 def _replace_states(
-    metric: Any, states: Sequence[Any], prepare: Callable[[Any], object]
+    metric: Metric, states: Sequence[Any], prepare: Callable[[Any], object]
 ) -> list[Any]:
     """`remake_states` for tf_keras, which replaces attributes of the metric."""
     left = {id(state): state for state in states}
@@ -544,7 +554,7 @@ def set_mask(value: Any, mask: tf.Tensor) -> None:
 
 
 def compiled_losses(
-    model: Any, y: Any, y_pred: Any
+    model: Model, y: Any, y_pred: Nested
 ) -> list[tuple[Any, Any, Any]]:
     """The losses of `compile`, with the labels and predictions of each.
 

@@ -21,9 +21,11 @@ from tfdist_ext.comm.exchanges import agree
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.numbers import whole_batch
+from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import TensorLike
 
 
-def gather_candidates(x: Any) -> tf.Tensor:
+def gather_candidates(x: TensorLike) -> tf.Tensor:
     """Rows of all ranks, this rank's rows first, for losses over a batch.
 
     Row i of `x` is row i of the result. A loss whose labels are
@@ -65,7 +67,7 @@ def gather_candidates(x: Any) -> tf.Tensor:
     return own_first
 
 
-def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+def in_order(x: TensorLike) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Rows of all ranks in the order of the batch.
 
     Args:
@@ -95,7 +97,7 @@ def in_order(x: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
     return rows, tf.cast(first, tf.int32)
 
 
-def _checked(x: Any) -> tf.Tensor:
+def _checked(x: TensorLike) -> tf.Tensor:
     if isinstance(x, tf.RaggedTensor | tf.SparseTensor):
         raise TypeError(
             "gather_candidates takes dense tensors, one row for each "
@@ -156,7 +158,7 @@ Nest = Any
 _NARROW = (tf.float16, tf.bfloat16)
 
 
-def batch_mean(values: Any, weights: Any = None) -> tf.Tensor:
+def batch_mean(values: Any, weights: TensorLike = None) -> tf.Tensor:
     """The mean of values of all samples of the batch, on every rank.
 
     `sum(weights * values) / sum(weights)` over the samples of all ranks; 0
@@ -306,7 +308,7 @@ def _wide(values: tf.Tensor) -> tf.Tensor:
     return tf.cast(values, tf.float32) if values.dtype in _NARROW else values
 
 
-def _broadcast(weights: Any, values: tf.Tensor) -> tf.Tensor:
+def _broadcast(weights: TensorLike, values: tf.Tensor) -> tf.Tensor:
     """Weights broadcast to the shape of the values."""
     if isinstance(weights, tf.RaggedTensor):
         weights = weights.flat_values
@@ -348,7 +350,7 @@ def _of_batch(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _rows(x: Any) -> Any:
+def _rows(x: TensorLike) -> Any:
     if isinstance(x, tf.SparseTensor):
         raise TypeError(
             "gather_batch takes dense and ragged tensors. Received: "
@@ -416,7 +418,7 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
 
     def __init__(
         self,
-        loss: Any = None,
+        loss: Loss = None,
         metrics: Any = None,
         batch_metrics: Sequence[Any] | None = None,
         loss_metrics: Sequence[Any] | None = None,
@@ -512,7 +514,11 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         return loss
 
     def _update_factorized(
-        self, queries: Any, candidates: Any, ids: Any, weights: Any
+        self,
+        queries: TensorLike,
+        candidates: Any,
+        ids: TensorLike,
+        weights: TensorLike,
     ) -> None:
         for metric in self._factorized_metrics:
             metric.update_state(
@@ -544,7 +550,7 @@ def _scores(
     return scores, labels, first
 
 
-def _hits(ids: Any, labels: tf.Tensor, name: str) -> tf.Tensor:
+def _hits(ids: TensorLike, labels: tf.Tensor, name: str) -> tf.Tensor:
     """1 if a negative has the id of the query's own candidate, else 0."""
     if ids is None:
         raise ValueError(
@@ -558,7 +564,9 @@ def _hits(ids: Any, labels: tf.Tensor, name: str) -> tf.Tensor:
     return tf.cast(same, labels.dtype) - labels
 
 
-def _masked(scores: tf.Tensor, mask: Any, first: tf.Tensor | int) -> tf.Tensor:
+def _masked(
+    scores: tf.Tensor, mask: TensorLike, first: tf.Tensor | int
+) -> tf.Tensor:
     """Masks scores; the mask's columns begin with this rank's candidates."""
     mask = tf.cast(mask, tf.bool)
     check = tf.debugging.assert_equal(

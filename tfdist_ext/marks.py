@@ -12,14 +12,18 @@ import tensorflow as tf
 
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Variable
 
 
-def set_shard_spec(variable: Any, spec: ShardSpec) -> None:
+def set_shard_spec(variable: Variable, spec: ShardSpec) -> None:
     """Marks TensorFlow's variable as a shard, with its part of the table."""
     variable._tfdist_shard = spec
 
 
-def shard_spec(variable: Any) -> ShardSpec | None:
+def shard_spec(variable: Variable) -> ShardSpec | None:
     """Shard spec of a variable of TensorFlow or Keras; None for others."""
     for _ in range(2):
         # A distributed variable reads its value to find an unknown attribute.
@@ -61,12 +65,12 @@ def is_unique(slices: Any) -> bool:
     return hasattr(slices.dense_shape, "_tfdist_unique")
 
 
-def set_collectives(variable: Any, collectives: Any) -> None:
+def set_collectives(variable: Variable, collectives: Any) -> None:
     """Sets the collectives with which checkpoints read parts of a shard."""
     variable._tfdist_collectives = collectives
 
 
-def collectives_of_shard(variable: Any) -> Any:
+def collectives_of_shard(variable: Variable) -> Any:
     """Value of `set_collectives`; None for an object that is not a shard."""
     return getattr(variable, "_tfdist_collectives", None)
 
@@ -81,13 +85,13 @@ def part_of_index(holder: Any) -> str | None:
     return getattr(holder, "_tfdist_part_of_index", None)
 
 
-def set_own_optimizer(variable: Any, optimizer: Any) -> None:
+def set_own_optimizer(variable: Variable, optimizer: Optimizer) -> None:
     """Sets an optimizer that updates only this table."""
     for component in _components(variable):
         component._tfdist_optimizer = optimizer
 
 
-def _components(variable: Any) -> list[Any]:
+def _components(variable: Variable) -> list[Any]:
     """TensorFlow's variable, and its components if it is mirrored."""
     native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)
@@ -96,7 +100,7 @@ def _components(variable: Any) -> list[Any]:
     return [native, *strategy.experimental_local_results(native)]
 
 
-def _said_of(variable: Any, name: str) -> Any:
+def _said_of(variable: Variable, name: str) -> Any:
     """An attribute of TensorFlow's variable; None if it is not set."""
     native = value_of(variable)
     if isinstance(native, tf.distribute.DistributedValues):
@@ -106,18 +110,18 @@ def _said_of(variable: Any, name: str) -> Any:
     return getattr(native, name, None)
 
 
-def own_optimizer(variable: Any) -> Any:
+def own_optimizer(variable: Variable) -> Any:
     """The optimizer set by `set_own_optimizer`, else None."""
     return _said_of(variable, "_tfdist_optimizer")
 
 
-def set_max_norm(variable: Any, max_norm: float) -> None:
+def set_max_norm(variable: Variable, max_norm: float) -> None:
     """Sets the largest norm of the rows of a table."""
     for component in _components(variable):
         component._tfdist_max_norm = max_norm
 
 
-def max_norm(variable: Any) -> float | None:
+def max_norm(variable: Variable) -> float | None:
     """Value of `set_max_norm` for a table; None for others."""
     return _said_of(variable, "_tfdist_max_norm")
 
@@ -128,7 +132,7 @@ def works_over_ranks(optimizer: type[Any]) -> type[Any]:
     return optimizer
 
 
-def does_work_over_ranks(optimizer: Any) -> bool:
+def does_work_over_ranks(optimizer: Optimizer) -> bool:
     """Whether an optimizer's class has the mark of `works_over_ranks`."""
     return getattr(optimizer, "_tfdist_row_updates", False)
 
@@ -143,22 +147,22 @@ def is_element_wise(optimizer: type[Any]) -> bool:
     return "_tfdist_element_wise" in vars(optimizer)
 
 
-def set_exported(model: Any, exported: Any) -> None:
+def set_exported(model: Model, exported: Any) -> None:
     """Stores the state of a model at its last export, for delta exports."""
     object.__setattr__(model, "_tfdist_exported", exported)
 
 
-def exported(model: Any) -> Any:
+def exported(model: Model) -> Any:
     """Value of `set_exported` for a model; None if it is not set."""
     return vars(model).get("_tfdist_exported")
 
 
-def set_update_watch(model: Any, watch: Any) -> None:
+def set_update_watch(model: Model, watch: Any) -> None:
     """Sets the watch of a model's updates during `fit`; None removes it."""
     object.__setattr__(model, "_tfdist_update_watch", watch)
 
 
-def update_watch(model: Any) -> Any:
+def update_watch(model: Model) -> Any:
     """Value of `set_update_watch` for a model; None if it is not set."""
     return vars(model).get("_tfdist_update_watch")
 
@@ -202,17 +206,17 @@ def is_reduced(value: Any) -> bool:
     return hasattr(value, "_tfdist_reduced")
 
 
-def set_named(variable: Any) -> None:
+def set_named(variable: Variable) -> None:
     """Marks an assigned variable as named in the log."""
     variable._tfdist_named = True
 
 
-def is_named(variable: Any) -> bool:
+def is_named(variable: Variable) -> bool:
     """Whether a variable has the mark of `set_named`."""
     return "_tfdist_named" in vars(variable)
 
 
-def set_result_of(value: Any, metric: Any, index: int) -> None:
+def set_result_of(value: Any, metric: Metric, index: int) -> None:
     """Marks a tensor as the result of a metric.
 
     Args:
@@ -298,27 +302,27 @@ def keep(graph: Any, other: Any) -> None:
     graph._tfdist_kept = [*getattr(graph, "_tfdist_kept", ()), other]
 
 
-def fix(variable: Any) -> None:
+def fix(variable: Variable) -> None:
     """Marks a table whose placement a graph or a slot depends on."""
     value_of(variable)._tfdist_fixed = True
 
 
-def is_fixed(variable: Any) -> bool:
+def is_fixed(variable: Variable) -> bool:
     """Whether the placement of a table may no longer change."""
     return bool(_said_of(variable, "_tfdist_fixed"))
 
 
-def set_keys(variable: Any, keys: Any) -> None:
+def set_keys(variable: Variable, keys: Any) -> None:
     """Sets the keys of the rows of a table with a dynamic vocabulary."""
     value_of(variable)._tfdist_keys = keys
 
 
-def keys_of(variable: Any) -> Any:
+def keys_of(variable: Variable) -> Any:
     """Value of `set_keys` for a table; None for others."""
     return _said_of(variable, "_tfdist_keys")
 
 
-def set_grows(variable: Any) -> None:
+def set_grows(variable: Variable) -> None:
     """Marks a table or slot that may be restored from one with fewer rows.
 
     Args:
@@ -327,7 +331,7 @@ def set_grows(variable: Any) -> None:
     variable._tfdist_grows = True
 
 
-def grows(variable: Any) -> bool:
+def grows(variable: Variable) -> bool:
     """Whether a variable has the mark of `set_grows`."""
     return getattr(variable, "_tfdist_grows", False)
 

@@ -31,6 +31,8 @@ from tensorflow.python.saved_model import save
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
+from tfdist_ext.type_names import Variable
+
 _PACKAGE = __name__.partition(".")[0]
 # The module whose function decides what AutoGraph converts.
 autograph_conversion = conversion
@@ -104,12 +106,12 @@ def seeding() -> object:
     return context.context()._rng
 
 
-def variable_accessed(variable: Any) -> None:
+def variable_accessed(variable: Variable) -> None:
     """Tells gradient tapes and functions that an op reads the variable."""
     resource_variable_ops.variable_accessed(variable)
 
 
-def read_from_first(variable: Any) -> bool:
+def read_from_first(variable: Variable) -> bool:
     """Makes reads of an on-read variable return this rank's value.
 
     Such a variable is otherwise summed over the ranks. The values must be
@@ -124,7 +126,7 @@ def read_from_first(variable: Any) -> bool:
     return True
 
 
-def replace_value(variable: Any, value: tf.Tensor) -> None:
+def replace_value(variable: Variable, value: tf.Tensor) -> None:
     """Assigns a value of another shape, and changes the variable's shape.
 
     Graphs that have read the variable before would use the old shape.
@@ -316,7 +318,7 @@ def ops_of(definition: Any) -> set[str]:
     }
 
 
-def is_mirrored(variable: Any) -> bool:
+def is_mirrored(variable: Variable) -> bool:
     """Whether a variable is mirrored by a strategy."""
     return isinstance(variable, MirroredVariable)
 

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +25,9 @@ from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Variable
 
 # Most numbers of a table that are read at a time.
 _BLOCK = 1 << 22
@@ -67,7 +69,10 @@ class WatchedTable:
     """
 
     def __init__(
-        self, spec: ShardSpec, variable: Any, collectives: Collectives | None
+        self,
+        spec: ShardSpec,
+        variable: Variable,
+        collectives: Collectives | None,
     ) -> None:
         self.name = spec.table
         self.variable = variable
@@ -169,7 +174,7 @@ class WatchedTable:
 
 
 def tables_of(
-    model: Any, collectives: Collectives | None
+    model: Model, collectives: Collectives | None
 ) -> list[WatchedTable]:
     """The tables of a model's layers that are of this package.
 
@@ -272,7 +277,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         self.reports: dict[int, dict[str, float]] = {}
         hold(Need.UPDATE_WATCH, self)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: Model) -> None:
         """Begins to watch a model that `fit` is about to train."""
         super().set_model(model)
         self._collectives = collectives_of(model)
@@ -287,7 +292,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._known: dict[str, tuple[int, float]] = {}
         self._wants = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Opens the summary writer of rank 0."""
         self._writer = None
         first = self._collectives is None or not self._collectives.group.rank
@@ -315,7 +320,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         ]
         return self._tables
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Enables gradient norms in the first step and before a report."""
         if not self._step:
             self._find()  # when all callbacks have begun
@@ -327,7 +332,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._wants = due or last
             self._gradients.want(self._wants)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Makes a report, if one is due."""
         first = not self._step
         self._step += batch - self._begun + 1
@@ -336,14 +341,14 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
         if self._step - self._reported >= self._every:
             self.report()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Makes a report, and adds its values to the logs of the epoch."""
         if self._step > self._reported:
             self.report()
         if logs is not None and self.reports:
             logs.update(self.reports[self._reported])
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Closes the summary writer."""
         if self._writer is not None:
             self._writer.close()

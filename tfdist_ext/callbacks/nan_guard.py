@@ -32,6 +32,11 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.tables import placement
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Variable
 
 # Columns of the counts, for the loss and for every variable: non-finite numbers
 # or rows of the gradient, first such row; non-finite rows after the update,
@@ -176,7 +181,7 @@ class FiniteSteps:
         tf.numpy_function(keep, list(batch.values()), [])
         return True
 
-    def _prepare(self, variables: list[Any]) -> None:
+    def _prepare(self, variables: list[Variable]) -> None:
         if self._state is not None:
             return
         self._variables = variables
@@ -231,7 +236,7 @@ def _of_table(rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.size(wrong, tf.int64), first])
 
 
-def _own_part(gradient: Any) -> Any:
+def _own_part(gradient: Gradient) -> Any:
     """This rank's part of a gradient; None if only the sum is known."""
     if marks.gradient_spec(gradient) is not None:
         return None
@@ -241,13 +246,13 @@ def _own_part(gradient: Any) -> Any:
     return gradient
 
 
-def _of_gradient(gradient: Any) -> tf.Tensor:
+def _of_gradient(gradient: Gradient) -> tf.Tensor:
     if isinstance(gradient, tf.IndexedSlices):
         return _of_table(gradient.indices, gradient.values)
     return _of_numbers(gradient)
 
 
-def _of_rows(gradient: Any, variable: Any) -> tf.Tensor:
+def _of_rows(gradient: Gradient, variable: Variable) -> tf.Tensor:
     """Counts the non-finite rows among those that an update has changed."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.constant(_NOTHING)
@@ -353,7 +358,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         self.faults: list[str] = []
         hold(Need.UPDATE_WATCH, self)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: Model) -> None:
         """Begins to watch a model that `fit` is about to train."""
         super().set_model(model)
         self._check(model)
@@ -369,7 +374,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             update_watch.watch_of(model), collectives, self._write
         )
 
-    def _check(self, model: Any) -> None:
+    def _check(self, model: Model) -> None:
         if model.jit_compile is True:
             raise ValueError(
                 "NanGuard cannot watch steps that XLA compiles: give "
@@ -383,11 +388,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
                     f"or a number. Received: factor={self._factor}"
                 )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Records the number of the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Copies the state, if a copy is due."""
         self._begun = batch
         self._beside = StepState(self.model)
@@ -400,7 +405,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             copied = (self._step, Snapshot(self.model))
             self._copies = [*self._copies[-1:], copied]
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Checks that all was finite; otherwise restores the state."""
         self._step += batch - self._begun + 1
         logs = logs if logs is not None else {}
@@ -487,13 +492,13 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             _LOG.warning("The batch was not written to '%s': %s", path, error)
 
 
-def _optimizers(model: Any) -> list[Any]:
+def _optimizers(model: Model) -> list[Any]:
     """The optimizer of the model, and those of single tables."""
     inner = inner_optimizer(model)
     return [inner, *getattr(inner, "table_optimizers", ())]
 
 
-def _rate_of(optimizer: Any) -> float | None:
+def _rate_of(optimizer: Optimizer) -> float | None:
     """The learning rate, None for a schedule."""
     rate = optimizer.get_config()["learning_rate"]
     return None if isinstance(rate, dict) else float(rate)

@@ -27,6 +27,8 @@ from tfdist_ext.embedding.prefetched_ids import PrefetchedIds
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Original
 
 
 @dataclasses.dataclass
@@ -204,7 +206,7 @@ class Walk:
             self._renew()  # the iterator is at its end
 
     def _cut(
-        self, goal: Place, batch: Any, sizes: np.ndarray, read: int
+        self, goal: Place, batch: Nested, sizes: np.ndarray, read: int
     ) -> None:
         """Gives the next step the samples of a batch that were not trained.
 
@@ -333,7 +335,7 @@ def is_own_data(dataset: Any) -> bool:
     return policy in (policies.FILE, policies.OFF)
 
 
-def _counted(original: Any, dataset: Any) -> Any:
+def _counted(original: Original, dataset: Any) -> Any:
     iterator = original(dataset)
     watch = marks.watch(dataset)
     if watch is not None:

@@ -26,6 +26,9 @@ from tfdist_ext.callbacks import saved_run
 from tfdist_ext.callbacks.place_in_data import Walk
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.launch.local_ranks import NOT_SAVED as NOT_SAVED
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -216,7 +219,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self.seconds = 0.0
 
     @contextlib.contextmanager
-    def during(self, model: Any, steps_per_epoch: int | None) -> Iterator[None]:
+    def during(
+        self, model: Model, steps_per_epoch: int | None
+    ) -> Iterator[None]:
         """Prepares a call of `fit`, and removes all its changes after it.
 
         Args:
@@ -253,7 +258,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             keras_internals.keep_metrics(model, False)
             self._walk = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Restores the last checkpoint, if there is one."""
         model = self.model
         collectives = _strategy_of(model).collectives
@@ -276,23 +281,23 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             # Keras would clear them when it begins the epoch.
             keras_internals.keep_metrics(model, place.batch > 0)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Records the number of the epoch."""
         assert self._walk is not None
         keras_internals.keep_metrics(self.model, False)
         self._walk.begin_epoch(epoch)
         self._epoch_unsaved = True
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Records the number of the next batch."""
         self._batch = batch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Records how many batches the step has trained."""
         assert self._walk is not None
         self._walk.trained(batch - self._batch + 1)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Saves once more, and waits until all is written."""
         assert self._walk is not None
         place = self._walk.place
@@ -375,7 +380,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         raise SystemExit(code)
 
 
-def without_trained_batches(original: Any, loop: Any) -> Any:
+def without_trained_batches(original: Original, loop: Any) -> Any:
     """Keras's loop over batches, without the batches trained before."""
     walk = marks.watch(keras_internals.dataset_of(loop))
     return keras_internals.without_calls(
@@ -391,7 +396,7 @@ def _check_count(name: str, value: Any, what: str, least: int = 1) -> None:
         )
 
 
-def _strategy_of(model: Any) -> Any:
+def _strategy_of(model: Model) -> Any:
     strategy = model.distribute_strategy
     if not hasattr(strategy, "collectives"):
         raise ValueError(
@@ -403,7 +408,7 @@ def _strategy_of(model: Any) -> Any:
 
 
 def skip_trained_batches(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Runs Keras's `fit`, prepared for the Resume among its callbacks."""
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments

@@ -36,6 +36,8 @@ from tfdist_ext.saving.changed_rows import Marks
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.saving.checkpoint_reading import agree
 from tfdist_ext.saving.saver import LaterWrite
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
 
 
 def random_states() -> dict[str, Any]:
@@ -191,7 +193,7 @@ class SavedRun:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         directory: str,
         keep: int,
         deltas: int,
@@ -353,7 +355,7 @@ class SavedRun:
         """Phase of this rank's current write, `NOTHING` without one."""
         return self._writing.phase if self._writing else NOTHING
 
-    def begin(self, place: Place, logs: Any, whole: bool = False) -> None:
+    def begin(self, place: Place, logs: Logs, whole: bool = False) -> None:
         """Copies the state, which a thread then writes; all ranks must call.
 
         Args:
@@ -472,7 +474,7 @@ def _progress_in(path: str) -> dict[str, Any]:
     return found
 
 
-def _build(model: Any) -> None:
+def _build(model: Model) -> None:
     """Creates the optimizer's slots, which a checkpoint is read into.
 
     Raises:
@@ -495,7 +497,7 @@ def _build(model: Any) -> None:
             optimizer.build(model.trainable_variables)
 
 
-def _numbers(logs: Any) -> dict[str, float]:
+def _numbers(logs: Logs) -> dict[str, float]:
     """The scalars in the result of a step."""
     found = {}
     for name, value in (logs or {}).items():

@@ -21,6 +21,8 @@ from tfdist_ext.launch import trace
 from tfdist_ext.launch.trace import Event
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Original
 
 keras = tf.keras
 
@@ -75,7 +77,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._kernels = kernels
         hold(Need.TIMELINE, self)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Starts to count steps."""
         self._collectives = collectives_of(self.model)
         self._rank = 0
@@ -85,14 +87,14 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._on = False
         self._events: list[Event] = []
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Starts the trace before the first traced step."""
         self._begun = batch
         if self._step == self._first and not self._on:
             self._start()
             self._since = time.monotonic_ns()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Writes the trace after the last traced step."""
         self._number = self._step
         self._step += batch - self._begun + 1
@@ -127,7 +129,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._note_callbacks(f"end of {name}")
         self._note(trace.STEP, name, self._began, time.monotonic_ns(), {})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Writes the trace so far, if training ends within the traced steps."""
         if self._on:
             self._stop()
@@ -226,16 +228,18 @@ def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
     return {f"rank {rank}": size for rank, size in enumerate(sizes) if size}
 
 
-def time_begin(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+def time_begin(
+    original: Original, called: Any, *args: Any, **kwargs: Any
+) -> Any:
     return _timed(original, called, False, *args, **kwargs)
 
 
-def time_end(original: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+def time_end(original: Original, called: Any, *args: Any, **kwargs: Any) -> Any:
     return _timed(original, called, True, *args, **kwargs)
 
 
 def _timed(
-    original: Any, called: Any, ends_step: bool, *args: Any, **kwargs: Any
+    original: Original, called: Any, ends_step: bool, *args: Any, **kwargs: Any
 ) -> Any:
     timelines = [e for e in called.callbacks if isinstance(e, Timeline)]
     for each in timelines:

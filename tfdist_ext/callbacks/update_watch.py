@@ -17,6 +17,11 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_built
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.optimizers.row_gradients import without_duplicates
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 Nest = Any
@@ -36,7 +41,7 @@ class UpdateWatch:
         loss: loss of that step; None if the step calls no `compute_loss`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.data: Nest = None
         self.loss: Any = None
         self._watched = model
@@ -127,7 +132,9 @@ class UpdateWatch:
             self._optimizer.build([v for g, v in pairs if g is not None])
 
 
-def end_watch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def end_watch(
+    original: Original, model: Model, *args: Any, **kwargs: Any
+) -> Any:
     try:
         return original(model, *args, **kwargs)
     finally:
@@ -137,7 +144,7 @@ def end_watch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             marks.set_update_watch(model, None)
 
 
-def watch_of(model: Any) -> UpdateWatch:
+def watch_of(model: Model) -> UpdateWatch:
     """The watch of a model whose `fit` begins; created if there is none."""
     if marks.update_watch(model) is None:
         marks.set_update_watch(model, UpdateWatch(model))
@@ -145,12 +152,12 @@ def watch_of(model: Any) -> UpdateWatch:
     return found
 
 
-def inner_optimizer(model: Any) -> Any:
+def inner_optimizer(model: Model) -> Any:
     """The optimizer of a model, without a loss scale optimizer around it."""
     return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
-def collectives_of(model: Any) -> Any:
+def collectives_of(model: Model) -> Any:
     """The collectives of a model's strategy; None in one process."""
     return getattr(model.distribute_strategy, "collectives", None)
 
@@ -220,7 +227,7 @@ class GradientNorms:
         tf.cond(self._wanted, note, lambda: True)
         return update()
 
-    def _square(self, gradient: Any) -> tf.Tensor:
+    def _square(self, gradient: Gradient) -> tf.Tensor:
         if marks.gradient_spec(gradient) is None:
             gradient = self._of_all_ranks(gradient)
         gradient = without_duplicates(gradient)
@@ -228,7 +235,7 @@ class GradientNorms:
         # Squares of diverging numbers soon overflow float32.
         return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
-    def _of_all_ranks(self, gradient: Any) -> Any:
+    def _of_all_ranks(self, gradient: Gradient) -> Any:
         """The gradient over all ranks of an unpartitioned variable."""
         collectives = self._collectives
         if collectives is None:
@@ -256,7 +263,7 @@ class Snapshot:
         model: model whose optimizer is built.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._values = [
             (variable, np.array(variable.numpy()))
             for variable in _variables(model)
@@ -278,7 +285,7 @@ class StepState:
         model: model whose metrics may be built or not.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._trained = model
         variables = [
             each
@@ -302,11 +309,11 @@ class StepState:
             variable.assign(value)
 
 
-def _of_metrics(model: Any) -> list[Any]:
+def _of_metrics(model: Model) -> list[Any]:
     return [each for metric in model.metrics for each in metric.variables]
 
 
-def variables_of_optimizer(optimizer: Any) -> list[Any]:
+def variables_of_optimizer(optimizer: Optimizer) -> list[Any]:
     """All variables of an optimizer and of the optimizers of single tables."""
     found = optimizer.variables
     found = list(found() if callable(found) else found)
@@ -315,7 +322,7 @@ def variables_of_optimizer(optimizer: Any) -> list[Any]:
     return found
 
 
-def _variables(model: Any) -> list[tf.Variable]:
+def _variables(model: Model) -> list[tf.Variable]:
     variables = [*model.weights, *variables_of_optimizer(model.optimizer)]
     inner = inner_optimizer(model)
     if inner is not model.optimizer:
@@ -328,7 +335,7 @@ def _is_number(variable: tf.Variable) -> bool:
     return bool(variable.dtype.is_numpy_compatible)
 
 
-def local_variable(variable: Any) -> tf.Variable:
+def local_variable(variable: Variable) -> tf.Variable:
     """The TensorFlow variable that has a variable's value on this rank."""
     native = value_of(variable)
     strategy = getattr(native, "distribute_strategy", None)
@@ -337,6 +344,6 @@ def local_variable(variable: Any) -> tf.Variable:
     return strategy.experimental_local_results(native)[0]
 
 
-def _vocabularies(model: Any) -> list[Any]:
+def _vocabularies(model: Model) -> list[Any]:
     found = map(marks.keys_of, model.trainable_variables)
     return [keys for keys in found if keys is not None]

@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.type_names import Variable
 
 # Most dataset functions with tags of their own at a time. A program may create
 # any number of datasets, and every tag has buffers.
@@ -463,7 +464,7 @@ class Trial:
         run.autograph_info__ = {}  # type: ignore[attr-defined]
         return run
 
-    def note(self, variable: Any, arguments: Any) -> None:
+    def note(self, variable: Variable, arguments: Any) -> None:
         """Records an update of a variable.
 
         Args:

@@ -24,6 +24,7 @@ from tfdist_ext.comm.gpus import TableGpus
 from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.tables.problem import Machine
+from tfdist_ext.type_names import Layer
 
 # Gradients are summed in buckets of about this size (tensor fusion, as in
 # Horovod). A bucket is large enough to use the full bandwidth. It is small
@@ -307,7 +308,7 @@ class Collectives:
                 self.group.check_same(list(lines))
             self._known_exchanges.add(lines)
 
-    def place_of(self, layer: Any) -> str:
+    def place_of(self, layer: Layer) -> str:
         """Unique name for the state of a layer, as layer names may repeat."""
         if layer not in self._places:
             self._places[layer] = f"{layer.name}/{next(calls.place_numbers)}"

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.type_names import TensorLike
 
 
 def agree(collectives: Collectives, lines: Sequence[str]) -> None:
@@ -151,7 +152,7 @@ def all_gather(
 
 
 def all_gather_rows(
-    collectives: Collectives, x: Any, label: str
+    collectives: Collectives, x: TensorLike, label: str
 ) -> tuple[Any, tf.Tensor]:
     """Concatenates the ranks' rows of a dense, ragged or sparse value.
 

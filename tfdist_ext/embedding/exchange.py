@@ -21,6 +21,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
+from tfdist_ext.type_names import Variable
 
 # More than the rows of any table. Ids are shifted by it while duplicates are
 # removed, so that bad ids, also negative ones, pass. The exchange reports them.
@@ -304,7 +305,7 @@ def _gradient_scale(
 
 
 def lookup(
-    tables: Sequence[Any], features: Sequence[Feature], ids: OwnedIds
+    tables: Sequence[Variable], features: Sequence[Feature], ids: OwnedIds
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums the weighted rows of all samples, from all tables in one op.
 
@@ -403,7 +404,7 @@ def _packed_all_to_all(
 def local_lookup(
     ids: Sequence[Sequence[Ids]],
     features: Sequence[Feature],
-    tables: Sequence[Any],
+    tables: Sequence[Variable],
 ) -> list[tf.Tensor]:
     """Sums the rows of every sample and feature, without an exchange.
 

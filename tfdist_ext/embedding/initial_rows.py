@@ -19,6 +19,9 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import DTypeLike
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Shape
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -39,7 +42,9 @@ _numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = (
 
 
 def for_shard(
-    initializer: Any, spec: ShardSpec, collectives: Collectives | None
+    initializer: InitializerLike,
+    spec: ShardSpec,
+    collectives: Collectives | None,
 ) -> Initializer:
     """Returns an initializer that makes one rank's block of a table.
 
@@ -76,7 +81,9 @@ def for_shard(
         )
     distribution, first, second = described
 
-    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
+    def initialize(
+        shape: Shape, dtype: DTypeLike = None, **kwargs: Any
+    ) -> tf.Tensor:
         del shape, kwargs
         seed = tf.constant(seed_of(initializer, spec.table), tf.int64)
         if spec.partitioned and collectives is not None:
@@ -108,7 +115,9 @@ def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
             f"an initializer Constant of shape {np.shape(value)}."
         ) from error
 
-    def initialize(shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
+    def initialize(
+        shape: Shape, dtype: DTypeLike = None, **kwargs: Any
+    ) -> tf.Tensor:
         del shape, kwargs
         part = whole_tables.read_part(
             whole,
@@ -122,7 +131,7 @@ def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
 
 
 def describe_rows(
-    initializer: Any, spec: ShardSpec
+    initializer: InitializerLike, spec: ShardSpec
 ) -> tuple[str, float, float]:
     """Returns the distribution of a table's rows and its two parameters.
 
@@ -148,7 +157,7 @@ def describe_rows(
     return described
 
 
-def seed_of(initializer: Any, table: str) -> int:
+def seed_of(initializer: InitializerLike, table: str) -> int:
     """Returns the seed of a table's initial values, random if there is none.
 
     Args:
@@ -160,7 +169,7 @@ def seed_of(initializer: Any, table: str) -> int:
     return _numbers_of(initializer, table, 1, b"")[0]
 
 
-def hash_key_of(initializer: Any, table: str) -> list[int]:
+def hash_key_of(initializer: InitializerLike, table: str) -> list[int]:
     """Returns the secret key of the hash of a table's keys.
 
     It is random if there is no seed. It cannot be derived from the initial
@@ -177,7 +186,7 @@ def hash_key_of(initializer: Any, table: str) -> list[int]:
 
 
 def _numbers_of(
-    initializer: Any, table: str, count: int, purpose: bytes
+    initializer: InitializerLike, table: str, count: int, purpose: bytes
 ) -> list[int]:
     seed = initializer.get_config().get("seed")
     if not isinstance(seed, int):
@@ -192,7 +201,7 @@ def _numbers_of(
     return np.frombuffer(digest, "<i8").tolist()
 
 
-def _number(initializer: Any, table: str) -> int:
+def _number(initializer: InitializerLike, table: str) -> int:
     """Returns how many tables had that name since TensorFlow's seed was set."""
     numbers = _numbers.setdefault(initializer, {})
     if table not in numbers:
@@ -203,7 +212,7 @@ def _number(initializer: Any, table: str) -> int:
 
 
 def _describe(
-    initializer: Any, spec: ShardSpec
+    initializer: InitializerLike, spec: ShardSpec
 ) -> tuple[str, float, float] | None:
     """Returns distribution and two parameters; None if it is not known."""
     name = type(initializer).__name__
@@ -228,7 +237,7 @@ def _describe(
 
 
 def _variance_scaling(
-    initializer: Any, spec: ShardSpec
+    initializer: InitializerLike, spec: ShardSpec
 ) -> tuple[str, float, float]:
     fans = {
         "fan_in": spec.rows,

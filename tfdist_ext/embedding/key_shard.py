@@ -34,6 +34,8 @@ from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.table_config import DynamicVocabulary
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Variable
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -64,7 +66,7 @@ class KeyShard(tf.Module):
         self,
         spec: ShardSpec,
         config: DynamicVocabulary,
-        initializer: Any,
+        initializer: InitializerLike,
         collectives: Collectives | None,
         order: int = 0,
     ) -> None:
@@ -110,7 +112,7 @@ class KeyShard(tf.Module):
                 spec.table, self.handle, self.slices, collectives
             )
 
-    def attach(self, variable: Any) -> None:
+    def attach(self, variable: Variable) -> None:
         """Marks a variable as the table of these keys.
 
         Args:
@@ -123,13 +125,13 @@ class KeyShard(tf.Module):
                 marks.set_keys(component, self)
         self._restore_smaller(variable)
 
-    def _restore_smaller(self, variable: Any) -> None:
+    def _restore_smaller(self, variable: Variable) -> None:
         if self._collectives is None:
             checkpoint_slices.attach_whole(variable, self._spec.table)
         elif marks.shard_spec(variable) is None:
             marks.set_grows(variable)
 
-    def adopt_slot(self, slot: Any, value: float) -> None:
+    def adopt_slot(self, slot: Variable, value: float) -> None:
         """Adds a slot of the table's optimizer.
 
         Args:
@@ -151,7 +153,7 @@ class KeyShard(tf.Module):
                 self.reset(slot, rows, value)
 
     def reset(
-        self, variable: Any, rows: tf.Tensor, value: float | None = None
+        self, variable: Variable, rows: tf.Tensor, value: float | None = None
     ) -> None:
         """Resets rows of the table, or of a slot, to their initial values.
 

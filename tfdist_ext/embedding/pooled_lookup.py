@@ -34,6 +34,7 @@ from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Variable
 
 
 def refuse_gradient(
@@ -94,7 +95,7 @@ def answer_of(lookup: Lookup) -> list[tf.Tensor] | None:
     return None if current.answer is None else current.answer(lookup)
 
 
-def all_rows(table: Any, spec: ShardSpec) -> tf.Tensor:
+def all_rows(table: Variable, spec: ShardSpec) -> tf.Tensor:
     """Returns all rows of a table in an exported model, float32 `[rows, dim]`.
 
     Args:
@@ -249,7 +250,7 @@ class Asked:
 def pooled_lookup(
     ids: Sequence[Sequence[Ids]],
     features: Sequence[Feature],
-    tables: Sequence[Any],
+    tables: Sequence[Variable],
     collectives: Collectives | None,
     wire: Wire,
     ahead: Ahead | None = None,
@@ -352,7 +353,7 @@ def look_up_together(
     return [[next(found) for _ in each.features] for each in lookups]
 
 
-def _rely_on_places(tables: Sequence[Any]) -> None:
+def _rely_on_places(tables: Sequence[Variable]) -> None:
     """Marks tables as fixed, because a graph relies on their placement.
 
     Graphs that only infer shapes do not, because they never run.
@@ -384,7 +385,7 @@ class _Exchange:
     def look_up(
         self,
         ids: Sequence[Sequence[Ids]],
-        tables: Sequence[Any],
+        tables: Sequence[Variable],
         ahead: Ahead | None,
     ) -> list[tf.Tensor]:
         _rely_on_places(tables)
@@ -453,7 +454,9 @@ class _Exchange:
         if step is not None:
             step.checks.append(asked.owned.served)
 
-    def answer(self, asked: Asked, tables: Sequence[Any]) -> list[tf.Tensor]:
+    def answer(
+        self, asked: Asked, tables: Sequence[Variable]
+    ) -> list[tf.Tensor]:
         values, splits = lookup(tables, self.features, asked.owned)
         results = output_dist(
             values,

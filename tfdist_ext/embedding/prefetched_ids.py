@@ -22,6 +22,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
+from tfdist_ext.type_names import Nested
 
 Nest = Any
 
@@ -288,7 +289,7 @@ class Ahead:
 
 
 def for_call(
-    inputs: Any, place: Callable[[], str] | None
+    inputs: Nested, place: Callable[[], str] | None
 ) -> tuple[list[list[Ids]], Ahead | None] | None:
     """Returns ids from the input pipeline, and the next batch if it is known.
 

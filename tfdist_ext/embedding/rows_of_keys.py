@@ -20,6 +20,7 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.type_names import Original
 
 keras = tf.keras
 
@@ -66,7 +67,7 @@ class KeySteps:
 _alive: weakref.WeakSet[KeySteps] = weakref.WeakSet()
 
 
-def end_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
+def end_steps(original: Original, *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     for steps in list(_alive):
         steps.set_pending(False)

@@ -25,6 +25,9 @@ from tfdist_ext.tables import placement
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -38,7 +41,7 @@ def reads_allowed() -> AbstractContextManager[None]:
     return thread_context.setting(reads_allowed=current.reads_allowed + 1)
 
 
-def read_parts(original: Any, *args: Any, **kwargs: Any) -> Any:
+def read_parts(original: Original, *args: Any, **kwargs: Any) -> Any:
     with reads_allowed():
         return original(*args, **kwargs)
 
@@ -125,7 +128,7 @@ def spec_for(colocate_with: Any) -> ShardSpec | None:
     return current.new_shard or shard_spec(colocate_with)
 
 
-def is_shard(variable: Any) -> bool:
+def is_shard(variable: Variable) -> bool:
     """Whether a variable is a shard of a table, or a slot of a shard."""
     return shard_spec(variable) is not None
 
@@ -157,7 +160,10 @@ def hold(
 
 
 def move_table(
-    variable: Any, spec: ShardSpec, collectives: Collectives, block: int = 2**24
+    variable: Variable,
+    spec: ShardSpec,
+    collectives: Collectives,
+    block: int = 2**24,
 ) -> None:
     """Moves a table to another placement; a joint call of all ranks.
 
@@ -195,7 +201,7 @@ def move_table(
 class _Routes:
     """The rows and columns that every rank sends to every other rank."""
 
-    def __init__(self, old: ShardSpec, new: ShardSpec, ids: Any) -> None:
+    def __init__(self, old: ShardSpec, new: ShardSpec, ids: TensorLike) -> None:
         self.old, self.new, self.ids = old, new, ids
         self._givers = placement.part_of(ids, old.row_parts)
         self._takers = placement.part_of(ids, new.row_parts)
@@ -259,7 +265,7 @@ def _rows(native: Any, local: Any) -> np.ndarray:
     return rows
 
 
-def _check(variable: Any, old: ShardSpec | None, new: ShardSpec) -> None:
+def _check(variable: Variable, old: ShardSpec | None, new: ShardSpec) -> None:
     if (
         old is None
         or not new.partitioned

@@ -18,6 +18,9 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import DTypeLike
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Variable
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 ROWS_AT_A_TIME = 1 << 18
 
 
-def kernel_of(layer: Any) -> Any:
+def kernel_of(layer: Layer) -> Any:
     """Returns the only table of a layer; a variable is returned unchanged.
 
     Raises:
@@ -46,7 +49,7 @@ def kernel_of(layer: Any) -> Any:
     return found
 
 
-def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
+def gather(variable: Variable, collectives: Collectives | None) -> np.ndarray:
     """Returns the entire table of a shard on every rank; a joint call.
 
     Args:
@@ -67,7 +70,7 @@ def gather(variable: Any, collectives: Collectives | None) -> np.ndarray:
     return assemble(flat.numpy(), spec, local.shape.rank)
 
 
-def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
+def gather_to_first(variable: Variable, collectives: Collectives) -> np.ndarray:
     """Returns the entire table of a shard on rank 0; a joint call.
 
     Args:
@@ -88,7 +91,7 @@ def gather_to_first(variable: Any, collectives: Collectives) -> np.ndarray:
     return assemble(flat.numpy(), spec, local.shape.rank)
 
 
-def assign_part(variable: Any, whole: Any) -> None:
+def assign_part(variable: Variable, whole: Any) -> None:
     """Assigns this rank's part of an entire table.
 
     Args:
@@ -117,7 +120,7 @@ def assign_part(variable: Any, whole: Any) -> None:
     type(inner).assign(inner, part)
 
 
-def accept_whole(variable: Any) -> None:
+def accept_whole(variable: Variable) -> None:
     """Lets `assign` of a shard accept an entire table as well as its part."""
     if shard_spec(variable) is None:
         return
@@ -136,7 +139,7 @@ def accept_whole(variable: Any) -> None:
     variable.assign = assign
 
 
-def set_weights(layer: Any, weights: Sequence[Any]) -> None:
+def set_weights(layer: Layer, weights: Sequence[Any]) -> None:
     """Sets a layer's weights to entire tables, or to values of `get_weights`.
 
     Args:
@@ -160,7 +163,7 @@ def read_part(
     whole: Any,
     spec: ShardSpec,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     block_rows: int = ROWS_AT_A_TIME,
 ) -> np.ndarray:
     """Reads one rank's part of an entire table.
@@ -186,7 +189,7 @@ def read_part(
 
 
 def write(
-    variable: Any,
+    variable: Variable,
     collectives: Collectives | None,
     path: str | os.PathLike[str],
     block_rows: int = ROWS_AT_A_TIME,
@@ -239,7 +242,7 @@ def _writing(
 
 
 def _write(
-    variable: Any,
+    variable: Variable,
     collectives: Collectives | None,
     path: str | os.PathLike[str],
     block_rows: int,
@@ -340,7 +343,7 @@ def assemble(
 
 
 def row_blocks(
-    variable: Any, collectives: Collectives | None, numbers: int = 1 << 24
+    variable: Variable, collectives: Collectives | None, numbers: int = 1 << 24
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields this rank's share of a table's blocks; a joint call.
 

@@ -22,6 +22,9 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Variable
 
 # Scores that are computed at a time: 64 MB.
 CELLS = 1 << 24
@@ -326,7 +329,7 @@ def of_all_alike(
 
 
 def of_tower(
-    dataset: tf.data.Dataset, model: Any, strategy: tf.distribute.Strategy
+    dataset: tf.data.Dataset, model: Model, strategy: tf.distribute.Strategy
 ) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
     """Computes rows; each rank computes those of its part of the dataset.
 
@@ -351,7 +354,7 @@ def of_tower(
     return rows, ids or None
 
 
-def slice_of(batch: Any, collectives: Collectives | None) -> tf.Tensor:
+def slice_of(batch: Nested, collectives: Collectives | None) -> tf.Tensor:
     """Returns this rank's rows of a batch that is equal on all ranks."""
     batch = tf.convert_to_tensor(batch)
     if collectives is None:
@@ -406,7 +409,7 @@ class TableRows:
         ValueError: if the table does not have one of the rows.
     """
 
-    def __init__(self, variable: Any, rows: Any, name: str) -> None:
+    def __init__(self, variable: Variable, rows: Any, name: str) -> None:
         self.variable = variable
         self._name = name
         self._places: dict[ShardSpec, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -562,7 +565,7 @@ def _variable_of(given: Any, table: str | None) -> Any:
     return given.table_variables()[tables[table]]
 
 
-def _refuse_growing(variable: Any) -> None:
+def _refuse_growing(variable: Variable) -> None:
     if marks.keys_of(variable) is not None:
         raise ValueError(
             f"Table '{variable.name}' has a vocabulary that grows: rows "

@@ -29,6 +29,7 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import InitializerLike
 
 keras = tf.keras
 
@@ -153,7 +154,7 @@ class DistributedEmbedding(DynamicTables):
         self.built = True
 
     def _add(
-        self, table: TableConfig, spec: ShardSpec, initializer: Any
+        self, table: TableConfig, spec: ShardSpec, initializer: InitializerLike
     ) -> Any:
         variable = self._add_table(
             table.name,

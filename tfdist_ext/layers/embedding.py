@@ -31,6 +31,9 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
 
@@ -105,7 +108,7 @@ class Embedding(OneTable):
         embeddings_regularizer: Any = None,
         embeddings_constraint: Any = None,
         mask_zero: bool = False,
-        weights: Any = None,
+        weights: TensorLike = None,
         *,
         input_length: Any = None,
         sharding: checks.Placement | str | TablePlacement = "auto",
@@ -159,7 +162,7 @@ class Embedding(OneTable):
     def _table_dtype(self) -> str:
         return tf.as_dtype(self.variable_dtype).name
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Shape = None) -> None:
         """Creates this rank's part of the table.
 
         Args:
@@ -185,7 +188,7 @@ class Embedding(OneTable):
         self._first_table = None
         self.built = True
 
-    def describe(self, input_shape: Any) -> FeatureConfig:
+    def describe(self, input_shape: Shape) -> FeatureConfig:
         """Returns the layer's feature and table, for the planner."""
         table = TableConfig(
             self.name,
@@ -216,13 +219,13 @@ class Embedding(OneTable):
         # "0" is Keras's name, so that each layer can read the other's files.
         return {"0": self.embeddings}
 
-    def _ids_shape(self, shape: Any) -> Any:
+    def _ids_shape(self, shape: Shape) -> Any:
         """Returns the shape of the ids, given Keras's shape of the input."""
         if self.prefetch_ids and shape is not None:
             return tuple(shape)[:-1]
         return shape
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Nested) -> Any:
         """Looks up the row of every id.
 
         Args:
@@ -245,7 +248,7 @@ class Embedding(OneTable):
             self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
 
-    def _penalty(self, inputs: Any, found: Any) -> tf.Tensor:
+    def _penalty(self, inputs: Nested, found: Any) -> tf.Tensor:
         """Applies the regularizer to the rows that were looked up.
 
         All tables share one exchange, so the rows alone do not show how they
@@ -264,16 +267,16 @@ class Embedding(OneTable):
                 marks.set_dependence(rows, kind)
         return self.embeddings_regularizer(rows)
 
-    def _ids(self, inputs: Any) -> list[list[Ids]]:
+    def _ids(self, inputs: Nested) -> list[list[Ids]]:
         ids = _as_array(inputs)
         return [[sparse_inputs.ids_of(ids, None, self.name, kept=True)]]
 
-    def _layouts(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Nested) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         return [sparse_inputs.layout_of(_as_array(inputs), True, self.name)]
 
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Nested, mask: TensorLike = None) -> Any:
         """Returns where ids are not 0 if `mask_zero` is set, otherwise None."""
         del mask
         if not self.mask_zero:
@@ -287,11 +290,11 @@ class Embedding(OneTable):
             inputs = _as_array(inputs)
         return tf.not_equal(inputs, tf.zeros([], inputs.dtype))
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Shape) -> tuple[Any, ...]:
         """Returns `(*input_shape, output_dim)`."""
         return (*self._ids_shape(input_shape), self.output_dim)
 
-    def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
+    def compute_output_spec(self, inputs: Nested, **_: Any) -> Any:
         """Returns the symbolic output (Keras 3)."""
         shape = self.compute_output_shape(inputs.shape)
         ragged = getattr(inputs, "ragged", False)
@@ -327,18 +330,18 @@ def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
         kwargs["input_shape"] = tuple(lengths)
 
 
-def _matrix(weights: Any) -> Any:
+def _matrix(weights: TensorLike) -> Any:
     """Returns the initial table, which may be the only element of a list."""
     if isinstance(weights, list | tuple) and len(weights) == 1:
         weights = weights[0]
     return None if weights is None else np.asarray(weights)
 
 
-def _is_scalar(inputs: Any) -> bool:
+def _is_scalar(inputs: Nested) -> bool:
     return tf.is_tensor(inputs) and inputs.shape.rank == 0
 
 
-def _as_array(inputs: Any) -> Any:
+def _as_array(inputs: Nested) -> Any:
     """Returns ids as a RaggedTensor, or a tensor with 1 or more dimensions."""
     if isinstance(inputs, tf.SparseTensor):
         return tf.sparse.to_dense(tf.sparse.reorder(inputs))

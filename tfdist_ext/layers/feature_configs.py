@@ -21,6 +21,7 @@ from tfdist_ext.tables import checks
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import TensorLike
 
 Nest = Any
 
@@ -43,7 +44,7 @@ class _Value:
     kept: bool
     texts: bool
 
-    def weights(self, weights: Any) -> Any:
+    def weights(self, weights: TensorLike) -> Any:
         """Returns the weights cut to the length of the ids, or None."""
         if weights is None or not self.kept:
             return weights

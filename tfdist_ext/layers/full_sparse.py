@@ -26,6 +26,8 @@ from tfdist_ext.tables import table_config
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Shape
 
 keras = tf.keras
 
@@ -138,12 +140,12 @@ class FullSparse(OneTable):
         if kernel_regularizer is not None and not self._is_whole:
             raise ValueError(_NO_REGULARIZER + f"sharding={self.sharding!r}.")
 
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Nested, *args: Any, **kwargs: Any) -> Any:
         if self.input_dim is None:
             self.input_dim = sparse_inputs.width_of(inputs, self.name)
         return super().__call__(inputs, *args, **kwargs)
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Shape) -> None:
         """Creates the bias and this rank's shard of the kernel.
 
         Args:
@@ -176,7 +178,7 @@ class FullSparse(OneTable):
         """Returns this rank's part of each table, by its `Feature.table`."""
         return [self.kernel]
 
-    def describe(self, input_shape: Any) -> FeatureConfig:
+    def describe(self, input_shape: Shape) -> FeatureConfig:
         """Returns the layer's feature and table, for the planner."""
         rows = self.input_dim
         assert rows is not None
@@ -198,7 +200,7 @@ class FullSparse(OneTable):
             hotness=hotness and hotness * sparse_layer.product(outer),
         )
 
-    def call(self, inputs: Any) -> tf.Tensor:
+    def call(self, inputs: Nested) -> tf.Tensor:
         """Looks up and sums kernel rows, then adds bias and activation.
 
         Args:
@@ -213,15 +215,15 @@ class FullSparse(OneTable):
         (pooled,) = self._look_up(inputs)
         return self.finish(pooled, self._layouts(inputs)[0])
 
-    def _ids(self, inputs: Any) -> list[list[Ids]]:
+    def _ids(self, inputs: Nested) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
 
-    def _layouts(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Nested) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         return [self.layout_of(inputs)]
 
-    def layout_of(self, inputs: Any) -> Layout:
+    def layout_of(self, inputs: Nested) -> Layout:
         """Returns the layout of the results (for `SharedExchange`)."""
         while isinstance(inputs, list | tuple):
             inputs = inputs[0]
@@ -231,7 +233,7 @@ class FullSparse(OneTable):
         own = {"kernel": self.kernel, "bias": self.bias}
         return {name: each for name, each in own.items() if each is not None}
 
-    def ids_of(self, inputs: Any) -> list[Ids]:
+    def ids_of(self, inputs: Nested) -> list[Ids]:
         """Returns the ids of every summed input (for `SharedExchange`)."""
         return sparse_inputs.features_of(
             inputs, self.input_dim, self.binary_values, self.name
@@ -253,12 +255,12 @@ class FullSparse(OneTable):
         found = activation(tf.cast(pooled, self.compute_dtype))
         return id_layout.arranged(found, layout)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Shape) -> tuple[Any, ...]:
         """Returns `(batch, units)`, or `(batch, ..., units)` of sequences."""
         batch, *rest = sparse_inputs.sizes_of(input_shape) or [None]
         return (batch, *rest[:-1], self.units)
 
-    def compute_output_spec(self, inputs: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(self, inputs: Nested, **kwargs: Any) -> Any:
         """Returns the symbolic output (Keras 3)."""
         first = tf.nest.flatten(inputs)[0]
         shape = self.compute_output_shape(first.shape)

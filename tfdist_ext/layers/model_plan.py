@@ -32,12 +32,15 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
 
 # A plan replaces the current one if its cost is at most this fraction of it.
 _WORTHWHILE = 0.95
 
 
-def layers_of(model: Any) -> list[Any]:
+def layers_of(model: Model) -> list[Any]:
     """Returns the layers with tables of a model and its submodels, in order."""
     found = keras_internals.layers_of(model)
     kinds = (OneTable, DistributedEmbedding)
@@ -92,7 +95,7 @@ class _Table:
         return "sparsecore" if kind == "auto" else kind
 
 
-def place(model: Any, collectives: Collectives) -> None:
+def place(model: Model, collectives: Collectives) -> None:
     """Plans the tables of a model jointly, and moves those that gain by it.
 
     A joint call of all ranks. Layers that are not built are left out. A table
@@ -119,7 +122,7 @@ def place(model: Any, collectives: Collectives) -> None:
             _place_together(together, collectives)
 
 
-def _has_slots(optimizer: Any) -> bool:
+def _has_slots(optimizer: Optimizer) -> bool:
     """Whether an optimizer has slots, also if made outside of the scope."""
     variables = getattr(optimizer, "variables", ())
     if callable(variables):  # tf_keras.optimizers.legacy
@@ -127,7 +130,9 @@ def _has_slots(optimizer: Any) -> bool:
     return any(len(variable.shape) for variable in variables)
 
 
-def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
+def _tables_of(
+    layers: Sequence[Layer], collectives: Collectives
+) -> list[_Table]:
     """Returns the tables of layers, under their names in the joint plan."""
     found = [
         (layer, index, pairs)
@@ -171,7 +176,7 @@ def _tables_of(layers: Sequence[Any], collectives: Collectives) -> list[_Table]:
     return tables
 
 
-def _by_table(layer: Any) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
+def _by_table(layer: Layer) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
     """Returns the features of a layer by the index of their table."""
     found: dict[int, list[tuple[FeatureConfig, Feature]]] = {}
     for config, feature in layer.lookups():

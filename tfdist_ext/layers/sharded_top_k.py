@@ -28,6 +28,10 @@ from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.saving import served_model
 from tfdist_ext.tables import checks
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -40,7 +44,7 @@ def on_all_ranks(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def together(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def together(layer: Layer, *args: Any, **kwargs: Any) -> Any:
         collectives = layer._collectives or collectives_lib.active()
         if collectives is None:
             return method(layer, *args, **kwargs)
@@ -107,7 +111,7 @@ class IndexModel(keras.Model):  # type: ignore[name-defined]
         super().__init__(name=index.name)
         self.index = index
 
-    def call(self, queries: Any) -> Any:
+    def call(self, queries: TensorLike) -> Any:
         """Searches.
 
         Args:
@@ -291,7 +295,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     @on_all_ranks
     def index_from_dataset(
-        self, candidates: tf.data.Dataset, model: Any = None
+        self, candidates: tf.data.Dataset, model: Model = None
     ) -> ShardedTopK:
         """Replaces the candidates from a dataset; a joint call of all ranks.
 
@@ -334,7 +338,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             with tf.init_scope():
                 self._ids = tf.convert_to_tensor(identifiers)
 
-    def _track(self, variables: list[Any], part: bool) -> None:
+    def _track(self, variables: list[Variable], part: bool) -> None:
         """Tracks the variables of a search for SavedModels, except parts."""
         self._held = _Held()
         if part:
@@ -359,7 +363,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             candidate_rows.check_ids(self._found.count, self._ids, self.name)
         return self._found
 
-    def call(self, queries: Any, k: int | None = None) -> Any:
+    def call(self, queries: TensorLike, k: int | None = None) -> Any:
         """Finds candidates for each query.
 
         Args:
@@ -380,7 +384,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return (scores, ids) if self.return_scores else ids
 
     def _find(
-        self, queries: Any, k: int, excluded: int = 0
+        self, queries: TensorLike, k: int, excluded: int = 0
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the best k + `excluded` candidates of each query."""
         if self.query_model is not None:
@@ -430,7 +434,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     @on_all_ranks
     def query_with_exclusions(
-        self, queries: Any, exclusions: Any, k: int | None = None
+        self, queries: TensorLike, exclusions: Any, k: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Finds candidates for each query, except excluded ones.
 

@@ -20,6 +20,7 @@ from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.tables.plan import ShardingPlan
+from tfdist_ext.type_names import Nested
 
 keras = tf.keras
 
@@ -156,7 +157,7 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _layouts(self, inputs: Any) -> list[Layout]:
+    def _layouts(self, inputs: Nested) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         self._require_one_for_each(inputs)
@@ -179,7 +180,7 @@ class SharedExchange(SparseLayer):
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
 
-    def compute_output_spec(self, inputs: Any, **kwargs: Any) -> list[Any]:
+    def compute_output_spec(self, inputs: Nested, **kwargs: Any) -> list[Any]:
         """Returns the symbolic outputs (Keras 3)."""
         if self.prefetch_ids:
             inputs = [inputs] * len(self.layers)

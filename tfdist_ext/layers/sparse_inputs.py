@@ -12,11 +12,16 @@ import tensorflow as tf
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
 
 Sizes = Sequence[int | None]
 
 
-def layout_of(ids: Any, kept: bool, layer: str, length: Sizes = ()) -> Layout:
+def layout_of(
+    ids: TensorLike, kept: bool, layer: str, length: Sizes = ()
+) -> Layout:
     """Returns the layout of a feature's results.
 
     Args:
@@ -60,7 +65,7 @@ def _of_ragged(
     )
 
 
-def of_length(ids: Any, length: Sizes, layer: str) -> Any:
+def of_length(ids: TensorLike, length: Sizes, layer: str) -> Any:
     """Cuts ragged and sparse sequences to a length; checks that of tensors.
 
     Args:
@@ -131,7 +136,7 @@ _TEXTS = (
 )
 
 
-def is_weighted_pair(inputs: Any) -> bool:
+def is_weighted_pair(inputs: Nested) -> bool:
     """Whether `inputs` is one feature: ragged ids and ragged weights."""
     return (
         isinstance(inputs, list | tuple)
@@ -144,7 +149,7 @@ def is_weighted_pair(inputs: Any) -> bool:
 
 
 def features_of(
-    inputs: Any, rows: int | None, binary_values: bool, layer: str
+    inputs: Nested, rows: int | None, binary_values: bool, layer: str
 ) -> list[Ids]:
     """Returns the ids of every input, in CSR format; their results are summed.
 
@@ -172,7 +177,7 @@ def features_of(
     return features
 
 
-def refuse_matrix(inputs: Any, rows: int | None, layer: str) -> None:
+def refuse_matrix(inputs: Nested, rows: int | None, layer: str) -> None:
     """Refuses dense matrices of weights: their floats could be taken for ids.
 
     Args:
@@ -199,7 +204,7 @@ def _is_as_wide(value: Any, rows: int | None) -> bool:
     return len(shape) > 1 and shape[-1] == rows
 
 
-def width_of(inputs: Any, layer: str) -> int:
+def width_of(inputs: Nested, layer: str) -> int:
     """Returns `input_dim` of SparseTensor inputs, from their static shape."""
     values = inputs if isinstance(inputs, list | tuple) else [inputs]
     widths = {value.shape[-1] if is_sparse(value) else None for value in values}
@@ -214,7 +219,7 @@ def width_of(inputs: Any, layer: str) -> int:
     return int(width)
 
 
-def sizes_of(shape: Any) -> list[int | None]:
+def sizes_of(shape: Shape) -> list[int | None]:
     """Returns the dimensions of a shape, or of the first shape in a nest.
 
     The list is empty if the number of dimensions is not known.
@@ -233,7 +238,7 @@ def sizes_of(shape: Any) -> list[int | None]:
 
 def ids_of(
     value: Any,
-    weights: Any,
+    weights: TensorLike,
     layer: str,
     kept: bool = False,
     texts: bool = False,
@@ -285,7 +290,9 @@ def ids_of(
     )
 
 
-def _placed(value: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _placed(
+    value: Any, weights: TensorLike
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns the weights `[n]`, the places of ids, and those of weights."""
     if isinstance(weights, tf.SparseTensor):
         value, weights = map(tf.sparse.reorder, (value, weights))
@@ -370,7 +377,7 @@ def _require_ids(values: tf.Tensor, layer: str, kinds: str) -> tf.Tensor:
     return values
 
 
-def _from_weighted(ids: Any, weights: Any, layer: str) -> Ids:
+def _from_weighted(ids: TensorLike, weights: TensorLike, layer: str) -> Ids:
     if not isinstance(ids, tf.RaggedTensor) or not isinstance(
         weights, tf.RaggedTensor
     ):

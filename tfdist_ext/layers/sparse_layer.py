@@ -40,6 +40,10 @@ from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 from tfdist_ext.tables.table_config import placement_from_dict
 from tfdist_ext.tables.table_config import placement_to_dict
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Shape
 
 
 def make_plan(
@@ -186,7 +190,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Returns for every feature the `Ids` whose results are summed."""
         raise NotImplementedError(type(self).__name__)
 
-    def _layouts(self, inputs: Any) -> Sequence[Layout]:
+    def _layouts(self, inputs: Nested) -> Sequence[Layout]:
         """Returns the layout of every feature's results.
 
         Args:
@@ -242,7 +246,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         assert self._collectives is not None
         return self._collectives.place_of(self)
 
-    def preprocess(self, inputs: Any) -> Any:
+    def preprocess(self, inputs: Nested) -> Any:
         """Prepares inputs in the input pipeline.
 
         Map this method over a dataset. With `prefetch_ids=True`, every step
@@ -289,8 +293,8 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         self,
         name: str,
         spec: ShardSpec,
-        initializer: Any,
-        optimizer: Any = None,
+        initializer: InitializerLike,
+        optimizer: Optimizer = None,
         keys: Any = None,
         max_norm: float | None = None,
         **kwargs: Any,
@@ -427,7 +431,7 @@ class OneTable(SparseLayer):
         """Whether the table is an ordinary variable at any number of ranks."""
         return self.sharding in ("data_parallel", "default_device")
 
-    def describe(self, input_shape: Any) -> FeatureConfig:
+    def describe(self, input_shape: Shape) -> FeatureConfig:
         """Returns the layer's feature and table, for the planner.
 
         Args:
@@ -435,7 +439,7 @@ class OneTable(SparseLayer):
         """
         raise NotImplementedError(type(self).__name__)
 
-    def _place(self, input_shape: Any) -> ShardSpec:
+    def _place(self, input_shape: Shape) -> ShardSpec:
         """Returns this rank's part of the table; a joint call of all ranks."""
         self._collectives = collectives_lib.active()
         self._described = self.describe(input_shape)
@@ -514,6 +518,6 @@ def product(sizes: Any) -> int:
     return math.prod(size or 1 for size in sizes)
 
 
-def inner_sizes(input_shape: Any) -> list[int | None]:
+def inner_sizes(input_shape: Shape) -> list[int | None]:
     """Returns the dimensions of an input after the batch dimension."""
     return sparse_inputs.sizes_of(input_shape)[1:]

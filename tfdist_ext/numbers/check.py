@@ -28,6 +28,9 @@ from tfdist_ext.numbers import check_report
 from tfdist_ext.numbers import check_runs
 from tfdist_ext.numbers import model_state
 from tfdist_ext.numbers.check_runs import CannotCheck
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Strategy
 
 Nest = Any
 _LOG = logging.getLogger("tfdist_ext")
@@ -57,7 +60,7 @@ class Subject:
 
 
 def check(
-    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+    strategy: Strategy, subject: Subject, batch: Nest, signature: Nest
 ) -> check_report.CheckReport:
     """Compares one step; all ranks must call this, and get the same report.
 
@@ -91,7 +94,7 @@ def _same_generators() -> Iterator[None]:
 
 
 def _compared(
-    strategy: Any, subject: Subject, batch: Nest, signature: Nest
+    strategy: Strategy, subject: Subject, batch: Nest, signature: Nest
 ) -> check_report.CheckReport:
     collectives = strategy.collectives
     all_of_it = check_runs.whole_batch_of(batch, collectives)
@@ -136,7 +139,7 @@ def _compared(
 
 
 def _held(
-    strategy: Any, subject: Subject, traced: Sequence[check_runs.Run]
+    strategy: Strategy, subject: Subject, traced: Sequence[check_runs.Run]
 ) -> list[model_state.Held]:
     """Variables that the runs may change, if memory allows to copy them."""
     slots = [v for m in subject.models for v in model_state.slots_of(m)]
@@ -155,7 +158,7 @@ def _held(
 
 
 def _circumstances(
-    strategy: Any, subject: Subject, whole: check_runs.Run
+    strategy: Strategy, subject: Subject, whole: check_runs.Run
 ) -> check_report.Circumstances:
     return check_report.Circumstances(
         strategy.world_size,
@@ -186,14 +189,14 @@ def _shown_metrics(subject: Subject, changed: set[str]) -> set[str]:
     return shown
 
 
-def _variables_of(model: Any) -> Iterable[Any]:
+def _variables_of(model: Model) -> Iterable[Any]:
     yield from model.variables
     for metric in model.metrics:
         yield from metric.variables
 
 
 def attempt(
-    strategy: Any,
+    strategy: Strategy,
     subject: Subject,
     batch: Nest,
     signature: Nest,
@@ -228,7 +231,9 @@ def attempt(
     return found
 
 
-def _skip(strategy: Any, subject: Subject, reason: str, required: bool) -> None:
+def _skip(
+    strategy: Strategy, subject: Subject, reason: str, required: bool
+) -> None:
     if required:
         raise ValueError(
             f"check='error': {subject.name} cannot be compared with one "
@@ -245,7 +250,7 @@ keras = tf.keras
 
 
 def check_first_step(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     before = model.train_function
     result = original(model, *args, **kwargs)
@@ -261,7 +266,7 @@ def check_first_step(
     return first if result is function else result
 
 
-def _warn_of_normalization(model: Any) -> None:
+def _warn_of_normalization(model: Model) -> None:
     """Warns of layers that train differently from one process."""
     names = check_runs.unsynchronized(model)
     if names:
@@ -282,7 +287,7 @@ class _First:
         function: train function, which takes an iterator.
     """
 
-    def __init__(self, model: Any, function: Any) -> None:
+    def __init__(self, model: Model, function: Any) -> None:
         self._trained = model
         self._function = function
         self._is_first = True
@@ -296,7 +301,7 @@ class _First:
         return self._function(iterator)
 
 
-def _checked(model: Any, iterator: Any) -> Any:
+def _checked(model: Model, iterator: Any) -> Any:
     """Checks the first batch, and returns an iterator of the read batches."""
     strategy = model.distribute_strategy
     mode = strategy.collectives.check
@@ -356,7 +361,7 @@ def _single(batch: Nest, element_spec: Nest) -> tf.data.Dataset:
 
 
 def check_step(
-    strategy: Any, step: Callable[[Nest], Nest], batch: Nest
+    strategy: Strategy, step: Callable[[Nest], Nest], batch: Nest
 ) -> check_report.CheckReport:
     """Compares a step with that of one process; see the strategy's method.
 

@@ -19,6 +19,10 @@ from tfdist_ext.comm.calls import Trial
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.numbers.model_state import Held
 from tfdist_ext.numbers.model_state import Snapshot
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import Variable
 
 
 class CannotCheck(Exception):
@@ -100,7 +104,7 @@ _MEMORY_PART = 4
 _TOLERANCE = {tf.float32: 1e-4, tf.float16: 5e-3, tf.bfloat16: 4e-2}
 
 
-def needs_check(model: Any) -> bool:
+def needs_check(model: Model) -> bool:
     """Whether a model has user code that may need all samples.
 
     This is a step or a loss of the user, or a user's layer with state of its
@@ -121,7 +125,7 @@ def _package(thing: Any) -> str:
     return str(getattr(thing, "__module__", "")).partition(".")[0]
 
 
-def _has_own_state(layer: Any) -> bool:
+def _has_own_state(layer: Layer) -> bool:
     if _package(type(layer)) in _KNOWN or isinstance(layer, keras.Model):
         return False
     inner = keras_internals.inner_layers(layer)
@@ -129,7 +133,7 @@ def _has_own_state(layer: Any) -> bool:
     return any(id(w) not in theirs for w in layer.non_trainable_weights)
 
 
-def unsynchronized(model: Any) -> list[str]:
+def unsynchronized(model: Model) -> list[str]:
     """Names of trained layers that normalize by the samples of their rank."""
     kind = keras.layers.BatchNormalization
     return [
@@ -141,7 +145,7 @@ def unsynchronized(model: Any) -> list[str]:
     ]
 
 
-def tolerance_of(model: Any, collectives: Collectives) -> float:
+def tolerance_of(model: Model, collectives: Collectives) -> float:
     """Relative tolerance of numbers in the dtypes of a model."""
     dtypes = {collectives.gradient_dtype, tf.float32}
     for layer in keras_internals.layers_of(model) if model is not None else ():
@@ -239,7 +243,7 @@ class Run:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         step: Callable[[Nest], Nest],
         signature: Nest,
         whole: bool,
@@ -302,7 +306,7 @@ class EagerRun:
     """
 
     def __init__(
-        self, strategy: Any, step: Callable[[Nest], Nest], reduces: bool
+        self, strategy: Strategy, step: Callable[[Nest], Nest], reduces: bool
     ) -> None:
         self._arguments = strategy, step
         self._reduces = reduces
@@ -316,7 +320,7 @@ class EagerRun:
 
 
 def _tried(
-    strategy: Any,
+    strategy: Strategy,
     step: Callable[[Nest], Nest],
     batch: Nest,
     whole: bool,
@@ -364,7 +368,7 @@ def _graph_of(value: Any) -> Any:
 
 def _outcome(
     outputs: dict[str, Any],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     values: Sequence[Any],
     snapshot: Snapshot,
 ) -> Outcome:
@@ -381,7 +385,7 @@ def _outcome(
     return Outcome(logs, gradients, snapshot.changed())
 
 
-def name_of(variable: Any, held: Sequence[Held]) -> str:
+def name_of(variable: Variable, held: Sequence[Held]) -> str:
     """Name of a variable in a snapshot."""
     parts = {id(part.handle) for part in internals.components(variable)}
     for each in held:

@@ -19,6 +19,11 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -96,7 +101,7 @@ def is_random(name: str) -> bool:
     return any(part in name for part in _RANDOM)
 
 
-def slots_of(model: Any) -> Iterator[Any]:
+def slots_of(model: Model) -> Iterator[Any]:
     """Yields the variables of a model's optimizers.
 
     Args:
@@ -114,13 +119,13 @@ def is_optimizer(thing: Any) -> bool:
     return isinstance(thing, keras.optimizers.Optimizer | old)
 
 
-def variables_of_optimizer(optimizer: Any) -> list[Any]:
+def variables_of_optimizer(optimizer: Optimizer) -> list[Any]:
     """The slots of an optimizer, and its counters."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
-def label_of(variable: Any) -> str:
+def label_of(variable: Variable) -> str:
     """Name of a variable in a report."""
     native = keras_internals.value_of(variable)
     name = getattr(variable, "path", None) or getattr(native, "name", "")
@@ -129,7 +134,7 @@ def label_of(variable: Any) -> str:
 
 def held_by(
     handles: Iterable[Any],
-    variables: Iterable[Any],
+    variables: Iterable[Variable],
     slots: Iterable[Any],
     others: Iterable[Any],
 ) -> list[Held]:
@@ -223,7 +228,7 @@ _MOST_ELEMENTS = 1 << 22
 
 
 def compare_replicas(
-    variables: Iterable[Any],
+    variables: Iterable[Variable],
     collectives: Collectives,
     when: str,
     epoch: int | None = None,
@@ -279,12 +284,14 @@ def compare_replicas(
         _LOG.warning("%s", "\n".join(lines))
 
 
-def variables_of(model: Any) -> list[Any]:
+def variables_of(model: Model) -> list[Any]:
     """The variables of a model and its optimizers."""
     return [*model.variables, *slots_of(model)]
 
 
-def _replicas_of(variables: Iterable[Any]) -> list[tuple[str, tf.Variable]]:
+def _replicas_of(
+    variables: Iterable[Variable],
+) -> list[tuple[str, tf.Variable]]:
     """Names and values of the variables that must be equal on all ranks."""
     found: dict[int, tuple[str, tf.Variable]] = {}
     for variable in variables:
@@ -375,7 +382,7 @@ def _apart(variable: tf.Variable, collectives: Collectives) -> float:
 class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Compares replicas before other callbacks save them."""
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Reports differences."""
         compare_replicas(
             variables_of(self.model),
@@ -386,7 +393,7 @@ class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def compare_after_epochs(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     strategy = model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)

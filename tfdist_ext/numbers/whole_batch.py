@@ -36,6 +36,7 @@ from tfdist_ext.numbers.kinds import Kind
 from tfdist_ext.numbers.kinds import number_of
 from tfdist_ext.numbers.whole_functions import Whole
 from tfdist_ext.numbers.whole_functions import WholeValues
+from tfdist_ext.type_names import Layer
 
 _KERAS = {"keras", "tf_keras"}
 _LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
@@ -290,7 +291,7 @@ def warn_of_constants(step: Step) -> None:
         )
 
 
-def warn_of_layer(layer: Any, value: tf.Tensor) -> None:
+def warn_of_layer(layer: Layer, value: tf.Tensor) -> None:
     """Warns of a layer of the user that combines samples of its rank."""
     if type(layer).__module__.split(".")[0] in _KNOWN_LAYERS:
         return

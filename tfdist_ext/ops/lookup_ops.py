@@ -18,10 +18,11 @@ from tfdist_ext.ops.library import library
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.placement import spec_from_json
 from tfdist_ext.tables.placement import spec_to_json
+from tfdist_ext.type_names import Variable
 
 
 def lookup(
-    tables: Sequence[Any],
+    tables: Sequence[Variable],
     row_splits: tf.Tensor,
     rows: tf.Tensor,
     weights: tf.Tensor,
@@ -81,7 +82,7 @@ def lookup(
     return values, send_splits
 
 
-def _component(variable: Any) -> Any:
+def _component(variable: Variable) -> Any:
     """Returns this replica's variable, if every replica has its own."""
     strategy = getattr(variable, "distribute_strategy", None)
     if strategy is None:

@@ -26,6 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
+from tfdist_ext.type_names import Rate
 
 
 def _scalar(value: Any) -> tf.Tensor:
@@ -46,7 +47,7 @@ def apply_row_sgd(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     rounding_seed: Any = None,
 ) -> Any:
     """Applies `w -= learning_rate * g` to the given rows.
@@ -76,7 +77,7 @@ def apply_row_momentum(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     momentum: Any,
     nesterov: bool = False,
     rounding_seed: Any = None,
@@ -118,7 +119,7 @@ def apply_row_adagrad(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     epsilon: Any,
     rounding_seed: Any = None,
 ) -> Any:
@@ -153,7 +154,7 @@ def apply_row_wise_adagrad(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     epsilon: Any,
     mean_squares: tf.Tensor | None = None,
     rounding_seed: Any = None,
@@ -196,7 +197,7 @@ def apply_row_adam(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     beta_1: Any,
     beta_2: Any,
     epsilon: Any,
@@ -256,7 +257,7 @@ def apply_row_ftrl(
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    learning_rate: Rate,
     learning_rate_power: Any = -0.5,
     l1: Any = 0.0,
     l2: Any = 0.0,

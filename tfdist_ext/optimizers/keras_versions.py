@@ -13,9 +13,14 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.ops.library import has_gpu_kernels
 from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers.row_gradients import clip_gradients
+from tfdist_ext.type_names import DTypeLike
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import Variable
 
 
-def has_kernel(variable: Any) -> bool:
+def has_kernel(variable: Variable) -> bool:
     """Whether the fused ops can update a variable.
 
     Args:
@@ -33,7 +38,7 @@ def has_kernel(variable: Any) -> bool:
     )
 
 
-def is_bfloat16_table(variable: Any) -> bool:
+def is_bfloat16_table(variable: Variable) -> bool:
     """Whether a variable is a bfloat16 table, whose slots are float32.
 
     In bfloat16, a slot would lose the small amounts that each step adds to it.
@@ -54,10 +59,10 @@ _Optimizer: Any = object
 class _Keras3Differences(_Optimizer):
     """Methods that override those of `keras.optimizers.Optimizer`."""
 
-    def _index_of(self, variable: Any) -> int:
+    def _index_of(self, variable: Variable) -> int:
         return self._get_variable_index(variable)
 
-    def _native(self, variable: Any) -> tf.Variable:
+    def _native(self, variable: Variable) -> tf.Variable:
         if isinstance(variable, tf.keras.Variable):
             return variable.value
         return variable
@@ -66,7 +71,7 @@ class _Keras3Differences(_Optimizer):
         self,
         reference_variable: Any,
         name: Any = None,
-        initializer: Any = "zeros",
+        initializer: InitializerLike = "zeros",
     ) -> Any:
         """Adds a slot, which is initialized without a temporary copy.
 
@@ -82,7 +87,7 @@ class _Keras3Differences(_Optimizer):
         value = getattr(initializer, "value", None)
         if isinstance(value, float | int):
             # Keras would make ones first, and then multiply them by the value.
-            def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
+            def initializer(shape: Shape, dtype: DTypeLike = None) -> tf.Tensor:
                 return tf.fill(shape, tf.cast(value, dtype))
 
         if is_bfloat16_table(reference_variable):
@@ -99,7 +104,7 @@ class _Keras3Differences(_Optimizer):
         return self._note_slot(reference_variable, slot, value or 0.0)
 
     def _add_slot(
-        self, variable: Any, name: str, value: float, per_row: bool
+        self, variable: Variable, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot of a variable's shape, or with one value per row."""
         if self._hands_on(variable):
@@ -115,7 +120,11 @@ class _Keras3Differences(_Optimizer):
         return self._note_slot(variable, slot, value)
 
     def _add_beside(
-        self, variable: Any, name: str, initializer: Any, shape: Any
+        self,
+        variable: Variable,
+        name: str,
+        initializer: InitializerLike,
+        shape: Shape,
     ) -> Any:
         native = self._native(variable)
         path = getattr(variable, "path", native.name)
@@ -141,7 +150,7 @@ class _Keras3Differences(_Optimizer):
             own.iterations.assign_add(1)
 
     def _overwrite_model_variables_with_average_value(
-        self, trainable_variables: Sequence[Any]
+        self, trainable_variables: Sequence[Variable]
     ) -> None:
         """Overwrites variables except tables with an optimizer of their own."""
         for variable, average in zip(
@@ -160,7 +169,7 @@ class _Keras3Differences(_Optimizer):
         """Returns the learning rate as an argument of `update_step`."""
         return (self._get_current_learning_rate(),)
 
-    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Any]:
         # Keras would clip here, which is before the sum over the ranks.
         return grads
 
@@ -177,7 +186,7 @@ class _Keras3Differences(_Optimizer):
         )
 
 
-def _slot_dtype(variable: Any) -> Any:
+def _slot_dtype(variable: Variable) -> Any:
     return "float32" if is_bfloat16_table(variable) else variable.dtype
 
 
@@ -202,14 +211,14 @@ class _LegacyDifferences(_Optimizer):
         # XLA has no kernels for row updates.
         self.jit_compile = False
 
-    def _index_of(self, variable: Any) -> int:
+    def _index_of(self, variable: Variable) -> int:
         return self._index_dict[self._var_key(variable)]
 
-    def _native(self, variable: Any) -> tf.Variable:
+    def _native(self, variable: Variable) -> tf.Variable:
         return variable
 
     def _add_slot(
-        self, variable: Any, name: str, value: float, per_row: bool
+        self, variable: Variable, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot of a variable's shape, or with one value per row."""
         if self._hands_on(variable):
@@ -227,7 +236,7 @@ class _LegacyDifferences(_Optimizer):
         self,
         model_variable: Any,
         variable_name: str,
-        shape: Any = None,
+        shape: Shape = None,
         initial_value: Any = None,
     ) -> Any:
         """Adds a slot, in float32 if the table is bfloat16.
@@ -279,11 +288,13 @@ class _LegacyDifferences(_Optimizer):
         """Returns no argument: `update_step` reads the learning rate itself."""
         return ()
 
-    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Any]:
         # `_internal_apply_gradients` clips, because it knows the variables.
         return grads
 
-    def _deduplicate_sparse_grad(self, grads: Sequence[Any]) -> Sequence[Any]:
+    def _deduplicate_sparse_grad(
+        self, grads: Sequence[Gradient]
+    ) -> Sequence[Any]:
         # The row update sums duplicate rows.
         return grads
 

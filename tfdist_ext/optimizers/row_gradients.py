@@ -13,9 +13,12 @@ from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
 
 
-def without_duplicates(grad: Any) -> Any:
+def without_duplicates(grad: Gradient) -> Any:
     """Sums the values of duplicate rows, so that only sums are squared.
 
     A tape concatenates the gradients of a layer that was called twice.
@@ -93,29 +96,29 @@ def _global_factor(square_norms: Sequence[tf.Tensor], limit: Any) -> tf.Tensor:
     return factor + (norm - norm)
 
 
-def _scale(grad: Any, factor: tf.Tensor) -> Any:
+def _scale(grad: Gradient, factor: tf.Tensor) -> Any:
     return _map(lambda values: values * tf.cast(factor, values.dtype), grad)
 
 
-def _clip_values(grad: Any, limit: Any) -> Any:
+def _clip_values(grad: Gradient, limit: Any) -> Any:
     return _map(lambda v: tf.clip_by_value(v, -limit, limit), grad)
 
 
-def _map(fn: Any, grad: Any) -> Any:
+def _map(fn: Any, grad: Gradient) -> Any:
     if not isinstance(grad, tf.IndexedSlices):
         return fn(grad)
     # The same `dense_shape` tensor, which carries the mark of the gradient.
     return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
 
 
-def _square_norm(grad: Any) -> tf.Tensor:
+def _square_norm(grad: Gradient) -> tf.Tensor:
     """Returns the sum of squares of this rank's part."""
     values = tf.cast(getattr(grad, "values", grad), tf.float32)
     return tf.reduce_sum(tf.square(values))
 
 
 def square_norms(
-    grads: Sequence[Any], specs: Sequence[ShardSpec | None]
+    grads: Sequence[Gradient], specs: Sequence[ShardSpec | None]
 ) -> list[tf.Tensor]:
     """Returns sums of squares of entire gradients, bitwise equal on all ranks.
 
@@ -140,7 +143,11 @@ def square_norms(
 
 
 def sum_repeated_rows(
-    original: Any, optimizer: Any, grads: Sequence[Any], *args: Any, **kw: Any
+    original: Original,
+    optimizer: Optimizer,
+    grads: Sequence[Gradient],
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     """Sums the gradients of several calls for a row, as several ranks do.
 
@@ -149,7 +156,7 @@ def sum_repeated_rows(
     return original(optimizer, list(map(_summed, grads)), *args, **kw)
 
 
-def _summed(grad: Any) -> Any:
+def _summed(grad: Gradient) -> Any:
     if not (isinstance(grad, tf.IndexedSlices) and marks.is_unique(grad)):
         return grad
     if marks.gradient_spec(grad) is not None:  # a shard's rows are summed later

@@ -21,11 +21,17 @@ from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.optimizers.supported import check_supported
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Rate
+from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
 
-def limit_row_norms(variable: Any, max_norm: float) -> None:
+def limit_row_norms(variable: Variable, max_norm: float) -> None:
     """Limits the norms of a table's rows.
 
     From now on, an optimizer that would ignore the limit raises an error.
@@ -80,21 +86,28 @@ def clip_row_norms(
 
 
 def refuse_norms_at_build(
-    original: Any, optimizer: Any, variables: Sequence[Any], *args: Any
+    original: Original,
+    optimizer: Optimizer,
+    variables: Sequence[Variable],
+    *args: Any,
 ) -> Any:
     _refuse(optimizer, variables)
     return original(optimizer, variables, *args)
 
 
 def refuse_norms_at_apply(
-    original: Any, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
+    original: Original,
+    optimizer: Optimizer,
+    pairs: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     pairs = list(pairs)
     _refuse(optimizer, [variable for _, variable in pairs])
     return original(optimizer, pairs, *args, **kwargs)
 
 
-def _refuse(optimizer: Any, variables: Sequence[Any]) -> None:
+def _refuse(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Refuses an optimizer that would ignore the norm limit of a table."""
     # A loss scale optimizer passes everything on to its inner optimizer.
     inner = hasattr(optimizer, "inner_optimizer")
@@ -151,11 +164,11 @@ class RowOptimizer(KerasDifferences):
             "stochastic_rounding": self.stochastic_rounding,
         }
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         self._prepare(variables)
         super().build(variables)
 
-    def _prepare(self, variables: Sequence[Any]) -> None:
+    def _prepare(self, variables: Sequence[Variable]) -> None:
         """Refuses bad options, and builds the optimizers of single tables."""
         if any(shard_spec(variable) is not None for variable in variables):
             check_supported(self)
@@ -195,7 +208,7 @@ class RowOptimizer(KerasDifferences):
                     f"({type(own).__name__}). Leave one of them out."
                 )
 
-    def _require_known(self, variables: Sequence[Any]) -> None:
+    def _require_known(self, variables: Sequence[Variable]) -> None:
         """Refuses a table's optimizer that was built for another model."""
         for variable in variables:
             try:
@@ -207,11 +220,11 @@ class RowOptimizer(KerasDifferences):
                     "Make a new one, and a new TableConfig, for every model."
                 ) from None
 
-    def _hands_on(self, variable: Any) -> bool:
+    def _hands_on(self, variable: Variable) -> bool:
         return own_optimizer(variable) not in (None, self)
 
     def update_step(
-        self, gradient: Any, variable: Any, *learning_rate: Any
+        self, gradient: Gradient, variable: Variable, *learning_rate: Any
     ) -> None:
         """Updates one variable.
 
@@ -238,14 +251,16 @@ class RowOptimizer(KerasDifferences):
             self.rounding_seed(variable, use=2),
         )
 
-    def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
+    def _rows_changed(
+        self, gradient: Gradient, variable: Variable
+    ) -> tf.Tensor:
         """Returns the rows that an update may change, int64, ascending."""
         if isinstance(gradient, tf.IndexedSlices):
             return tf.cast(gradient.indices, tf.int64)
         return tf.range(variable.shape[0], dtype=tf.int64)
 
     def _update_one(
-        self, gradient: Any, variable: Any, *learning_rate: Any
+        self, gradient: Gradient, variable: Variable, *learning_rate: Any
     ) -> None:
         """Updates a variable that has no optimizer of its own."""
         if is_bfloat16_table(variable):
@@ -272,19 +287,23 @@ class RowOptimizer(KerasDifferences):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         """Updates rows int64 `[n]` of a variable with grads `[n, dim]`."""
         raise NotImplementedError
 
-    def _note_slot(self, variable: Any, slot: Any, value: float) -> Any:
+    def _note_slot(
+        self, variable: Variable, slot: Variable, value: float
+    ) -> Any:
         """Stores a slot's initial value, if rows may get other keys."""
         keys = marks.keys_of(variable)
         if keys is not None and slot is not None:
             keys.adopt_slot(self._native(slot), float(value))
         return slot
 
-    def rounding_seed(self, variable: Any, use: int = 0) -> tf.Tensor | None:
+    def rounding_seed(
+        self, variable: Variable, use: int = 0
+    ) -> tf.Tensor | None:
         """Returns a seed for each step, variable, rank and use.
 
         Args:
@@ -303,10 +322,10 @@ class RowOptimizer(KerasDifferences):
             salt += spec.rank << 32
         return _SEEDS_OF_STEP * tf.cast(self.iterations, tf.int64) + salt
 
-    def _slot(self, slots: Sequence[Any], variable: Any) -> Any:
+    def _slot(self, slots: Sequence[Any], variable: Variable) -> Any:
         return slots[self._index_of(variable)]
 
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+    def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
         """Decays entire variables; tables are updated in place, not copied."""
         if not self.weight_decay:
             return
@@ -314,7 +333,9 @@ class RowOptimizer(KerasDifferences):
             self._decay_all, self._distribution_strategy, variables
         )
 
-    def _decay_all(self, strategy: Any, variables: Sequence[Any]) -> None:
+    def _decay_all(
+        self, strategy: Strategy, variables: Sequence[Variable]
+    ) -> None:
         def decay(variable: tf.Variable) -> None:
             if not self._use_weight_decay(variable):
                 return
@@ -334,7 +355,7 @@ class RowOptimizer(KerasDifferences):
             strategy.extended.update(self._native(variable), decay, group=False)
 
 
-def _as_slices(gradient: Any) -> tf.IndexedSlices:
+def _as_slices(gradient: Gradient) -> tf.IndexedSlices:
     """Returns a dense gradient as IndexedSlices of all rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient

@@ -18,6 +18,10 @@ from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.keras_versions import has_kernel
 from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Rate
+from tfdist_ext.type_names import Variable
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -38,7 +42,7 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
         **kwargs: keyword arguments of `keras.optimizers.SGD`.
     """
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         if KERAS_3 or self.momentum:
             super().build(variables)
         elif not getattr(self, "_built", False):
@@ -53,7 +57,7 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         if not self.momentum:
             optimizer_ops.apply_row_sgd(
@@ -91,7 +95,7 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         if getattr(self, "_built", False):
             return
         # This skips Keras's `build`. The slot of a shard must be a shard, but
@@ -112,7 +116,7 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         optimizer_ops.apply_row_adagrad(
             variable,
@@ -160,7 +164,7 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         step = tf.cast(self.iterations, tf.int64) + 1
         hats = []
@@ -182,7 +186,9 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             rounding_seed=self.rounding_seed(variable),
         )
 
-    def _rows_changed(self, gradient: Any, variable: Any) -> tf.Tensor:
+    def _rows_changed(
+        self, gradient: Gradient, variable: Variable
+    ) -> tf.Tensor:
         if not self.lazy:
             return tf.range(variable.shape[0], dtype=tf.int64)
         return super()._rows_changed(gradient, variable)
@@ -217,7 +223,7 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
         **kwargs: keyword arguments of `keras.optimizers.Ftrl`.
     """
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         if getattr(self, "_built", False):
             return
         # This skips Keras's `build`, for the reasons given in `Adagrad.build`.
@@ -241,7 +247,7 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         optimizer_ops.apply_row_ftrl(
             variable,
@@ -285,7 +291,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         if getattr(self, "_built", False):
             return
         self._prepare(variables)
@@ -303,7 +309,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         self._built = True
 
     def _update_one(
-        self, gradient: Any, variable: Any, *learning_rate: Any
+        self, gradient: Gradient, variable: Variable, *learning_rate: Any
     ) -> None:
         sparse = isinstance(gradient, tf.IndexedSlices)
         fused = is_bfloat16_table(variable) or (sparse and has_kernel(variable))
@@ -323,7 +329,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         variable: tf.Variable,
         rows: tf.Tensor,
         grads: tf.Tensor,
-        learning_rate: Any,
+        learning_rate: Rate,
     ) -> None:
         means = None
         if _has_part_of_rows(variable):
@@ -373,7 +379,7 @@ _OF_THE_MODEL = (
 )
 
 
-def as_row_optimizer(optimizer: Any, table: str) -> Any:
+def as_row_optimizer(optimizer: Optimizer, table: str) -> Any:
     """Converts a table's `optimizer` to an optimizer of this package.
 
     Args:
@@ -397,7 +403,7 @@ def as_row_optimizer(optimizer: Any, table: str) -> Any:
     return found
 
 
-def _row_optimizer(optimizer: Any, table: str) -> Any:
+def _row_optimizer(optimizer: Optimizer, table: str) -> Any:
     if isinstance(optimizer, dict):  # in a config of keras-rs
         optimizer = tf.keras.utils.deserialize_keras_object(optimizer)
     if isinstance(optimizer, RowOptimizer):
@@ -417,7 +423,7 @@ def _row_optimizer(optimizer: Any, table: str) -> Any:
     )
 
 
-def attach_optimizer(variable: Any, optimizer: Any) -> None:
+def attach_optimizer(variable: Variable, optimizer: Optimizer) -> None:
     """Sets the optimizer of one table, instead of the model's.
 
     The model's optimizer must be one of this package, because it passes the

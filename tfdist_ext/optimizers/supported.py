@@ -11,6 +11,9 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -184,7 +187,7 @@ def check_accumulation(optimizer: Any) -> None:
         )
 
 
-def check_table_optimizer(optimizer: Any, variable: Any) -> None:
+def check_table_optimizer(optimizer: Any, variable: Variable) -> None:
     """Refuses a model's optimizer that would ignore a table's optimizer.
 
     Args:
@@ -225,9 +228,9 @@ def _refuse(optimizer: Any, option: str, reason: str) -> None:
 
 
 def apply(
-    original: Any,
+    original: Original,
     optimizer: Any,
-    grads: Sequence[Any],
+    grads: Sequence[Gradient],
     trainable_variables: Sequence[Any] | None = None,
 ) -> Any:
     grads = list(grads)
@@ -241,7 +244,7 @@ def apply(
 
 
 def apply_gradients(
-    original: Any, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
+    original: Original, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     pairs = list(pairs)
     _check(optimizer, pairs)
@@ -258,7 +261,7 @@ def _check(optimizer: Any, pairs: Any) -> None:
             check_gradient(variable, gradient)
 
 
-def check_update(variable: Any, args: Sequence[Any]) -> None:
+def check_update(variable: Variable, args: Sequence[Any]) -> None:
     """Refuses sparse updates of a shard that were not made for the shard.
 
     Args:
@@ -274,7 +277,7 @@ def check_update(variable: Any, args: Sequence[Any]) -> None:
                 check_gradient(variable, value)
 
 
-def check_gradient(variable: Any, gradient: Any) -> None:
+def check_gradient(variable: Variable, gradient: Gradient) -> None:
     """Refuses a gradient that does not come from the table's lookup alone.
 
     Args:

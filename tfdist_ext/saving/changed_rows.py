@@ -20,9 +20,11 @@ from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.tables import placement
+from tfdist_ext.type_names import Trackable
+from tfdist_ext.type_names import Variable
 
 
-def variable_of(trackable: Any) -> Any:
+def variable_of(trackable: Trackable) -> Any:
     """TensorFlow's variable of a Keras variable; other objects unchanged."""
     if isinstance(trackable, tf.distribute.DistributedValues):
         return trackable
@@ -42,7 +44,7 @@ def collectives_of(objects: Iterable[Any]) -> Collectives | None:
     return None
 
 
-def is_shard(trackable: Any) -> bool:
+def is_shard(trackable: Trackable) -> bool:
     """Whether an object is a shard of a table or of a slot."""
     found = variable_of(trackable)
     if isinstance(found, tf.distribute.DistributedValues):
@@ -50,7 +52,7 @@ def is_shard(trackable: Any) -> bool:
     return marks.collectives_of_shard(found) is not None
 
 
-def slicing(trackable: Any) -> Any:
+def slicing(trackable: Trackable) -> Any:
     """How to read a growing table from a smaller checkpoint, else None."""
     found = variable_of(trackable)
     if isinstance(found, tf.distribute.DistributedValues):
@@ -58,12 +60,12 @@ def slicing(trackable: Any) -> Any:
     return marks.slicing(found)
 
 
-def is_sum(trackable: Any) -> bool:
+def is_sum(trackable: Trackable) -> bool:
     """Whether reading it is an exchange, as for a metric of tf_keras."""
     return isinstance(variable_of(trackable), internals.SyncOnReadVariable)
 
 
-def is_of_one_rank(trackable: Any) -> bool:
+def is_of_one_rank(trackable: Trackable) -> bool:
     """Whether every rank has its own state, as for a dataset's iterator."""
     return isinstance(trackable, tf.data.Iterator)
 
@@ -241,7 +243,7 @@ class ChangedRows:
         return self._since is not None
 
     def note(
-        self, tables: Iterable[Any], entries: Iterable[Entry]
+        self, tables: Iterable[Variable], entries: Iterable[Entry]
     ) -> list[Rows]:
         """Records the fingerprints of rows, and finds the changed ones.
 

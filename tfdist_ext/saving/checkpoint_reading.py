@@ -23,6 +23,8 @@ from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Trackable
 
 # Functions that restore an object, with the tensors read for each.
 Read = list[tuple[Any, dict[str, Any]]]
@@ -36,7 +38,7 @@ _VARIABLES = (
 
 
 def restore(
-    original: Any,
+    original: Original,
     saver: Any,
     file_prefix: Any,
     options: Any,
@@ -101,7 +103,7 @@ def agree(failure: Exception | None, collectives: Collectives | None) -> None:
 
 
 def _read_over(
-    original: Any,
+    original: Original,
     saver: Any,
     path: str,
     options: Any,
@@ -166,7 +168,7 @@ def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
 
 
 def _read(
-    original: Any,
+    original: Original,
     saver: Any,
     file_prefix: Any,
     options: Any,
@@ -306,5 +308,5 @@ def _fit_slices(saver: Any, file_prefix: Any) -> None:
             tensors[place] = dataclasses.replace(tensor, _tensor_save_spec=spec)
 
 
-def _objects(trackable: Any) -> list[Any]:
+def _objects(trackable: Trackable) -> list[Any]:
     return _variables(getattr(trackable, "_restore_from_tensors", None))

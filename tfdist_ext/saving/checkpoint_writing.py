@@ -19,6 +19,7 @@ from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Entry
+from tfdist_ext.type_names import Callback
 
 
 def files_of(
@@ -105,7 +106,7 @@ def _changed_files(
 
 
 def _others(
-    saver: Any, others: dict[Any, list[Any]], rank: int, callback: Any
+    saver: Any, others: dict[Any, list[Any]], rank: int, callback: Callback
 ) -> list[list[Entry]]:
     """Entries that are not shards, by file: rank 0's, and own states."""
     files = _split(saver, others, callback)
@@ -151,7 +152,7 @@ def _evaluated(tensor: Any) -> Any:
 
 
 def _split(
-    saver: Any, by_task: dict[Any, list[Any]], callback: Any
+    saver: Any, by_task: dict[Any, list[Any]], callback: Callback
 ) -> list[list[Entry]]:
     """Names, slices and values of tensors, by file."""
     saver._shardable_tensors_by_task = by_task

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist_ext.saving.served_keys import KeyChanges
 from tfdist_ext.saving.served_keys import ServedKeys
+from tfdist_ext.type_names import Variable
 
 FORMAT = "tfdist_ext delta 1"
 _NUMBERS = ("number", "records", "microseconds", "variable")
@@ -223,7 +224,7 @@ def apply(records: tf.Tensor, assignments: Sequence[Assign]) -> tf.Tensor:
     return rows
 
 
-def assign_rows(table: Any) -> Assign:
+def assign_rows(table: Variable) -> Assign:
     """A function that assigns rows of a table; returns their number."""
 
     def assign(record: Parsed) -> tf.Tensor:
@@ -238,7 +239,7 @@ def assign_rows(table: Any) -> Assign:
     return assign
 
 
-def assign_whole(variable: Any) -> Assign:
+def assign_whole(variable: Variable) -> Assign:
     """A function that assigns an entire variable; returns 0 rows."""
 
     def assign(record: Parsed) -> tf.Tensor:

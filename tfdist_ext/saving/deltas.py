@@ -28,6 +28,7 @@ from tfdist_ext.saving.served_model import ServedModel
 from tfdist_ext.saving.served_model import Table
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Model
 
 
 class Exported:
@@ -80,7 +81,7 @@ def new_export_id(collectives: Collectives | None) -> str:
     return text_of_first_rank(uuid.uuid4().hex, collectives, "export/id")
 
 
-def export_delta(model: Any, path: str | os.PathLike[str]) -> int:
+def export_delta(model: Model, path: str | os.PathLike[str]) -> int:
     """Writes the changes since the last export; all ranks must call.
 
     The file has the rows of tables that have changed since the last

@@ -30,6 +30,9 @@ from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables import checks
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Original
 
 gfile = tf.io.gfile
 _PARTS = "parts"
@@ -265,12 +268,12 @@ Place = Literal["inside", "files"]
 
 
 def export(
-    model: Any,
+    model: Model,
     path: str | os.PathLike[str],
     table_dtype: TableDtype = "float32",
     tables: Place = "inside",
     *,
-    inputs: Any = None,
+    inputs: Nested = None,
     deltas: bool = False,
 ) -> None:
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
@@ -326,7 +329,7 @@ def export(
         _write(model, served, path, collectives, deltas)
 
 
-def _as_model(model: Any, inputs: Any) -> tuple[Any, Any]:
+def _as_model(model: Model, inputs: Nested) -> tuple[Any, Any]:
     """A model or index as a model, and its inputs if they are known."""
     if not hasattr(model, "as_model"):
         return model, inputs
@@ -335,7 +338,7 @@ def _as_model(model: Any, inputs: Any) -> tuple[Any, Any]:
 
 
 def _check(
-    model: Any, path: str, table_dtype: str, tables: str, deltas: bool
+    model: Model, path: str, table_dtype: str, tables: str, deltas: bool
 ) -> None:
     checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
     if not isinstance(model, tf.keras.Model):
@@ -353,7 +356,7 @@ def _check(
 
 
 def _write(
-    model: Any,
+    model: Model,
     served: ServedModel,
     path: str,
     collectives: Collectives | None,
@@ -377,7 +380,7 @@ def _write(
 keras = tf.keras
 
 
-def _has_tables(model: Any) -> bool:
+def _has_tables(model: Model) -> bool:
     if hasattr(model, "as_model"):
         return True
     return isinstance(model, keras.Model) and any(
@@ -387,7 +390,7 @@ def _has_tables(model: Any) -> bool:
 
 
 def export_archive(
-    original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if not _has_tables(model):
         return original(model, filepath, *args, **kwargs)
@@ -417,7 +420,7 @@ def _one_input(signature: Any) -> Any:
 
 
 def save_model(
-    original: Any,
+    original: Original,
     obj: Any,
     export_dir: Any,
     signatures: Any = None,
@@ -437,7 +440,7 @@ def save_model(
         return original(obj, export_dir, signatures, options)
 
 
-def verify_ops(original: Any, graph_def: Any, allowed: Any) -> Any:
+def verify_ops(original: Original, graph_def: Any, allowed: Any) -> Any:
     """Refuses our ops, unless they are allowed by name."""
     if current.public_save and "Tfdist" not in (allowed or ()):
         ours = our_ops(graph_def)

@@ -22,6 +22,10 @@ from tfdist_ext.numbers import model_state
 from tfdist_ext.saving import shared_files
 from tfdist_ext.saving.shared_files import write_once
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
 
 keras = tf.keras
 
@@ -49,7 +53,9 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
     """A stage around a function whose first arguments are model and path."""
 
     @functools.wraps(function)
-    def around(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        original: Original, model: Model, *args: Any, **kwargs: Any
+    ) -> Any:
         collectives = shared_files.collectives_of(model)
         if collectives is None:
             return original(model, *args, **kwargs)
@@ -181,7 +187,7 @@ def export_archive(save: _Save) -> None:
     write_once(save.collectives, save.filepath, save.write)
 
 
-def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
+def read_on_all_ranks(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Runs a function that reads from a path, as a joint call.
 
     The function takes a path, or a model and a path. The path of rank 0 is
@@ -207,7 +213,7 @@ def read_on_all_ranks(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_tables(
-    original: Any, group: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, group: Any, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Rejects a legacy file for a model with partitioned tables.
 
@@ -223,7 +229,9 @@ def refuse_tables(
     return original(group, model, *args, **kwargs)
 
 
-def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
+def read_part_of_slots(
+    original: Original, optimizer: Optimizer, store: Any
+) -> None:
     """Makes optimizers read their part of the entire slots in a file."""
     shards = shared_files.only_shards(list(optimizer.variables))
     assign = whole_tables.assign_part
@@ -231,7 +239,7 @@ def read_part_of_slots(original: Any, optimizer: Any, store: Any) -> None:
         original(optimizer, store)
 
 
-def read_arrays(original: Any, layer: Any, store: Any) -> None:
+def read_arrays(original: Original, layer: Layer, store: Any) -> None:
     """Makes tf_keras read arrays, so it can divide a summed variable's value.
 
     Its layers assign datasets of h5py, which do not support division.
@@ -239,7 +247,7 @@ def read_arrays(original: Any, layer: Any, store: Any) -> None:
     original(layer, {name: store[name][()] for name in store})
 
 
-def refuse_copy(original: Any, copied: Any, argument: Any) -> Any:
+def refuse_copy(original: Original, copied: Any, argument: Any) -> Any:
     _refuse_parts(copied)
     return original(copied, argument)
 

@@ -32,6 +32,7 @@ from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import collectives_of
 from tfdist_ext.saving.changed_rows import variable_of
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Original
 
 
 @contextlib.contextmanager
@@ -65,7 +66,9 @@ def over(full: str | None) -> AbstractContextManager[None]:
 def on_all_ranks(verb: str) -> Callable[..., Any]:
     """A joint call of a checkpoint method, for models of several ranks."""
 
-    def call(original: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        original: Original, checkpoint: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         collectives = collectives_of(_objects(checkpoint))
         with thread_context.setting(savers=collectives):
             if collectives is None:
@@ -137,7 +140,7 @@ def _synchronous(argument: Any) -> Any:
 
 
 def save_parts(
-    original: Any, saver: Any, file_prefix: Any, options: Any = None
+    original: Original, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = current.savers
     if current.copies is not None:
@@ -151,7 +154,7 @@ def save_parts(
 
 
 def restore_parts(
-    original: Any, saver: Any, file_prefix: Any, options: Any = None
+    original: Original, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     collectives = current.savers
     full = current.full
@@ -162,7 +165,9 @@ def restore_parts(
     )
 
 
-def save_managed(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+def save_managed(
+    original: Original, manager: Any, *args: Any, **kwargs: Any
+) -> Any:
     collectives = collectives_of(_objects(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
@@ -216,7 +221,9 @@ def _without_files(manager: Any) -> Iterator[None]:
         del manager._sweep, manager._record_state
 
 
-def refuse_by_name(original: Any, saver: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_by_name(
+    original: Original, saver: Any, *args: Any, **kwargs: Any
+) -> Any:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
             "tf.compat.v1.train.Saver knows neither ranks nor parts of a "

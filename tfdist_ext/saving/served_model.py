@@ -29,13 +29,16 @@ from tfdist_ext.saving.served_keys import ServedKeys
 from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
 Nest = Any
 
 
-def inputs_of(model: Any, given: Nest = None) -> Nest:
+def inputs_of(model: Model, given: Nest = None) -> Nest:
     """Specs of a model's inputs, for any batch size.
 
     Args:
@@ -57,7 +60,7 @@ def inputs_of(model: Any, given: Nest = None) -> Nest:
     return tf.nest.map_structure(_spec_of, _plain(given))
 
 
-def _known_inputs(model: Any) -> Nest:
+def _known_inputs(model: Model) -> Nest:
     if KERAS_3:
         if isinstance(model, keras.Sequential):
             return model.inputs[0] if getattr(model, "inputs", None) else None
@@ -283,8 +286,8 @@ class ServedModel(tf.Module):
 
     def __init__(
         self,
-        model: Any,
-        inputs: Any,
+        model: Model,
+        inputs: Nested,
         table_dtype: str,
         folder: str | None = None,
     ) -> None:
@@ -461,7 +464,7 @@ def out_of_scopes(call: Callable[[], Any]) -> Any:
         return thread.submit(call).result()
 
 
-def _replica_of(model: Any) -> contextlib.AbstractContextManager[Any]:
+def _replica_of(model: Model) -> contextlib.AbstractContextManager[Any]:
     """The context in which the model's variables are of one replica."""
     strategy = getattr(model, "distribute_strategy", None)
     if strategy in (None, tf.distribute.get_strategy()):
@@ -476,7 +479,7 @@ def our_ops(definition: Any) -> list[str]:
     return sorted(op for op in found if op.startswith(_OURS))
 
 
-def _check_ops(model: Any, graph: tf.Graph) -> None:
+def _check_ops(model: Model, graph: tf.Graph) -> None:
     found = our_ops(graph.as_graph_def())
     if found:
         raise ValueError(
@@ -488,7 +491,7 @@ def _check_ops(model: Any, graph: tf.Graph) -> None:
 
 
 def _variables(
-    model: Any, graph: Any, read: set[int], made: dict[int, Table]
+    model: Model, graph: Any, read: set[int], made: dict[int, Table]
 ) -> Iterator[tuple[Any, tf.Variable]]:
     """Variables read by a graph, without tables, with their components."""
     known = {
@@ -515,7 +518,7 @@ def _variables(
                 yield owner, component
 
 
-def _read(variable: Any) -> tf.Tensor:
+def _read(variable: Variable) -> tf.Tensor:
     """The value to save of a variable, a mean if the ranks differ."""
     if isinstance(variable, internals.SyncOnReadVariable):
         with variable.distribute_strategy.scope():

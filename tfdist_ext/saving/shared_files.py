@@ -29,9 +29,15 @@ from tfdist_ext.keras_internals import Backup
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import part_of_index
 from tfdist_ext.marks import shard_spec
+from tfdist_ext.type_names import Callback
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Trackable
+from tfdist_ext.type_names import Variable
 
 
-def collectives_of(model: Any) -> Collectives | None:
+def collectives_of(model: Model) -> Collectives | None:
     """The collectives of a model's strategy.
 
     None in one process, and after `close`: the model then belongs to this rank
@@ -48,7 +54,7 @@ def while_open(collectives: Collectives | None) -> Collectives | None:
     return collectives
 
 
-def shards_of(model: Any) -> list[Any]:
+def shards_of(model: Model) -> list[Any]:
     """Partitioned variables of a model and of its optimizers."""
     variables = list(model.variables)
     optimizer = getattr(model, "optimizer", None)
@@ -60,13 +66,15 @@ def shards_of(model: Any) -> list[Any]:
     return only_shards(variables)
 
 
-def only_shards(variables: Sequence[Any]) -> list[Any]:
+def only_shards(variables: Sequence[Variable]) -> list[Any]:
     """The partitioned variables among some."""
     return [v for v in variables if sharded_variable.is_shard(v)]
 
 
 @contextlib.contextmanager
-def with_methods(variables: Sequence[Any], **methods: Any) -> Iterator[None]:
+def with_methods(
+    variables: Sequence[Variable], **methods: Any
+) -> Iterator[None]:
     """Replaces methods of variables while the context is active.
 
     Layers of this package write and read entire tables by themselves. An
@@ -190,7 +198,7 @@ def _move_all(scratch: pathlib.Path, path: pathlib.Path) -> None:
             os.replace(source, target)
 
 
-def refuse_for_lite(original: Any, model: Any) -> Any:
+def refuse_for_lite(original: Original, model: Model) -> Any:
     """Rejects a model with shards, which TFLite cannot convert."""
     for variable in model.variables:
         if shard_spec(variable) is not None:
@@ -199,7 +207,7 @@ def refuse_for_lite(original: Any, model: Any) -> Any:
 
 
 def save_once(
-    original: Any, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
+    original: Original, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
     found = list(tf.train.TrackableView(obj).descendants())
     for trackable in found:
@@ -243,7 +251,7 @@ def is_first_with(path: Any, collectives: Collectives) -> bool:
     return int(np.argmax(digests == own)) == collectives.group.rank
 
 
-def _strategy_of(trackable: Any) -> Any:
+def _strategy_of(trackable: Trackable) -> Any:
     value = value_of(trackable)
     if isinstance(value, tf.distribute.DistributedValues):
         return value._distribute_strategy
@@ -271,7 +279,9 @@ def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
     """A stage that only acts on models of several ranks."""
 
     @functools.wraps(function)
-    def around(original: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        original: Original, callback: Callback, *args: Any, **kwargs: Any
+    ) -> Any:
         collectives = collectives_of(callback.model)
         call = functools.partial(original, callback, *args, **kwargs)
         if collectives is None:
@@ -282,7 +292,7 @@ def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_with_ranks
-def back_up(collectives: Collectives, call: Any, callback: Any) -> None:
+def back_up(collectives: Collectives, call: Any, callback: Callback) -> None:
     """Writes weights and progress in one file, by one rename.
 
     Keras writes two files, one after the other. If a process ends between them,
@@ -333,7 +343,7 @@ def _replaced(target: str) -> Iterator[str]:
 
 @_with_ranks
 def restore(
-    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     """Reads the last backup; the one before if a rank cannot read it."""
     failure = None
@@ -366,7 +376,7 @@ def restore(
 
 @_with_ranks
 def remove_backup(
-    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     collectives.barrier("backup/end")
     if collectives.group.rank == 0:
@@ -379,10 +389,10 @@ def remove_backup(
 def make_folder(
     collectives: Collectives,
     call: Any,
-    callback: Any,
+    callback: Callback,
     epoch: int,
     batch: int | None,
-    logs: Any,
+    logs: Logs,
     filepath: str,
 ) -> bool:
     # Keras checks whether the folder exists, then creates it: ranks may race.
@@ -395,7 +405,7 @@ def make_folder(
 
 @_with_ranks
 def refuse_orbax(
-    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     raise ValueError(
         "OrbaxCheckpoint would write each rank's part of the model to one "
@@ -406,7 +416,7 @@ def refuse_orbax(
 
 @_with_ranks
 def log_once(
-    collectives: Collectives, call: Any, callback: Any, logs: Any = None
+    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     """Makes only rank 0 write the log, as all ranks have the same rows."""
     name = callback.filename

@@ -20,12 +20,19 @@ from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
 from tfdist_ext.strategy.loops import samples_of
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
 
 def lengths_in_loop(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     strategy = model.distribute_strategy
     several = getattr(strategy, "collectives", None) is not None
@@ -33,7 +40,7 @@ def lengths_in_loop(
         return original(model, *args, **kwargs)
 
 
-def keep_lengths(original: Any, adapter: Any) -> tf.data.Dataset:
+def keep_lengths(original: Original, adapter: Any) -> tf.data.Dataset:
     dataset = original(adapter)
     batches = adapter.num_batches
     if not current.in_loop_of_ranks or batches is None:
@@ -41,7 +48,9 @@ def keep_lengths(original: Any, adapter: Any) -> tf.data.Dataset:
     return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 
 
-def shuffle_alike(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def shuffle_alike(
+    original: Original, model: Model, *args: Any, **kwargs: Any
+) -> Any:
     collectives = getattr(model.distribute_strategy, "collectives", None)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -52,7 +61,7 @@ def shuffle_alike(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
 
 
-def _is_of_arrays(x: Any) -> bool:
+def _is_of_arrays(x: TensorLike) -> bool:
     if x is None or isinstance(x, tf.data.Dataset):
         return False
     leaves = tf.nest.flatten(x)
@@ -78,7 +87,9 @@ _BATCHES = ("train_on_batch", "test_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 
 
-def in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def in_scope(
+    original: Original, model: Model, *args: Any, **kwargs: Any
+) -> Any:
     strategy = model.distribute_strategy
     if hasattr(strategy, "collectives"):
         if original.__name__ in _TRAINING:
@@ -93,7 +104,7 @@ def in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     return original(model, *args, **kwargs)
 
 
-def _optimizers_of(model: Any) -> list[Any]:
+def _optimizers_of(model: Model) -> list[Any]:
     """Optimizers of `compile`, and others of the model, such as of a GAN."""
     found = [
         each
@@ -104,7 +115,7 @@ def _optimizers_of(model: Any) -> list[Any]:
     return found + [each for each in inner if each is not None]
 
 
-def _check_optimizer(model: Any, optimizer: Any) -> None:
+def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
     strategy = model.distribute_strategy
     made_in = keras_internals.strategy_of(optimizer)
     if made_in is None or made_in is strategy:
@@ -118,7 +129,7 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
     )
 
 
-def metrics_of(model: Any) -> Iterator[Any]:
+def metrics_of(model: Model) -> Iterator[Any]:
     """All metrics of a model and its layers; some are yielded twice."""
     compiled = keras_internals.compile_config(model)
     given = [compiled.get(key) for key in ("metrics", "weighted_metrics")]
@@ -138,7 +149,7 @@ def _metrics_in(value: Any) -> Iterator[Any]:
             yield from _metrics_in(each)
 
 
-def move_metric(metric: Any, strategy: Any) -> None:
+def move_metric(metric: Metric, strategy: Strategy) -> None:
     """Creates a metric's states again in the scope of a strategy.
 
     Args:
@@ -157,7 +168,7 @@ def move_metric(metric: Any, strategy: Any) -> None:
     if not outside:
         return
 
-    def prepare(variable: Any) -> None:
+    def prepare(variable: Variable) -> None:
         if not decomposing.is_metric_class_local(type(metric)):
             internals.read_from_first(variable)
 
@@ -172,7 +183,7 @@ def move_metric(metric: Any, strategy: Any) -> None:
         )
 
 
-def _is_outside(variable: Any, strategy: Any) -> bool:
+def _is_outside(variable: Variable, strategy: Strategy) -> bool:
     if variable is None:  # It will be created later, in the scope.
         return False
     return not strategy.extended.variable_created_in_scope(variable)
@@ -182,7 +193,10 @@ Nest = Any
 
 
 def build(
-    original: Any, model: Any, iterator: Any = None, data_batch: Any = None
+    original: Original,
+    model: Model,
+    iterator: Any = None,
+    data_batch: Any = None,
 ) -> None:
     strategy = model.distribute_strategy
     if not hasattr(strategy, "collectives"):
@@ -206,7 +220,7 @@ def build(
     return None
 
 
-def _is_built_for_own_steps(model: Any) -> bool:
+def _is_built_for_own_steps(model: Model) -> bool:
     """Whether all layers of a model with its own steps are built."""
     kind = type(model)
     own = (
@@ -217,7 +231,7 @@ def _is_built_for_own_steps(model: Any) -> bool:
     return own and all(each.built for each in layers if each is not model)
 
 
-def _build_unread(original: Any, model: Any, iterator: Any) -> None:
+def _build_unread(original: Original, model: Model, iterator: Any) -> None:
     shapes = _shapes_of(iterator)
     if shapes is None:
         return original(model, iterator=iterator)
@@ -247,11 +261,11 @@ def _build_unread(original: Any, model: Any, iterator: Any) -> None:
     return original(model, iterator=iterator)
 
 
-def _has_built_optimizer(model: Any) -> bool:
+def _has_built_optimizer(model: Model) -> bool:
     return bool(getattr(getattr(model, "optimizer", None), "built", False))
 
 
-def _built_layers(model: Any) -> int:
+def _built_layers(model: Model) -> int:
     return sum(layer.built for layer in keras_internals.layers_of(model))
 
 

@@ -23,6 +23,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Nested
 
 keras = tf.keras
 
@@ -119,7 +122,7 @@ _METRIC_METHODS = ("update_state", "result", "reset_state")
 
 
 def is_loss_local(
-    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+    loss: Loss, y_true: Nested, y_pred: Nested, sample_weight: Nested
 ) -> bool:
     """Whether a loss can be computed on each rank's own samples.
 
@@ -141,7 +144,9 @@ def is_loss_local(
     return _is_by_sample(function, arguments, (y_true, y_pred), weighted)
 
 
-def is_metric_local(metric: Any, args: tuple[Any, ...], weighted: bool) -> bool:
+def is_metric_local(
+    metric: Metric, args: tuple[Any, ...], weighted: bool
+) -> bool:
     """Whether the states of a metric are sums over the samples of each rank.
 
     Args:

@@ -26,6 +26,7 @@ from tfdist_ext.strategy import gradients
 from tfdist_ext.strategy import input as input_lib
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
+from tfdist_ext.type_names import Variable
 
 Nest = Any
 
@@ -184,13 +185,13 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         with scope, super().colocate_vars_with(colocate_with_variable):
             yield
 
-    def _validate_colocate_with_variable(self, variable: Any) -> None:
+    def _validate_colocate_with_variable(self, variable: Variable) -> None:
         if sharded_variable.is_shard(variable):
             return
         self._check_created_here(variable)
         super()._validate_colocate_with_variable(variable)
 
-    def _check_created_here(self, variable: Any) -> None:
+    def _check_created_here(self, variable: Variable) -> None:
         # The stock error shows the values, or an assertion, and no remedy.
         if not self.variable_created_in_scope(variable):
             raise ValueError(

@@ -26,6 +26,10 @@ from tfdist_ext.numbers.kinds import SUM
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -33,7 +37,7 @@ keras = tf.keras
 _MOST_NUMBERS = 16384
 
 
-def watch_results(model: Any) -> None:
+def watch_results(model: Model) -> None:
     """Marks the tensors that are results of a model's metrics.
 
     Args:
@@ -55,7 +59,9 @@ def _metrics_of(owner: Any) -> list[Any]:
     return found
 
 
-def _result(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+def _result(
+    original: Original, metric: Metric, *args: Any, **kwargs: Any
+) -> Any:
     result = original(metric, *args, **kwargs)
     if whole_batch.keras_step() is None:
         return result
@@ -71,7 +77,7 @@ def _result(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
     return tf.nest.pack_sequence_as(result, flat)
 
 
-def states_of(metric: Any) -> list[tf.Tensor] | None:
+def states_of(metric: Metric) -> list[tf.Tensor] | None:
     """This rank's states of a metric; None if they are many or averaged.
 
     Args:
@@ -97,7 +103,7 @@ def states_of(metric: Any) -> list[tf.Tensor] | None:
     return [internals.components(v)[0].read_value() for v in variables]
 
 
-def is_summed(metric: Any) -> list[bool]:
+def is_summed(metric: Metric) -> list[bool]:
     """Whether each state of a metric is the sum of the ranks' states."""
     variables = [keras_internals.value_of(v) for v in metric.variables]
     return [
@@ -107,14 +113,14 @@ def is_summed(metric: Any) -> list[bool]:
     ]
 
 
-def _is_averaged(variable: Any) -> bool:
+def _is_averaged(variable: Variable) -> bool:
     return (
         isinstance(variable, internals.SyncOnReadVariable)
         and variable.aggregation == tf.VariableAggregation.MEAN
     )
 
 
-def result_of_states(metric: Any, states: Sequence[tf.Tensor]) -> list[Any]:
+def result_of_states(metric: Metric, states: Sequence[tf.Tensor]) -> list[Any]:
     """Leaves of the result of a metric with the given states."""
     return list(tf.nest.flatten(metric.stateless_result(states)))
 
@@ -233,7 +239,7 @@ def _of_metrics(flat: Sequence[Any], places: Sequence[int]) -> list[_Parts]:
 
 
 def _of_metric(
-    metric: Any,
+    metric: Metric,
     states: Sequence[tf.Tensor],
     where: Sequence[int],
     indices: Sequence[int],

@@ -24,6 +24,11 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.collectives import Loop
 from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.strategy import refused
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 Nest = Any
@@ -44,7 +49,7 @@ def place_first(find: Find, place: Place) -> Callable[..., Any]:
             call it.
     """
 
-    def stage(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stage(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = getattr(self.distribute_strategy, "collectives", None)
         if collectives is None or collectives.loop is not None:
             return original(self, *args, **kwargs)
@@ -73,7 +78,7 @@ def place_built(place: Place) -> Callable[..., Any]:
     All layers are built then, and no slots exist yet.
     """
 
-    def stage(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stage(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = collectives_lib.active()
         loop = collectives.loop if collectives else None
         if collectives is not None and loop is not None and not self.built:
@@ -84,7 +89,7 @@ def place_built(place: Place) -> Callable[..., Any]:
     return stage
 
 
-def samples_of(x: Any, batch_size: int | None, world_size: int) -> int:
+def samples_of(x: TensorLike, batch_size: int | None, world_size: int) -> int:
     """Number of samples of a rank in a step, or 0 if it is unknown.
 
     Args:
@@ -113,7 +118,7 @@ def _agreed(samples: int, collectives: Collectives) -> int | None:
     return int(np.max(everyone.numpy())) or None
 
 
-def _build(model: Any, x: Any, collectives: Collectives) -> None:
+def _build(model: Model, x: TensorLike, collectives: Collectives) -> None:
     """Builds a model of tf_keras in a graph that is never run.
 
     tf_keras builds layers while it traces the first step, and by then tables
@@ -143,7 +148,7 @@ def _build(model: Any, x: Any, collectives: Collectives) -> None:
         collectives.give_up("building the model", error)
 
 
-def _specs_of(x: Any) -> Nest | None:
+def _specs_of(x: TensorLike) -> Nest | None:
     """Specs of the inputs of a model; None if they are unknown."""
     if isinstance(x, tf.data.Dataset):
         spec = x.element_spec
@@ -178,7 +183,9 @@ def _of_any_batch(spec: Any) -> Any:
 _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
-def on_all_ranks(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def on_all_ranks(
+    original: Original, model: Model, *args: Any, **kwargs: Any
+) -> Any:
     collectives = collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -192,7 +199,7 @@ def on_all_ranks(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
 
 
-def _warn_of_eager_steps(model: Any) -> None:
+def _warn_of_eager_steps(model: Model) -> None:
     """Warns that a step without a graph cannot tell sums from means."""
     own = type(model).train_step is not keras.Model.train_step
     if own and model.run_eagerly:
@@ -206,7 +213,7 @@ def _warn_of_eager_steps(model: Any) -> None:
 
 
 def build_on_all_ranks(
-    original: Any, optimizer: Any, *args: Any, **kwargs: Any
+    original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> Any:
     """Waits until all ranks are about to build an optimizer.
 
@@ -220,7 +227,9 @@ def build_on_all_ranks(
     return original(optimizer, *args, **kwargs)
 
 
-def finite_on_all_ranks(original: Any, optimizer: Any, grads: Any) -> Any:
+def finite_on_all_ranks(
+    original: Original, optimizer: Optimizer, grads: Any
+) -> Any:
     """Lets ranks agree whether Keras 3's loss scale skips a step.
 
     Keras checks the gradients before they are summed, so they may be
@@ -233,7 +242,7 @@ def finite_on_all_ranks(original: Any, optimizer: Any, grads: Any) -> Any:
 
 
 def average_of_rows(
-    original: Any, optimizer: Any, variables: Sequence[Any]
+    original: Original, optimizer: Optimizer, variables: Sequence[Variable]
 ) -> None:
     """Lets Keras 3 average weights although this rank has no rows of a table.
 
@@ -253,7 +262,7 @@ def average_of_rows(
     return original(state, read)
 
 
-def collectives_of(model: Any) -> Collectives | None:
+def collectives_of(model: Model) -> Collectives | None:
     """Collectives of the strategy of a model; None with a single process."""
     return getattr(model.distribute_strategy, "collectives", None)
 
@@ -274,7 +283,7 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 
 def compare_settings(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     name, strategy = original.__name__, model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
@@ -339,7 +348,7 @@ def compare_texts(
     )
 
 
-def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+def settings_of(model: Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Text of each setting that must be equal on all ranks, by its name.
 
     Args:
@@ -361,7 +370,7 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def vocabularies_of(model: Any) -> dict[str, str]:
+def vocabularies_of(model: Model) -> dict[str, str]:
     """Texts of the vocabularies of a model's preprocessing layers.
 
     A vocabulary that was made from a set has another order on every rank.

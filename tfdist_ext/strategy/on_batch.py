@@ -20,13 +20,17 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.strategy import loops
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
 
 keras = tf.keras
 Nest = Any
 _FUNCTIONS = {"train_on_batch": "train", "test_on_batch": "test"}
 
 
-def step_on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def step_on_batch(
+    original: Original, model: Model, *args: Any, **kwargs: Any
+) -> Any:
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -60,7 +64,7 @@ def _run_on_slice(
 
 
 def predict_on_batch(
-    original: Any, model: Any, x: Nest, *args: Any, **kwargs: Any
+    original: Original, model: Model, x: Nest, *args: Any, **kwargs: Any
 ) -> Any:
     collectives = _collectives_of(model)
     if collectives is None:
@@ -72,7 +76,7 @@ def predict_on_batch(
     return original(model, part, *args, **kwargs)
 
 
-def _collectives_of(model: Any) -> Collectives | None:
+def _collectives_of(model: Model) -> Collectives | None:
     return getattr(model.distribute_strategy, "collectives", None)
 
 

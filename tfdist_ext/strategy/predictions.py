@@ -20,6 +20,9 @@ from tfdist_ext.numbers.kinds import LINEAR
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.strategy import logs
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Strategy
 
 Nest = Any
 _LABEL = "gather"
@@ -32,7 +35,7 @@ class NoRowsError(ValueError):
     __init__ = Exception.__init__
 
 
-def concatenate(original: Any, value: Any, strategy: Any) -> Any:
+def concatenate(original: Original, value: Any, strategy: Strategy) -> Any:
     if marks.is_reduced(value):
         return value
     return original(value, strategy)
@@ -156,7 +159,7 @@ def _rows(value: Any, collectives: Collectives) -> Any:
 keras = tf.keras
 
 
-def trace_for(model: Any, spec: Any) -> None:
+def trace_for(model: Model, spec: Any) -> None:
     """Creates a model's function of `predict`, for batches of any size.
 
     Args:
@@ -168,7 +171,7 @@ def trace_for(model: Any, spec: Any) -> None:
         model.make_predict_function()
 
 
-def predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def predict(original: Original, model: Model, *args: Any, **kwargs: Any) -> Any:
     strategy = model.distribute_strategy
     if getattr(strategy, "collectives", None) is None:
         return original(model, *args, **kwargs)
@@ -178,7 +181,7 @@ def predict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def make_predict_function(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     before = model.predict_function
     made = original(model, *args, **kwargs)
@@ -193,7 +196,7 @@ def make_predict_function(
     return made
 
 
-def _trace(function: Any, strategy: Any) -> None:
+def _trace(function: Any, strategy: Strategy) -> None:
     """Traces a step for the specs of the loop's dataset.
 
     Args:

@@ -11,9 +11,12 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.optimizers import supported
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Original
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Rejects an optimizer of Horovod, which would sum gradients again.
 
     Args:
@@ -61,7 +64,7 @@ def _of_horovod(thing: Any) -> bool:
 keras = tf.keras
 
 
-def check_recurrent(model: Any, ranks: int) -> None:
+def check_recurrent(model: Model, ranks: int) -> None:
     """Rejects a model with stateful recurrent layers.
 
     Args:
@@ -86,7 +89,7 @@ def check_recurrent(model: Any, ranks: int) -> None:
 
 
 def compile_without_xla(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(model, *args, **kwargs)
     if model.jit_compile and _is_beyond_xla(model):
@@ -99,7 +102,7 @@ def compile_without_xla(
     return result
 
 
-def _is_beyond_xla(model: Any) -> bool:
+def _is_beyond_xla(model: Model) -> bool:
     strategy = model.distribute_strategy
     if not hasattr(strategy, "collectives"):
         return False
@@ -109,7 +112,7 @@ def _is_beyond_xla(model: Any) -> bool:
     )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Model) -> None:
     """Rejects an optimizer that would train a model wrongly on several ranks.
 
     Called in a step, because the update of variables does not show whether
@@ -130,7 +133,7 @@ def check_model(model: Any) -> None:
         supported.check_supported(optimizer)
 
 
-def check_in_one_process(model: Any) -> None:
+def check_in_one_process(model: Model) -> None:
     """Rejects an optimizer that fails under a strategy with any ranks.
 
     Args:

@@ -19,10 +19,13 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import tensor_of_first_rank
 from tfdist_ext.numbers import whole_batch
 from tfdist_ext.numbers.kinds import SAME
+from tfdist_ext.type_names import DTypeLike
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Variable
 
 
 def _reading(convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    def converted(original: None, variable: Any) -> Any:
+    def converted(original: None, variable: Variable) -> Any:
         del original
         return convert(variable.read_value())
 
@@ -31,8 +34,8 @@ def _reading(convert: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _array(
     original: None,
-    variable: Any,
-    dtype: Any = None,
+    variable: Variable,
+    dtype: DTypeLike = None,
     copy: bool | None = None,
 ) -> Any:
     """Array of a variable; for a scalar, `numpy()` does not return an array."""
@@ -57,7 +60,7 @@ _NAMED_AT_ONCE = 5
 keras = tf.keras
 
 
-def change_sum(original: Any, variable: Any, value: Any) -> Any:
+def change_sum(original: Original, variable: Variable, value: Any) -> Any:
     """Sums what the ranks add to a variable with aggregation "sum".
 
     Keras 3 assigns the total plus the value. TensorFlow would assign the sum
@@ -74,7 +77,7 @@ def change_sum(original: Any, variable: Any, value: Any) -> Any:
 
 def write(
     original: Callable[..., Any],
-    variable: Any,
+    variable: Variable,
     update: Callable[..., Any],
     value: Any,
     **options: Any,
@@ -132,7 +135,7 @@ class _Writing:
         self,
         collectives: Collectives,
         step: Step,
-        variable: Any,
+        variable: Variable,
         component: tf.Variable,
         writer: str,
     ) -> None:
@@ -234,7 +237,7 @@ def settle(collectives: Collectives, step: Step) -> None:
         _name(new, {each.name for each in later})
 
 
-def _name(variables: list[Any], later: set[str]) -> None:
+def _name(variables: list[Variable], later: set[str]) -> None:
     """Logs once which variables are averaged, and which at the end."""
     at_once = [each.name for each in variables if each.name not in later]
     if at_once:

@@ -30,6 +30,14 @@ from tfdist_ext.optimizers.row_gradients import square_norms
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
 _NAMES = re.compile(
@@ -43,7 +51,7 @@ _LAYERS = tuple(
 
 
 def call_without_samples(
-    layer: Any,
+    layer: Layer,
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -78,7 +86,10 @@ Moments = tuple[tf.Tensor, tf.Tensor]
 
 
 def keras_3_moments(
-    original: Callable[..., Moments], layer: Any, inputs: Any, mask: Any
+    original: Callable[..., Moments],
+    layer: Layer,
+    inputs: Nested,
+    mask: TensorLike,
 ) -> Moments:
     if not _of_all_ranks(layer):
         return original(layer, inputs, mask)
@@ -90,18 +101,18 @@ def keras_3_moments(
 
 def tf_keras_moments(
     original: Callable[..., Moments],
-    layer: Any,
-    inputs: Any,
+    layer: Layer,
+    inputs: Nested,
     reduction_axes: Any,
     keep_dims: bool,
-    mask: Any = None,
+    mask: TensorLike = None,
 ) -> Moments:
     if not _of_all_ranks(layer):
         return original(layer, inputs, reduction_axes, keep_dims, mask=mask)
     return whole_moments(inputs, reduction_axes, keep_dims, mask)
 
 
-def skips_empty(original: Callable[..., bool], layer: Any) -> bool:
+def skips_empty(original: Callable[..., bool], layer: Layer) -> bool:
     """Whether a rank without samples leaves its moving averages unchanged.
 
     A synchronized layer updates them: it has the moments of all ranks, and
@@ -110,7 +121,7 @@ def skips_empty(original: Callable[..., bool], layer: Any) -> bool:
     return not _of_all_ranks(layer) and original(layer)
 
 
-def _of_all_ranks(layer: Any) -> bool:
+def _of_all_ranks(layer: Layer) -> bool:
     ranks = collectives_lib.active() is not None
     return layer.synchronized and ranks and _context() is not None
 
@@ -120,7 +131,7 @@ def _context() -> Any:
 
 
 def whole_moments(
-    inputs: tf.Tensor, axes: Any, keep_dims: bool, mask: Any = None
+    inputs: tf.Tensor, axes: Any, keep_dims: bool, mask: TensorLike = None
 ) -> Moments:
     """The mean and the variance over the samples of all ranks.
 
@@ -152,14 +163,16 @@ def whole_moments(
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
-def global_norm(original: Any, t_list: Sequence[Any], name: Any = None) -> Any:
+def global_norm(
+    original: Original, t_list: Sequence[Any], name: Any = None
+) -> Any:
     if not _has_shards(t_list):
         return original(t_list, name)
     return tf.sqrt(tf.add_n(_squares(t_list)))
 
 
 def clip_by_global_norm(
-    original: Any,
+    original: Original,
     t_list: Sequence[Any],
     clip_norm: Any,
     use_norm: Any = None,
@@ -171,7 +184,11 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(
-    original: Any, t: Any, clip_norm: Any, axes: Any = None, name: Any = None
+    original: Original,
+    t: Any,
+    clip_norm: Any,
+    axes: Any = None,
+    name: Any = None,
 ) -> Any:
     if axes is not None or not _has_shards([t]):
         return original(t, clip_norm, axes, name)
@@ -189,7 +206,7 @@ def _has_shards(gradients: Any) -> bool:
     )
 
 
-def _squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
+def _squares(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     given = [gradient for gradient in gradients if gradient is not None]
     return square_norms(
         list(map(without_duplicates, given)),
@@ -204,7 +221,7 @@ def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a stage to act in steps of Keras's loops only."""
 
     @functools.wraps(function)
-    def around(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         step = whole_batch.keras_step()
         if step is None:
             return original(self, *args, **kwargs)
@@ -215,7 +232,9 @@ def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
     return around
 
 
-def allow_means(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+def allow_means(
+    original: Original, loss: Loss, *args: Any, **kwargs: Any
+) -> Any:
     """Lets losses of tf_keras be means where the ranks are averaged.
 
     The stock function allows means only for losses passed to `compile`,
@@ -229,7 +248,7 @@ def allow_means(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def tell_forward_sums(
-    original: Any, context: Any, *args: Any, **kwargs: Any
+    original: Original, context: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Records whether a sum over the ranks is called in a forward pass."""
     collectives = collectives_lib.active()
@@ -245,7 +264,7 @@ def tell_forward_sums(
 
 @_in_keras_step
 def call_layer(
-    step: Step, original: Any, layer: Any, *args: Any, **kwargs: Any
+    step: Step, original: Original, layer: Layer, *args: Any, **kwargs: Any
 ) -> Nest:
     """Calls a layer and marks its results as one row for each sample.
 
@@ -269,11 +288,11 @@ def call_layer(
 @_in_keras_step
 def call_loss(
     step: Step,
-    original: Any,
-    loss: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
+    original: Original,
+    loss: Loss,
+    y_true: Nested,
+    y_pred: Nested,
+    sample_weight: Nested = None,
 ) -> tf.Tensor:
     """Loss of a batch, in a form that is averaged over the ranks."""
     if not decomposing.is_loss_local(loss, y_true, y_pred, sample_weight):
@@ -302,7 +321,9 @@ def call_loss(
     return value
 
 
-def _divisor(loss: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
+def _divisor(
+    loss: Loss, y_pred: Nested, sample_weight: Nested
+) -> tf.Tensor | None:
     """Divisor of a loss that need not be proportional to the samples.
 
     Returns:
@@ -327,10 +348,10 @@ def _divisor(loss: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
 @_in_keras_step
 def track_mean(
     step: Step,
-    original: Any,
-    metric: Any,
+    original: Original,
+    metric: Metric,
     values: Any,
-    sample_weight: Any = None,
+    sample_weight: Nested = None,
 ) -> Any:
     """Counts a scalar that every rank has once, as one process would."""
     value = _scalar(values)
@@ -347,10 +368,10 @@ def track_mean(
 @_in_keras_step
 def track_sum(
     step: Step,
-    original: Any,
-    metric: Any,
+    original: Original,
+    metric: Metric,
     values: Any,
-    sample_weight: Any = None,
+    sample_weight: Nested = None,
 ) -> Any:
     """Adds a mean over the samples once, instead of once for every rank."""
     value = _scalar(values)
@@ -377,7 +398,7 @@ def _scalar(values: Any) -> tf.Tensor | None:
 @_in_keras_step
 def gradient(
     step: Step,
-    original: Any,
+    original: Original,
     tape: Any,
     target: Nest,
     sources: Nest,
@@ -467,7 +488,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def share_exchanges(
-    original: Any, model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     call = functools.partial(original, model, *args, **kwargs)
     collectives = collectives_lib.active()
@@ -487,7 +508,7 @@ def share_exchanges(
     )
 
 
-def _sparse_layers(layer: Any) -> Iterator[Any]:
+def _sparse_layers(layer: Layer) -> Iterator[Any]:
     """Layers inside of a layer that look up in tables in their own calls."""
     for inner in keras_internals.inner_layers(layer):
         if getattr(inner, "looks_up_tables", False):
@@ -496,7 +517,7 @@ def _sparse_layers(layer: Any) -> Iterator[Any]:
             yield from _sparse_layers(inner)
 
 
-def _forget(model: Any, graph: tf.Graph) -> None:
+def _forget(model: Model, graph: tf.Graph) -> None:
     """Removes the tensors of a graph from the lists that layers have."""
 
     def is_of_graph(value: Any) -> bool:

@@ -38,6 +38,8 @@ from tfdist_ext.strategy import state
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
 from tfdist_ext.tables import checks
+from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
 
 Nest = Any
 
@@ -385,7 +387,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return local
 
     def gather_table(
-        self, layer: Any, path: str | os.PathLike[str] | None = None
+        self, layer: Layer, path: str | os.PathLike[str] | None = None
     ) -> np.ndarray | None:
         """The entire table of a sparse layer, on every rank.
 
@@ -451,7 +453,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return dataclasses.asdict(group.stats()) if group else {}
 
 
-def _merges_rows(model: Any) -> bool:
+def _merges_rows(model: Model) -> bool:
     """Whether the model's optimizer first sums gradients of equal rows."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

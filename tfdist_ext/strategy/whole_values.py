@@ -25,6 +25,12 @@ from tfdist_ext.numbers.kinds import ROWS
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import follows_from_constants
 from tfdist_ext.strategy import decomposing
+from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
 Nest = Any
@@ -56,10 +62,10 @@ def expect(samples: int) -> None:
 def loss_of_batch(
     step: Step,
     original: Callable[..., tf.Tensor],
-    loss: Any,
+    loss: Loss,
     y_true: Nest,
     y_pred: Nest,
-    sample_weight: Any,
+    sample_weight: Nested,
 ) -> tf.Tensor:
     """The loss of the global batch, equal on all ranks.
 
@@ -98,10 +104,10 @@ def _own_part(
 
 def call_loss(
     original: Callable[..., Any],
-    loss: Any,
+    loss: Loss,
     y_true: Nest,
     y_pred: Nest,
-    sample_weight: Any = None,
+    sample_weight: Nested = None,
 ) -> Any:
     """Calls a loss whose class computes its total itself, on all samples."""
     step = whole_batch.keras_step()
@@ -119,7 +125,7 @@ def final(value: tf.Tensor) -> tf.Tensor:
 
 
 def update_metric(
-    original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], metric: Metric, *args: Any, **kwargs: Any
 ) -> Any:
     """Updates a metric, with the global batch if it does not decompose."""
     step = whole_batch.keras_loop_step()
@@ -175,7 +181,7 @@ def _count_once(step: Step, bound: inspect.BoundArguments) -> None:
         given["sample_weight"] = weights
 
 
-def _is_outermost(original: Callable[..., Any], metric: Any) -> bool:
+def _is_outermost(original: Callable[..., Any], metric: Metric) -> bool:
     outermost = inspect.unwrap(type(metric).update_state)
     return inspect.unwrap(original) is outermost
 
@@ -190,7 +196,7 @@ def _labels_and_predictions(
     return values, named.get("sample_weight") is not None
 
 
-def read_as_is(metric: Any) -> None:
+def read_as_is(metric: Metric) -> None:
     """Reads the states of a metric from this rank, without a sum over ranks."""
     for variable in metric.variables:
         internals.read_from_first(keras_internals.value_of(variable))
@@ -329,7 +335,9 @@ def _gathered(
     return [step.rows[graph, id(x)] for x in tensors]
 
 
-def _known(step: Step, graph: int, x: Any) -> whole_batch.Gathered | None:
+def _known(
+    step: Step, graph: int, x: TensorLike
+) -> whole_batch.Gathered | None:
     """Gathered rows of a tensor, or of the tensor that Keras made it from."""
     found = step.rows.get((graph, id(x)))
     if found is not None or not tf.is_symbolic_tensor(x):
@@ -397,7 +405,9 @@ def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
 _ADD_STATE = "add_variable" if keras_internals.KERAS_3 else "add_weight"
 
 
-def add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+def add_state(
+    original: Original, metric: Metric, *args: Any, **kwargs: Any
+) -> Any:
     """Creates a state, not summed over ranks if all of them have its value."""
     variable = original(metric, *args, **kwargs)
     local = decomposing.is_metric_class_local(type(metric))
@@ -414,8 +424,8 @@ def add_state(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def gather_first(
-    original: Any,
-    model: Any,
+    original: Original,
+    model: Model,
     x: Nest = None,
     y: Nest = None,
     y_pred: Nest = None,
