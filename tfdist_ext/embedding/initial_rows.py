@@ -58,8 +58,7 @@ def for_shard(
 
     Returns:
         A Keras initializer for the local shape. Values depend only on the
-        seed, the table's name, the row and the column, and not on the number
-        of ranks or the placement.
+        seed, the table's name, the row and the column.
 
     Raises:
         ValueError: if the table is partitioned and the initializer cannot
@@ -75,8 +74,8 @@ def for_shard(
             f"Table '{spec.table}' is partitioned over {spec.world_size} "
             "ranks; its initializer must be zeros, ones, constant, "
             "(truncated) normal, uniform or a variance scaling one, so that "
-            "every rank can make its own rows. Received: "
-            f"{initializer!r}. For any other use sharding='data_parallel' "
+            f"every rank can make its own rows. Received: {initializer!r}. "
+            "For any other use sharding='data_parallel' "
             "(FullSparse) or placement='data_parallel' (TableConfig)."
         )
     distribution, first, second = described

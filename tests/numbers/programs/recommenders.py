@@ -67,6 +67,28 @@ def wide_and_deep(c):
     return ranked(c, model, ids(c))
 
 
+@program("recommender/wide_and_deep_of_raw_columns")
+def wide_and_deep_of_raw_columns(c):
+    """Raw columns far off zero, normalized by the whole batch."""
+    far = np.array([100.0, -100.0, 0.0], np.float32)
+    columns = c.normal(c.samples, 3, seed=9) + far
+    # Keras's own synchronized variance loses digits here, in one process too.
+    several = c.strategy is not None and c.strategy.num_replicas_in_sync > 1
+    norm = {"synchronized": several, "momentum": 0.5}
+    with c.scope():
+        given = inputs()
+        raw = keras.Input([3], name="raw")
+        wide = keras.layers.Add()(vectors(c, given, 1))
+        deep = [keras.layers.BatchNormalization(**norm)(raw)]
+        deep = keras.layers.Concatenate()(deep + vectors(c, given))
+        deep = c.dense(1)(c.dense(8, "tanh")(deep))
+        both = keras.layers.Add()([wide, deep])
+        model = keras.Model(
+            {**given, "raw": raw}, keras.layers.Activation("sigmoid")(both)
+        )
+    return ranked(c, model, {**ids(c), "raw": columns})
+
+
 @program("recommender/deep_fm")
 def deep_fm(c):
     """Factorization machine beside a network."""
