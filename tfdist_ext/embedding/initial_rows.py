@@ -61,8 +61,7 @@ def for_shard(
         seed, the table's name, the row and the column.
 
     Raises:
-        ValueError: if the table is partitioned and the initializer cannot
-            make single rows, or if a constant has another shape.
+        ValueError: if a rank cannot make its own rows of a partitioned table.
     """
     if type(initializer).__name__ == "Constant" and np.ndim(initializer.value):
         return _of_matrix(initializer.value, spec)
