@@ -319,7 +319,7 @@ def _of_metrics() -> list[Hook]:
             _STEP,
             update_metric,
             plain=True,
-            subclasses=_is_no_container,
+            subclasses=_has_own_update,
         ),
         hook(
             metrics.Metric,
@@ -353,6 +353,15 @@ def _norms() -> list[Hook]:
 
 def _is_no_container(cls: type[Any]) -> bool:
     return not keras_internals.is_container(cls)
+
+
+def _has_own_update(metric: type[Any]) -> bool:
+    """Whether `update_state` of a class is not reached through another hook.
+
+    `Mean` and `Sum` of tf_keras have that of a common base class.
+    """
+    inherited = keras.metrics.Mean.__mro__[1:]
+    return _is_no_container(metric) and metric not in inherited
 
 
 def _optimizers() -> list[Hook]:
