@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what Keras and TensorFlow are before and after.
 
-Usage: hooks_program.py imports|life
+Usage: hooks_program.py imports|life|stages
 
 `imports` imports all modules of the package, `life` trains a model with a
-strategy and closes it.
+strategy and closes it, `stages` checks that no call goes through a stage twice.
 """
 
 import gc
@@ -103,6 +103,27 @@ def live():
     return during
 
 
+def check_stages():
+    """An inherited method may have hooks in the class and in its base."""
+    from tfdist_ext.hooks import table
+
+    hooks = table.table()
+    for hook in hooks:
+        cls = hook.owner
+        if not isinstance(cls, type) or hook.name in vars(cls):
+            continue
+        base = next((b for b in cls.__mro__ if hook.name in vars(b)), None)
+        for other in hooks:
+            covered = other.owner is base
+            if other.subclasses and base is not None:
+                covered = issubclass(base, other.owner)
+                covered = covered and other.subclasses(base)
+            if covered and other.name == hook.name:
+                stages = {each.call for each in hook.stages}
+                twice = stages.intersection(s.call for s in other.stages)
+                assert not twice, (cls, hook.name, base, twice)
+
+
 # What Keras imports later is imported now.
 for module in ("callbacks", "layers", "losses", "metrics", "optimizers"):
     vars(getattr(keras, module))
@@ -111,6 +132,8 @@ import tfdist_ext  # noqa: E402
 
 if sys.argv[1] == "imports":
     import_all()
+elif sys.argv[1] == "stages":
+    check_stages()
 else:
     during = live()
     for name in ("fit", "compile", "__call__"):

@@ -101,7 +101,7 @@ def test_what_others_replace_between_two_needs_counts():
 
 @pytest.mark.process
 @pytest.mark.parametrize("legacy", ["0", "1"])
-@pytest.mark.parametrize("what", ["imports", "life"])
+@pytest.mark.parametrize("what", ["imports", "life", "stages"])
 def test_nothing_is_left_in_keras_and_tensorflow(what, legacy):
     environment = {**os.environ, "TF_USE_LEGACY_KERAS": legacy}
     environment.pop("TF_CONFIG", None)
