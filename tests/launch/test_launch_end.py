@@ -163,7 +163,8 @@ def test_no_python_runs_between_fork_and_exec() -> None:
         ]
         words = [line.removeprefix(prefix).split()[-1] for line in said]
         blocked, ignored, session, pid = words[:4]
-        assert int(blocked, 16) == int(ignored, 16) == 0
+        # Signal 32 belongs to the C library, which may ignore it.
+        assert (int(blocked, 16) | int(ignored, 16)) & 0x7FFFFFFF == 0
         assert session == pid
 
 
