@@ -19,13 +19,17 @@ LABELS = {f"Tfdist>{name}": "emulated" for name in GPU_OPS}
 
 
 def load(path: pathlib.Path) -> types.SimpleNamespace:
-    """Loads the library of `build`; its ops have the names of a CUDA build."""
-    library.library()  # first: the other one needs it
+    """Loads the library of `build`; its ops have the names of a CUDA build.
+
+    Its other ops are those of the package's library.
+    """
+    own = library.library()  # first: the other one needs it
     ops = tf.load_op_library(str(path))
-    return types.SimpleNamespace(
-        tfdist_gpu_offer=ops.tfdist_emulated_gpu_offer,
-        tfdist_group_gpus=ops.tfdist_emulated_group_gpus,
-    )
+    names = [name for name in dir(own) if name.startswith("tfdist_")]
+    found = {name: getattr(own, name) for name in names}
+    found["tfdist_gpu_offer"] = ops.tfdist_emulated_gpu_offer
+    found["tfdist_group_gpus"] = ops.tfdist_emulated_group_gpus
+    return types.SimpleNamespace(**found)
 
 
 def connect(
