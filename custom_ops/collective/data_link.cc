@@ -30,7 +30,8 @@ bool DataLink::Send(Outgoing* message) {
 
 bool DataLink::OnWritable() {
   std::unique_lock<std::mutex> lock(mutex_);
-  room_ = true;  // also tells a thread that writes and has just found no space
+  accepts_bytes_ =
+      true;  // also tells a thread that writes and has just found no space
   return !writing_ && WriteQueue(lock);
 }
 
@@ -52,9 +53,9 @@ void DataLink::OnEnd() {
 
 bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
   writing_ = true;
-  room_ = true;
-  while (!broken_ && !queue_.empty() && room_) {
-    room_ = false;
+  accepts_bytes_ = true;
+  while (!broken_ && !queue_.empty() && accepts_bytes_) {
+    accepts_bytes_ = false;
     size_t written = 0;
     iovec parts[kMostParts];
     const int count = Gather(parts);
@@ -69,7 +70,7 @@ bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
     leaving_ = 0;
     if (written > 0) {
       Leave(written);
-      room_ = true;
+      accepts_bytes_ = true;
     }
     if (lost != nullptr) {
       writing_ = false;

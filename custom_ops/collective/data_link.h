@@ -101,7 +101,7 @@ class DataLink {
   std::deque<Outgoing*> queue_;
   size_t leaving_ = 0;  // messages at the front that a thread is writing
   bool writing_ = false;
-  bool room_ = true;  // false once the system accepts no more bytes
+  bool accepts_bytes_ = true;  // false once the system accepts no more bytes
   bool broken_ = false;
   std::atomic<int64_t> writes_{0};
 

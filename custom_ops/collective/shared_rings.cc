@@ -88,18 +88,18 @@ size_t SharedRings::Write(const iovec* parts, int count) {
     Wake(out_->reader_waits);
     published = written_;
   };
-  const auto room = [&]() -> uint64_t {
+  const auto free_space = [&]() -> uint64_t {
     const uint64_t used = written_ - out_->read.load(std::memory_order_seq_cst);
     return used > capacity_ ? 0 : capacity_ - used;
   };
   for (int i = 0; i < count; ++i) {
     const auto* data = static_cast<const uint8_t*>(parts[i].iov_base);
     for (size_t left = parts[i].iov_len; left > 0;) {
-      uint64_t free = room();
+      uint64_t free = free_space();
       if (free == 0) {
         publish();
         out_->writer_waits.store(1, std::memory_order_seq_cst);
-        free = room();
+        free = free_space();
         if (free == 0) return written_ - begin;
         out_->writer_waits.store(0, std::memory_order_relaxed);
       }
@@ -121,7 +121,7 @@ size_t SharedRings::Read(const iovec* parts, int count) {
   const uint64_t begin = read_;
   const auto available = [&] {
     const uint64_t bytes = in_->written.load(std::memory_order_seq_cst) - read_;
-    if (bytes > capacity_) throw ProtocolError("it sent more than has room");
+    if (bytes > capacity_) throw ProtocolError("it sent more than fits");
     return bytes;
   };
   for (int i = 0; i < count; ++i) {

@@ -56,17 +56,17 @@ class GpuWork {
   // Allocates device memory for the life of this object. A later owner of the
   // memory uses it on the same stream, after the work launched here.
   template <typename T>
-  absl::Status Room(int64_t count, T** room) {
-    return Take({}, count, room);
+  absl::Status Allocate(int64_t count, T** memory) {
+    return Take({}, count, memory);
   }
 
   // Allocates host memory that the GPU can access, for the life of this object.
   template <typename T>
-  absl::Status PinnedRoom(int64_t count, T** room) {
+  absl::Status AllocatePinned(int64_t count, T** memory) {
     tensorflow::AllocatorAttributes pinned;
     pinned.set_on_host(true);
     pinned.set_gpu_compatible(true);
-    return Take(pinned, count, room);
+    return Take(pinned, count, memory);
   }
 
   absl::Status Copy(const void* from, int64_t bytes, void* to) const {
@@ -98,7 +98,8 @@ class GpuWork {
       }
       cudaEventDestroy(over);
       if (status.ok()) status = finish();
-      kept_.clear();  // the device may be destroyed once the kernel has ended
+      allocated_
+          .clear();  // the device may be destroyed once the kernel has ended
       OP_REQUIRES_OK_ASYNC(ctx_, status, done);
       done();
     };
@@ -112,7 +113,7 @@ class GpuWork {
   // Keeps the most recently allocated memory until all launched work has
   // completed.
   absl::Status KeepLastUntilDone() {
-    auto last = std::make_unique<tensorflow::Tensor>(kept_.back());
+    auto last = std::make_unique<tensorflow::Tensor>(allocated_.back());
     TF_RETURN_IF_ERROR(Launched(cudaLaunchHostFunc(
         static_cast<cudaStream_t>(stream_),
         [](void* tensor) { delete static_cast<tensorflow::Tensor*>(tensor); },
@@ -124,20 +125,20 @@ class GpuWork {
  private:
   template <typename T>
   absl::Status Take(tensorflow::AllocatorAttributes where, int64_t count,
-                    T** room) {
+                    T** memory) {
     tensorflow::Tensor tensor;
     const int64_t bytes = std::max<int64_t>(count * sizeof(T), 1);
     TF_RETURN_IF_ERROR(ctx_->allocate_temp(tensorflow::DT_UINT8,
                                            tensorflow::TensorShape({bytes}),
                                            &tensor, where));
-    *room = static_cast<T*>(tensor.data());
-    kept_.push_back(std::move(tensor));
+    *memory = static_cast<T*>(tensor.data());
+    allocated_.push_back(std::move(tensor));
     return absl::OkStatus();
   }
 
   tensorflow::OpKernelContext* ctx_;
   void* stream_ = nullptr;
-  std::vector<tensorflow::Tensor> kept_;
+  std::vector<tensorflow::Tensor> allocated_;
 };
 
 // Host arrays that are copied to the GPU in one transfer, from pinned memory.
@@ -160,8 +161,8 @@ class Upload {
 
   absl::Status Start() {
     char* pinned = nullptr;
-    TF_RETURN_IF_ERROR(work_->Room(bytes_, &there_));
-    TF_RETURN_IF_ERROR(work_->PinnedRoom(bytes_, &pinned));
+    TF_RETURN_IF_ERROR(work_->Allocate(bytes_, &there_));
+    TF_RETURN_IF_ERROR(work_->AllocatePinned(bytes_, &pinned));
     for (const Array& array : arrays_) {
       if (array.bytes == 0) continue;
       std::memcpy(pinned + array.at, array.data, array.bytes);

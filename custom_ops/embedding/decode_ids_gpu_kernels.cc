@@ -70,8 +70,8 @@ class DecodeIdsGpuOp : public tensorflow::AsyncOpKernel {
                          {},
                          nullptr};
     TF_RETURN_IF_ERROR(call->messages.AllocateEntries(ctx, &args.to));
-    TF_RETURN_IF_ERROR(work->Room(1, &args.status));
-    TF_RETURN_IF_ERROR(work->PinnedRoom(1, &call->status));
+    TF_RETURN_IF_ERROR(work->Allocate(1, &args.status));
+    TF_RETURN_IF_ERROR(work->AllocatePinned(1, &call->status));
     TF_RETURN_IF_ERROR(work->Launched(DecodeIdsGpu(args, work->stream())));
     return work->Copy(args.status, sizeof(*args.status), call->status);
   }

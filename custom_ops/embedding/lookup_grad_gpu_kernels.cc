@@ -113,9 +113,11 @@ class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
     args.rows = static_cast<const int64_t*>(rows.data());
     args.weights = WeightsOrNull(ctx->input(2));
     args.entries = rows.NumElements();
-    TF_RETURN_IF_ERROR(work->Room(args.entries, &args.unique_rows));
-    TF_RETURN_IF_ERROR(work->Room(args.table_count + 1, &args.first_unique));
-    TF_RETURN_IF_ERROR(work->Room(RowGradsScratchBytes(args), &call->scratch));
+    TF_RETURN_IF_ERROR(work->Allocate(args.entries, &args.unique_rows));
+    TF_RETURN_IF_ERROR(
+        work->Allocate(args.table_count + 1, &args.first_unique));
+    TF_RETURN_IF_ERROR(
+        work->Allocate(RowGradsScratchBytes(args), &call->scratch));
     return work->Launched(SortRowsGpu(args, call->scratch, work->stream()));
   }
 
@@ -124,8 +126,8 @@ class LookupGradGpuOp : public tensorflow::AsyncOpKernel {
     const GpuRowGrads& args = call->args;
     GpuWork* work = &call->work;
     const int64_t firsts = args.table_count + 1;
-    TF_RETURN_IF_ERROR(work->PinnedRoom(args.entries, &call->unique_rows));
-    TF_RETURN_IF_ERROR(work->PinnedRoom(firsts, &call->first_unique));
+    TF_RETURN_IF_ERROR(work->AllocatePinned(args.entries, &call->unique_rows));
+    TF_RETURN_IF_ERROR(work->AllocatePinned(firsts, &call->first_unique));
     TF_RETURN_IF_ERROR(work->Copy(
         args.unique_rows, args.entries * sizeof(int64_t), call->unique_rows));
     return work->Copy(args.first_unique, firsts * sizeof(int64_t),

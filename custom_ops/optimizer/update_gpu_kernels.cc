@@ -63,7 +63,7 @@ class ApplyRowsGpuOp : public tf::OpKernel {
                                  RowBatch* batch) {
     const UniqueRows unique(repeated.rows, repeated.size);
     float* sums = nullptr;
-    TF_RETURN_IF_ERROR(work->Room(unique.size() * repeated.dim, &sums));
+    TF_RETURN_IF_ERROR(work->Allocate(unique.size() * repeated.dim, &sums));
     TF_RETURN_IF_ERROR(SumRepeated(unique, repeated, work, sums));
     batch->grads = sums;
     batch->size = unique.size();

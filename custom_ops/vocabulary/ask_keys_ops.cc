@@ -208,10 +208,10 @@ class AnswerKeysOp : public OpKernel {
     int64_t keys = 0;
     for (const Question& question : questions) keys += question.size();
     const std::unique_ptr<int32_t[]> rows(new int32_t[keys]);
-    int32_t* room = rows.get();
+    int32_t* next_rows = rows.get();
     for (Question& question : questions) {
-      question.rows = room;
-      room += question.size();
+      question.rows = next_rows;
+      next_rows += question.size();
     }
     auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
     ParallelUnits(pool, tables, kNanosecondsPerKey * (keys / tables + 1),

@@ -304,7 +304,7 @@ class BucketKeys : public Vocabulary {
                      std::vector<Asking>* candidates) {
     Bucket& own = buckets_[bucket];
     const int64_t wanted = all.size();
-    if (wanted > own.limit - own.free.used()) MakeRoom(bucket, wanted);
+    if (wanted > own.limit - own.free.used()) EvictFor(bucket, wanted);
     for (const Asking& asking : all) {
       Entry* entry = EntryOf(bucket, asking);
       int32_t row = 0;
@@ -342,7 +342,7 @@ class BucketKeys : public Vocabulary {
 
   // Takes rows from keys that are not in this step, if eviction is allowed,
   // until `wanted` rows are free.
-  void MakeRoom(int64_t bucket, int64_t wanted) {
+  void EvictFor(int64_t bucket, int64_t wanted) {
     Bucket& own = buckets_[bucket];
     if (options_.steps_to_live > 0) Sweep(bucket);
     const int64_t missing = wanted - (own.limit - own.free.used());

@@ -94,9 +94,10 @@ class KeyTable {
     // otherwise also miss the processor's page cache (TLB). Huge pages begin at
     // multiples of their size.
     const bool huge = bytes >= kHugePage * 3 / 4;
-    const size_t room = huge ? (bytes + 2 * kHugePage - 1) & -kHugePage : bytes;
+    const size_t allocated =
+        huge ? (bytes + 2 * kHugePage - 1) & -kHugePage : bytes;
     // The system returns zeros, which mark all entries as free.
-    memory_.reset(static_cast<char*>(std::calloc(room, 1)));
+    memory_.reset(static_cast<char*>(std::calloc(allocated, 1)));
     if (memory_ == nullptr) throw std::bad_alloc();
     char* first = memory_.get();
     if (huge) {

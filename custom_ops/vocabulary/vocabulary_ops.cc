@@ -213,7 +213,7 @@ hash_key: [2], which has put the keys into buckets, and will from now on.
 step: scalar, how many steps it has learned from.
 keys, counts, steps: of the buckets that this rank owns; of a capacity that is
   not larger.
-candidates, candidate_counts, candidate_steps: as far as there is room.
+candidates, candidate_counts, candidate_steps: as many as fit.
 )doc");
 
 class ImportKeysOp : public OpKernel {

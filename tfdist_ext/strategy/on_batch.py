@@ -56,10 +56,10 @@ def _run_on_slice(
     function: Callable[[Any], Any],
     collectives: Collectives,
     name: str,
-    batches: Any,
+    iterator: Any,
 ) -> Any:
     """Runs Keras's function of a loop on this rank's samples of a batch."""
-    part = _slice(next(iter(batches)), collectives, name)
+    part = _slice(next(iter(iterator)), collectives, name)
     return function(iter(_dataset_of(part)))
 
 

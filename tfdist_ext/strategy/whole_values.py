@@ -401,10 +401,6 @@ def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
         )
 
 
-# Method with which metrics create states; in Keras 3 `add_weight` calls it.
-_ADD_STATE = "add_variable" if keras_internals.KERAS_3 else "add_weight"
-
-
 def add_state(
     original: Original, metric: Metric, *args: Any, **kwargs: Any
 ) -> Any:
