@@ -24,6 +24,9 @@ from tfdist_ext.numbers import whole_batch
 from tfdist_ext.type_names import Loss
 from tfdist_ext.type_names import TensorLike
 
+Nest = Any
+keras = tf.keras
+
 
 def gather_candidates(x: TensorLike) -> tf.Tensor:
     """Rows of all ranks, this rank's rows first, for losses over a batch.
@@ -151,8 +154,6 @@ def _gradient_of_all(x: tf.Tensor) -> Any:
 
     return tf.identity(x), gradient
 
-
-Nest = Any
 
 # Dtypes whose sums are rounded or overflow.
 _NARROW = (tf.float16, tf.bfloat16)
@@ -379,7 +380,6 @@ __all__ = [
     "gather_candidates",
 ]
 
-keras = tf.keras
 
 # Larger than all scores, but sums with scores do not overflow.
 _FAR = float(np.finfo(np.float32).max) / 100.0

@@ -29,6 +29,10 @@ from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Variable
 
+keras = tf.keras
+_LOG = logging.getLogger("tfdist_ext")
+
+
 # Most numbers of a table that are read at a time.
 _BLOCK = 1 << 22
 
@@ -209,9 +213,6 @@ def _as_floats(block: tf.Tensor) -> np.ndarray:
     return floats
 
 
-keras = tf.keras
-
-_LOG = logging.getLogger("tfdist_ext")
 # Growth of a norm by this factor is worth a warning.
 _GROWTH = 10.0
 _NORMS = ("/max_norm", "/gradient_norm")

@@ -38,6 +38,10 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Variable
 
+keras = tf.keras
+_LOG = logging.getLogger("tfdist_ext")
+
+
 # Columns of the counts, for the loss and for every variable: non-finite numbers
 # or rows of the gradient, first such row; non-finite rows after the update,
 # first such row. Rows are numbered from 1; 0 means none.
@@ -286,10 +290,7 @@ def _only_if(fine: tf.Tensor, update: Callable[[], Any]) -> None:
     tf.distribute.get_replica_context().merge_call(across)
 
 
-keras = tf.keras
-
 _SHOWN = 6  # most findings in a message
-_LOG = logging.getLogger("tfdist_ext")
 
 
 class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]

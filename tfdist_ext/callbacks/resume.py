@@ -30,6 +30,7 @@ from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
 
+keras = tf.keras
 EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -144,8 +145,6 @@ class Heartbeats:
         steps = int(HEARTBEAT_SECONDS * self._steps / elapsed)
         return min(max(steps, 1), 2 * self._due)
 
-
-keras = tf.keras
 
 # Longest time that a failed `fit` waits for the thread that writes.
 _LAST_WRITE_SECONDS = 10.0

@@ -39,6 +39,8 @@ from tfdist_ext.saving.saver import LaterWrite
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 
+_LOG = logging.getLogger("tfdist_ext")
+
 
 def random_states() -> dict[str, Any]:
     """The states of Python's and NumPy's generators, as JSON values."""
@@ -66,7 +68,6 @@ LOCK_NAME = "resume.lock"
 # Time to wait for the lock, for a previous job that is just ending.
 LOCK_SECONDS = 5.0
 _HELD = {errno.EACCES, errno.EAGAIN}
-_LOG = logging.getLogger("tfdist_ext")
 
 
 class FolderLock:

@@ -25,6 +25,9 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.type_names import Variable
 
+Nest = Any
+
+
 # Most dataset functions with tags of their own at a time. A program may create
 # any number of datasets, and every tag has buffers.
 _DATASETS = 16
@@ -157,7 +160,6 @@ def brief_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.strip()[:700]}".rstrip(": ")
 
 
-Nest = Any
 _KERAS_STEPS = ("train_step", "test_step", "predict_step")
 
 

@@ -25,6 +25,9 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.thread_context import current
 
+_LOG = logging.getLogger("tfdist_ext")
+
+
 # Stateful ops that may run twice, or earlier, because they change nothing.
 _HARMLESS = {
     "Assert",
@@ -128,7 +131,6 @@ class Subgraph:
 
 
 T = TypeVar("T")
-_LOG = logging.getLogger("tfdist_ext")
 Answers = list[tf.Tensor]
 
 

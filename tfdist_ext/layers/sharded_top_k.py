@@ -33,6 +33,7 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
+keras = tf.keras
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -95,9 +96,6 @@ def _brief(given: Any) -> str:
     for part in parts:
         digest.update(b"%d " % len(part) + part)
     return f"{given.dtype.name} {list(values.shape)} {digest.hexdigest()}"
-
-
-keras = tf.keras
 
 
 class IndexModel(keras.Model):  # type: ignore[name-defined]

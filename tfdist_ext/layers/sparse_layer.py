@@ -45,6 +45,8 @@ from tfdist_ext.type_names import Nested
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Shape
 
+keras = tf.keras
+
 
 def make_plan(
     features: Sequence[FeatureConfig],
@@ -140,8 +142,6 @@ def _why_no_gpu(collectives: Collectives | None) -> str:
         return collectives.gpus.reason
     return "" if gpus.visible_device() is not None else gpus.NO_GPU
 
-
-keras = tf.keras
 
 # Arguments of `add_weight`. Under a mixed policy, tf_keras would otherwise
 # round a weight to the compute dtype whenever it is read.

@@ -32,6 +32,7 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
 
+keras = tf.keras
 Nest = Any
 _LOG = logging.getLogger("tfdist_ext")
 
@@ -244,9 +245,6 @@ def _skip(
             "not checked: %s on %d ranks against one process, as %s",
             *(subject.name, strategy.world_size, reason),
         )
-
-
-keras = tf.keras
 
 
 def check_first_step(

@@ -23,6 +23,8 @@ from tfdist_ext.numbers.model_state import Held
 from tfdist_ext.numbers.model_state import Snapshot
 from tfdist_ext.tables import checks
 
+_LOG = logging.getLogger("tfdist_ext")
+
 
 def mode_of(check: str, environment: Mapping[str, str]) -> str:
     """Mode of the check.
@@ -481,7 +483,6 @@ def _is_multiple(compared: Compared, world_size: int) -> bool:
     return near < _NEAR and cosine > _PARALLEL
 
 
-_LOG = logging.getLogger("tfdist_ext")
 _MOST_LINES = 20
 
 

@@ -24,12 +24,12 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Strategy
 from tfdist_ext.type_names import Variable
 
+Nest = Any
+keras = tf.keras
+
 
 class CannotCheck(Exception):
     """A step cannot be checked; the message says why."""
-
-
-Nest = Any
 
 
 def whole_batch_of(batch: Nest, collectives: Collectives) -> Nest:
@@ -94,8 +94,6 @@ def _gather(value: Any, index: int, collectives: Collectives) -> Any:
         )
     return exchanges.all_gather_rows(collectives, value, label)[0]
 
-
-keras = tf.keras
 
 # Packages whose layers need no check.
 _KNOWN = ("keras", "tf_keras", "tensorflow", "tfdist_ext")

@@ -25,6 +25,7 @@ from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Variable
 
+_LOG = logging.getLogger("tfdist_ext")
 keras = tf.keras
 
 _RANDOM = ("seed_generator_state", "StateVar")
@@ -218,7 +219,6 @@ class Snapshot:
             keys.put_back(copied)
 
 
-_LOG = logging.getLogger("tfdist_ext")
 _DIGEST_BYTES = 8
 _MOST_LINES = 20
 # Bytes of variables that are compared after an epoch, within milliseconds.

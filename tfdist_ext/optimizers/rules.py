@@ -23,6 +23,8 @@ from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Rate
 from tfdist_ext.type_names import Variable
 
+keras = tf.keras
+
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
 class SGD(RowOptimizer, tf.keras.optimizers.SGD):
@@ -435,8 +437,6 @@ def attach_optimizer(variable: Variable, optimizer: Optimizer) -> None:
     """
     marks.set_own_optimizer(variable, optimizer)
 
-
-keras = tf.keras
 
 _RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+gfile = tf.io.gfile
+
+
 # Errors of file systems that cannot sync a folder, for example.
 _CANNOT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -37,8 +40,6 @@ def sync(*paths: str) -> None:
         finally:
             os.close(descriptor)
 
-
-gfile = tf.io.gfile
 
 _INDEX = re.compile(r"ckpt-(\d+)(?:-since-(\d+))?\.index")
 _DATA = re.compile(r"ckpt-(\d+)(?:-since-(\d+))?\.data-\d+-of-\d+")

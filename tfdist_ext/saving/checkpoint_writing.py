@@ -21,6 +21,8 @@ from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Entry
 from tfdist_ext.type_names import Callback
 
+gfile = tf.io.gfile
+
 
 def files_of(
     saver: Any,
@@ -168,9 +170,6 @@ def _split(
             if entries:
                 files.append(entries)
     return files
-
-
-gfile = tf.io.gfile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Nested
 from tfdist_ext.type_names import Original
 
+keras = tf.keras
 gfile = tf.io.gfile
 _PARTS = "parts"
 _VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
@@ -375,9 +376,6 @@ def _write(
         write_model(served, served.signatures(), path, collectives)
     if deltas:
         marks.set_exported(model, exported)
-
-
-keras = tf.keras
 
 
 def _has_tables(model: Model) -> bool:

@@ -36,6 +36,8 @@ from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Trackable
 from tfdist_ext.type_names import Variable
 
+keras = tf.keras
+
 
 def collectives_of(model: Model) -> Collectives | None:
     """The collectives of a model's strategy.
@@ -269,8 +271,6 @@ def refuse_export(shard: Any, where: str) -> NoReturn:
         "of TensorFlow's own ops, which others convert. See docs/serving.md."
     )
 
-
-keras = tf.keras
 
 _PROGRESS = "tfdist_training"
 

@@ -28,6 +28,7 @@ from tfdist_ext.type_names import Strategy
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
+Nest = Any
 keras = tf.keras
 
 
@@ -187,9 +188,6 @@ def _is_outside(variable: Variable, strategy: Strategy) -> bool:
     if variable is None:  # It will be created later, in the scope.
         return False
     return not strategy.extended.variable_created_in_scope(variable)
-
-
-Nest = Any
 
 
 def build(

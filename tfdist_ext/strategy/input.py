@@ -19,6 +19,9 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.numbers import data_digest
 
+Nest = Any
+
+
 # Number of distinct names of datasets. A program may create any number of
 # datasets, one in every `fit`. Names are reused, because the buffers of a
 # name's exchanges are never freed.
@@ -92,7 +95,6 @@ def _check_files(of_ranks: Sequence[tuple[str, list[str]]]) -> None:
             )
 
 
-Nest = Any
 _Policy = tf.data.experimental.AutoShardPolicy
 _INFINITE = int(tf.data.INFINITE_CARDINALITY)
 

@@ -31,6 +31,7 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Variable
 
+Nest = Any
 keras = tf.keras
 
 # Largest size of a metric's states that ranks exchange in every step.
@@ -125,7 +126,6 @@ def result_of_states(metric: Metric, states: Sequence[tf.Tensor]) -> list[Any]:
     return list(tf.nest.flatten(metric.stateless_result(states)))
 
 
-Nest = Any
 # Reductions of integers, and of booleans as integers.
 _REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "All": tf.reduce_min,

@@ -24,6 +24,7 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
 
+keras = tf.keras
 Nest = Any
 _LABEL = "gather"
 
@@ -154,9 +155,6 @@ def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
 
 def _rows(value: Any, collectives: Collectives) -> Any:
     return exchanges.all_gather_rows(collectives, value, _LABEL)[0]
-
-
-keras = tf.keras
 
 
 def trace_for(model: Model, spec: Any) -> None:

@@ -15,6 +15,8 @@ from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 
+keras = tf.keras
+
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Rejects an optimizer of Horovod, which would sum gradients again.
@@ -59,9 +61,6 @@ def check_callbacks(callbacks: Any) -> None:
 def _of_horovod(thing: Any) -> bool:
     modules = [base.__module__ for base in type(thing).__mro__]
     return any(name.partition(".")[0] == "horovod" for name in modules)
-
-
-keras = tf.keras
 
 
 def check_recurrent(model: Model, ranks: int) -> None:

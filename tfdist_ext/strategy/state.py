@@ -23,6 +23,9 @@ from tfdist_ext.type_names import DTypeLike
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Variable
 
+_LOG = logging.getLogger("tfdist_ext")
+keras = tf.keras
+
 
 def _reading(convert: Callable[[Any], Any]) -> Callable[..., Any]:
     def converted(original: None, variable: Variable) -> Any:
@@ -52,12 +55,9 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-_LOG = logging.getLogger("tfdist_ext")
 _Aggregation = tf.VariableAggregation
 _LABEL = "state"
 _NAMED_AT_ONCE = 5
-
-keras = tf.keras
 
 
 def change_sum(original: Original, variable: Variable, value: Any) -> Any:

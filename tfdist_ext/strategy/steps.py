@@ -39,6 +39,7 @@ from tfdist_ext.type_names import Nested
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import TensorLike
 
+Nest = Any
 keras = tf.keras
 _NAMES = re.compile(
     r"(Depthwise|Separable)?Conv\dD(Transpose)?|(Max|Average)Pooling\dD"
@@ -212,9 +213,6 @@ def _squares(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
         list(map(without_duplicates, given)),
         list(map(marks.gradient_spec, given)),
     )
-
-
-Nest = Any
 
 
 def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
