@@ -10,7 +10,7 @@ from tfdist_ext.comm.connection import Connection
 from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 
-# Header of custom_ops/collective/wire.h.
+# Header of custom_ops/comm/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
 # ControlFrame, and its types.
 FRAME = struct.Struct("<IIiiQ1000s")

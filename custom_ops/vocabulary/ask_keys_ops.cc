@@ -6,8 +6,8 @@
 #include <variant>
 #include <vector>
 
+#include "custom_ops/codec/header_bytes.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/vocabulary/key_lists.h"
 #include "custom_ops/vocabulary/key_messages.h"
 #include "custom_ops/vocabulary/unique_keys.h"

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <string>
+
+#include "custom_ops/common/allocate_output.h"
+#include "custom_ops/common/huge_pages.h"
+#include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/lookup/initial_rows.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/lib/core/threadpool.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace tfdist {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::errors::InvalidArgument;
+using tensorflow::shape_inference::InferenceContext;
+
+REGISTER_OP("Tfdist>InitRows")
+    .Input("seed: int64")
+    .Output("block: float")
+    .Attr("rows: int >= 1")
+    .Attr("row_part: int >= 0")
+    .Attr("row_parts: int >= 1")
+    .Attr("local_rows: int >= 0")
+    .Attr("first_column: int >= 0")
+    .Attr("local_dim: int >= 0")
+    .Attr(
+        "distribution: "
+        "{'constant', 'uniform', 'normal', 'truncated_normal'}")
+    .Attr("a: float")
+    .Attr("b: float")
+    .SetShapeFn([](InferenceContext* c) {
+      Block block;
+      TF_RETURN_IF_ERROR(ReadBlock(c, &block));
+      c->set_output(0, c->Matrix(block.local_rows, block.local_dim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Makes one cell of a table's initial values.
+
+Element (id, column) is a function of them and of the seed alone, so that the
+table is the same for any world size and placement. Padding rows are zero.
+
+seed: scalar.
+block: [local rows, local columns].
+a: the constant; the lower bound; the mean.
+b: unused; the upper bound; the standard deviation.
+distribution: "truncated_normal" draws within two standard deviations.
+)doc");
+
+class InitRowsOp : public OpKernel {
+ public:
+  explicit InitRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, rows_.Read(ctx));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor& seed = ctx->input(0);
+    OP_REQUIRES(ctx, seed.NumElements() == 1,
+                InvalidArgument("seed must be a scalar. Received shape: ",
+                                seed.shape().DebugString()));
+    const uint64_t key = *static_cast<const int64_t*>(seed.data());
+    const Block& block = rows_.block();
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(
+        ctx,
+        AllocateOutput(ctx, 0, {block.local_rows, block.local_dim}, &output));
+    auto* data = static_cast<float*>(output->data());
+    AdviseHugePages(data, output->TotalBytes());
+    const RotatedMod placement(block.row_parts);
+    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
+    ParallelUnits(pool, block.local_rows, rows_.Cost(),
+                  [&](int64_t first, int64_t last) {
+                    for (int64_t row = first; row < last; ++row) {
+                      const int64_t id = placement.Id(block.row_part, row);
+                      float* out = data + row * block.local_dim;
+                      if (id >= block.rows) {
+                        std::fill_n(out, block.local_dim, 0.0f);
+                      } else {
+                        rows_.Fill(key, id, out);
+                      }
+                    }
+                  });
+  }
+
+ private:
+  InitialRows rows_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("Tfdist>InitRows").Device(tensorflow::DEVICE_CPU),
+                        InitRowsOp);
+
+}  // namespace
+}  // namespace tfdist
