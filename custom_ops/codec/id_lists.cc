@@ -21,10 +21,12 @@ absl::Status CheckIdListShapes(int index, const Tensor& ids,
   if (row_splits.NumElements() == 0 ||
       row_splits.NumElements() - 1 != samples) {
     return InvalidArgument(
-        "List ", index, ": row_splits must have one element more than the ",
-        "batch has samples, in all lists of a feature alike. Received: ",
-        row_splits.NumElements(), " elements, ", samples,
-        " samples in the feature's first list");
+        "List ", index,
+        ": row_splits must have one element more than the number of samples. "
+        "All lists of a feature must have the same number of samples. "
+        "Received: ",
+        row_splits.NumElements(),
+        " elements; the first list of the feature has ", samples, " samples");
   }
   if (weights.NumElements() != 0 && weights.NumElements() != count) {
     return InvalidArgument("List ", index,
@@ -32,8 +34,10 @@ absl::Status CheckIdListShapes(int index, const Tensor& ids,
                            weights.NumElements(), " weights, ", count, " ids");
   }
   if (samples > kMaxIds || count > kMaxIds) {
-    return InvalidArgument("List ", index, ": ", samples, " samples and ",
-                           count, " ids; at most ", kMaxIds, " are supported");
+    return InvalidArgument(
+        "List ", index, ": at most ", kMaxIds,
+        " samples and as many ids are supported. Received: ", samples,
+        " samples, ", count, " ids. Use smaller batches");
   }
   return absl::OkStatus();
 }

@@ -95,9 +95,9 @@ absl::Status ReadIdLists(const IdInputs& inputs, int first, int end,
     lists->weighted |= weighted;
   }
   if (lists->ids > kMaxIds) {
-    return tensorflow::errors::InvalidArgument("The lists have ", lists->ids,
-                                               " ids together; at most ",
-                                               kMaxIds, " are supported");
+    return tensorflow::errors::InvalidArgument(
+        "The lists of a feature must have at most ", kMaxIds,
+        " ids in total. Received: ", lists->ids, ". Use smaller batches");
   }
   return absl::OkStatus();
 }

@@ -3,10 +3,10 @@
 
 #include "custom_ops/codec/round_functor.h"
 #include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/common/read_seed.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
 namespace {
@@ -15,7 +15,6 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("Tfdist>RoundToWire")
@@ -47,11 +46,8 @@ class RoundToWireOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     const Tensor& x = ctx->input(0);
-    OP_REQUIRES(ctx, ctx->input(1).NumElements() == 1,
-                InvalidArgument("seed must be a scalar. Received shape: ",
-                                ctx->input(1).shape().DebugString()));
-    const auto seed = static_cast<uint64_t>(
-        *static_cast<const int64_t*>(ctx->input(1).data()));
+    uint64_t seed = 0;
+    OP_REQUIRES_OK(ctx, ReadSeed(ctx, 1, &seed));
     Tensor* y = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, x.shape(), &y));
     const auto* from = static_cast<const float*>(x.data());

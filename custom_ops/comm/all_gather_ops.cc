@@ -32,11 +32,11 @@ REGISTER_OP("Tfdist>AllGather")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Concatenates the rows of all ranks, of which each may have another number.
+Concatenates the rows of all ranks. Ranks may have different numbers of rows.
 
-input: this rank's rows.
-output: the rows of rank 0, then those of rank 1, and so on.
-splits: how many rows each rank has.
+input: [n, ...], rows of this rank.
+output: [sum of n, ...], rows of all ranks, ordered by rank.
+splits: [ranks], number of rows of each rank.
 )doc");
 
 namespace {

@@ -29,13 +29,13 @@ REGISTER_OP("Tfdist>AllReduce")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums each input over the ranks, all inputs in one exchange.
+Sums each input over all ranks, all inputs in one exchange.
 
 inputs: tensors of the same shapes on all ranks.
-weight: a scalar; not read unless `weighted`.
-outputs: the sums, bitwise equal on all ranks. If `weighted`,
-  world_size * sum(weight * input) / sum(weight), or zeros if all weights are 0;
-  inputs of a rank with weight 0 do not count even if they hold NaN.
+weight: scalar, read only if `weighted`.
+outputs: sums, bitwise equal on all ranks. If `weighted`, they are
+  world_size * sum(weight * input) / sum(weight), or zeros if all weights are 0.
+  Inputs of a rank with weight 0 are ignored, even if they contain NaN.
 )doc");
 
 namespace {

@@ -56,7 +56,7 @@ void AllReduce::BeginTreeStep(size_t index) {
   header.weight = total_weight_;
   swaps_.push_back(std::make_unique<Exchange>(operation_, header));
   Exchange& swap = *swaps_.back();
-  if (!error_.empty()) swap.PassError(error_);
+  if (!error_.empty()) swap.ForwardError(error_);
   swap.SetExpectedBytes(bytes);
   if (step.receives) swap.Expect(step.peer);
   if (step.sends) swap.Send(step.peer, sums_, bytes);

@@ -36,12 +36,12 @@ REGISTER_OP("Tfdist>AllToAll")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sends rows to each rank and receives rows from each, with uneven splits.
+Sends rows to each rank and receives rows from each rank.
 
-input: the rows for rank 0, then those for rank 1, and so on.
-send_splits: how many rows go to each rank; they sum to the rows of `input`.
-output: the rows from rank 0, then those from rank 1, and so on.
-recv_splits: how many rows came from each rank.
+input: [n, ...], rows to send, ordered by receiver.
+send_splits: [ranks], number of rows for each rank. Their sum must be n.
+output: received rows, ordered by sender.
+recv_splits: [ranks], number of rows received from each rank.
 )doc");
 
 namespace {

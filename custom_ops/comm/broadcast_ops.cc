@@ -27,17 +27,18 @@ REGISTER_OP("Tfdist>Broadcast")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Gives every rank the tensor of the rank `root`.
+Copies the tensor of rank `root` to all ranks.
 
-input: read on `root` only; elsewhere any tensor of the dtype.
-output: the root's tensor, in its shape.
+input: the tensor to copy on rank `root`. Other ranks pass any tensor of this
+  dtype.
+output: copy of the tensor of rank `root`, in its shape.
 )doc");
 
 REGISTER_OP("Tfdist>Barrier")
     .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Ends when all ranks have begun it.");
+    .Doc("Waits until all ranks have started this op.");
 
 namespace {
 

@@ -33,7 +33,7 @@ constexpr int64_t kLongestTick = 500'000'000;
 // How long an operation continues after TensorFlow has cancelled it. Usually
 // all ranks see the same error in the same step. They remain in step if each
 // completes the operations that it has begun.
-constexpr int64_t kMostTimeCancelled = 1'000'000'000;
+constexpr int64_t kMaxTimeCancelled = 1'000'000'000;
 
 // Codes of a pong.
 constexpr int32_t kInside = 0;
@@ -46,7 +46,8 @@ void ProcessGroup::SendControl(int peer, const ControlFrame& frame) {
   try {
     transport_.SendControl(peer, frame);
   } catch (const ProtocolError& error) {
-    Fail(peer, absl::StatusCode::kInternal, NotUnderstood(peer, error.what()));
+    Fail(peer, absl::StatusCode::kInternal,
+         InvalidDataReason(peer, error.what()));
   } catch (const std::exception&) {
     // The connection is lost. The transport's thread detects this itself.
   }
@@ -58,7 +59,7 @@ void ProcessGroup::SendControlToAll(const ControlFrame& frame) {
   }
 }
 
-void ProcessGroup::SayGoodbye(const std::string& error) {
+void ProcessGroup::SendGoodbye(const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!started_) return;
   const bool in_use = !running_.empty();
@@ -116,7 +117,9 @@ void ProcessGroup::OnControl(int peer, ControlFrame& frame) {
       return;
     }
   }
-  throw ProtocolError("it sent a control message of another build");
+  throw ProtocolError(
+      "it sent an unknown control message. Use the same version of tfdist_ext "
+      "on all ranks");
 }
 
 void ProcessGroup::OnPing(int peer, ControlFrame& frame) {
@@ -139,16 +142,16 @@ void ProcessGroup::OnPing(int peer, ControlFrame& frame) {
   }
   const bool reached = running.find(asked) != std::string::npos;
   SetText(pong.text,
-          Message(reached ? "" : "has not reached it, ",
-                  running.empty() ? "is in no collective" : "is in ", running)
+          Message(reached ? "" : "has not started it; it ",
+                  running.empty() ? "runs no collective" : "runs ", running)
               .c_str());
   SendControl(peer, pong);
 }
 
-std::string ProcessGroup::GoneReason(int peer) const {
+std::string ProcessGroup::LossReason(int peer) const {
   const Peer& state = peers_[peer];
   if (!state.said_goodbye) {
-    return RankName(peer) + " is gone, its process died or was killed";
+    return RankName(peer) + " is gone: its process died or was killed";
   }
   if (!state.error.empty()) return RankName(peer) + " failed: " + state.error;
   return RankName(peer) +
@@ -156,9 +159,9 @@ std::string ProcessGroup::GoneReason(int peer) const {
          " one's)";
 }
 
-std::string ProcessGroup::NotUnderstood(int peer,
-                                        const std::string& why) const {
-  return Message(RankName(peer), " is not understood: ", why);
+std::string ProcessGroup::InvalidDataReason(int peer,
+                                            const std::string& why) const {
+  return Message(RankName(peer), " sent invalid data: ", why);
 }
 
 void ProcessGroup::OnLost(int peer, const std::string& error) {
@@ -168,7 +171,7 @@ void ProcessGroup::OnLost(int peer, const std::string& error) {
   // After a goodbye, only operations that still need the peer fail; see OnTick.
   if (closed_ || (peers_[peer].said_goodbye && error.empty())) return;
   const std::string reason =
-      error.empty() ? GoneReason(peer) : NotUnderstood(peer, error);
+      error.empty() ? LossReason(peer) : InvalidDataReason(peer, error);
   lock.unlock();
   Fail(peer,
        error.empty() ? absl::StatusCode::kUnavailable
@@ -176,19 +179,19 @@ void ProcessGroup::OnLost(int peer, const std::string& error) {
        reason);
 }
 
-void ProcessGroup::OnBrokenPeer(int peer) {
+void ProcessGroup::OnConnectionError(int peer) {
   std::unique_lock<std::mutex> lock(mutex_);
   // Before the peer left, it may have sent the reason, such as the death of
   // another rank.
   changed_.wait_for(lock, kNoticeTime,
                     [&] { return failed() || peers_[peer].lost; });
   if (failed()) return;
-  const std::string reason = GoneReason(peer);
+  const std::string reason = LossReason(peer);
   lock.unlock();
   Fail(peer, absl::StatusCode::kUnavailable, reason);
 }
 
-void ProcessGroup::OnBrokenDevice(const std::string& reason) {
+void ProcessGroup::OnDeviceError(const std::string& reason) {
   {
     // If a peer has died, its connections report this too, and name the peer.
     std::unique_lock<std::mutex> lock(mutex_);
@@ -225,16 +228,16 @@ absl::Status ProcessGroup::FailureOf(const Operation& operation) {
   if (failed()) return absl::Status(failure_code_, what + failure_);
   const auto cause = causes_.find(operation.generation);
   if (cause == causes_.end() && operation.given_up()) {
-    return absl::CancelledError(what + "another op of its step failed");
+    return absl::CancelledError(what + "another op of the same step failed");
   }
   if (cause == causes_.end()) {
     return absl::UnavailableError(what + "its connection broke");
   }
-  told_ = told_ || operation.generation == generation_;
+  cause_reported_ = cause_reported_ || operation.generation == generation_;
   return absl::AbortedError(what + cause->second);
 }
 
-void ProcessGroup::AbortWhatNobodyAnswers() {
+void ProcessGroup::AbortStaleOperations() {
   for (const auto& operation : running_) {
     const int peer = operation->waiting_for();
     const auto left = [&](const Peer& each) {
@@ -247,7 +250,7 @@ void ProcessGroup::AbortWhatNobodyAnswers() {
   }
 }
 
-int ProcessGroup::PeerAwaitedInVain() const {
+int ProcessGroup::FindLostPeerInUse() const {
   for (const auto& operation : running_) {
     for (int peer = 0; peer < world_size(); ++peer) {
       const Peer& state = peers_[peer];
@@ -259,9 +262,9 @@ int ProcessGroup::PeerAwaitedInVain() const {
   return -1;
 }
 
-std::shared_ptr<Operation> ProcessGroup::NotWantedAnyMore() const {
+std::shared_ptr<Operation> ProcessGroup::FindOverdueCancelled() const {
   for (const auto& operation : running_) {
-    const bool over = operation->unwanted > kMostTimeCancelled;
+    const bool over = operation->cancelled_for > kMaxTimeCancelled;
     if (over && !operation->given_up()) return operation;
   }
   return nullptr;
@@ -281,7 +284,7 @@ void ProcessGroup::CountTime() {
   for (const auto& operation : running_) {
     operation->moved.Count(LastMoved(*operation), passed);
     operation->waited += passed;
-    if (operation->cancelled()) operation->unwanted += passed;
+    if (operation->cancelled()) operation->cancelled_for += passed;
   }
 }
 
@@ -290,24 +293,25 @@ bool ProcessGroup::OnTick() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_ || failed() || running_.empty()) return false;
   CountTime();
-  AbortWhatNobodyAnswers();
-  if (const int gone = PeerAwaitedInVain(); gone >= 0) {
-    const std::string reason = GoneReason(gone);
+  AbortStaleOperations();
+  if (const int gone = FindLostPeerInUse(); gone >= 0) {
+    const std::string reason = LossReason(gone);
     lock.unlock();
     Fail(gone, absl::StatusCode::kUnavailable, reason);
     return false;
   }
-  if (const auto unwanted = NotWantedAnyMore(); unwanted != nullptr) {
+  if (const auto cancelled_for = FindOverdueCancelled();
+      cancelled_for != nullptr) {
     if (leaves_) {
-      unwanted->GiveUp();
+      cancelled_for->GiveUp();
       return true;
     }
     lock.unlock();
     Fail(rank(), absl::StatusCode::kUnavailable,
          Message(RankName(rank()),
-                 " failed: another op of its step did "
-                 "(see its output), while ",
-                 unwanted->Name(), " waited"));
+                 " failed: another op of the same step failed (see the output "
+                 "of this rank), while ",
+                 cancelled_for->Name(), " waited"));
     return false;
   }
   const int64_t now = Now();
@@ -364,7 +368,7 @@ std::vector<int> ProcessGroup::SilentPeers() const {
   return ranks;
 }
 
-// Blames a silent peer first, because the peer that `operation` waits for may
+// Names a silent peer first, because the peer that `operation` waits for may
 // itself wait for the silent one. For the same reason, a peer outside of all
 // collectives gets more time, and all peers get more while bytes move or are in
 // flight.
@@ -386,23 +390,24 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
     for (int peer : silent) {
       reason += (reason.empty() ? "" : " and ") + RankName(peer);
     }
-    reason += Message(silent.size() > 1 ? " are" : " is", " silent", after,
-                      " and to a ping (stopped, hung or unreachable)");
-  } else if (may_move && (!AllHaveAnswered() || PeerThatSays(kMoving) >= 0 ||
+    reason +=
+        Message(" sent nothing", after,
+                ", not even a reply to a ping (stopped, hung or unreachable)");
+  } else if (may_move && (!AllHaveAnswered() || FindPeerInState(kMoving) >= 0 ||
                           transport_.InFlight())) {
     return;
-  } else if (const int slow = PeerThatSays(kOutside);
+  } else if (const int slow = FindPeerInState(kOutside);
              slow >= 0 && waited < limit) {
     if (Now() - last_warning_ < Nanoseconds(options_.timeout)) return;
     last_warning_ = Now();
     LOG(WARNING) << "tfdist_ext: rank " << rank() << " has waited "
                  << std::round(waited) << " s in " << operation->Name() << ". "
-                 << RankName(slow) << " is alive and in no collective: it "
-                 << "reads, traces, saves or hangs. Waiting for " << limit
-                 << " s in all.";
+                 << RankName(slow) << " is alive and runs no collective: it "
+                 << "reads data, traces, saves or hangs. The wait ends after "
+                 << limit << " s.";
     return;
   } else if (culprit >= 0 && peers_[culprit].said_goodbye) {
-    reason = GoneReason(culprit);
+    reason = LossReason(culprit);
   } else if (culprit >= 0 && culprit != rank()) {
     reason = Message(RankName(culprit), " did not take part", after,
                      "; it is alive and ", peers_[culprit].pong_text);
@@ -411,9 +416,10 @@ void ProcessGroup::OnDeadline(const std::shared_ptr<Operation>& operation) {
     reason = Message(RankName(culprit), " did not finish", after);
     if (operation->on_device_since() > 0) {
       reason +=
-          ", which all ranks have begun on their GPUs: NCCL_DEBUG=INFO "
-          "shows where NCCL waits; with TFDIST_NCCL=0 exchanges go "
-          "through the hosts";
+          ", which has started on the GPUs of all ranks. Set NCCL_DEBUG=INFO "
+          "to "
+          "see where NCCL waits, or TFDIST_NCCL=0 to exchange through host "
+          "memory";
     }
   }
   lock.unlock();
@@ -429,7 +435,7 @@ bool ProcessGroup::AllHaveAnswered() const {
   return true;
 }
 
-int ProcessGroup::PeerThatSays(int32_t code) const {
+int ProcessGroup::FindPeerInState(int32_t code) const {
   for (int peer = 0; peer < world_size(); ++peer) {
     const Peer& state = peers_[peer];
     if (pings_ > 0 && state.pong == pings_ && state.pong_code == code) {

@@ -44,7 +44,9 @@ bool ControlLink::OnReadable(const std::function<void(ControlFrame&)>& take) {
     if (received_ < sizeof(ControlFrame)) continue;
     received_ = 0;
     if (frame_.magic != kMagic) {
-      throw ProtocolError("it sent a control message of another build");
+      throw ProtocolError(
+          "it sent an unknown control message. Use the same version of "
+          "tfdist_ext on all ranks");
     }
     take(frame_);
     ++frames;

@@ -47,7 +47,10 @@ void DataLink::OnEnd() {
   uint8_t byte;
   const iovec part = Part(&byte, 1);
   if (socket_.Read(&part, 1) > 0) {
-    throw ProtocolError("it sends beside the memory of both ranks");
+    throw ProtocolError(
+        "it sent bytes on the connection, although its messages go through "
+        "shared "
+        "memory");
   }
 }
 
@@ -67,9 +70,9 @@ bool DataLink::WriteQueue(std::unique_lock<std::mutex>& lock) {
       lost = std::current_exception();
     }
     lock.lock();
-    leaving_ = 0;
+    in_write_ = 0;
     if (written > 0) {
-      Leave(written);
+      PopSent(written);
       accepts_bytes_ = true;
     }
     if (lost != nullptr) {
@@ -88,7 +91,7 @@ int DataLink::Gather(iovec* parts) {
   int count = 0;
   for (const Outgoing* message : queue_) {
     if (count + 2 > kMostParts) break;
-    ++leaving_;
+    ++in_write_;
     const uint64_t payload_sent =
         std::max<uint64_t>(message->offset, sizeof(Header)) - sizeof(Header);
     if (message->offset < sizeof(Header)) {
@@ -104,8 +107,8 @@ int DataLink::Gather(iovec* parts) {
   return count;
 }
 
-// Removes from the queue what is sent.
-void DataLink::Leave(size_t written) {
+// Removes sent messages from the queue.
+void DataLink::PopSent(size_t written) {
   Moved();
   ++writes_;
   while (written > 0) {
@@ -123,7 +126,7 @@ void DataLink::Leave(size_t written) {
   }
 }
 
-bool DataLink::TakeBack(Outgoing* message, bool broken) {
+bool DataLink::Withdraw(Outgoing* message, bool broken) {
   std::unique_lock<std::mutex> lock(mutex_);
   broken_ = broken_ || broken;
   // A thread that is writing still reads the message.
@@ -131,7 +134,7 @@ bool DataLink::TakeBack(Outgoing* message, bool broken) {
   const auto found = std::find(queue_.begin(), queue_.end(), message);
   if (found == queue_.end()) return true;
   const auto place = static_cast<size_t>(found - queue_.begin());
-  const bool begun = message->offset > 0 || place < leaving_;
+  const bool begun = message->offset > 0 || place < in_write_;
   if (begun && !broken) return false;
   queue_.erase(found);
   return true;
@@ -154,13 +157,15 @@ bool DataLink::TakeHeader() {
   std::memcpy(&header, staged_.data() + begin_, sizeof(Header));
   begin_ += sizeof(Header);
   if (header.magic != kMagic || header.bytes > kMostBytes) {
-    throw ProtocolError("it sent a message of another build");
+    throw ProtocolError(
+        "it sent a message with an unknown header. Use the same version of "
+        "tfdist_ext on all ranks");
   }
   Incoming* message = inbox_.Begin(header);
   if (message == nullptr) {
-    throw ProtocolError(Message("it sent a message twice or of another size (",
-                                KindName(header.kind), " '",
-                                GetText(header.label), "')"));
+    throw ProtocolError(
+        Message("it sent a duplicate message or one of the wrong size (",
+                KindName(header.kind), " '", GetText(header.label), "')"));
   }
   if (header.bytes > 0) {
     current_ = message;

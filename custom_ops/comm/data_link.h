@@ -57,7 +57,7 @@ class DataLink {
   // Removes a message from the queue. Returns false if a part of the message is
   // sent already: the message must then remain valid until it is sent. With
   // `broken`, removes it in any case, and nothing is sent afterwards.
-  bool TakeBack(Outgoing* message, bool broken);
+  bool Withdraw(Outgoing* message, bool broken);
 
   // For the transport's thread. These functions throw ConnectionLost, and
   // ProtocolError for data that no peer of this build sends. OnReadable returns
@@ -86,7 +86,7 @@ class DataLink {
   // Releases the mutex while it writes. Returns whether something is left.
   bool WriteQueue(std::unique_lock<std::mutex>& lock);
   int Gather(iovec* parts);
-  void Leave(size_t written);
+  void PopSent(size_t written);
   size_t ReadPayload();
   size_t ReadStaged();
   bool TakeHeader();
@@ -99,7 +99,7 @@ class DataLink {
   std::mutex mutex_;  // guards the members up to broken_
   std::condition_variable written_;
   std::deque<Outgoing*> queue_;
-  size_t leaving_ = 0;  // messages at the front that a thread is writing
+  size_t in_write_ = 0;  // messages at the front that a thread is writing
   bool writing_ = false;
   bool accepts_bytes_ = true;  // false once the system accepts no more bytes
   bool broken_ = false;

@@ -16,7 +16,9 @@ namespace tfdist {
 
 namespace {
 
-constexpr size_t kLongestError = 2000;
+constexpr size_t kMaxErrorBytes = 2000;
+constexpr char kSameVersion[] =
+    "Use the same version of tfdist_ext on all ranks";
 // Flags that must be the same on all ranks.
 constexpr uint16_t kFlags = kWeightedFlag | kDeviceFlag;
 // After a mismatch, how long to wait for the headers of the other ranks.
@@ -60,11 +62,11 @@ Exchange::Exchange(Operation& operation, Header header)
 }
 
 void Exchange::SetError(const std::string& error) {
-  PassError(Message("rank ", operation_.group->rank(), ": ", error));
+  ForwardError(Message("rank ", operation_.group->rank(), ": ", error));
 }
 
-void Exchange::PassError(const std::string& error) {
-  error_ = error.substr(0, kLongestError);
+void Exchange::ForwardError(const std::string& error) {
+  error_ = error.substr(0, kMaxErrorBytes);
   header_.flags |= kErrorFlag;
 }
 
@@ -127,15 +129,15 @@ std::string Exchange::AwaitAgreement() {
 }
 
 bool Exchange::Agrees(const Header& one, const Header& other) const {
-  const bool excused = ((one.flags | other.flags) & kErrorFlag) != 0;
+  const bool has_error = ((one.flags | other.flags) & kErrorFlag) != 0;
   const bool lengths_agree = one.agreed == other.agreed &&
                              one.shape_hash == other.shape_hash &&
                              ((one.flags ^ other.flags) & kFlags) == 0;
   const auto is_short = [](const Header& header) {
-    return (header.flags & kErrorFlag) == 0 || header.bytes <= kLongestError;
+    return (header.flags & kErrorFlag) == 0 || header.bytes <= kMaxErrorBytes;
   };
   return one.kind == other.kind && one.dtype == other.dtype &&
-         one.root == other.root && (lengths_agree || excused) &&
+         one.root == other.root && (lengths_agree || has_error) &&
          is_short(one) && is_short(other) &&
          std::strncmp(one.label, other.label, sizeof(one.label)) == 0;
 }
@@ -174,7 +176,10 @@ void Exchange::Disagree() {
   }
   if (!differ(first, other)) {
     group.Fail(group.rank(), absl::StatusCode::kInternal,
-               Message(operation_.Name(), ": a message that no rank sends"));
+               Message(operation_.Name(),
+                       ": received an unexpected message, although all ranks "
+                       "run this operation. ",
+                       kSameVersion));
     throw OperationError(group.FailureOf(operation_), true);
   }
   group.Fail(other, absl::StatusCode::kInvalidArgument,
@@ -196,11 +201,18 @@ void Exchange::CheckBytes(int peer) {
       (here ? bytes % row == 0 && bytes / row == uint64_t(rows) : bytes == 0);
   if ((!by_row || rows_fit) && bytes == expected_bytes_.value_or(bytes)) return;
   ProcessGroup& group = *operation_.group;
-  group.Fail(peer, absl::StatusCode::kInternal,
-             Message(group.RankName(peer), " sent ", bytes, " bytes for ",
-                     Describe(header(peer)), ", expected ",
-                     by_row ? Message(rows, " rows of ", row)
-                            : Message(*expected_bytes_)));
+  const std::string expected =
+      !by_row ? Message(*expected_bytes_, " bytes")
+      : here  ? Message("a number of rows, and ", row, " bytes for each")
+              : Message("a number of rows, and no bytes: ",
+                       row == 0 ? "the rows are empty"
+                                 : "the rows themselves go between GPUs");
+  group.Fail(
+      peer, absl::StatusCode::kInternal,
+      Message(group.RankName(peer), " sent ", bytes, " bytes",
+              by_row ? Message(" and ", rows, " as the number of rows") : "",
+              " for ", Describe(header(peer)), ", expected ", expected, ". ",
+              kSameVersion));
   throw OperationError(group.FailureOf(operation_), true);
 }
 

@@ -37,7 +37,7 @@ class Exchange {
   // error on every rank. The text names the ranks that have the error.
   void SetError(const std::string& error);
   // Sets an error whose text already names its rank.
-  void PassError(const std::string& error);
+  void ForwardError(const std::string& error);
   const std::string& error() const { return error_; }
 
   // Sets the number of bytes that every peer must send, if the peers may not
@@ -62,8 +62,8 @@ class Exchange {
   void SendToAll(const void* data, size_t bytes);
   // Announces the number of rows to each peer, for rows that are sent outside
   // of these messages.
-  void SetRowsElsewhere() { header_.flags |= kDeviceFlag; }
-  void AnnounceRows(int peer, int64_t rows) { Post(peer, nullptr, 0, rows); }
+  void SetRowsOnDevice() { header_.flags |= kDeviceFlag; }
+  void SendRowCount(int peer, int64_t rows) { Post(peer, nullptr, 0, rows); }
 
   // Waits for the headers of all expected peers and checks them. Throws the
   // error of any rank that has one, after all messages have arrived. If a

@@ -23,7 +23,7 @@ void ProcessGroup::Leave(const std::string& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failed() || closing_ || !started_) return;
     leave.nonce = generation_++;
-    told_ = false;
+    cause_reported_ = false;
     // The first reason applies to all ranks.
     const auto cause =
         causes_.emplace(leave.nonce, Message(RankName(rank()), ": ", reason));
@@ -43,15 +43,17 @@ void ProcessGroup::OnLeave(int peer, ControlFrame& frame) {
   peers_[peer].generation = generation + 1;
   ForgetCauses();
   if (causes_.size() > kMostCauses) {
-    throw ProtocolError("it leaves without end what the ranks do");
+    throw ProtocolError(
+        Message("it reported more than ", kMostCauses,
+                " failures, while other ranks are still at the first"));
   }
 }
 
-std::pair<std::string, bool> ProcessGroup::LeftBecause() const {
+std::pair<std::string, bool> ProcessGroup::LeaveReason() const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto cause = causes_.find(generation_);
   if (failed() || cause == causes_.end()) return {"", false};
-  return {cause->second, told_};
+  return {cause->second, cause_reported_};
 }
 
 bool ProcessGroup::Stale(const Operation& operation) const {

@@ -36,20 +36,21 @@ REGISTER_OP("Tfdist>GroupOpen")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Makes a process group of connections to all other ranks.
+Creates a process group from connections to all other ranks.
 
-addresses: "host:port" of each rank, which error messages name.
-sockets: [ranks, 2], file descriptors of two connections to each rank, for
-  messages and for control; not read at this rank's place. The group owns them.
-shared: [ranks, 2], likewise of the memory that this rank and another share, and
-  of one end of a pair of Unix sockets by which they wake each other; -1 where
-  they share none.
-group: the handle for all other ops.
-rank: this rank.
-timeout: seconds any operation may take.
-most_early: bytes another rank may send before this one asks for them.
-all_reduce: "direct", "ring" or "tree" for all of them; by default each is
-  chosen.
+addresses: [ranks], "host:port" of each rank, for error messages.
+sockets: [ranks, 2], file descriptors of two connections to each rank, one for
+  messages and one for control. The row of this rank is ignored. The group owns
+  the descriptors.
+shared: [ranks, 2], file descriptors for each rank with which this rank shares
+  memory: the memory, and one end of a pair of Unix sockets by which the two
+  ranks wake each other. -1 for other ranks.
+group: scalar, handle of the group.
+rank: number of this rank.
+timeout: limit of the wait of an operation, in seconds.
+most_early: limit of bytes that a peer may send before this rank expects them.
+all_reduce: "direct", "ring" or "tree" selects the algorithm of all all_reduces.
+  If empty, it is selected by size.
 )doc");
 
 REGISTER_OP("Tfdist>GroupClose")
@@ -58,9 +59,11 @@ REGISTER_OP("Tfdist>GroupClose")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Leaves the group in good order. Closing twice does nothing.
+Closes the group and notifies the peers. Closing it again has no effect.
 
-error: what the program has failed with, for the others; empty if it has not.
+group: handle of the group.
+error: scalar, the error that ended the program, which the peers report. Empty
+  if the program succeeded.
 )doc");
 
 REGISTER_OP("Tfdist>GroupLeave")
@@ -69,12 +72,14 @@ REGISTER_OP("Tfdist>GroupLeave")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Ends this rank's part in what the ranks are doing; the others learn why.
+Leaves the current generation of the group, and tells the peers why.
 
-Every operation that waits for this rank fails at once, on every rank. All meet
-again in the operations that come after each of them has left.
+Operations that wait for this rank fail at once, on every rank. The ranks
+continue together in the next generation, after each of them has left this one.
 
-reason: what failed here, unless another rank has left for a reason before.
+group: handle of the group.
+reason: scalar, the error of this rank. If a peer has left this generation
+  before, its reason is used instead.
 )doc");
 
 REGISTER_OP("Tfdist>GroupLeaves")
@@ -83,10 +88,14 @@ REGISTER_OP("Tfdist>GroupLeaves")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Says whether GroupLeave is called if what this rank does now fails.
+Sets whether the caller calls GroupLeave if its current work fails.
 
-An exchange that waits when another op of its step fails then ends alone. It is
-the end of the group otherwise: ranks that are not in step must not go on.
+If an op of a step fails while an exchange of this step waits, the exchange ends
+with an error. If `leaves` is false, the group fails too, because its ranks
+would no longer run the same operations.
+
+group: handle of the group.
+leaves: scalar.
 )doc");
 
 REGISTER_OP("Tfdist>GroupLeft")
@@ -100,10 +109,11 @@ REGISTER_OP("Tfdist>GroupLeft")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Whether a rank has left what the ranks are doing, and this one has not.
+Returns why a peer has left the current generation of this rank.
 
-reason: why it has; empty if none has.
-told: whether an operation of this rank has failed for that reason.
+group: handle of the group.
+reason: scalar, the error of the peer; empty if no peer has left.
+told: scalar, whether an operation of this rank has failed with that error.
 )doc");
 
 REGISTER_OP("Tfdist>GroupStats")
@@ -121,16 +131,17 @@ REGISTER_OP("Tfdist>GroupStats")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-What the group has done so far.
+Returns counters of the group since it was opened.
 
-counters: bytes sent, bytes received, messages sent, messages received, calls,
-  writes.
-labels: the labels of the operations seen.
-label_calls: calls by label.
-label_bytes: bytes sent by label.
-label_seconds: seconds from start to end, summed, by label.
-waited: seconds that operations waited for ranks to come, by the rank that came
-  last.
+counters: [6], bytes sent, bytes received, messages sent, messages received,
+  calls, and system calls that sent messages.
+labels: [labels], labels of the operations.
+label_calls: [labels], calls of each label.
+label_bytes: [labels], bytes sent by each label.
+label_seconds: [labels], total time from start to end of the operations of each
+  label.
+waited: [ranks], seconds that operations waited for peers, by the rank that
+  arrived last.
 )doc");
 
 REGISTER_OP("Tfdist>CheckPlan")
@@ -138,7 +149,9 @@ REGISTER_OP("Tfdist>CheckPlan")
     .TFDIST_COLLECTIVE_ATTRS.SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc("Fails on every rank unless all ranks give the same entries.");
+    .Doc(
+        "Compares the entries of all ranks. Fails on all ranks if they "
+        "differ.");
 
 namespace {
 
@@ -296,7 +309,7 @@ class GroupLeftOp : public OpKernel {
     Tensor* told = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &reason));
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({}), &told));
-    const auto [because, known] = group->LeftBecause();
+    const auto [because, known] = group->LeaveReason();
     reason->scalar<tstring>()() = because;
     told->scalar<bool>()() = known;
   }

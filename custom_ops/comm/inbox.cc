@@ -146,9 +146,9 @@ void Inbox::Advance(Incoming* message, uint64_t bytes) {
     message->received += bytes;
     receiver = message->receiver;
     const bool old = message->header.generation < generation_;
-    const bool unwanted =
+    const bool cancelled_for =
         message->abandoned || (old && message->receiver == nullptr);
-    if (unwanted && message->complete()) {
+    if (cancelled_for && message->complete()) {
       UncountEarly(message);
       messages_.erase(KeyOf(message->header));
     }
@@ -161,7 +161,7 @@ void Inbox::CountEarly(Incoming* message) {
   const uint64_t bytes = message->header.bytes;
   if (bytes > most_early_ - early_bytes_) {
     throw ProtocolError(Message("it sent more than ", most_early_,
-                                " bytes before this rank asked for them"));
+                                " bytes that this rank has not asked for yet"));
   }
   message->early_bytes = bytes;
   early_bytes_ += bytes;

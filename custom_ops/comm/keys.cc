@@ -97,7 +97,7 @@ absl::StatusOr<std::string> ProcessGroup::AwaitKey(const std::string& key,
   const auto found = keys_.find(key);
   if (found != keys_.end()) return found->second;
   const std::string what =
-      Message("rank ", rank(), ": nobody has set the key '", key, "'");
+      Message("rank ", rank(), ": no rank has set the key '", key, "'");
   if (failed()) return absl::UnavailableError(what + ": " + failure_);
   if (closing_) return absl::CancelledError(what + ": the group is closed");
   return absl::DeadlineExceededError(Message(what, " within ", seconds, " s"));
@@ -110,8 +110,8 @@ absl::Status ProcessGroup::Insert(const std::string& key,
     std::lock_guard<std::mutex> lock(mutex_);
     if (keys_.count(key) > 0) return Taken(key);
     if (keys_.size() == kMostKeys) {
-      return absl::ResourceExhaustedError(
-          Message("the ranks have set ", kMostKeys, " keys, and no more"));
+      return absl::ResourceExhaustedError(Message(
+          "the ranks have already set ", kMostKeys, " keys, the maximum"));
     }
     keys_.emplace(key, value);
   }
@@ -127,7 +127,7 @@ void ProcessGroup::OnKey(int peer, ControlFrame& frame) {
   if (frame.type == Control::kInsert) {
     ControlFrame answer = KeyFrame(Control::kInserted, rank(), frame.nonce);
     if (rank() != 0)
-      throw ProtocolError("it sets a key elsewhere than at rank 0");
+      throw ProtocolError("it asked a rank other than 0 to set a key");
     const absl::Status inserted = Insert(key, value);
     if (absl::IsResourceExhausted(inserted)) {
       throw ProtocolError(std::string(inserted.message()));
@@ -136,7 +136,9 @@ void ProcessGroup::OnKey(int peer, ControlFrame& frame) {
     SendControl(peer, answer);
     return;
   }
-  if (peer != 0) throw ProtocolError("it answers for rank 0 about a key");
+  if (peer != 0)
+    throw ProtocolError(
+        "it sent a reply about a key, which only rank 0 may send");
   std::lock_guard<std::mutex> lock(mutex_);
   if (frame.type == Control::kInserted) {
     // The caller may have stopped waiting for this request.

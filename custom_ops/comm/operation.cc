@@ -18,7 +18,7 @@ using std::chrono_literals::operator""us;
 namespace {
 
 // How long an operation between GPUs may continue after it was aborted.
-constexpr int64_t kMostTimeAborted = 1'000'000'000;
+constexpr int64_t kMaxTimeAborted = 1'000'000'000;
 
 }  // namespace
 
@@ -45,7 +45,7 @@ void Operation::Send(int peer, const Header& header, const void* payload) {
   try {
     group->transport().Send(peer, &message);
   } catch (const std::exception&) {
-    group->OnBrokenPeer(peer);
+    group->OnConnectionError(peer);
     throw OperationError(group->FailureOf(*this), true);
   }
   bytes_sent += message.size();
@@ -64,7 +64,8 @@ void Operation::Give(int peer, Incoming* message, void* memory,
   if (group->transport().inbox(peer).Give(message, memory, bytes)) return;
   group->Fail(peer, absl::StatusCode::kInternal,
               Message(group->RankName(peer), " sent ", message->header.bytes,
-                      " bytes for a part of ", Name(), ", expected ", bytes));
+                      " bytes for a part of ", Name(), ", expected ", bytes,
+                      ". Use the same version of tfdist_ext on all ranks"));
   throw OperationError(group->FailureOf(*this), true);
 }
 
@@ -171,7 +172,7 @@ void Operation::AwaitDevice(const std::function<bool()>& over,
       continue;
     }
     lock.unlock();
-    if (end == 0) end = Now() + kMostTimeAborted;
+    if (end == 0) end = Now() + kMaxTimeAborted;
     if (!group->failed() && Now() < end) {
       std::this_thread::sleep_for(pause);
       continue;
@@ -231,7 +232,7 @@ void Operation::Release() {
     const auto taken_back = [&] {
       const bool failed = group->failed();
       if (given_up() && !failed) return false;
-      return group->transport().TakeBack(sent.peer, &sent.message, failed);
+      return group->transport().Withdraw(sent.peer, &sent.message, failed);
     };
     while (!gone() && !taken_back()) {
       std::unique_lock<std::mutex> lock(mutex_);

@@ -127,7 +127,7 @@ class Operation : public Progress,
   // since it was cancelled.
   Unchanged moved;
   int64_t waited = 0;
-  int64_t unwanted = 0;
+  int64_t cancelled_for = 0;
   uint64_t bytes_sent = 0;
   uint64_t bytes_received = 0;
   // Bytes by peer. To be called before Release.

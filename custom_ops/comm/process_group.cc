@@ -54,7 +54,7 @@ void ProcessGroup::Close(const std::string& error) {
     closing_ = true;
     changed_.notify_all();
   }
-  SayGoodbye(error);
+  SendGoodbye(error);
   std::unique_lock<std::mutex> lock(mutex_);
   closed_ = true;
   changed_.wait_for(lock, std::chrono::seconds(5),

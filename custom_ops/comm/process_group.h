@@ -139,10 +139,10 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void Fail(int culprit, absl::StatusCode code, const std::string& reason);
   // Handles a broken connection to `peer`: waits until the transport's thread
   // has read the reason, and fails the group.
-  void OnBrokenPeer(int peer);
+  void OnConnectionError(int peer);
   // Handles a failure of CUDA or NCCL: waits until it is known whether a peer
   // has died, and fails the group.
-  void OnBrokenDevice(const std::string& reason);
+  void OnDeviceError(const std::string& reason);
   // Returns the failure of the group, or the reason why a rank left, worded for
   // `operation`.
   absl::Status FailureOf(const Operation& operation);
@@ -155,7 +155,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   void SetLeaves(bool leaves) { leaves_ = leaves; }
   // Returns the reason why a peer has left this generation, or "", and whether
   // an operation of this rank has ended with this reason.
-  std::pair<std::string, bool> LeftBecause() const;
+  std::pair<std::string, bool> LeaveReason() const;
 
   // Inserts a value into the key-value store on rank 0. The first value of a
   // key is final and is sent to all ranks. Returns AlreadyExists if the key has
@@ -209,22 +209,22 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   bool OnTick() override;
   void SendControl(int peer, const ControlFrame& frame);
   void SendControlToAll(const ControlFrame& frame);
-  void SayGoodbye(const std::string& error);
+  void SendGoodbye(const std::string& error);
   void OnPing(int peer, ControlFrame& frame);
-  std::string NotUnderstood(int peer, const std::string& why) const;
+  std::string InvalidDataReason(int peer, const std::string& why) const;
   // The functions below require mutex_, except OnDeadline and DescribeRunning.
   void CountTime();
-  void AbortWhatNobodyAnswers();
+  void AbortStaleOperations();
   int64_t LastMoved(const Operation& operation) const;
   std::shared_ptr<Operation> Late(int64_t than) const;  // `than`: nanoseconds
   std::vector<int> SilentPeers() const;
   bool AllHaveAnswered() const;
-  int PeerThatSays(int32_t code) const;  // in its last pong; -1 if none
+  int FindPeerInState(int32_t code) const;  // in its last pong; -1 if none
   void OnDeadline(const std::shared_ptr<Operation>& operation);
   std::string DescribeRunning() const;
-  int PeerAwaitedInVain() const;
-  std::shared_ptr<Operation> NotWantedAnyMore() const;
-  std::string GoneReason(int peer) const;
+  int FindLostPeerInUse() const;
+  std::shared_ptr<Operation> FindOverdueCancelled() const;
+  std::string LossReason(int peer) const;
 
   // Defined in generations.cc.
   void OnLeave(int peer, ControlFrame& frame);
@@ -260,7 +260,7 @@ class ProcessGroup : public std::enable_shared_from_this<ProcessGroup>,
   uint32_t generation_ = 0;
   std::map<uint32_t, std::string> causes_;  // by the generation that was left
   // An operation has ended with the reason of this generation.
-  bool told_ = false;
+  bool cause_reported_ = false;
   uint64_t pings_ = 0;
   int64_t last_tick_ = 0;  // nanoseconds, see Now(); so are the next two
   int64_t last_ping_ = 0;

@@ -45,10 +45,10 @@ SharedRings::SharedRings(Files files) : bell_(std::move(files.bell)) {
   capacity_ = size_ / 2 > kPage ? size_ / 2 - kPage : 0;
   if (!ours || capacity_ == 0 || (capacity_ & (capacity_ - 1)) != 0) {
     errno = EINVAL;
-    throw Error("not what ranks share");
+    throw Error("this file is not shared memory of two ranks");
   }
   memory_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
-  if (memory_ == MAP_FAILED) throw Error("cannot map what ranks share");
+  if (memory_ == MAP_FAILED) throw Error("cannot map shared memory");
   auto* first = static_cast<uint8_t*>(memory_);
   auto* rings = reinterpret_cast<Ring*>(first);
   auto* second = reinterpret_cast<Ring*>(first + size_ / 2);
@@ -121,7 +121,8 @@ size_t SharedRings::Read(const iovec* parts, int count) {
   const uint64_t begin = read_;
   const auto available = [&] {
     const uint64_t bytes = in_->written.load(std::memory_order_seq_cst) - read_;
-    if (bytes > capacity_) throw ProtocolError("it sent more than fits");
+    if (bytes > capacity_)
+      throw ProtocolError("it wrote more bytes than the shared memory holds");
     return bytes;
   };
   for (int i = 0; i < count; ++i) {

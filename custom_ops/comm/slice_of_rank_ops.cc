@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "custom_ops/common/message.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -28,8 +29,8 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// The kind of a value of the batch: a tensor; three tensors; or a tensor and as
-// many row splits as the kind says.
+// Kinds of values of a batch: 0 for a tensor, -1 for a SparseTensor (three
+// tensors), and k > 0 for a RaggedTensor (flat values and k row splits).
 constexpr int kDense = 0;
 constexpr int kSparse = -1;
 
@@ -57,8 +58,8 @@ absl::Status InferShapes(InferenceContext* c) {
   int place = 0;
   for (const int kind : kinds) {
     if (place + TensorsOf(kind) > c->num_inputs()) {
-      return InvalidArgument("kinds ask for more than ", c->num_inputs(),
-                             " tensors.");
+      return InvalidArgument("kinds require more than the ", c->num_inputs(),
+                             " tensors of parts");
     }
     const ShapeHandle first = c->input(place);
     if (kind == kSparse) {
@@ -101,24 +102,28 @@ REGISTER_OP("Tfdist>SliceOfRank")
     .Attr("world_size: int >= 1")
     .SetShapeFn(InferShapes)
     .Doc(R"doc(
-Copies samples [rank * n // W, (rank + 1) * n // W) of values of n samples.
+Copies this rank's samples of each value of a batch.
 
-parts: of the values, one after the other.
-slices: the same of the samples, in memory of their own.
-kinds: of every value. 0: a tensor [n, ...]. -1: a SparseTensor, in three
-  tensors. k > 0: a RaggedTensor, its flat values and k row splits, the
-  outermost first.
-rank: whose samples.
-world_size: W.
+A value of n samples is sliced to samples [rank * n // W, (rank + 1) * n // W),
+where W is the world size.
+
+parts: tensors of all values, in order.
+slices: tensors of the sliced values, in the same order and in new memory.
+kinds: the kind of each value. 0: a tensor [n, ...]. -1: a SparseTensor, which
+  has three tensors: indices, values and dense shape. k > 0: a RaggedTensor,
+  which has 1 + k tensors: flat values, and k row splits, outermost first.
+rank: rank whose samples are copied.
+world_size: number of ranks.
 )doc");
 
 // Copies rows of a tensor to new memory.
 absl::Status CopyRows(const Tensor& from, const Rows& rows, Tensor* to) {
   if (from.dims() < 1 || rows.start < 0 || rows.start > rows.stop ||
       rows.stop > from.dim_size(0)) {
-    return InvalidArgument(
-        "rows [", rows.start, ", ", rows.stop,
-        ") of a value that has none. Its shape: ", from.shape().DebugString());
+    return InvalidArgument("rows [", rows.start, ", ", rows.stop,
+                           ") must be within the first dimension of the "
+                           "value. Received shape: ",
+                           from.shape().DebugString());
   }
   *to = tensorflow::tensor::DeepCopy(from.Slice(rows.start, rows.stop));
   return absl::OkStatus();
@@ -126,16 +131,20 @@ absl::Status CopyRows(const Tensor& from, const Rows& rows, Tensor* to) {
 
 // Copies the row splits of `rows`, and sets `rows` to the corresponding rows of
 // the next inner level.
+// The row splits refer to `size` rows of that level.
 template <typename T>
-absl::Status CutSplits(const Tensor& from, const Tensor& split, Rows* rows,
+absl::Status CutSplits(const Tensor& from, int64_t size, Rows* rows,
                        Tensor* to) {
   TF_RETURN_IF_ERROR(CopyRows(from, {rows->start, rows->stop + 1}, to));
   auto splits = to->vec<T>();
-  const int64_t count = split.dim_size(0);
   const T first = splits(0);
   for (int64_t i = 0; i <= rows->size(); ++i) {
-    if (splits(i) < (i ? splits(i - 1) + first : 0) || splits(i) > count) {
-      return InvalidArgument("row splits do not ascend from 0 to ", count);
+    const int64_t previous = i ? splits(i - 1) + first : 0;
+    if (splits(i) < previous || splits(i) > size) {
+      return InvalidArgument(
+          "row splits of a RaggedTensor must ascend from 0 to ", size,
+          ". Received: ", splits(i), " at position ", rows->start + i,
+          " after ", previous);
     }
     splits(i) -= first;
   }
@@ -151,23 +160,31 @@ class SliceOfRankOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("world_size", &world_size_));
     int tensors = 0;
     for (const int kind : kinds_) {
-      OP_REQUIRES(ctx, kind >= kSparse,
-                  InvalidArgument("no kind of value: ", kind));
+      OP_REQUIRES(
+          ctx, kind >= kSparse,
+          InvalidArgument("kinds must be at least -1. Received: ", kind));
       tensors += TensorsOf(kind);
     }
     OP_REQUIRES(ctx, rank_ < world_size_ && tensors == ctx->num_inputs(),
-                InvalidArgument("kinds ask for ", tensors, " tensors. Got ",
-                                ctx->num_inputs(), ", of rank ", rank_, " of ",
-                                world_size_));
+                InvalidArgument("parts must have ", tensors,
+                                " tensors, as kinds require, and rank must be "
+                                "less than world_size. Received: ",
+                                ctx->num_inputs(), " tensors, rank ", rank_,
+                                " of ", world_size_));
   }
 
   void Compute(OpKernelContext* ctx) override {
     int place = 0;
     for (const int kind : kinds_) {
       OP_REQUIRES(ctx, ctx->input_dtype(place) != tensorflow::DT_RESOURCE,
-                  InvalidArgument("a resource has no samples"));
-      OP_REQUIRES_OK(ctx, kind == kSparse ? CutSparse(ctx, place)
-                                          : CutLists(ctx, place, kind));
+                  InvalidArgument("parts[", place,
+                                  "] is a resource, which has no "
+                                  "samples. Pass tensors"));
+      const absl::Status cut =
+          kind == kSparse ? CutSparse(ctx, place) : CutLists(ctx, place, kind);
+      OP_REQUIRES(ctx, cut.ok(),
+                  absl::Status(cut.code(),
+                               Message("parts[", place, "]: ", cut.message())));
       place += TensorsOf(kind);
     }
   }
@@ -177,31 +194,39 @@ class SliceOfRankOp : public OpKernel {
   absl::Status CutLists(OpKernelContext* ctx, int place, int levels) {
     const Tensor& samples = ctx->input(levels ? place + 1 : place);
     if (samples.dims() < 1 || (levels && samples.dim_size(0) < 1)) {
-      return InvalidArgument("a value without samples. Its shape: ",
-                             samples.shape().DebugString());
+      return InvalidArgument(
+          levels ? "row splits of a RaggedTensor must not be empty"
+                 : "a value must have a dimension of samples",
+          ". Received shape: ", samples.shape().DebugString());
     }
     Rows rows =
         Rows::Of(samples.dim_size(0) - (levels ? 1 : 0), rank_, world_size_);
     for (int i = 1; i <= levels; ++i) {
       const Tensor& splits = ctx->input(place + i);
-      const Tensor& split = ctx->input(i < levels ? place + i + 1 : place);
-      if (splits.dims() != 1 || split.dims() < 1) {
-        return InvalidArgument("row splits of shape ",
-                               splits.shape().DebugString(), " of values ",
-                               split.shape().DebugString());
+      const Tensor& next = ctx->input(i < levels ? place + i + 1 : place);
+      if (splits.dims() != 1 || next.dims() < 1 ||
+          next.dim_size(0) < (i < levels ? 1 : 0)) {
+        return InvalidArgument(
+            "row splits of a RaggedTensor must be vectors, "
+            "not empty, and its values must have a dimension. Received "
+            "shapes: ",
+            splits.shape().DebugString(), " and ", next.shape().DebugString());
       }
       Tensor cut;
-      // If `split` contains the row splits of an inner level, it has one
-      // element more than there are lists.
+      // The row splits of an inner level have one element more than that level
+      // has rows.
+      const int64_t size = next.dim_size(0) - (i < levels ? 1 : 0);
       switch (splits.dtype()) {
         case tensorflow::DT_INT32:
-          TF_RETURN_IF_ERROR(CutSplits<int32_t>(splits, split, &rows, &cut));
+          TF_RETURN_IF_ERROR(CutSplits<int32_t>(splits, size, &rows, &cut));
           break;
         case tensorflow::DT_INT64:
-          TF_RETURN_IF_ERROR(CutSplits<int64_t>(splits, split, &rows, &cut));
+          TF_RETURN_IF_ERROR(CutSplits<int64_t>(splits, size, &rows, &cut));
           break;
         default:
-          return InvalidArgument("row splits must be int32 or int64");
+          return InvalidArgument(
+              "row splits must be int32 or int64. Received: ",
+              tensorflow::DataTypeString(splits.dtype()));
       }
       ctx->set_output(place + i, std::move(cut));
     }
@@ -219,10 +244,12 @@ class SliceOfRankOp : public OpKernel {
         shape.dtype() != tensorflow::DT_INT64 || shape.dims() != 1 ||
         shape.dim_size(0) < 1 || shape.dim_size(0) != indices.dim_size(1) ||
         values.dims() != 1 || values.dim_size(0) != indices.dim_size(0)) {
-      return InvalidArgument("a SparseTensor of indices ",
-                             indices.shape().DebugString(), ", values ",
-                             values.shape().DebugString(), " and shape ",
-                             shape.shape().DebugString());
+      return InvalidArgument(
+          "a SparseTensor must have int64 indices [n, d], "
+          "values [n] and an int64 shape [d]. Received "
+          "shapes: ",
+          indices.shape().DebugString(), ", ", values.shape().DebugString(),
+          " and ", shape.shape().DebugString());
     }
     const Rows samples = Rows::Of(shape.vec<int64_t>()(0), rank_, world_size_);
     const auto places = indices.matrix<int64_t>();

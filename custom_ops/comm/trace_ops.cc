@@ -35,13 +35,14 @@ REGISTER_OP("Tfdist>GroupTrace")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Notes every operation of a group from now on, or no more, and takes the notes.
+Starts or stops tracing of a group. Returns and clears the recorded operations.
 
-labels: of the operations that have ended since, in order.
-kinds: all_to_all and so on.
-calls: [operations, 2]: the tag and how many calls of it were before.
-times: [operations, 2]: start and end in nanoseconds of the host's steady clock.
-bytes: [operations, 2, ranks]: sent to each rank, and received from each.
+labels: [operations], labels of the completed operations, in order of their end.
+kinds: [operations], such as "all_to_all".
+calls: [operations, 2], tag of each operation, and number of earlier calls with
+  this tag.
+times: [operations, 2], start and end in nanoseconds of the host's steady clock.
+bytes: [operations, 2, ranks], bytes sent to each rank and received from each.
 )doc");
 
 class GroupTraceOp : public OpKernel {

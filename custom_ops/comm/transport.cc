@@ -100,8 +100,8 @@ void Transport::Send(int peer, Outgoing* message) {
   }
 }
 
-bool Transport::TakeBack(int peer, Outgoing* message, bool broken) {
-  return links_[peer]->data.TakeBack(message, broken);
+bool Transport::Withdraw(int peer, Outgoing* message, bool broken) {
+  return links_[peer]->data.Withdraw(message, broken);
 }
 
 void Transport::SendControl(int peer, const ControlFrame& frame) {
@@ -168,7 +168,7 @@ void Transport::Loop() {
       }
     }
     if (more_) ReadMore();
-    if (ending_) LoseWhoIsSilent();
+    if (ending_) DropEndedPeers();
     if (ticking_ && Now() - last_tick >= kTickMilliseconds * 1'000'000) {
       last_tick = Now();
       ticking_ = false;  // a call of Tick from now on wakes this thread
@@ -191,14 +191,14 @@ void Transport::Serve(int peer, Source source, uint32_t events) {
     }
     if (events & EPOLLOUT || source == Source::kBell) WriteMore(peer, source);
   } catch (const ConnectionLost&) {
-    if (source == Source::kControl) return Lose(peer, "");
+    if (source == Source::kControl) return ReportLost(peer, "");
     epoll_ctl(poller_.get(), EPOLL_CTL_DEL, link.data.fd(), nullptr);
     link.data_ended = Now();
     ending_ = true;
   } catch (const std::bad_alloc&) {
-    Lose(peer, "there is no memory for its message");
+    ReportLost(peer, "its message does not fit into the memory of this rank");
   } catch (const std::exception& error) {
-    Lose(peer, error.what());
+    ReportLost(peer, error.what());
   }
 }
 
@@ -238,15 +238,15 @@ void Transport::WriteMore(int peer, Source source) {
   if (left) Watch(fd, TagOf(peer, source), EPOLLIN | EPOLLOUT, false);
 }
 
-// Loses peers whose connection for messages has ended, if their control
-// connection gives no reason within kEndedConnectionWait.
-void Transport::LoseWhoIsSilent() {
+// Reports peers as lost whose connection for messages has ended, if their
+// control connection gives no reason within kEndedConnectionWait.
+void Transport::DropEndedPeers() {
   ending_ = false;
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
     Link* link = links_[peer].get();
     if (link == nullptr || link->lost || link->data_ended == 0) continue;
     if (Now() - link->data_ended > kEndedConnectionWait) {
-      Lose(peer, "");
+      ReportLost(peer, "");
     } else {
       ending_ = true;
     }
@@ -258,7 +258,7 @@ bool Transport::ReadControl(int peer) {
       [&](ControlFrame& frame) { listener_->OnControl(peer, frame); });
 }
 
-void Transport::Lose(int peer, const std::string& why) {
+void Transport::ReportLost(int peer, const std::string& why) {
   Link& link = *links_[peer];
   link.lost = true;
   // One connection may end while the other still contains data that the peer

@@ -68,7 +68,7 @@ class Transport {
   Inbox& inbox(int peer) { return links_[peer]->data.inbox(); }
   // These functions throw ConnectionLost; see DataLink and ControlLink.
   void Send(int peer, Outgoing* message);
-  bool TakeBack(int peer, Outgoing* message, bool broken);
+  bool Withdraw(int peer, Outgoing* message, bool broken);
   void SendControl(int peer, const ControlFrame& frame);
   // When anything last arrived from a peer, and when message bytes last moved.
   int64_t last_heard(int peer) const;
@@ -107,8 +107,8 @@ class Transport {
   bool ReadControl(int peer);
   void WriteMore(int peer, Source source);
   void ReadMore();
-  void LoseWhoIsSilent();
-  void Lose(int peer, const std::string& why);
+  void DropEndedPeers();
+  void ReportLost(int peer, const std::string& why);
   void Watch(int fd, uint64_t tag, uint32_t events, bool anew);
   void Wake();
 

@@ -135,7 +135,7 @@ class AllReduceGpuOp : public CollectiveOp {
     call->exchange =
         std::make_unique<Exchange>(*call->operation, call->MakeHeader());
     if (call->over_nccl) {
-      call->exchange->SetRowsElsewhere();
+      call->exchange->SetRowsOnDevice();
       if (!call->error.empty()) call->exchange->SetError(call->error);
     }
     Start(ctx, std::move(call), false, std::move(done));

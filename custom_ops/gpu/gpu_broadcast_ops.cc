@@ -122,7 +122,7 @@ class BroadcastGpuOp : public CollectiveOp {
     header.dtype = input.dtype();
     header.root = call->root;
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
-    if (call->over_nccl) call->exchange->SetRowsElsewhere();
+    if (call->over_nccl) call->exchange->SetRowsOnDevice();
     if (call->at_root() && input.dims() > kMaxDims) {
       call->exchange->SetError(Message("input has ", input.dims(),
                                        " dimensions, more than ", kMaxDims));

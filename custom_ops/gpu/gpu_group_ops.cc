@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Setting up the GPUs of a group, in CUDA builds.
+// Ops that set up the GPUs of a group, in CUDA builds.
 #if TFDIST_CUDA
 #include <vector>
 
@@ -43,16 +43,16 @@ REGISTER_OP(TFDIST_GPU_OFFER)
       return absl::OkStatus();
     })
     .Doc(R"doc(
-What this rank brings to an exchange between GPUs.
+Describes this rank's GPU and NCCL library, for exchanges between GPUs.
 
-bus: where its GPU is plugged in; empty if it cannot be used.
-version: of NCCL's library; empty without one.
-id: of a new communicator, if asked for.
-reason: why there is no GPU, or no library.
-memory: bytes that the GPU has.
+bus: PCI bus id of the GPU; empty if the GPU cannot be used.
+version: version of the NCCL library; empty if there is none.
+id: id of a new NCCL communicator if `make_id`, otherwise empty.
+reason: why there is no GPU or no library; empty if there are both.
+memory: total memory of the GPU in bytes.
 device: CUDA's number of the GPU.
-files: where NCCL's library may be.
-make_id: whether this rank makes the id.
+files: paths at which to look for the NCCL library, in this order.
+make_id: whether to create a communicator id.
 )doc");
 
 REGISTER_OP(TFDIST_GROUP_GPUS)
@@ -63,12 +63,13 @@ REGISTER_OP(TFDIST_GROUP_GPUS)
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Lets the collectives of a group run on this rank's GPU.
+Connects a process group to this rank's GPU, so that its collectives run there.
 
-id: of a communicator of NCCL, the same on all ranks; empty if what is exchanged
-  shall go through the hosts.
+group: handle of the group.
+id: id of an NCCL communicator, the same on all ranks. If empty, data between
+  GPUs is exchanged through host memory.
 device: CUDA's number of the GPU.
-files: where NCCL's library may be.
+files: paths at which to look for the NCCL library, in this order.
 )doc");
 
 namespace {

@@ -76,7 +76,7 @@ void GpuLinks::Guard(Operation& operation, const std::function<void()>& work) {
     stream_.Drain();
   };
   const auto fail = [&](const std::exception& error, const char* remedy) {
-    operation.group->OnBrokenDevice(
+    operation.group->OnDeviceError(
         Message(operation.Name(), ": ", error.what(), ". ", remedy));
     end();
     throw OperationError(operation.group->FailureOf(operation), true);
@@ -88,10 +88,11 @@ void GpuLinks::Guard(Operation& operation, const std::function<void()>& work) {
     throw;
   } catch (const NcclError& error) {
     fail(error,
-         "NCCL_DEBUG=WARN makes NCCL say more; with TFDIST_NCCL=0 exchanges go "
-         "through the hosts");
+         "Set NCCL_DEBUG=WARN for details from NCCL, or TFDIST_NCCL=0 to "
+         "exchange "
+         "through host memory");
   } catch (const CudaError& error) {
-    fail(error, "Look at the GPU with nvidia-smi");
+    fail(error, "Check the GPU with nvidia-smi");
   }
 }
 

@@ -34,7 +34,7 @@ struct RowsCall : GpuCall {
       const int peer = group.PeerAfter(step);
       const Piece& piece = sent[peer];
       if (over_nccl) {
-        exchange->AnnounceRows(peer, piece.rows);
+        exchange->SendRowCount(peer, piece.rows);
       } else {
         exchange->SendRows(peer, host_input.get() + piece.begin, piece.rows);
       }
@@ -130,7 +130,7 @@ class RowsOp : public CollectiveOp {
     SetRowShape(header, input.shape());
     header.agreed = call->row_bytes = RowBytes(input);
     call->exchange = std::make_unique<Exchange>(*call->operation, header);
-    if (call->over_nccl) call->exchange->SetRowsElsewhere();
+    if (call->over_nccl) call->exchange->SetRowsOnDevice();
     call->sent.resize(call->operation->group->world_size());
     call->operation->Keep(input);
     return call;

@@ -46,7 +46,7 @@ NcclCommunicator::NcclCommunicator(const NcclLibrary& nccl, int rank,
                                    int world_size, const std::string& id)
     : nccl_(nccl), rank_(rank), world_size_(world_size) {
   if (id.size() != sizeof(id_.bytes)) {
-    throw NcclError(Message("an id of NCCL has ", sizeof(id_.bytes),
+    throw NcclError(Message("an NCCL id must have ", sizeof(id_.bytes),
                             " bytes, received ", id.size()));
   }
   std::memcpy(id_.bytes, id.data(), id.size());
@@ -61,7 +61,7 @@ void NcclCommunicator::Check(NcclResult result, const char* call) const {
 }
 
 ncclComm* NcclCommunicator::Open() const {
-  if (comm_ == nullptr) throw NcclError("the communicator was given up");
+  if (comm_ == nullptr) throw NcclError("the NCCL communicator was aborted");
   return comm_;
 }
 

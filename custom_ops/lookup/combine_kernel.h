@@ -37,8 +37,8 @@ class CombineBase : public tensorflow::OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("F", &features));
     OP_REQUIRES(ctx, features == plan_.features().size(),
                 tensorflow::errors::InvalidArgument(
-                    "features must have an element for each of ", "the ",
-                    features, " results. Received: ", plan_.features().size()));
+                    "features must have one element per result, ", features,
+                    ". Received: ", plan_.features().size()));
     AddColumns();
   }
 
@@ -74,13 +74,16 @@ class CombineBase : public tensorflow::OpKernel {
       if (count < 0 || count > left || !cell.exists) {
         return tensorflow::errors::InvalidArgument(
             "sample_splits[", i / features, ", ", i % features, "]=", count,
-            " must be at least 0, at most the ", left,
-            " sample_ids that are left, and 0 where no cell is");
+            " must be at least 0, at most ", left,
+            " (the remaining sample_ids), and 0 if this rank has no cell of "
+            "the "
+            "feature's table");
       }
       if (!AscendingBelow(ids, count, limits[i % features])) {
         return tensorflow::errors::InvalidArgument(
             "sample_ids of rank ", i / features, " and feature ", i % features,
-            " must ascend below ", limits[i % features]);
+            " must be strictly ascending and in [0, ", limits[i % features],
+            ")");
       }
       CombineColumns& target =
           (*columns)[first_columns_[i % features] + cell.column_part];
@@ -90,8 +93,10 @@ class CombineBase : public tensorflow::OpKernel {
       left -= count;
     }
     if (left != 0) {
-      return tensorflow::errors::InvalidArgument("sample_splits leave ", left,
-                                                 " sample_ids over");
+      return tensorflow::errors::InvalidArgument(
+          "sample_splits must sum to the number of sample_ids, ",
+          sample_ids.NumElements(), ". Received a sum of ",
+          sample_ids.NumElements() - left);
     }
     return absl::OkStatus();
   }
@@ -99,7 +104,7 @@ class CombineBase : public tensorflow::OpKernel {
   static absl::Status ReadScale(const tensorflow::Tensor& scale, float* value) {
     if (scale.NumElements() != 1) {
       return tensorflow::errors::InvalidArgument(
-          "gradient_scale must be a scalar. Received shape:", " ",
+          "gradient_scale must be a scalar. Received shape: ",
           scale.shape().DebugString());
     }
     *value = *static_cast<const float*>(scale.data());

@@ -5,12 +5,12 @@
 #include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/huge_pages.h"
 #include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/common/read_seed.h"
 #include "custom_ops/lookup/initial_rows.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/lib/core/threadpool.h"
-#include "tensorflow/core/platform/errors.h"
 
 namespace tfdist {
 namespace {
@@ -20,7 +20,6 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 using tensorflow::shape_inference::InferenceContext;
 
 REGISTER_OP("Tfdist>InitRows")
@@ -63,11 +62,8 @@ class InitRowsOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor& seed = ctx->input(0);
-    OP_REQUIRES(ctx, seed.NumElements() == 1,
-                InvalidArgument("seed must be a scalar. Received shape: ",
-                                seed.shape().DebugString()));
-    const uint64_t key = *static_cast<const int64_t*>(seed.data());
+    uint64_t seed = 0;
+    OP_REQUIRES_OK(ctx, ReadSeed(ctx, 0, &seed));
     const Block& block = rows_.block();
     Tensor* output = nullptr;
     OP_REQUIRES_OK(
@@ -85,7 +81,7 @@ class InitRowsOp : public OpKernel {
                       if (id >= block.rows) {
                         std::fill_n(out, block.local_dim, 0.0f);
                       } else {
-                        rows_.Fill(key, id, out);
+                        rows_.Fill(seed, id, out);
                       }
                     }
                   });

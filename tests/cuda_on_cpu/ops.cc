@@ -2,11 +2,12 @@
 //
 // The kernels of the ops for GPUs, for a CPU and under a label of their own.
 #include "custom_ops/codec/decode_ids_gpu_kernels.cc"
+#include "custom_ops/codec/wire_gpu_kernels.cc"
 #include "custom_ops/lookup/combine_gpu_kernels.cc"
+#include "custom_ops/lookup/init_rows_gpu_kernels.cc"
 #include "custom_ops/lookup/lookup_gpu_kernels.cc"
 #include "custom_ops/lookup/lookup_grad_gpu_kernels.cc"
 #include "custom_ops/lookup/pool_gpu_kernels.cc"
-#include "custom_ops/lookup/values_gpu_kernels.cc"
 #include "custom_ops/optimizer/reset_rows_gpu_kernels.cc"
 #include "custom_ops/optimizer/update_gpu_kernels.cc"
 

@@ -258,7 +258,7 @@ def test_absent_rank_is_told_from_a_silent_one(running_ranks, tmp_path):
         limit = 5 * timeout + DETECTION_LIMIT
         for result in results(tmp_path, range(2), limit):
             assert_blames(result, 2, "'layer dense/bucket'", tmp_path)
-            assert "is alive and has not reached it" in result["message"]
+            assert "is alive and has not started it" in result["message"]
             assert "(timeout: 2 s)" in result["message"]
         for rank in range(2):
             said = warnings_of(tmp_path, rank)
@@ -301,7 +301,7 @@ def test_rank_whose_step_fails(running_ranks, tmp_path):
     with running_ranks("failing", 3, 60):
         for result in results(tmp_path, [0, 1], 15):
             assert_blames(result, 2, "'layer dense/bucket'", tmp_path)
-            assert "failed: another op of its step" in result["message"]
+            assert "failed: another op of the same step" in result["message"]
     output = (tmp_path / "output.2").read_text()
     assert "too many" in output
 

@@ -249,7 +249,7 @@ def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
             and rows whose text is stored already or was shortened.
         texts: string `[n]`.
     """
-    return library().tfdist_keep_texts(handle, rows, texts)
+    return library().tfdist_store_texts(handle, rows, texts)
 
 
 def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
@@ -259,7 +259,7 @@ def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
         handle: the handle of a vocabulary.
         rows: int32 `[n]`, rows of the entire table.
     """
-    return library().tfdist_shorten_texts(handle, rows)
+    return library().tfdist_release_texts(handle, rows)
 
 
 def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -271,7 +271,7 @@ def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Returns:
         The rows in ascending order, int32 `[n]`, and their texts, string `[n]`.
     """
-    rows, texts = library().tfdist_kept_texts(handle)
+    rows, texts = library().tfdist_stored_texts(handle)
     return rows, texts
 
 

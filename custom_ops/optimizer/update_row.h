@@ -2,8 +2,8 @@
 //
 // Applies a rule to all columns of a row, and computes a row's mean square, on
 // a CPU.
-#ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_WHOLE_ROWS_H_
-#define TFDIST_CUSTOM_OPS_OPTIMIZER_WHOLE_ROWS_H_
+#ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_UPDATE_ROW_H_
+#define TFDIST_CUSTOM_OPS_OPTIMIZER_UPDATE_ROW_H_
 
 #include <cstdint>
 #include <cstring>
@@ -71,4 +71,4 @@ TFDIST_INLINE float MeanSquare(const float* grad, int64_t dim) {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_WHOLE_ROWS_H_
+#endif  // TFDIST_CUSTOM_OPS_OPTIMIZER_UPDATE_ROW_H_

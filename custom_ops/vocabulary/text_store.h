@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TFDIST_CUSTOM_OPS_VOCABULARY_KEPT_TEXTS_H_
-#define TFDIST_CUSTOM_OPS_VOCABULARY_KEPT_TEXTS_H_
+#ifndef TFDIST_CUSTOM_OPS_VOCABULARY_TEXT_STORE_H_
+#define TFDIST_CUSTOM_OPS_VOCABULARY_TEXT_STORE_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -16,14 +16,14 @@ namespace tfdist {
 
 // The texts of keys, by the key's row in the unpartitioned table. No memory is
 // allocated before the first text is stored.
-class KeptTexts {
+class TextStore {
  public:
   using Pair = std::pair<int32_t, std::string>;
 
   // Stores texts. Ignores rows that already have a text, and rows below 1,
   // which have no key.
-  void Keep(const int32_t* rows, const tensorflow::tstring* texts,
-            int64_t size) {
+  void Store(const int32_t* rows, const tensorflow::tstring* texts,
+             int64_t size) {
     tensorflow::mutex_lock lock(mutex_);
     for (int64_t i = 0; i < size; ++i) {
       if (rows[i] < 1) continue;
@@ -32,8 +32,8 @@ class KeptTexts {
     }
   }
 
-  // Replaces the texts of rows by a note that they are stored elsewhere.
-  void Shorten(const int32_t* rows, int64_t size) {
+  // Replaces the texts of rows by a mark that another rank stores them.
+  void Release(const int32_t* rows, int64_t size) {
     tensorflow::mutex_lock lock(mutex_);
     for (int64_t i = 0; i < size; ++i) of_row_[rows[i]] = std::string();
   }
@@ -69,4 +69,4 @@ class KeptTexts {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_CUSTOM_OPS_VOCABULARY_KEPT_TEXTS_H_
+#endif  // TFDIST_CUSTOM_OPS_VOCABULARY_TEXT_STORE_H_
