@@ -48,20 +48,21 @@ REGISTER_OP("Tfdist>DecodeIds")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Decodes the messages of EncodeIds that arrived from all ranks.
+Decodes the messages of EncodeIds that this rank has received.
 
-An error record from any rank is raised as InvalidArgument, with the same text
-on all ranks; a malformed message as DataLoss. The samples are in order of their
-ranks, then features.
+If a message contains an error record, the op fails with InvalidArgument and the
+same text on all ranks. If a message is malformed, it fails with DataLoss. The
+S samples are ordered by sender, then by feature.
 
-payload: the messages, in order of the ranks they came from.
-splits: [world_size], bytes from every rank.
-row_splits: [S + 1], offsets of the samples.
+payload: messages from all ranks, ordered by sender.
+splits: [world_size], bytes of the message from each rank.
+row_splits: [S + 1], offsets of the samples in `rows`.
 rows: [n], rows of this rank's part of the feature's table.
-weights: [n], or [0] when all weights are 1.
-served: [world_size, features], samples from every rank; they sum to S.
-samples: [world_size], the scalar that every rank gave to EncodeIds.
-features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as in
+weights: [n], or [0] if all weights are 1.
+served: [world_size, features], number of samples of each rank and feature.
+  Their sum is S.
+samples: [world_size], input `samples` of EncodeIds on each rank.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as for
   EncodeIds.
 )doc");
 

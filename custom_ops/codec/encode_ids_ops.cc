@@ -59,35 +59,36 @@ REGISTER_OP("Tfdist>EncodeIds")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Codes the ids of this rank's samples for the ranks that own their rows.
+Encodes the ids of this rank's samples for the ranks that own their rows.
 
-The lists of a feature are merged per sample, duplicates combined (their weights
-summed) and the result compressed, one section per part of the table's rows; the
-message to a rank holds the sections of all features of which it has a cell. A
-bad id under out_of_range "error" becomes an error record that DecodeIds raises
-on all ranks.
+For each sample and feature, merges all lists and combines duplicates by summing
+their weights. The result is compressed into one section per part of the table's
+rows. The message to a rank contains the sections of all features of which this
+rank owns a cell. An invalid id of a feature with out_of_range "error" becomes
+an error record, which DecodeIds raises on all ranks.
 
 ids: L lists of ids, each [n_i].
-row_splits: L offset vectors, each [b_i + 1]; list i's ids of sample s are
+row_splits: L vectors of offsets, each [b_i + 1]. Ids of sample s in list i are
   ids[i][row_splits[i][s] : row_splits[i][s + 1]].
-weights: L vectors, each [n_i], or [0] when all weights are 1.
-samples: scalar, this rank's weight in the batch mean; travels along.
-payload: the messages, in order of the ranks they go to.
-send_splits: [world_size], bytes for every rank.
-sample_ids: for every rank and feature, in order, the samples whose ids the
-  section holds.
-sample_splits: [world_size, features], how many those are.
-features: F names, for errors.
-vocabulary_sizes, dims: rows and columns of the features' tables.
-row_parts, column_parts, ranks: cell (i, j) of feature f's table is on rank
-  i * column_parts[f] + j of the feature's ranks; those of all features are
-  concatenated.
-list_features: the feature of every list, ascending; none without a list.
-out_of_range: for every feature.
-unique: for every feature, whether every sample has one id and these ascend
-  strictly from sample to sample.
-in_blocks: whether GPUs decode: sections are cut into blocks, each to be read by
-  itself.
+weights: L vectors, each [n_i], or [0] if all weights are 1.
+samples: scalar, weight of this rank in the batch mean. Sent with the ids.
+payload: messages to all ranks, ordered by receiver.
+send_splits: [world_size], bytes of the message to each rank.
+sample_ids: for each rank and feature, in this order, the samples with ids in
+  the section.
+sample_splits: [world_size, features], number of these samples.
+features: F names, for error messages.
+vocabulary_sizes, dims: rows and columns of the table of each feature.
+row_parts, column_parts, ranks: placements. Cell (i, j) of the table of feature
+  f is on rank i * column_parts[f] + j of the ranks of f. `ranks` concatenates
+  the ranks of all features.
+list_features: index of the feature of each list, ascending. Each feature has at
+  least one list.
+out_of_range: for each feature, the policy for invalid ids.
+unique: for each feature, whether each sample has exactly one id, and the ids
+  are strictly ascending over the samples.
+in_blocks: whether to divide sections into blocks that can be decoded
+  independently, for decoding on a GPU.
 )doc");
 
 // Minimum number of ids that make a second thread worthwhile.

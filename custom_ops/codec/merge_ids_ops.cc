@@ -40,17 +40,17 @@ REGISTER_OP("Tfdist>MergeIds")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Merges the ids of a batch for a table that lies on this rank alone.
+Merges the lists of ids of a batch, for a table that only this rank has.
 
-What EncodeIds and DecodeIds do together, without the wire: same inputs, same
-policy for bad ids and same error. Duplicates are left to the lookup.
+The results are those of EncodeIds and DecodeIds on one rank, with the same
+policy for invalid ids and the same error. Duplicates are not combined.
 
 ids: N lists of ids, each [n_i].
-row_splits: N offset vectors, each [b + 1].
-weights: N vectors, each [n_i], or [0] when all weights are 1.
-merged_row_splits: [b + 1], offsets of the samples.
-rows: [n], the ids; one list with nothing to drop is passed on as it is.
-merged_weights: [n], or [0] when all weights are 1.
+row_splits: N vectors of offsets, each [b + 1].
+weights: N vectors, each [n_i], or [0] if all weights are 1.
+merged_row_splits: [b + 1], offsets of the samples in `rows`.
+rows: [n], valid ids. A single list of valid ids is returned without a copy.
+merged_weights: [n], or [0] if all weights are 1.
 )doc");
 
 template <typename Tids>

@@ -37,12 +37,12 @@ REGISTER_OP("Tfdist>PackNumbers")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Packs numbers for several receivers, without loss (see number_codec.h).
+Compresses numbers for several receivers without loss; see number_codec.h.
 
-values: [n], the numbers of receiver 0, then those of receiver 1, and so on.
-splits: [receivers], how many each gets.
-payload: the messages in the same order.
-byte_splits: [receivers], their bytes.
+values: [n], numbers of all receivers, ordered by receiver.
+splits: [receivers], count of numbers of each receiver.
+payload: messages to all receivers, in the same order.
+byte_splits: [receivers], bytes of each message.
 )doc");
 
 REGISTER_OP("Tfdist>UnpackNumbers")
@@ -57,12 +57,12 @@ REGISTER_OP("Tfdist>UnpackNumbers")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The inverse of PackNumbers.
+Decompresses messages of PackNumbers.
 
-payload: messages of several senders.
-byte_splits: [senders], their bytes.
-values: [n], the numbers of sender 0, then those of sender 1, and so on.
-splits: [senders], how many came from each.
+payload: messages from several senders, ordered by sender.
+byte_splits: [senders], bytes of each message.
+values: [n], numbers of all senders, in the same order.
+splits: [senders], count of numbers of each sender.
 )doc");
 
 constexpr int64_t kNanosecondsPerNumber = 2;

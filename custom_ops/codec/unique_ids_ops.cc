@@ -35,8 +35,8 @@ REGISTER_OP("Tfdist>UniqueIds")
 Finds the unique ids of a batch.
 
 ids: [n].
-unique: [u], the unique ids ascending.
-positions: [n]; ids[i] is unique[positions[i]].
+unique: [u], unique ids, ascending.
+positions: [n], such that ids[i] = unique[positions[i]].
 )doc");
 
 class UniqueIdsOp : public OpKernel {

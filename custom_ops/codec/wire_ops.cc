@@ -27,12 +27,13 @@ REGISTER_OP("Tfdist>RoundToWire")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Rounds to 16 bits at random, so that the mean is kept.
+Rounds to 16 bits by stochastic rounding, which preserves the mean.
 
 x: numbers of any shape.
-seed: scalar; with an element's index it determines the element's random bits.
-y: for every number one of its two neighbours in T, the nearer the likelier. NaN
-  and infinity are kept; beyond the largest number of T there is infinity.
+seed: scalar. Random bits of an element depend on the seed and its index only.
+y: each number rounded to one of its two neighbours in T. The nearer one has the
+  higher probability. NaN and infinity are preserved. The neighbour above the
+  largest finite number of T is infinity.
 )doc");
 
 class RoundToWireOp : public OpKernel {

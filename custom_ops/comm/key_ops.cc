@@ -24,8 +24,7 @@ REGISTER_OP("Tfdist>GroupInsertKey")
     .Input("value: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
-    .Doc(
-        "Gives a key a value on all ranks, unless some rank has given it one.");
+    .Doc("Sets the value of a key on all ranks, unless the key has a value.");
 
 REGISTER_OP("Tfdist>GroupAwaitKey")
     .Input("group: int64")
@@ -37,7 +36,9 @@ REGISTER_OP("Tfdist>GroupAwaitKey")
       c->set_output(0, c->Scalar());
       return absl::OkStatus();
     })
-    .Doc("Waits for the value of a key; timeout: seconds, 0 for no limit.");
+    .Doc(
+        "Waits until a key has a value, and returns it. timeout: limit in "
+        "seconds, 0 for no limit.");
 
 namespace {
 

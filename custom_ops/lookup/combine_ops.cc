@@ -43,19 +43,19 @@ REGISTER_OP("Tfdist>Combine")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Puts the pooled results of all owners together, the last stage of a lookup.
+Combines the pooled results of all owners, the last stage of a lookup.
 
-Row parts of a table are summed, in their order, column parts put beside each
-other.
+Row parts of a table are summed in order, and column parts are concatenated.
 
-parts: the values of Lookup that rank 0 sent to this one, then those of rank 1,
-  and so on; of every rank by feature, then by sample.
-sample_ids: the samples they belong to, ascending for a rank and feature.
-sample_splits: [world_size, F], how many samples those are.
-samples: [F], samples of every feature in this rank's batch.
-gradient_scale: scalar; what the gradient is multiplied with.
-results: [samples, dim] of every feature; zeros for samples without ids.
-features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as in
+parts: values of Lookup that this rank has received, ordered by sender, feature
+  and sample.
+sample_ids: sample of each received vector, ascending for each sender and
+  feature.
+sample_splits: [world_size, F], number of samples of each sender and feature.
+samples: [F], number of samples of each feature in the batch of this rank.
+gradient_scale: scalar, factor of the gradient.
+results: [samples, dim] for each feature, zeros for samples without ids.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as for
   EncodeIds.
 )doc");
 
@@ -78,15 +78,15 @@ REGISTER_OP("Tfdist>CombineGrad")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The gradient of Combine with respect to its parts.
+Computes the gradient of Combine with respect to its parts.
 
-grads: the gradients of Combine's results.
-sample_ids: as given to Combine.
-sample_splits: as given to Combine.
-features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as given to
-  Combine.
-gradient_scale: scalar; where it is 0 the result is, even if grads hold NaN.
-values: for every rank, the gradient of what it sent.
+grads: gradients of the results of Combine.
+sample_ids, sample_splits: as for Combine.
+features, vocabulary_sizes, dims, row_parts, column_parts, ranks: as for
+  EncodeIds.
+gradient_scale: scalar, factor of the gradient. If it is 0, the result is 0 even
+  if `grads` contain NaN.
+values: gradients of the parts, in the same order.
 )doc");
 
 // Returns the approximate time for a row: about a nanosecond for four numbers.

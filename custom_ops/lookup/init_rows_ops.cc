@@ -43,16 +43,18 @@ REGISTER_OP("Tfdist>InitRows")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Makes one cell of a table's initial values.
+Computes the initial values of one cell of a table.
 
-Element (id, column) is a function of them and of the seed alone, so that the
-table is the same for any world size and placement. Padding rows are zero.
+The value of element (id, column) depends only on id, column and seed, so that a
+table is the same for any number of ranks and any placement. Padding rows are
+zero.
 
 seed: scalar.
 block: [local rows, local columns].
-a: the constant; the lower bound; the mean.
-b: unused; the upper bound; the standard deviation.
-distribution: "truncated_normal" draws within two standard deviations.
+a: the constant, the lower bound, or the mean.
+b: unused for a constant; the upper bound, or the standard deviation.
+distribution: distribution of the values. "truncated_normal" draws within two
+  standard deviations of the mean.
 )doc");
 
 class InitRowsOp : public OpKernel {

@@ -54,19 +54,16 @@ REGISTER_OP("Tfdist>LookupGrad")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The gradient of Lookup with respect to the rows it touched.
+Computes the gradient of Lookup with respect to the rows that it read.
 
-A row's summands are added in the order of the samples, so that the bits do not
-depend on the number of threads.
+The contributions to a row are added in the order of the samples, so that the
+result does not depend on the number of threads.
 
-row_splits: [S + 1], as given to Lookup.
-rows: [n], as given to Lookup.
-weights: [n] or [0], as given to Lookup.
-served: [ranks, features], as given to Lookup.
-grad: the gradient of Lookup's values.
-unique_rows: [u] for every table, the unique rows, ascending.
-row_grads: [u, d] for every table, the gradient of every one of them.
-feature_tables, table_shapes: as given to Lookup.
+row_splits, rows, weights, served: as for Lookup.
+grad: gradient of the values of Lookup.
+unique_rows: [u] for each table, unique rows, ascending.
+row_grads: [u, d] for each table, gradients of these rows.
+feature_tables, table_shapes: as for Lookup.
 )doc");
 
 // The rows in [low, high) of a table, which one thread sorts.

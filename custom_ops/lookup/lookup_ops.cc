@@ -40,23 +40,27 @@ REGISTER_OP("Tfdist>Lookup")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums rows of tables per sample: the pooled lookup of all features of a layer.
+Computes the weighted sum of the rows of each sample, for all features.
 
-The samples come by the rank that asks for them, then by feature, as DecodeIds
-returns them, and so do their results: block (w, f) of values is the matrix
-[served[w, f], d] of table feature_tables[f] with its d columns.
+Samples and results are ordered by the rank that requested them, then by
+feature, as DecodeIds returns them. Block (w, f) of the values is the matrix
+[served[w, f], d], where d is the number of columns of table feature_tables[f].
 
-tables: the variables [rows, d], float or bfloat16; they are not copied.
-row_splits: [S + 1], offsets of the samples in rows.
-rows: [n], rows of the sample's table; an error if outside of it. On a GPU such
-  rows are left out: whoever makes them, DecodeIds or MergeIds, refuses them.
-weights: [n], or [0] when all weights are 1.
-served: [ranks, features], samples in every block; they sum to S.
-values: sum over a sample's entries of weight * row; 0 without any.
-send_splits: [ranks], how many of the values are for every rank.
-feature_tables: the table of every feature; -1 if none of its samples are here.
-table_shapes: [rows, d] of every table, for the gradient.
-shards: what every table is a shard of, for the gradient (lookup_ops.lookup).
+tables: variables [rows, d], float or bfloat16. They are not copied.
+row_splits: [S + 1], offsets of the samples in `rows`.
+rows: [n], rows of the table of the sample's feature. The op fails if a row is
+  out of range. On a GPU such rows are skipped instead, because DecodeIds and
+  MergeIds have checked them.
+weights: [n], or [0] if all weights are 1.
+served: [ranks, features], number of samples in each block. Their sum is S.
+values: for each sample, the sum of weight * row over its rows; 0 if it has
+  none.
+send_splits: [ranks], number of values for each rank.
+feature_tables: index of the table of each feature; -1 if this rank has no
+  samples of the feature.
+table_shapes: [rows, d] of each table, for the gradient.
+shards: for each table, what it is a shard of, for the gradient; see
+  lookup_ops.lookup.
 )doc");
 
 class LookupOp : public LookupKernel {

@@ -29,13 +29,13 @@ REGISTER_OP("Tfdist>Pool")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums rows of a matrix per sample: Lookup where the table is a tensor.
+Computes the weighted sum of the rows of each sample, from a tensor of rows.
 
-matrix: [u, d], a batch's unique rows.
-row_splits: [b + 1], offsets of the samples in positions.
-positions: [n], rows of the matrix; an error if outside of it.
-weights: [n], or [0] when all weights are 1.
-pooled: [b, d], sum over the sample's entries of weight * row.
+matrix: [u, d], unique rows of a batch.
+row_splits: [b + 1], offsets of the samples in `positions`.
+positions: [n], rows of the matrix. The op fails if one is out of range.
+weights: [n], or [0] if all weights are 1.
+pooled: [b, d], for each sample, the sum of weight * row over its positions.
 )doc");
 
 REGISTER_OP("Tfdist>PoolGrad")
@@ -52,17 +52,15 @@ REGISTER_OP("Tfdist>PoolGrad")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The gradient of Pool with respect to its matrix, a dense one.
+Computes the dense gradient of Pool with respect to its matrix.
 
-A row's summands are added in the order of the samples, so that the bits do not
-depend on the number of threads.
+The contributions to a row are added in the order of the samples, so that the
+result does not depend on the number of threads.
 
-rows: scalar, u.
-row_splits: [b + 1], as given to Pool.
-positions: [n], as given to Pool.
-weights: [n] or [0], as given to Pool.
-grad: [b, d], the gradient of Pool's result.
-matrix_grad: [u, d]; zeros for a row that no sample asked for.
+rows: scalar, the number u of rows of the matrix.
+row_splits, positions, weights: as for Pool.
+grad: [b, d], gradient of the result of Pool.
+matrix_grad: [u, d], zeros for rows that no sample uses.
 )doc");
 
 struct SumsOnCpu {

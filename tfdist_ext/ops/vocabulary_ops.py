@@ -246,7 +246,7 @@ def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
     Args:
         handle: the handle of a vocabulary.
         rows: int32 `[n]`, rows of the entire table. Rows below 1 are ignored,
-            and rows whose text is stored already or was shortened.
+            and rows whose text is stored already or was released.
         texts: string `[n]`.
     """
     return library().tfdist_store_texts(handle, rows, texts)
