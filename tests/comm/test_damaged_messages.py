@@ -99,10 +99,10 @@ def test_bytes_that_are_not_the_announced_rows_are_named(rank):
             f"rank 1 (b:1) sent 20 bytes and {rows} as the number of rows for "
             "all_gather 'sum'"
         ) in raised.value.message
-        assert raised.value.message.endswith(
+        assert (
             "expected a number of rows, and 4 bytes for each. Use the same "
             "version of tfdist_ext on all ranks"
-        )
+        ) in raised.value.message
 
 
 def test_the_same_message_twice_is_named(rank):
@@ -177,7 +177,7 @@ def test_bytes_that_nobody_expects_have_a_limit():
         flood(rank.peer[0], payloads()),
         pytest.raises(
             tf.errors.InternalError,
-            match=r"rank 1 \(b:1\).*1048576 bytes before",
+            match=r"rank 1 \(b:1\).*1048576 bytes that",
         ),
     ):
         rank.sum()
