@@ -15,7 +15,7 @@
 #include <system_error>
 #include <utility>
 
-#include "custom_ops/collective/clock.h"
+#include "custom_ops/comm/clock.h"
 
 namespace tfdist {
 
