@@ -554,8 +554,8 @@ def _hits(ids: TensorLike, labels: tf.Tensor, name: str) -> tf.Tensor:
     """1 if a negative has the id of the query's own candidate, else 0."""
     if ids is None:
         raise ValueError(
-            "remove_accidental_hits=True needs `candidate_ids`, by which hits "
-            f"are told (Retrieval '{name}')."
+            "remove_accidental_hits=True needs `candidate_ids`, which "
+            f"identify the hits (Retrieval '{name}')."
         )
     ids = tf.convert_to_tensor(ids)
     every, _ = in_order(ids)

@@ -425,8 +425,8 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             _LOG.warning("%s", self.faults[-1])
         if len(self.faults) >= self._most:
             raise RuntimeError(
-                f"NanGuard has met {len(self.faults)} steps that were not "
-                f"finite, and ends the training. The last: {self.faults[-1]}"
+                f"NanGuard ends the training after {len(self.faults)} steps "
+                f"that were not finite. The last: {self.faults[-1]}"
             )
 
     def _message(self, findings: list[Finding], batch: int) -> str:

@@ -226,10 +226,10 @@ class Walk:
         ):
             raise ValueError(
                 f"Resume: the checkpoint was made after {goal.taken} batches "
-                f"with {goal.samples} samples together, now there are batches "
-                f"of {sizes.sum()} samples. Where each rank reads its own data,"
-                " layers prefetch ids or batches vary in size, training can go "
-                "on only at the end of a batch. Give batches of "
+                f"with {goal.samples} samples in all, but a batch now has "
+                f"{sizes.sum()} samples. Where each rank reads its own data, "
+                "layers prefetch ids or batches vary in size, training can "
+                "only continue at the end of a batch. Make batches of "
                 f"{goal.samples // goal.taken} samples, as before."
             )
         trained = int(sizes.sum()) - (read - goal.samples)

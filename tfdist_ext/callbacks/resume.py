@@ -86,7 +86,7 @@ class PreemptionSignals:
                     if number not in numbers:
                         continue
                     if self.signal:
-                        sys.stderr.write("told to end twice: ends at once\n")
+                        sys.stderr.write("got a second signal: ends at once\n")
                         sys.stderr.flush()
                         os._exit(EXIT_CODE)
                     self.signal = signal.Signals(number).name

@@ -328,8 +328,8 @@ class SavedRun:
                 full = found.full.path(self._directory)
                 if _progress_in(full).get("id") != progress["since"]:
                     raise ValueError(
-                        f"It has what changed since another '{full}' than "
-                        "the one that is there."
+                        f"It is a delta to an earlier '{full}', which has "
+                        "been replaced."
                     )
         except (tf.errors.OpError, ValueError) as error:
             failure = tf.errors.DataLossError(None, None, str(error))
@@ -343,10 +343,11 @@ class SavedRun:
         if progress["seed"] != internals.global_seed():
             warnings.warn(
                 f"'{self.path}' was made with TensorFlow's seed "
-                f"{progress['seed']}, now it is {internals.global_seed()}: "
-                "shuffled data come in another order, and some samples of the "
-                "epoch twice. Call tf.keras.utils.set_random_seed before the "
-                "strategy is made.",
+                f"{progress['seed']}, but the seed is now "
+                f"{internals.global_seed()}. Shuffled data have another "
+                "order, so some samples of the epoch are read twice. Call "
+                "tf.keras.utils.set_random_seed before you create the "
+                "strategy.",
                 stacklevel=2,
             )
         return Place(**progress["place"]), progress["logs"]
@@ -484,9 +485,9 @@ def _build(model: Model) -> None:
     optimizer = model.optimizer
     if not model.built:
         raise ValueError(
-            f"Resume needs a model that is built: '{model.name}' gets its "
-            "variables in the first step only. Begin it with keras.Input, or "
-            "call model.build(input_shape)."
+            f"Resume needs a model that is built: '{model.name}' creates its "
+            "variables in the first step. Begin it with keras.Input, or call "
+            "model.build(input_shape)."
         )
     if not hasattr(optimizer, "build"):
         raise ValueError(

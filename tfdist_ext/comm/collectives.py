@@ -103,7 +103,7 @@ class Collectives:
         self.call_lock = calls.CallLock()
         self._tags = Tags(self.call_lock)
         self.machine: Machine | None = None
-        self.gpus = TableGpus(reason="the ranks were started without")
+        self.gpus = TableGpus(reason="the ranks were started without GPUs")
         self.loop: Loop | None = None
         self.corrects = True
         self.check = "auto"
@@ -152,8 +152,8 @@ class Collectives:
             raise RuntimeError(
                 "Two threads run or trace a step of one strategy at once "
                 f"(`{self._steps[-1].role}`, `{step.role}`). Their exchanges "
-                "would meet in another order on every rank: let one thread "
-                "of the program train, evaluate and predict."
+                "would run in another order on each rank. Let one thread of "
+                "the program train, evaluate and predict."
             )
         self._stepping_thread = me
         if step.graph is not None:

@@ -141,7 +141,9 @@ def resolve(address: Address) -> list[_Place]:
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(errno.EINVAL, f"{address[0]!r} is no name") from error
+        raise OSError(
+            errno.EINVAL, f"{address[0]!r} is not a host name"
+        ) from error
     places = [(int(family), where) for family, _, _, _, where in found]
     first = [each for each in places if each[0] == places[0][0]]
     others = [each for each in places if each[0] != places[0][0]]
@@ -284,13 +286,13 @@ class _Attempt:
             process, user = peer_process(self.connection)
             if user != os.geteuid():
                 raise handshake.StrangerError(
-                    f"process {process} of user {user} listens there, and "
-                    f"this one is of user {os.geteuid()}"
+                    f"process {process} of user {user} listens there, but "
+                    f"this process is of user {os.geteuid()}"
                 )
         # If no process listens on a port of the system's own range, TCP may
         # connect a socket to itself.
         elif self.connection.getsockname() == self.connection.getpeername():
-            raise handshake.StrangerError("it is this very socket")
+            raise handshake.StrangerError("the socket is connected to itself")
 
     def _send(self, move: handshake.Move) -> None:
         message, self._wanted = move

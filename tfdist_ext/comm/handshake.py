@@ -253,7 +253,7 @@ def _raise_unless_welcome(verdict: int, number: int) -> None:
     try:
         found = Verdict(verdict)
     except ValueError:
-        raise StrangerError(f"it gives the verdict {verdict}") from None
+        raise StrangerError(f"it sent the unknown verdict {verdict}") from None
     if found != Verdict.WELCOME:
         raise RefusedError(found, number)
 

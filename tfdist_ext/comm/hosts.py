@@ -41,11 +41,11 @@ _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: "it has another version of tfdist_ext",
     handshake.Verdict.OTHER_JOB: "it has another version of tfdist_ext",
     handshake.Verdict.TAKEN: (
-        "another launcher has come there with this --node-rank. Give every "
+        "another launcher has connected with this --node-rank. Give every "
         "host its own"
     ),
     handshake.Verdict.UNEXPECTED: (
-        "it expects other hosts, --nnodes differs. Give all hosts the same"
+        "it expects other hosts: --nnodes differs. Give all hosts the same"
     ),
     handshake.Verdict.WRONG_SECRET: (
         "it has another secret; set the same TFDIST_SECRET or "
@@ -174,8 +174,8 @@ def meet(
                     f"no answer from {link.name}: {error}"
                 ) from error
             _say(
-                f"{link.name} has ended before all hosts had come ({error}); "
-                "waiting for its next start"
+                f"{link.name} ended before all hosts had connected ({error}); "
+                "waiting until it starts again"
             )
 
 
@@ -195,7 +195,7 @@ def _exchange(
             answer = link.receive(max(0.0, deadline - time.monotonic()))
             if answer is None:
                 raise TimeoutError(
-                    "it has waited for other hosts longer than "
+                    "it has waited for other hosts for longer than "
                     f"--start-timeout {timeout:g}"
                 )
             meeting = _meeting(link, answer, len(hello["workers"]))
@@ -224,10 +224,10 @@ def _check_master(master: tuple[str, int]) -> None:
         host
     ):
         raise RendezvousError(
-            f"cannot listen on --master {addresses_lib.join(host, port)}: this "
-            f"host resolves its name {host!r} to {numeric}, where other hosts "
-            "do not reach it. Give the address by which they do, to all hosts; "
-            f"or correct the line of {host!r} in /etc/hosts"
+            f"cannot listen on --master {addresses_lib.join(host, port)}: "
+            f"this host resolves its name {host!r} to {numeric}, which other "
+            "hosts cannot reach. Give all hosts the address by which they "
+            f"reach this one, or correct the line of {host!r} in /etc/hosts"
         )
 
 
@@ -242,7 +242,7 @@ def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
         and 0 <= first_rank <= len(workers) - ranks
         and type(secret) is str
     ):
-        raise ValueError("it sent no place for this host")
+        raise ValueError("it sent no ranks for this host")
     return Meeting([link], workers, first_rank, secret)
 
 
@@ -278,7 +278,7 @@ def _receive_hosts(
         if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
             refused = refusals and f". Refused: {refusals}"
             raise RendezvousError(
-                f"hosts {missing} of {nnodes} did not come within "
+                f"hosts {missing} of {nnodes} did not connect within "
                 f"--start-timeout{refused}"
             )
         everyone = [
@@ -317,10 +317,12 @@ def _hear(link: Link, nnodes: int) -> list[str]:
     except ConnectionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RendezvousError(f"{link.name} has come, but: {error}") from error
+        raise RendezvousError(
+            f"{link.name} has connected, but: {error}"
+        ) from error
     if theirs != nnodes:
         raise RendezvousError(
-            f"{link.name} came with --nnodes {theirs}; expected {nnodes}"
+            f"{link.name} connected with --nnodes {theirs}; expected {nnodes}"
         )
     return addresses
 

@@ -283,7 +283,7 @@ class Listener:
                     self._ended.unregister(descriptor)
                     each.connection.close()
                     del self._connected[number]
-                    self._note(f"{each.name} (it came and ended)")
+                    self._note(f"{each.name} (it connected and ended)")
 
     def _accept(self, job: handshake.Job) -> None:
         try:
@@ -298,7 +298,9 @@ class Listener:
                     f"{error.strerror}: {len(self.missing)} connections are "
                     f"missing, and {shortage_of_files(needed)}",
                 ) from error
-            self._reject(self._handshakes[0], "no descriptor was left")
+            self._reject(
+                self._handshakes[0], "this process had no file descriptor left"
+            )
             return
         connection.setblocking(False)
         if connection.family == socket.AF_UNIX:
@@ -317,7 +319,7 @@ class Listener:
             handshake.listen(job, self.check),
         )
         if len(self._handshakes) >= MAX_HANDSHAKES:
-            self._reject(self._handshakes[0], "too many others came")
+            self._reject(self._handshakes[0], "too many others connected")
         self._handshakes.append(each)
         self._selector.register(connection, selectors.EVENT_READ, each)
         _, each.wanted = next(each.talk)

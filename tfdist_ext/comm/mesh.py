@@ -182,8 +182,8 @@ def _allow_descriptors(start: _Start, share_memory: bool) -> bool:
         )
     if allowed < needed + more:
         _LOG.warning(
-            "tfdist_ext: %s shares no memory with ranks of this host, which "
-            "talk by TCP: %s.",
+            "tfdist_ext: %s shares no memory with ranks of this host and uses "
+            "TCP for them: %s.",
             start.name(start.rank),
             listener.shortage_of_files(needed + more),
         )
@@ -210,9 +210,10 @@ def _connections(
     if listener.missing:
         missing = sorted({number // _KINDS for number in listener.missing})
         raise RuntimeError(
-            f"{start.name(start.rank)}: ranks {missing} have met it, but do "
-            f"not connect within startup_timeout={start.timeout:g} s. Are the "
-            "ports of this host open for them?"
+            f"{start.name(start.rank)}: ranks {missing} are connected to rank "
+            "0, but did not connect to this rank within "
+            f"startup_timeout={start.timeout:g} s. Are the ports of this host "
+            "open for them?"
         )
 
 
@@ -238,8 +239,8 @@ def _share(
     except OSError as error:
         met.check(_REASON_SECONDS)
         raise RuntimeError(
-            f"{start.name(start.rank)}: a rank that had connected has failed "
-            f"then: {error}"
+            f"{start.name(start.rank)}: a rank failed after it had connected: "
+            f"{error}"
         ) from error
     without = [
         peer
@@ -249,7 +250,7 @@ def _share(
     if without and neighbours.name:
         _LOG.warning(
             "tfdist_ext: rank %d shares no memory with ranks %s of this host "
-            "(%s): they talk by TCP.",
+            "(%s) and uses TCP for them.",
             start.rank,
             without,
             neighbours.failure or "they have not received it",

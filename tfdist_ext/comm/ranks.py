@@ -49,11 +49,11 @@ _REMEDIES = {
     ),
     handshake.Verdict.OTHER_JOB: (
         "it belongs to another job: its TF_CONFIG or launcher names other "
-        "ranks, or its tfdist_ext is another version. All ranks need the same "
-        "list of addresses, and two jobs different ports"
+        "ranks, or its version of tfdist_ext differs. Give all ranks the same "
+        "list of addresses, and every job ports of its own"
     ),
     handshake.Verdict.TAKEN: (
-        "another process has come there with the number of this rank. Give "
+        "another process has connected with the number of this rank. Give "
         "every process its own task index"
     ),
     handshake.Verdict.UNEXPECTED: "it expects no rank with this number",
@@ -118,7 +118,7 @@ class Meeting:
                 message = self._links[rank].receive(0.0)
             except (OSError, ValueError) as error:
                 self._fail(
-                    f"{self._links[rank].name} has ended while the ranks "
+                    f"{self._links[rank].name} ended while the ranks "
                     f"connected to each other ({error}). See its output"
                 )
             if message is None:
@@ -291,8 +291,8 @@ def _come(
                     f"{own} has reached {first}, which then ended: {error}"
                 ) from error
             _LOG.warning(
-                "tfdist_ext: %s: %s has ended before all ranks had come (%s). "
-                "This rank waits for its next start.",
+                "tfdist_ext: %s: %s ended before all ranks had connected "
+                "(%s). This rank waits until it starts again.",
                 own,
                 first,
                 error,
@@ -379,9 +379,9 @@ def _listen(
     except OSError as error:
         raise RuntimeError(
             f"rank 0 cannot listen at its address {addresses[0]!r}: {error}. "
-            "Perhaps another process has the port: one of an earlier run, or "
-            "one with the same task index. Give every process its own index, "
-            "and every job a free port, in TF_CONFIG or as MASTER_PORT."
+            "Another process may use the port: one of an earlier run, or one "
+            "with the same task index. Give every process its own index, and "
+            "every job a free port, in TF_CONFIG or as MASTER_PORT."
         ) from error
 
 
@@ -397,8 +397,8 @@ def _missing(
     refused = f" Refused: {listener.refusals}." if listener.refusals else ""
     return (
         f"{_named(listener.missing, addresses)} of {len(addresses)} ranks did "
-        f"not come to {addresses[0]} within startup_timeout={timeout:g} s."
-        f"{refused}"
+        f"not connect to {addresses[0]} within startup_timeout={timeout:g} "
+        f"s.{refused}"
     )
 
 
@@ -475,9 +475,9 @@ def _blob_of(link: Link) -> bytes:
     except ConnectionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(f"{link.name} has come and failed: {error}") from (
-            error
-        )
+        raise RuntimeError(
+            f"{link.name} connected and failed: {error}"
+        ) from error
 
 
 def _close(links: Mapping[int, Link]) -> None:

@@ -75,8 +75,9 @@ def _check_rows(table: str, rows: int, saved: int) -> None:
     if saved > rows:
         raise ValueError(
             f"Table '{table}' has {rows} rows; the checkpoint holds {saved}. "
-            "A vocabulary may grow, but not shrink: give DynamicVocabulary a "
-            f"capacity of at least {saved - 1}. Nothing was restored."
+            "The capacity of a dynamic vocabulary cannot become smaller: give "
+            f"DynamicVocabulary a capacity of at least {saved - 1}. Nothing "
+            "was restored."
         )
 
 

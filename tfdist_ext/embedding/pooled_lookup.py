@@ -55,9 +55,11 @@ def refuse_gradient(
         if each.weights.shape.num_elements() != 0:
             weights = tf.raw_ops.PreventGradient(
                 input=each.weights,
-                message=f"the weights of the ids of '{feature}' are data, and "
-                "what computes them is not trained: use "
-                "tf.stop_gradient(weights), or multiply looked-up rows.",
+                message=(
+                    f"the weights of the ids of '{feature}' have no gradient, "
+                    "so what computes them would not be trained. Use "
+                    "tf.stop_gradient(weights), or multiply looked-up rows."
+                ),
             )
             result = _connected(result, weights)
     return result
@@ -368,8 +370,8 @@ def _refuse_xla(name: str) -> None:
         raise ValueError(
             f"Layer '{name}' is called in a tf.function(jit_compile=True), or "
             "a model compiled with jit_compile=True. XLA cannot compile "
-            "lookups and exchanges. Leave jit_compile out there, and put "
-            "the dense layers alone, without this layer, into a "
+            "lookups and exchanges. Leave jit_compile out there, and call "
+            "only the dense layers, without this layer, in a "
             "tf.function(jit_compile=True)."
         )
 

@@ -61,11 +61,11 @@ def _checked(
             spec = shard_spec(variable)
             assert spec is not None
             raise ValueError(
-                f"Table '{spec.table}' is partitioned: of {spec.rows} x "
-                f"{spec.dim} numbers its kernel holds rank {spec.rank}'s "
-                f"{spec.local_shape[0]} x {spec.local_shape[1]}, by local row "
-                "numbers, and cannot stand for the table in an op, an index "
-                "or a loss. Read the whole table, on all ranks: "
+                f"Table '{spec.table}' is partitioned: its kernel holds rank "
+                f"{spec.rank}'s {spec.local_shape[0]} x {spec.local_shape[1]} "
+                f"of {spec.rows} x {spec.dim} numbers, by local row numbers, "
+                "and cannot be used for the whole table in an op, an index or "
+                "a loss. Read the whole table, on all ranks: "
                 "strategy.gather_table(layer), or get_embedding_tables() of a "
                 "DistributedEmbedding. kernel.numpy() is this rank's part."
             )
@@ -274,7 +274,8 @@ def _check(variable: Variable, old: ShardSpec | None, new: ShardSpec) -> None:
     ):
         raise ValueError(
             f"{old or 'A variable that is no part of a table'} cannot become "
-            f"{new}: only a partitioned table is moved, among the same ranks."
+            f"{new}: only a partitioned table can be moved, among the same "
+            "ranks."
         )
     if is_fixed(variable):
         raise ValueError(

@@ -160,12 +160,12 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
     where = addresses_lib.of_this_user(*options.master)
     if not (secret or options.allow_unauthenticated or isinstance(where, str)):
         raise hosts.RendezvousError(
-            "anybody who reaches --master "
-            f"{addresses_lib.join(*options.master)} would join this job: there "
-            f"is no secret. Set the same {secret_lib.SECRET} on all hosts, "
-            f"or {secret_lib.SECRET_FILE} to the path of a file that only "
-            "you can read, with the output of `openssl rand -hex 32`. In a "
-            "network that you trust, --allow-unauthenticated does without"
+            "this job has no secret, so anybody who reaches --master "
+            f"{addresses_lib.join(*options.master)} could join it. Set the "
+            f"same {secret_lib.SECRET} on all hosts, or "
+            f"{secret_lib.SECRET_FILE} to the path of a file that only you "
+            "can read, with the output of `openssl rand -hex 32`. In a "
+            "network that you trust, pass --allow-unauthenticated instead"
         )
     # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(options.n, "", own_ports(options)) as reserved:

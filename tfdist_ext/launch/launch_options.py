@@ -110,8 +110,8 @@ def _login(word: str) -> str:
         if _NAME.fullmatch(host):
             return word
     raise ValueError(
-        f"{word!r} is no name or address of a host, such as node1, 10.0.0.1, "
-        "[fd00::1] or me@node1; slots=N follows it after a space"
+        f"{word!r} is not a name or address of a host, such as node1, "
+        "10.0.0.1, [fd00::1] or me@node1; slots=N follows it after a space"
     )
 
 
@@ -220,8 +220,9 @@ def _check(
     if placed and options.max_restarts:
         parser.error(
             f"{placed}: --max-restarts is for ranks that tfdist-run -n, "
-            "--nnodes or --hostfile starts. Let what has started them start "
-            "them again, with callbacks.Resume they go on"
+            "--nnodes or --hostfile starts. Let the launcher that started "
+            "these ranks start them again; callbacks.Resume then continues "
+            "the training"
         )
     if options.min_ranks is not None and not (options.max_restarts and several):
         parser.error(
@@ -363,9 +364,11 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         type=_check_mode,
         action="append",
         metavar="MODE",
-        help="compare the first step of each fit with that of one process: "
-        "always, error (raise where they differ) or off; what the program "
-        "gives its strategy counts more",
+        help=(
+            "compare the first step of each fit with that of one process: "
+            "always, error (raise where they differ) or off; the program's "
+            "own argument of its strategy takes precedence"
+        ),
     )
 
 
@@ -391,8 +394,7 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long hosts that have not come back are waited for "
-        "(default 60)",
+        help="how long to wait for hosts that have not come back (default 60)",
     )
 
 
@@ -430,16 +432,20 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         "--master",
         type=_address,
         metavar="HOST:PORT",
-        help="where the hosts meet before the start: an address of host 0 that "
-        "the others reach, and any free port on it. Ranks use other ports, "
-        "which are chosen and exchanged there",
+        help=(
+            "address for the start: one of host 0 that the other hosts reach, "
+            "and any free port on it. The ranks use other ports, which "
+            "tfdist-run chooses"
+        ),
     )
     add(
         "--host",
         type=_host,
         metavar="HOST",
-        help="address of this host for the others (default: the one it reaches "
-        "the master with)",
+        help=(
+            "address of this host for the others (default: the one from which "
+            "it connects to the master)"
+        ),
     )
     add(
         "--start-timeout",

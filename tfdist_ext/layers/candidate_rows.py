@@ -373,8 +373,8 @@ def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
     """
     if candidates.shape.rank != 2 or not candidates.dtype.is_floating:
         raise ValueError(
-            "Candidates must be rows [n, dim] of floating numbers. Received: "
-            f"shape {candidates.shape}, dtype {candidates.dtype.name} (layer "
+            "Candidates must be floating-point rows [n, dim]. Received: shape "
+            f"{candidates.shape}, dtype {candidates.dtype.name} (layer "
             f"'{name}')."
         )
     check_ids(int(candidates.shape[0]), identifiers, name)
@@ -391,8 +391,8 @@ def check_ids(count: int, identifiers: Any, name: str) -> None:
     shape = tuple(tf.convert_to_tensor(identifiers).shape)
     if shape != (count,):
         raise ValueError(
-            f"Identifiers must be one for each of the {count} candidates. "
-            f"Received: shape {shape} (layer '{name}')."
+            f"There must be one identifier for each of the {count} "
+            f"candidates. Received: shape {shape} (layer '{name}')."
         )
 
 
@@ -424,8 +424,8 @@ class TableRows:
             wrong = self.rows[(self.rows < 0) | (self.rows >= size)]
             if self.rows.ndim != 1 or wrong.size:
                 raise ValueError(
-                    f"Argument `rows` must be [n] numbers of rows in [0, "
-                    f"{size}). Received: shape {self.rows.shape}, with "
+                    f"Argument `rows` must be row numbers [n] in [0, {size}). "
+                    f"Received: shape {self.rows.shape}, with "
                     f"{wrong[:5].tolist()} (layer '{name}')."
                 )
 
@@ -547,8 +547,8 @@ def _variable_of(given: Any, table: str | None) -> Any:
         return given
     if not given.built:
         raise ValueError(
-            f"Layer '{given.name}', whose rows are candidates, is not built: "
-            "call it before, or build it in `strategy.scope()`."
+            f"Layer '{given.name}', whose rows are the candidates, is not "
+            "built. Call it first, or build it in `strategy.scope()`."
         )
     if not hasattr(given, "get_embedding_tables"):
         return whole_tables.kernel_of(given)
@@ -568,7 +568,7 @@ def _variable_of(given: Any, table: str | None) -> Any:
 def _refuse_growing(variable: Variable) -> None:
     if marks.keys_of(variable) is not None:
         raise ValueError(
-            f"Table '{variable.name}' has a vocabulary that grows: rows "
-            "without a key would be candidates too. Give the rows of its keys "
+            f"Table '{variable.name}' has a dynamic vocabulary: rows without "
+            "a key would be candidates too. Pass the rows of its keys "
             "(`get_vocabularies`) as a tensor."
         )

@@ -448,8 +448,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         exclusions = tf.convert_to_tensor(exclusions)
         if exclusions.shape.rank != 2 or exclusions.shape[1] is None:
             raise ValueError(
-                "Argument `exclusions` must be [n, m], with as many for each "
-                f"query. Received: shape {exclusions.shape} (layer "
+                "Argument `exclusions` must be [n, m], with m identifiers for "
+                f"each query. Received: shape {exclusions.shape} (layer "
                 f"'{self.name}')."
             )
         k = self.k if k is None else k

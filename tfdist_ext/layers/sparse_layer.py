@@ -130,10 +130,9 @@ def _check_gpu(table: TableConfig, collectives: Collectives | None) -> None:
     reason = _why_no_gpu(collectives)
     if reason:
         raise ValueError(
-            f"Table {table.name!r} is to lie on a GPU, and there is none for "
-            f"it: {reason}. Received: storage={table.storage!r}. Leave "
-            "`storage` out, or use storage='host'; make a plan without "
-            "`device_memory`."
+            f"Table {table.name!r} cannot be placed on a GPU: {reason}. "
+            f"Received: storage={table.storage!r}. Leave `storage` out, or "
+            "use storage='host'; make a plan without `device_memory`."
         )
 
 
@@ -236,9 +235,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         if any(keras_internals.value_of(table) is None for table in tables):
             raise ValueError(
                 f"Layer '{self.name}' is first called in a tf.function of "
-                "yours while Keras builds the model, where variables cannot be "
-                "made. Call or build it before: "
-                "`with strategy.scope(): layer.build(input_shape)`."
+                "yours while Keras builds the model. Variables cannot be "
+                "created there. Call or build the layer before: `with "
+                "strategy.scope(): layer.build(input_shape)`."
             )
         return tables
 

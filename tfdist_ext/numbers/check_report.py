@@ -340,32 +340,32 @@ _ROUNDING = 1e-6
 _NEAR, _PARALLEL = 0.15, 0.95
 
 _SUM_OR_MEAN = (
-    "a sum over the samples counts as a mean, or a mean as a sum",
-    "write it as tfdist_ext.losses.batch_mean or batch_sum",
+    "a sum over the samples is treated as a mean, or a mean as a sum",
+    "compute it by tfdist_ext.losses.batch_mean or batch_sum",
 )
 _OF_A_LOOP = (
-    "gradients of a loop of your own are summed over the ranks",
+    "the loop sums gradients over the ranks",
     "divide losses by the samples of all ranks "
     "(tf.nn.compute_average_loss), or by strategy.num_replicas_in_sync, "
     "within the step",
 )
 _NORMALIZED = (
-    "BatchNormalization sees the samples of its rank only",
+    "BatchNormalization normalizes by the samples of its rank only",
     "BatchNormalization(synchronized=True)",
 )
 _STATE = (
-    "state that the step updates by the samples of its rank",
+    "the step updates a state from the samples of its rank only",
     "update it by tfdist_ext.losses.batch_mean or batch_sum, or give "
     "add_weight an aggregation=",
 )
 _METRIC = (
     "the states of this metric do not add up over the ranks",
-    "give its states an aggregation=, or update it by what "
-    "tfdist_ext.losses.gather_batch returns",
+    "give its states an aggregation=, or update it from the result of "
+    "tfdist_ext.losses.gather_batch",
 )
 _JOINT = (
-    "computed of all samples jointly, not by sample",
-    "compute it of what tfdist_ext.losses.gather_batch returns",
+    "it is computed from all samples jointly, not for each sample",
+    "compute it from the result of tfdist_ext.losses.gather_batch",
 )
 
 

@@ -175,15 +175,16 @@ class RowOptimizer(KerasDifferences):
         for variable in variables:
             if marks.keys_of(variable) and getattr(self, "use_ema", None):
                 raise ValueError(
-                    "Argument `use_ema` is not supported with a vocabulary "
-                    f"that grows: the average of '{variable.name}' would mix "
+                    "Argument `use_ema` is not supported with a dynamic "
+                    f"vocabulary: the average of '{variable.name}' would mix "
                     "keys that had the same row. Leave it out."
                 )
             if is_bfloat16_table(variable) and getattr(self, "use_ema", None):
                 raise ValueError(
                     "Argument `use_ema` is not supported with tables of "
                     f"bfloat16: the average of '{variable.name}' would lose "
-                    "most of its moves. Use float32 tables, or leave it out."
+                    "most of its changes to rounding. Use float32 tables, or "
+                    "leave it out."
                 )
         tables: dict[int, tuple[Any, list[Any]]] = {}
         for variable in variables:
@@ -204,7 +205,7 @@ class RowOptimizer(KerasDifferences):
             if wrong and getattr(self, option, None):
                 raise ValueError(
                     f"Argument `{option}` of {type(self).__name__} is not "
-                    "supported where a table has an optimizer for itself "
+                    "supported if a table has an optimizer of its own "
                     f"({type(own).__name__}). Leave one of them out."
                 )
 

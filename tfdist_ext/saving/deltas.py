@@ -104,9 +104,8 @@ def export_delta(model: Model, path: str | os.PathLike[str]) -> int:
     exported = marks.exported(model)
     if exported is None:
         raise ValueError(
-            f"Model '{model.name}' was not exported, so nothing is known to "
-            "have changed. Call tfdist_ext.export(model, folder, deltas=True) "
-            "before."
+            f"Model '{model.name}' was not exported, so its changes are not "
+            "known. Call tfdist_ext.export(model, folder, deltas=True) first."
         )
     collectives = shared_files.collectives_of(model)
     path = os.fspath(path)
@@ -239,7 +238,7 @@ def apply_delta(served: Any, path: str | os.PathLike[str]) -> dict[str, int]:
     """
     if not hasattr(served, "apply_delta"):
         raise ValueError(
-            "The model takes no deltas. Export it with "
+            "The model was exported without deltas. Export it with "
             "tfdist_ext.export(model, folder, deltas=True)."
         )
     found = served.apply_delta(tf.constant(os.fspath(path)))

@@ -96,8 +96,8 @@ def ask_user(original: Callable[[str], str], question: str) -> str:
 def _refuse_to_ask(question: str) -> None:
     # Ranks share one terminal or have none.
     raise FileExistsError(
-        f"{question.strip()} With several ranks nobody is asked, and nothing "
-        "was written. Pass overwrite=True, or another path."
+        f"{question.strip()} With several ranks there is no prompt, and "
+        "nothing was written. Pass overwrite=True, or another path."
     )
 
 

@@ -226,8 +226,8 @@ def refuse_by_name(
 ) -> Any:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
-            "tf.compat.v1.train.Saver knows neither ranks nor parts of a "
-            "table. Use tf.train.Checkpoint."
+            "tf.compat.v1.train.Saver supports neither several ranks nor "
+            "partitioned tables. Use tf.train.Checkpoint."
         )
     return original(saver, *args, **kwargs)
 

@@ -53,7 +53,7 @@ def inputs_of(model: Model, given: Nest = None) -> Nest:
         given = _known_inputs(model)
     if given is None:
         raise ValueError(
-            f"Model '{model.name}' does not say what it takes. Pass "
+            f"The inputs of model '{model.name}' are not known. Pass "
             "`inputs`: a batch as you give it to predict(), or a nest of "
             "tf.TensorSpec, tf.RaggedTensorSpec and tf.SparseTensorSpec."
         )
@@ -484,9 +484,9 @@ def _check_ops(model: Model, graph: tf.Graph) -> None:
     if found:
         raise ValueError(
             f"Model '{model.name}' cannot be exported: its call runs "
-            f"{', '.join(found)}, which nothing but this package can. Only "
-            "lookups of layers become stock ops. Take exchanges between ranks "
-            "out of what the model does with training=False."
+            f"{', '.join(found)}, which need this package. Only lookups of "
+            "layers become stock ops. Do not exchange values between ranks in "
+            "a call with training=False."
         )
 
 

@@ -408,8 +408,8 @@ def refuse_orbax(
     collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     raise ValueError(
-        "OrbaxCheckpoint would write each rank's part of the model to one "
-        f"place. Received: a strategy of {collectives.group.world_size} "
+        "OrbaxCheckpoint would write each rank's part of the model to the "
+        f"same path. Received: a strategy of {collectives.group.world_size} "
         "ranks. Use ModelCheckpoint, or tf.train.CheckpointManager."
     )
 

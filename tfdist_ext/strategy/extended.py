@@ -196,8 +196,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if not self.variable_created_in_scope(variable):
             raise ValueError(
                 f"Variable {variable.name!r} {variable.shape} was created "
-                "outside of strategy.scope(). A layer makes its variables "
-                "when it is built or called first: do that, too, inside of "
+                "outside of strategy.scope(). A layer creates its variables "
+                "when it is built or first called: build or call it inside of "
                 "`with strategy.scope():`."
             )
 

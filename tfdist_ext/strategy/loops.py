@@ -204,10 +204,10 @@ def _warn_of_eager_steps(model: Model) -> None:
     own = type(model).train_step is not keras.Model.train_step
     if own and model.run_eagerly:
         warnings.warn(
-            "With run_eagerly=True ranks cannot tell a sum over the samples "
-            "from a mean. A loss that `train_step` sums by hand would train "
-            "with too small gradients: use means (tf.reduce_mean, a loss of "
-            "Keras), or leave run_eagerly off.",
+            "With run_eagerly=True a sum over the samples cannot be told from "
+            "a mean. A loss that `train_step` sums by hand would train with "
+            "gradients that are too small: use means (tf.reduce_mean, a loss "
+            "of Keras), or leave run_eagerly off.",
             stacklevel=4,
         )
 
