@@ -150,13 +150,13 @@ Several hosts: the same command on each, with its own --node-rank.
   host0$ tfdist-run -n 4 --nnodes 2 --node-rank 0 --master host0:7000 train.py
   host1$ tfdist-run -n 4 --nnodes 2 --node-rank 1 --master host0:7000 train.py
 
-Or once, where ssh comes to all of them without a password: FILE has a line
-"host slots=4" for each.
+Or once, if ssh reaches all of them without a password. FILE has a line
+"host slots=4" for each host.
 
   $ tfdist-run --hostfile FILE train.py
 
-Where a cluster manager has set TF_CONFIG, or srun, mpirun and such have started
-tfdist-run for every rank, one rank is started, which is told so itself."""
+If a cluster manager has set TF_CONFIG, or srun, mpirun or the like has started
+tfdist-run for every rank, it starts one rank, which keeps these variables."""
 
 # Most ranks per host, and most hosts: a message cannot have the addresses of
 # more.
