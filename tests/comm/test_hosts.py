@@ -255,7 +255,7 @@ def test_a_host_that_disagrees_is_told() -> None:
     answer = launcher.receive(LIMIT)
     thread.join(LIMIT)
     assert answer is not None
-    assert "came with --nnodes 3; expected 2" in answer["error"]
+    assert "connected with --nnodes 3; expected 2" in answer["error"]
     assert outcome == [answer["error"]]
 
 
@@ -326,7 +326,7 @@ def test_without_a_secret_other_hosts_are_refused(
     arguments = ["--nnodes", "2", "--node-rank", "1"]
     assert command.main([*arguments, "--master", "10.9.8.7:7000", "x.py"]) == 1
     error = capsys.readouterr().err
-    assert "10.9.8.7:7000 would join this job: there is no secret" in error
+    assert "no secret, so anybody who reaches --master 10.9.8.7:7000" in error
     assert "--allow-unauthenticated" in error
 
 

@@ -118,7 +118,7 @@ def test_who_is_refused_learns_what_to_do(
     bad = (change.get("rank", 1), other, 2.0, change.get("secret", b"s"))
     first, second, refused = meet_all([*good, bad])
     assert remedy in refused or remedy in second
-    assert "rank 1 (127.0.0.1:1) of 3 ranks did not come" in first
+    assert "rank 1 (127.0.0.1:1) of 3 ranks did not connect" in first
     assert "Refused: 127.0.0.1:" in first
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_sends_nonsense_is_named(line, free_port):
     answer = link.receive(LIMIT)
     link.close()
     thread.join(LIMIT)
-    assert "rank 1 (127.0.0.1:1) has come and failed" in outcome[0]
+    assert "rank 1 (127.0.0.1:1) connected and failed" in outcome[0]
     assert answer == {"error": outcome[0]}, json.dumps(answer)
 
 
@@ -237,7 +237,7 @@ def test_rank_0_starts_again_while_the_others_wait(free_port, caplog):
         thread.join(LIMIT)
     expected = [b"blob 0", b"blob 1", b"blob 2"]
     assert outcomes == dict.fromkeys(range(3), expected)
-    assert f"rank 0 ({addresses[0]}) has ended before all" in caplog.text
+    assert f"rank 0 ({addresses[0]}) ended before all" in caplog.text
 
 
 def test_a_rank_that_ends_for_good_is_named(free_port):
@@ -246,7 +246,7 @@ def test_a_rank_that_ends_for_good_is_named(free_port):
     come_and_end(addresses, 1, b"dead")
     thread.join(LIMIT)
     assert "rank 1 (127.0.0.1:1), rank 2 (127.0.0.1:2) of 3" in outcomes[0]
-    assert "(it came and ended)" in outcomes[0]
+    assert "(it connected and ended)" in outcomes[0]
 
 
 def test_a_name_that_cannot_be_resolved_is_told_soon(

@@ -189,20 +189,23 @@ WRONG = [
     ({"RANK": "1"}, "torchrun.*WORLD_SIZE is missing"),
     ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes.*WORLD_SIZE, the completions"),
     # Without the host of rank 0.
-    (open_mpi(1, 2, 0, 1), "nothing tells where rank 0 runs.*-x MASTER_ADDR"),
-    (mpich(2, 4, 0, 2), "MPICH.*nothing tells where rank 0 runs"),
+    (
+        open_mpi(1, 2, 0, 1),
+        "no variable says where rank 0 runs.*-x MASTER_ADDR",
+    ),
+    (mpich(2, 4, 0, 2), "MPICH.*no variable says where rank 0 runs"),
     (
         horovodrun(1, 2, 0, 1, HOROVOD_GLOO_RENDEZVOUS_ADDR=""),
-        "horovodrun.*nothing tells where rank 0 runs",
+        "horovodrun.*no variable says where rank 0 runs",
     ),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "nothing tells where rank 0 runs"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "no variable says where rank 0 runs"),
     (
         {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"},
-        "Kubernetes.*nothing tells where rank 0 runs",
+        "Kubernetes.*no variable says where rank 0 runs",
     ),
     (
         slurm(1, 2, 1, 0, "1(x2)", SLURM_DISTRIBUTION="arbitrary"),
-        "nothing tells where rank 0 runs.*SLURM_DISTRIBUTION=arbitrary",
+        "no variable says where rank 0 runs.*SLURM_DISTRIBUTION=arbitrary",
     ),
     (
         slurm(1, 2, 1, 0, "1(x2)", SLURM_STEP_NODELIST="x[1-2]"),
