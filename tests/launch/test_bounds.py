@@ -84,7 +84,9 @@ def test_time_in_callbacks_is_no_input(at_end):
     assert [column[6] for column in columns] == ["0.00", "5.00"]
     assert [column[2] for column in columns] == ["0.10", "0.10"]
     if not at_end:
-        assert verdict.endswith("more time than they do in: callbacks."), verdict
+        assert verdict.endswith("more time than they do in: callbacks."), (
+            verdict
+        )
 
 
 def test_without_a_late_rank_the_kind_of_work_is_named():
