@@ -2,7 +2,7 @@
 """Tests of tfdist-run on several hosts, which all are this one.
 
 The launchers run as processes with a limit; what a stranger on the network may
-send is tested on `meet` itself, and on its listener in test_listener.py.
+send is tested on `exchange_addresses` itself, and on its listener in test_listener.py.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ def meet_as_master(
     port: int, outcome: list[object], timeout: float, secret: bytes
 ) -> None:
     try:
-        meeting = hosts.meet(
+        meeting = hosts.exchange_addresses(
             master=(HOST, port),
             node_rank=0,
             nnodes=2,
@@ -227,7 +227,7 @@ def test_strangers_delay_nobody() -> None:
 
 def come(port: int, node: int, secret: bytes = SECRET) -> None:
     """Comes to the master as a launcher."""
-    hosts.meet(
+    hosts.exchange_addresses(
         master=(HOST, port),
         node_rank=node,
         nnodes=2,
@@ -337,7 +337,7 @@ def test_launchers_of_another_user_are_refused(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     port, outcome, thread = start_master(timeout=1.0, secret=b"")
     with pytest.raises(hosts.RendezvousError, match="of user 0 listens there"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=(HOST, port),
             node_rank=1,
             nnodes=2,
@@ -356,7 +356,7 @@ def test_hosts_of_ipv6_meet() -> None:
     found: list[list[str]] = []
 
     def run(node: int) -> None:
-        with hosts.meet(
+        with hosts.exchange_addresses(
             master=("::1", port),
             node_rank=node,
             nnodes=2,
@@ -386,7 +386,7 @@ def test_a_host_that_is_lost_is_noticed_while_others_wait() -> None:
         link = Link(connection, "host 1")
         assert connection.getsockopt(*option) == 9000
         assert connection.getsockopt(*keepalive)
-        with hosts.Meeting([link], ["a:1", "b:1"], 0, ""):
+        with hosts.Rendezvous([link], ["a:1", "b:1"], 0, ""):
             assert connection.getsockopt(*option) == 0
             assert not connection.getsockopt(*keepalive)
 
@@ -398,7 +398,7 @@ def test_launchers_start_again_while_others_wait() -> None:
 
     def run(node: int, name: object, ports: list[int]) -> threading.Thread:
         def meet() -> None:
-            with hosts.meet(
+            with hosts.exchange_addresses(
                 master=(HOST, port),
                 node_rank=node,
                 nnodes=4,
@@ -441,7 +441,7 @@ def test_a_master_that_is_loopback_to_itself_is_refused(
     found = [(family, socket.SOCK_STREAM, 6, "", (numeric, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(hosts.RendezvousError, match=rf"'n0' to {numeric}"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=("n0", free_port()),
             node_rank=0,
             nnodes=2,
@@ -463,7 +463,7 @@ def test_a_missing_host_is_named_in_time() -> None:
 def test_a_missing_master_is_reported_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(hosts.RendezvousError, match="did not answer"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=(HOST, free_port()),
             node_rank=1,
             nnodes=2,
@@ -476,7 +476,7 @@ def test_a_missing_master_is_reported_in_time() -> None:
 
 def test_a_master_address_of_another_host_is_explained() -> None:
     with pytest.raises(hosts.RendezvousError, match="address of host 0"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=("192.0.2.1", 7000),  # TEST-NET-1, nobody's address.
             node_rank=0,
             nnodes=2,

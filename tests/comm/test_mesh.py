@@ -200,8 +200,8 @@ def end_at(stage, rank, error, monkeypatch):
         if at == stage and threading.get_ident() in ends:
             raise error
 
-    meeting, share = ranks.meeting, Neighbours.share
-    finish = ranks.Meeting.finish
+    meeting, share = ranks.rendezvous, Neighbours.share
+    finish = ranks.Rendezvous.finish
 
     @contextlib.contextmanager
     def meet(own, *arguments, **options):
@@ -219,9 +219,9 @@ def end_at(stage, rank, error, monkeypatch):
         end("shared")
         return finish(*arguments)
 
-    monkeypatch.setattr(ranks, "meeting", meet)
+    monkeypatch.setattr(ranks, "rendezvous", meet)
     monkeypatch.setattr(Neighbours, "share", share_memory)
-    monkeypatch.setattr(ranks.Meeting, "finish", finish_all)
+    monkeypatch.setattr(ranks.Rendezvous, "finish", finish_all)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 

@@ -20,12 +20,12 @@ SECRET = b"0123456789abcdef" * 2
 
 
 def meet_all(calls):
-    """Results, or errors, of several calls of `meet` at once."""
+    """Results, or errors, of several calls of `exchange_bytes` at once."""
     outcomes = [None] * len(calls)
 
     def call(place, rank, addresses, timeout, secret):
         try:
-            outcomes[place] = ranks.meet(
+            outcomes[place] = ranks.exchange_bytes(
                 rank,
                 addresses,
                 b"blob %d" % rank,
@@ -83,7 +83,9 @@ def test_all_learn_who_is_missing(free_port):
 def test_rank_0_is_out_of_reach(free_port, host, why):
     addresses = [f"{host}:{free_port()}", "127.0.0.1:1"]
     with pytest.raises(RuntimeError) as raised:
-        ranks.meet(1, addresses, b"", secret=b"", timeout=0.5, patience=0.1)
+        ranks.exchange_bytes(
+            1, addresses, b"", secret=b"", timeout=0.5, patience=0.1
+        )
     error = str(raised.value)
     assert f"cannot reach rank 0 ({addresses[0]}) within" in error
     assert "startup_timeout=0.5 s" in error and why in error
@@ -165,7 +167,7 @@ def start(rank, addresses, outcomes, blob=None, timeout=LIMIT, secret=SECRET):
 
     def run():
         try:
-            outcomes[rank] = ranks.meet(
+            outcomes[rank] = ranks.exchange_bytes(
                 rank,
                 addresses,
                 blob or b"blob %d" % rank,
@@ -310,7 +312,7 @@ def test_other_users_are_accepted_where_the_user_says_so(
 
     def run(rank):
         outcomes.append(
-            ranks.meet(
+            ranks.exchange_bytes(
                 rank,
                 addresses,
                 b"b",

@@ -58,7 +58,7 @@ class RendezvousError(Exception):
     """The hosts are not all connected; the message says what to change."""
 
 
-class Meeting:
+class Rendezvous:
     """The connections between launchers, after the exchange of addresses.
 
     Attributes:
@@ -81,7 +81,7 @@ class Meeting:
         for link in self._links:
             link.watch(False)  # ranks set their own limit for an interruption
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -117,7 +117,7 @@ class Meeting:
         link.close()
 
 
-def meet(
+def exchange_addresses(
     *,
     master: tuple[str, int],
     node_rank: int,
@@ -128,7 +128,7 @@ def meet(
     secret: bytes = b"",
     min_ranks: int | None = None,
     allow_unauthenticated: bool = False,
-) -> Meeting:
+) -> Rendezvous:
     """Exchanges the addresses of all ranks.
 
     Args:
@@ -173,7 +173,7 @@ def meet(
                 raise RendezvousError(
                     f"no answer from {link.name}: {error}"
                 ) from error
-            _say(
+            _print(
                 f"{link.name} ended before all hosts had connected ({error}); "
                 "waiting until it starts again"
             )
@@ -181,7 +181,7 @@ def meet(
 
 def _exchange(
     link: Link, hello: dict[str, Any], deadline: float, timeout: float
-) -> Meeting:
+) -> Rendezvous:
     """Sends host 0 the addresses of this host, and receives all.
 
     Raises:
@@ -198,7 +198,7 @@ def _exchange(
                     "it has waited for other hosts for longer than "
                     f"--start-timeout {timeout:g}"
                 )
-            meeting = _meeting(link, answer, len(hello["workers"]))
+            rendezvous = _checked(link, answer, len(hello["workers"]))
         except ConnectionError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -206,10 +206,10 @@ def _exchange(
                 f"no answer from {link.name}: {error}"
             ) from error
         unfinished.pop_all()
-    return meeting
+    return rendezvous
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"tfdist-run: {text}", file=sys.stderr, flush=True)
 
 
@@ -231,7 +231,7 @@ def _check_master(master: tuple[str, int]) -> None:
         )
 
 
-def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
+def _checked(link: Link, answer: dict[str, Any], ranks: int) -> Rendezvous:
     """Checks the answer of host 0 to a host with `ranks` ranks."""
     if "error" in answer:
         raise RendezvousError(f"{link.name} says: {answer['error']}")
@@ -243,7 +243,7 @@ def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
         and type(secret) is str
     ):
         raise ValueError("it sent no ranks for this host")
-    return Meeting([link], workers, first_rank, secret)
+    return Rendezvous([link], workers, first_rank, secret)
 
 
 def _receive_hosts(
@@ -254,7 +254,7 @@ def _receive_hosts(
     own: list[str],
     deadline: float,
     min_ranks: int | None,
-) -> Meeting:
+) -> Rendezvous:
     """Waits on host 0 for all others, then sends everyone the list."""
     workers = {0: own}
     links: dict[int, Link] = {}
@@ -272,7 +272,7 @@ def _receive_hosts(
                 # A host whose launcher ends is missing again.
                 with contextlib.suppress(ConnectionError):
                     for node in links.keys() - workers.keys():
-                        workers[node] = _hear(links[node], nnodes)
+                        workers[node] = _receive_addresses(links[node], nnodes)
                     if missing or listener.all_connected():
                         break
         if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
@@ -304,10 +304,10 @@ def _receive_hosts(
                 link.send({"error": str(error)}, _MESSAGE_SECONDS)
             link.close()
         raise RendezvousError(str(error)) from error
-    return Meeting(list(links.values()), everyone, 0, secret)
+    return Rendezvous(list(links.values()), everyone, 0, secret)
 
 
-def _hear(link: Link, nnodes: int) -> list[str]:
+def _receive_addresses(link: Link, nnodes: int) -> list[str]:
     """Receives the addresses of a host's ranks."""
     try:
         hello = link.receive(_MESSAGE_SECONDS)
@@ -375,7 +375,7 @@ def _reach(
     name = f"host 0 ({addresses_lib.join(*master)})"
 
     def report(reason: str) -> None:
-        _say(
+        _print(
             f"host {node_rank} has not reached {name} for "
             f"{connector.REPORT_SECONDS:g} s: {reason}; it goes on trying "
             "until --start-timeout"

@@ -130,7 +130,7 @@ class _SavedShard:
         if isinstance(value, dict):
             (value,) = value.values()
         if self._saved_rows < self._spec.rows:
-            value = self._with_room(value)
+            value = self._padded_to_rows(value)
         if not self._by_column:
             value = self._pick(value) if self._whole else self._spread(value)
         if self._saved_rows < self._spec.rows:
@@ -164,7 +164,7 @@ class _SavedShard:
             return f"{rows} {first},{size}"
         return f"{rows} {spec.dim} {first},{size}:0,{spec.dim}"
 
-    def _with_room(self, value: tf.Tensor) -> tf.Tensor:
+    def _padded_to_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Pads the values of fewer rows to the number of rows here."""
         first, end = self._rows_of(self._spec.rank)
         if self._whole or self._by_column:

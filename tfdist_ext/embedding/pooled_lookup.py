@@ -287,7 +287,7 @@ def pooled_lookup(
         return known
     ids = rows_of_keys(asked, collectives, learn)
     results: dict[int, tf.Tensor] = {}
-    for (partitioned, storage), chosen in sorted(_together(features).items()):
+    for (partitioned, storage), chosen in sorted(_grouped(features).items()):
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
@@ -311,7 +311,7 @@ def pooled_lookup(
     ]
 
 
-def _together(
+def _grouped(
     features: Sequence[Feature],
 ) -> dict[tuple[bool, Storage], list[int]]:
     """Groups features by whether their tables are partitioned, and storage."""
@@ -355,7 +355,7 @@ def look_up_together(
     return [[next(found) for _ in each.features] for each in lookups]
 
 
-def _rely_on_places(tables: Sequence[Variable]) -> None:
+def _fix_placements(tables: Sequence[Variable]) -> None:
     """Marks tables as fixed, because a graph relies on their placement.
 
     Graphs that only infer shapes do not, because they never run.
@@ -390,7 +390,7 @@ class _Exchange:
         tables: Sequence[Variable],
         ahead: Ahead | None,
     ) -> list[tf.Tensor]:
-        _rely_on_places(tables)
+        _fix_placements(tables)
         asked = self.ask(ids) if ahead is None else self.ask_ahead(ids, ahead)
         return self.answer(asked, tables)
 
@@ -432,13 +432,13 @@ class _Exchange:
         label: str,
         weight: tf.Tensor | None = None,
     ) -> Asked:
-        lists, poolings = self._travelling(ids)
+        lists, poolings = self._without_duplicates(ids)
         owned, route = input_dist(
             lists, self.features, self.collectives, label, weight
         )
         return Asked(owned, route, poolings)
 
-    def _travelling(
+    def _without_duplicates(
         self, ids: Sequence[Sequence[Ids]]
     ) -> tuple[list[Sequence[Ids]], list[exchange.Pooling]]:
         """Replaces the ids of features with unique rows by unique ids."""
@@ -446,8 +446,8 @@ class _Exchange:
         poolings = []
         for index, feature in enumerate(self.features):
             if feature.unique:
-                travel, pooling = exchange.ask_once(lists[index], feature)
-                lists[index] = [travel]
+                sent, pooling = exchange.ask_once(lists[index], feature)
+                lists[index] = [sent]
                 poolings.append(pooling)
         return lists, poolings
 

@@ -98,7 +98,7 @@ def _loops() -> list[Hook]:
             stage(model_state.compare_after_epochs, RANKS),
             on_all_ranks,
             compare_settings,
-            stage(before_training.shuffle_alike, RANKS),
+            stage(before_training.shuffle_equally, RANKS),
             place_first,
             *in_loop,
             in_scope,

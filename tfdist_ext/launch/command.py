@@ -44,7 +44,11 @@ def run_with_restarts(options: argparse.Namespace, attempt: Attempt) -> int:
     restarts = 0
     while True:
         ended = attempt(_options_of(options, restarts))
-        if ended.code == 0 or ended.told or restarts >= options.max_restarts:
+        if (
+            ended.code == 0
+            or ended.by_signal
+            or restarts >= options.max_restarts
+        ):
             return ended.code
         restarts += 1
         print(
@@ -169,7 +173,7 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
         )
     # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(options.n, "", own_ports(options)) as reserved:
-        meeting = hosts.meet(
+        rendezvous = hosts.exchange_addresses(
             master=options.master,
             node_rank=options.node_rank,
             nnodes=options.nnodes,
@@ -180,11 +184,14 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
             min_ranks=options.min_ranks if options.restarts else None,
             allow_unauthenticated=options.allow_unauthenticated,
         )
-        with meeting:
+        with rendezvous:
             ranks = ranks_of_host(
-                options, meeting.workers, meeting.first_rank, meeting.secret
+                options,
+                rendezvous.workers,
+                rendezvous.first_rank,
+                rendezvous.secret,
             )
-            return _run_ranks(ranks, options, meeting)
+            return _run_ranks(ranks, options, rendezvous)
 
 
 def own_ports(options: argparse.Namespace) -> range:

@@ -336,7 +336,7 @@ def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
         The microseconds and the rank that came last, by the id of the event.
     """
     found = {}
-    for group in _together(events):
+    for group in _grouped(events):
         last = max(group, key=lambda event: event.start)
         for event in group:
             waited = min(last.start, event.end) - event.start
@@ -344,7 +344,7 @@ def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
     return found
 
 
-def _together(events: Sequence[Event]) -> list[list[Event]]:
+def _grouped(events: Sequence[Event]) -> list[list[Event]]:
     """Groups of events, on all ranks, that are one exchange each.
 
     An exchange that began before the trace is left out: on some ranks it may
@@ -365,7 +365,7 @@ def _lateness(events: Sequence[Event], steps: int) -> dict[int, float]:
     """
     spans: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
     ranks = {event.rank for event in events}
-    for group in _together(events):
+    for group in _grouped(events):
         ordered = sorted(group, key=lambda event: event.start)
         if len(ordered) > 1:
             # The last but one has begun, and only waits for the last.

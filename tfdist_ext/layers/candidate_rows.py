@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.embedding import pooled_lookup
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding import whole_tables
@@ -84,7 +84,9 @@ def best_candidates(
         return _best_here(queries, part, k)
     world_size = collectives.group.world_size
     dim, dtype = queries.shape[-1], queries.dtype.name
-    agree(collectives, [f"search {label}: k={k}, queries {dtype} [n, {dim}]"])
+    check_same(
+        collectives, [f"search {label}: k={k}, queries {dtype} [n, {dim}]"]
+    )
     everyone, sizes = collectives.all_gather_parts(queries, f"{label}/queries")
     answers = _best_here(everyone, part, k)
     names = ("scores", "positions")
@@ -206,7 +208,9 @@ class OwnRows:
         sizes = [int(batch.shape[0]) for batch in batches]
         if collectives is not None:
             kind = f"{rows.dtype.name} [n, {rows.shape[1]}]"
-            agree(collectives, [f"candidates, {len(sizes)} batches of {kind}"])
+            check_same(
+                collectives, [f"candidates, {len(sizes)} batches of {kind}"]
+            )
         positions, self.count = _positions(sizes, collectives)
         self.dim = int(rows.shape[1])
         self.ids = None

@@ -137,7 +137,7 @@ class DistributedEmbedding(DynamicTables):
             self._feature(config, specs, placements)
             for config in self._configs.features
         ]
-        self._agree(features)
+        self._check_same_features(features)
         tables = self._configs.tables
         initializers = [
             keras.initializers.get(table.initializer) for table in tables

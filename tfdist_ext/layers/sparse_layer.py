@@ -270,7 +270,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             return 0, 1
         return self._collectives.group.rank, self._collectives.group.world_size
 
-    def _agree(self, features: Sequence[Feature]) -> None:
+    def _check_same_features(self, features: Sequence[Feature]) -> None:
         """Checks that all ranks place the tables equally; a joint call.
 
         Raises:
@@ -464,7 +464,7 @@ class OneTable(SparseLayer):
             unique=sharding.deduplicate,
         )
         self._features = [self.feature]
-        self._agree(self._features)
+        self._check_same_features(self._features)
         return self.spec
 
     def _placement(self) -> TablePlacement:

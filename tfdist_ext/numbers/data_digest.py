@@ -231,8 +231,10 @@ def _digest(
         of_feature = [next(rest) for _ in range(count)]
         blob = b"".join(part.tobytes() for part in of_feature)
         known = hashlib.blake2b(blob, digest_size=8).digest()
-        alike = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
-        rows.append((int.from_bytes(known, "little", signed=True), int(alike)))
+        repeats = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
+        rows.append(
+            (int.from_bytes(known, "little", signed=True), int(repeats))
+        )
     return np.array(rows, np.int64)
 
 
@@ -257,12 +259,12 @@ def _judge(
             f"The ranks read different data: {what} have "
             f"{_by_rank(samples.tolist())} samples. {REMEDY}"
         )
-    hashes, alike = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
+    hashes, repeats = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
     differ = (hashes != hashes[0]).any(axis=0)
     ranks = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
     listed = ", ".join(f"'{names[i]}'" for i in np.flatnonzero(differ)[:8])
     # A feature whose rows are all equal shows nothing about their order.
-    if may_differ or (~differ & ~alike).any():
+    if may_differ or (~differ & ~repeats).any():
         warnings.warn(
             f"The ranks read different values in {what}: {listed} of rank(s) "
             f"{ranks} differ from rank 0's. This is correct if the input "

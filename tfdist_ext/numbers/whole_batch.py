@@ -19,7 +19,7 @@ from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.calls import Step
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.numbers.dependence import QUOTIENTS
 from tfdist_ext.numbers.dependence import BatchDependence
 from tfdist_ext.numbers.kinds import COUNT
@@ -400,7 +400,7 @@ def gather(
     Returns:
         The gathered rows of each tensor, in order.
     """
-    agree(collectives, [f"{label} of {_kinds(tensors)}"])
+    check_same(collectives, [f"{label} of {_kinds(tensors)}"])
     packed = [i for i, x in enumerate(tensors) if _is_packed(x)]
     found: dict[int, tuple[Rows, tf.Tensor]] = {}
     if packed:

@@ -200,7 +200,7 @@ def check_table_optimizer(optimizer: Any, variable: Variable) -> None:
     """
     keys = marks.keys_of(variable)
     by_rows = marks.does_work_over_ranks(optimizer)
-    if keys is not None and keys.config.takes_back and not by_rows:
+    if keys is not None and keys.config.reuses_rows and not by_rows:
         raise ValueError(
             f"Table '{variable.name}' gives the rows of evicted keys to new "
             f"keys, and {type(optimizer).__name__} would keep the slots of "

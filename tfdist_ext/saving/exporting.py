@@ -55,7 +55,7 @@ def write_model(
         collectives: collectives of the strategy; None in one process.
     """
     rank = 0 if collectives is None else collectives.group.rank
-    folder = _beside(path, "writing")
+    folder = _hidden_path(path, "writing")
     parts = f"{folder}/{_PARTS}"
     try:
         if rank == 0:
@@ -81,7 +81,7 @@ def _barrier(collectives: Collectives | None, label: str) -> None:
         collectives.barrier(f"export/{label}")
 
 
-def _beside(path: str, what: str) -> str:
+def _hidden_path(path: str, what: str) -> str:
     folder, name = os.path.split(path.rstrip("/"))
     return os.path.join(folder, f".{what}-{name}")
 
@@ -257,7 +257,7 @@ def _place(folder: str, path: str) -> None:
     if not gfile.exists(path):
         gfile.rename(folder, path)
         return
-    old = _beside(path, "replaced")
+    old = _hidden_path(path, "replaced")
     _remove(old)
     gfile.rename(path, old)
     gfile.rename(folder, path)
@@ -320,7 +320,7 @@ def export(
     with (
         contextlib.nullcontext()
         if collectives is None
-        else collectives.together(f"export to '{path}'", all_end=True)
+        else collectives.joint_call(f"export to '{path}'", end_barrier=True)
     ):
         place = None
         if tables == "files":

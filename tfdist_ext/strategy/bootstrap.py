@@ -299,7 +299,7 @@ def locate(
     own_host = _own_host(launched, timeout)
     secret = secret_lib.find_secret(os.environ)
     check_secret(launched.master, secret, allow_unauthenticated)
-    hosts = ranks.meet(
+    hosts = ranks.exchange_bytes(
         launched.rank,
         launched.names,
         own_host.encode(),
@@ -412,9 +412,13 @@ def start_horovod(collectives: Collectives) -> None:
         tf.errors.AbortedError: another rank raised one of these errors.
     """
     group = collectives.group
-    with collectives.together("load Horovod", all_end=True, own_first=True):
+    with collectives.joint_call(
+        "load Horovod", end_barrier=True, own_error_first=True
+    ):
         hvd = _load()
-    with collectives.together("start Horovod", all_end=True, own_first=True):
+    with collectives.joint_call(
+        "start Horovod", end_barrier=True, own_error_first=True
+    ):
         hvd.init()
         if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
             raise RuntimeError(

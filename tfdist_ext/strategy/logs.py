@@ -340,8 +340,8 @@ def _of_constant(
         _warn_of_integer(
             value, name, "that of rank 0, or the sum if they differ"
         )
-    alike = tf.reduce_all(everyone == everyone[0])
-    whole = tf.where(alike, everyone[0], tf.reduce_sum(everyone))
+    equal = tf.reduce_all(everyone == everyone[0])
+    whole = tf.where(equal, everyone[0], tf.reduce_sum(everyone))
     return tf.cast(whole, value.dtype)
 
 

@@ -95,7 +95,7 @@ class DynamicVocabulary:
         return self.capacity + 1
 
     @property
-    def takes_back(self) -> bool:
+    def reuses_rows(self) -> bool:
         """Whether a key may lose its row."""
         return self.evict is not None or self.steps_to_live is not None
 
