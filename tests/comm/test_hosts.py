@@ -2,7 +2,8 @@
 """Tests of tfdist-run on several hosts, which all are this one.
 
 The launchers run as processes with a limit; what a stranger on the network may
-send is tested on `exchange_addresses` itself, and on its listener in test_listener.py.
+send is tested on `exchange_addresses` itself, and on its listener in
+test_listener.py.
 """
 
 import contextlib
