@@ -266,7 +266,7 @@ def test_a_host_with_a_number_of_no_host_is_refused(node: int) -> None:
     with pytest.raises(hosts.RendezvousError, match="--nnodes differs"):
         come(port, node)
     thread.join(LIMIT)
-    assert "hosts [1] of 2 did not come" in str(outcome)
+    assert "hosts [1] of 2 did not connect" in str(outcome)
     assert "Refused: 127.0.0.1:" in str(outcome)
 
 
@@ -305,7 +305,7 @@ def test_a_secret_keeps_others_out(tmp_path: pathlib.Path) -> None:
     with pytest.raises(hosts.RendezvousError, match="another secret"):
         come(port, 1, b"another")
     thread.join(LIMIT)
-    assert "did not come" in str(outcome)
+    assert "did not connect" in str(outcome)
 
 
 def test_without_a_secret_the_ranks_get_one_of_their_own(
@@ -458,7 +458,7 @@ def test_a_missing_host_is_named_in_time() -> None:
     _, outcome, thread = start_master(timeout=0.5)
     thread.join(LIMIT)
     assert time.monotonic() - begin < 10
-    assert "hosts [1] of 2 did not come" in str(outcome)
+    assert "hosts [1] of 2 did not connect" in str(outcome)
 
 
 def test_a_missing_master_is_reported_in_time() -> None:

@@ -265,7 +265,7 @@ def test_a_name_that_cannot_be_resolved_is_told_soon(
         "(no-such-host.invalid:7) of 2 ranks. It goes on for "
         "startup_timeout=1 s. no-such-host.invalid cannot be resolved here: "
     ) in caplog.text
-    assert "did not come" in outcomes[0]
+    assert "did not connect" in outcomes[0]
     caplog.clear()
     others = list(reversed(addresses))
     start(1, others, outcomes, timeout=1.0).join(LIMIT)

@@ -478,14 +478,14 @@ class OneTable(SparseLayer):
             self.plan = make_plan(
                 [self._described], self.wire, self._collectives
             )
-            self._collectives.gpus.give(self.plan.device_memory)
+            self._collectives.gpus.reserve(self.plan.device_memory)
         return self.plan.placement_of(self.name)
 
     def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
         """Returns the feature config with the feature that is looked up."""
         return [(self._described, self.feature)]
 
-    def take_places(
+    def set_placements(
         self, features: Mapping[int, Feature], plan: ShardingPlan
     ) -> None:
         """Takes the new placement of a table that a plan has moved.

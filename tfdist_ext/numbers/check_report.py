@@ -296,7 +296,9 @@ def _of_all_ranks(
 
 def _squares(item: _Item) -> list[float]:
     """Squared norms of both, their difference, noise; product; squared size."""
-    whole, again, ranks = _alike(item.whole, item.again, item.ranks)
+    whole, again, ranks = _vectors_of_equal_size(
+        item.whole, item.again, item.ranks
+    )
     return [
         float(whole @ whole),
         float(ranks @ ranks),
@@ -307,7 +309,7 @@ def _squares(item: _Item) -> list[float]:
     ]
 
 
-def _alike(*values: Any) -> list[np.ndarray]:
+def _vectors_of_equal_size(*values: Any) -> list[np.ndarray]:
     """Vectors of equal sizes; of rows, all that occur in any of the values."""
     rows = [value for value in values if isinstance(value, Rows)]
     if not rows:
@@ -422,7 +424,7 @@ def findings(
         norm = max(each.whole, min(each.ranks, 2 * each.whole))
         allowed = known.tolerance * norm + _ROUNDING * floor + 1e-12
         if known.is_random:
-            noise = max(each.noise, _loudness(compared, each.kind) * norm)
+            noise = max(each.noise, _noise_level(compared, each.kind) * norm)
             allowed += _RANDOM_TIMES * noise
         if not each.apart <= allowed:  # Also if it is NaN.
             found.append(Finding(each, *_cause(each, known)))
@@ -440,7 +442,7 @@ def _relative(compared: Compared) -> float:
     return compared.apart / (compared.whole + 1e-30)
 
 
-def _loudness(compared: Sequence[Compared], kind: str) -> float:
+def _noise_level(compared: Sequence[Compared], kind: str) -> float:
     """Median relative change of a kind of values by random ops.
 
     A single number may be the same in two runs by chance.

@@ -104,7 +104,7 @@ def share_of_rank() -> tf.Tensor:
     return known[graph]
 
 
-def know_share(value: tf.Tensor) -> None:
+def store_share(value: tf.Tensor) -> None:
     """Stores the value of `share_of_rank` if an exchange has computed it."""
     step = keras_loop_step()
     assert step is not None

@@ -188,17 +188,17 @@ class RowOptimizer(KerasDifferences):
                 )
         tables: dict[int, tuple[Any, list[Any]]] = {}
         for variable in variables:
-            if self._hands_on(variable):
+            if self._has_own_optimizer(variable):
                 own = own_optimizer(variable)
                 tables.setdefault(id(own), (own, []))[1].append(variable)
         # Keras tracks this attribute, and saves the optimizers' variables.
         self.table_optimizers = [own for own, _ in tables.values()]
         for own, mine in tables.values():
-            self._refuse_beside(own)
+            self._refuse_with_own_optimizer(own)
             own.build(mine)
             own._require_known(mine)
 
-    def _refuse_beside(self, own: Any) -> None:
+    def _refuse_with_own_optimizer(self, own: Any) -> None:
         """Refuses options that need the slots of every variable here."""
         refused = {"gradient_accumulation_steps": True, "use_ema": not KERAS_3}
         for option, wrong in refused.items():
@@ -221,7 +221,7 @@ class RowOptimizer(KerasDifferences):
                     "Make a new one, and a new TableConfig, for every model."
                 ) from None
 
-    def _hands_on(self, variable: Variable) -> bool:
+    def _has_own_optimizer(self, variable: Variable) -> bool:
         return own_optimizer(variable) not in (None, self)
 
     def update_step(
@@ -235,7 +235,7 @@ class RowOptimizer(KerasDifferences):
                 replica.
             *learning_rate: the learning rate in Keras 3, nothing in tf_keras.
         """
-        if self._hands_on(variable):
+        if self._has_own_optimizer(variable):
             own = own_optimizer(variable)
             own.update_step(gradient, variable, *own.rate_argument())
             return

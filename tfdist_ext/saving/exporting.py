@@ -218,7 +218,7 @@ def _merge(
         )
     variables = f"{folder}/variables/variables"
     others = {
-        **_values_beside_tables(served, variables),
+        **_values_without_tables(served, variables),
         **{f"dense/{i}/{_VALUE}": value for i, value in enumerate(dense)},
     }
     with tf.device("CPU:0"):
@@ -238,7 +238,7 @@ def _merge(
     _remove(f"{folder}/{_PARTS}")
 
 
-def _values_beside_tables(
+def _values_without_tables(
     served: ServedModel, variables: str
 ) -> dict[str, tf.Tensor]:
     """The saved values of everything but the tables, by name."""

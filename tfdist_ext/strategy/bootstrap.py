@@ -323,7 +323,7 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
     """Gets the host of rank 0, which rank 0 stores in horovodrun's store."""
     store = addresses_lib.split(launched.store)
     if launched.rank == 0:
-        host = _way_to(launched.store, timeout)
+        host = _source_address(launched.store, timeout)
         put_text(store, host)
     else:
         host = get_text(store, timeout)
@@ -334,13 +334,13 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
 def _own_host(launched: Launched, timeout: float) -> str:
     """Numeric address of this host from which rank 0 is reached."""
     if launched.rank != 0:
-        return _way_to(launched.master, timeout)
+        return _source_address(launched.master, timeout)
     numeric = addresses_lib.bind_address(launched.master)
     _check_first(launched, numeric)
     return numeric
 
 
-def _way_to(address: str, timeout: float) -> str:
+def _source_address(address: str, timeout: float) -> str:
     """Numeric address of this host from which an address is reached.
 
     Args:

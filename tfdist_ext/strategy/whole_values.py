@@ -331,7 +331,7 @@ def _gathered(
         _warn_of_many_bytes(who, new)
         for found in whole_batch.gather(collectives, new, LABEL):
             step.rows[graph, id(found.own)] = found
-            whole_batch.know_share(found.share())
+            whole_batch.store_share(found.share())
     return [step.rows[graph, id(x)] for x in tensors]
 
 
