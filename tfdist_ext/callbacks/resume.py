@@ -310,7 +310,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
             self._save(whole=True)
         self._finish()
         if preempted:
-            self._exit()
+            self._stop()
         if position.step != self._run.step:
             raise OSError(f"Resume: {self._run.lost(position.step)}.")
 
@@ -326,7 +326,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
                 if tracker.position.step != self._run.step:
                     self._save()
                     self._finish()
-                self._exit()
+                self._stop()
             if wanted and self._run.phase == saved_run.NOTHING:
                 self._save()
         self._logs = self._train(tracker.iterator)
@@ -367,7 +367,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._run.seconds += time.monotonic() - start
         self.seconds = self._run.seconds
 
-    def _exit(self) -> None:
+    def _stop(self) -> None:
         assert self._tracker is not None
         run, step = self._run, self._tracker.position.step
         name = self._preemption.signal

@@ -55,11 +55,9 @@ def refuse_gradient(
         if each.weights.shape.num_elements() != 0:
             weights = tf.raw_ops.PreventGradient(
                 input=each.weights,
-                message=(
-                    f"the weights of the ids of '{feature}' have no gradient, "
-                    "so what computes them would not be trained. Use "
-                    "tf.stop_gradient(weights), or multiply looked-up rows."
-                ),
+                message=f"the weights of the ids of '{feature}' have no "
+                "gradient, so what computes them would not be trained. Use "
+                "tf.stop_gradient(weights), or multiply looked-up rows.",
             )
             result = _connected(result, weights)
     return result

@@ -221,8 +221,7 @@ def _check(
         parser.error(
             f"{placed}: --max-restarts is for ranks that tfdist-run -n, "
             "--nnodes or --hostfile starts. Let the launcher that started "
-            "these ranks start them again; callbacks.Resume then continues "
-            "the training"
+            "these ranks start them again; callbacks.Resume continues then"
         )
     if options.min_ranks is not None and not (options.max_restarts and several):
         parser.error(
@@ -364,11 +363,9 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         type=_check_mode,
         action="append",
         metavar="MODE",
-        help=(
-            "compare the first step of each fit with that of one process: "
-            "always, error (raise where they differ) or off; the program's "
-            "own argument of its strategy takes precedence"
-        ),
+        help="compare the first step of each fit with that of one process: "
+        "always, error (raise where they differ) or off; the program's "
+        "own argument of its strategy takes precedence",
     )
 
 
@@ -432,20 +429,16 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         "--master",
         type=_address,
         metavar="HOST:PORT",
-        help=(
-            "address for the start: one of host 0 that the other hosts reach, "
-            "and any free port on it. The ranks use other ports, which "
-            "tfdist-run chooses"
-        ),
+        help="address for the start: one of host 0 that the other hosts reach, "
+        "and any free port on it. The ranks use other ports, which "
+        "tfdist-run chooses",
     )
     add(
         "--host",
         type=_host,
         metavar="HOST",
-        help=(
-            "address of this host for the others (default: the one from which "
-            "it connects to the master)"
-        ),
+        help="address of this host for the others (default: the one from which "
+        "it connects to the master)",
     )
     add(
         "--start-timeout",
