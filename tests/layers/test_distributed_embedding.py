@@ -218,7 +218,7 @@ def test_mistakes_are_explained():
     layer = DistributedEmbedding({"a": feature("a", table())})
     with pytest.raises(ValueError, match="must have the structure"):
         layer({"b": tf.constant([1])})
-    with pytest.raises(ValueError, match="'ids' and 'weights' alone"):
+    with pytest.raises(ValueError, match="only 'ids' and 'weights'"):
         shared = table()
         DistributedEmbedding(
             {"ids": feature("a", shared), "weights": feature("b", shared)}
