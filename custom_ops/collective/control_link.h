@@ -30,6 +30,7 @@ class ControlLink {
   // more frames than one call reads.
   bool OnReadable(const std::function<void(ControlFrame&)>& take);
   bool OnWritable();
+  bool LimitPause() { return socket_.LimitPause(); }  // see Socket
 
   // When something arrived last; see Now().
   int64_t last_heard() const { return last_heard_.load(); }

@@ -69,6 +69,8 @@ class DataLink {
   void OnEnd();
 
   bool InFlight() const { return socket_.InFlight(); }
+  // For the transport's thread; see Socket.
+  bool LimitPause() { return socket_.LimitPause(); }
   // When bytes were last sent or received; see Now().
   int64_t last_moved() const { return last_moved_.load(); }
   // Number of writes. One write may send several messages.

@@ -15,6 +15,8 @@
 #include <system_error>
 #include <utility>
 
+#include "custom_ops/collective/clock.h"
+
 namespace tfdist {
 
 namespace {
@@ -22,12 +24,15 @@ namespace {
 // TCP_RTO_MAX_MS of Linux 6.15 and later. The build's headers may be older.
 constexpr int kTcpRtoMaxMilliseconds = 44;
 
-// Returns the seconds after which a connection is broken if the peer
+// Returns the nanoseconds after which a connection is broken if the peer
 // acknowledges no data or answers no probe. This is later than the group's
 // timeout, whose error names the silent rank, and at least a minute.
-double UserTimeout(double timeout) {
-  return std::min(std::max(60.0, timeout + 30), 1e6);
+int64_t UserTimeout(double timeout) {
+  return Nanoseconds(std::min(std::max(60.0, timeout + 30), 1e6));
 }
+
+// The longest pause between two retransmissions that LimitPause allows.
+constexpr int64_t kLongestPause = 1'500'000'000;
 
 void Check(int result, const char* what) {
   if (result < 0) {
@@ -35,9 +40,9 @@ void Check(int result, const char* what) {
   }
 }
 
-void SetOption(int fd, int level, int name, int value) {
-  // Errors are ignored, because some kinds of socket lack some options.
-  setsockopt(fd, level, name, &value, sizeof(value));
+// Returns whether the option is set. Some kinds of socket lack some options.
+bool SetOption(int fd, int level, int name, int value) {
+  return setsockopt(fd, level, name, &value, sizeof(value)) == 0;
 }
 
 bool MayTryAgain() {
@@ -52,7 +57,9 @@ void FileDescriptor::Close() {
 }
 
 Socket::Socket(FileDescriptor descriptor, double timeout)
-    : fd_(std::move(descriptor)) {
+    : fd_(std::move(descriptor)),
+      user_timeout_(UserTimeout(timeout)),
+      last_intact_(Now()) {
   const int fd = fd_.get();
   sockaddr_storage peer;
   socklen_t size = sizeof(peer);
@@ -69,14 +76,18 @@ Socket::Socket(FileDescriptor descriptor, double timeout)
   SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 10);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
   // While the network is interrupted, the system doubles the pause before each
-  // retransmission. After an interruption of 8 s, it may wait 8 s more. These
-  // options limit the pauses to a second; older systems do so only for the
-  // first ones.
-  SetOption(fd, IPPROTO_TCP, kTcpRtoMaxMilliseconds, 1000);
+  // retransmission. After an interruption of 8 s, it may wait 8 s more. This
+  // option limits the pauses to a second; see LimitPause for older systems.
+  system_limits_pause_ =
+      SetOption(fd, IPPROTO_TCP, kTcpRtoMaxMilliseconds, 1000);
   SetOption(fd, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1);
   // The shorter pauses would otherwise make the system give up earlier.
-  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT,
-            static_cast<int>(UserTimeout(timeout) * 1e3));
+  SetUserTimeout(user_timeout_);
+}
+
+void Socket::SetUserTimeout(int64_t nanoseconds) {
+  SetOption(fd(), IPPROTO_TCP, TCP_USER_TIMEOUT,
+            static_cast<int>(nanoseconds / 1'000'000));
 }
 
 size_t Socket::Write(const iovec* parts, int count) {
@@ -96,9 +107,33 @@ size_t Socket::Read(const iovec* parts, int count) {
   if (MayTryAgain()) return 0;
   throw ConnectionLost(std::strerror(errno));
 }
+
 bool Socket::InFlight() const {
   int bytes = 0;
   return ioctl(fd(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+// When the system schedules a retransmission, it does so no later than the end
+// of TCP_USER_TIMEOUT, and it counts that time from the first retransmission.
+// This function keeps that end kLongestPause ahead of the present. If it were
+// no longer called, the system would break the connection at that end.
+bool Socket::LimitPause() {
+  if (system_limits_pause_) return false;
+  tcp_info info = {};
+  socklen_t size = sizeof(info);
+  if (getsockopt(fd(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  const int64_t now = Now();
+  if (info.tcpi_retransmits == 0) {
+    last_intact_ = now;
+    if (user_timeout_changed_) SetUserTimeout(user_timeout_);
+    user_timeout_changed_ = false;
+    return InFlight();
+  }
+  // At least the time since the first retransmission.
+  const int64_t interrupted = now - last_intact_;
+  user_timeout_changed_ = true;
+  SetUserTimeout(std::min(interrupted + kLongestPause, user_timeout_));
+  return true;
 }
 
 }  // namespace tfdist

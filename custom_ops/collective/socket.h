@@ -48,8 +48,8 @@ class Socket {
  public:
   // Makes the socket non-blocking, close-on-exec and without delay. A TCP
   // connection survives a network interruption of less than `timeout` seconds
-  // and continues within a second after it. Throws std::system_error if `fd` is
-  // not a connected socket, or no longer.
+  // and continues within two seconds after it; see LimitPause. Throws
+  // std::system_error if `fd` is not a connected socket, or no longer.
   Socket(FileDescriptor fd, double timeout);
 
   int fd() const { return fd_.get(); }
@@ -58,9 +58,20 @@ class Socket {
   size_t Read(const iovec* parts, int count);
   // Whether the peer's system has not yet acknowledged all written bytes.
   bool InFlight() const;
+  // Limits the pause before the next retransmission where the system has no
+  // option for that (Linux before 6.15). Must be called several times a second
+  // while bytes are in flight, from one thread. Returns whether it must be
+  // called again.
+  bool LimitPause();
 
  private:
+  void SetUserTimeout(int64_t nanoseconds);
+
   FileDescriptor fd_;
+  int64_t user_timeout_;      // nanoseconds, as long as nothing is lost
+  bool system_limits_pause_;  // see LimitPause
+  bool user_timeout_changed_ = false;
+  int64_t last_intact_;  // when no byte had to be retransmitted; see Now()
 };
 
 }  // namespace tfdist

@@ -172,7 +172,8 @@ void Transport::Loop() {
     if (ticking_ && Now() - last_tick >= kTickMilliseconds * 1'000'000) {
       last_tick = Now();
       ticking_ = false;  // a call of Tick from now on wakes this thread
-      if (listener_->OnTick()) ticking_ = true;
+      const bool waits = listener_->OnTick();
+      if (LimitPauses() || waits) ticking_ = true;
     }
   }
 }
@@ -251,6 +252,19 @@ void Transport::LoseWhoIsSilent() {
       ending_ = true;
     }
   }
+}
+
+// Limits the pauses before retransmissions. Returns whether this must go on
+// although no operation may wait here: a peer may wait for bytes in flight.
+bool Transport::LimitPauses() {
+  bool again = false;
+  for (const auto& link : links_) {
+    if (link == nullptr || link->lost) continue;
+    const bool data = link->data.LimitPause();
+    const bool control = link->control.LimitPause();
+    again = again || data || control;
+  }
+  return again;
 }
 
 bool Transport::ReadControl(int peer) {

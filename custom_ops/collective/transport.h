@@ -108,6 +108,7 @@ class Transport {
   void WriteMore(int peer, Source source);
   void ReadMore();
   void LoseWhoIsSilent();
+  bool LimitPauses();
   void Lose(int peer, const std::string& why);
   void Watch(int fd, uint64_t tag, uint32_t events, bool anew);
   void Wake();
