@@ -322,7 +322,7 @@ def test_what_tables_may_have_of_gpus(connect, emulated_ops, monkeypatch):
     assert without.reason == f"rank 1: {gpus.NO_GPU}"
     given = gpus.TableGpus(memory=10.0)
     for left in (6.0, 2.0, 0.0):
-        given.give(4.0)
+        given.reserve(4.0)
         assert given.memory == left
 
 

@@ -65,7 +65,7 @@ def learn(layer, keys, optimizer=None):
         ({"full": None}, "full=None"),
         ({"unadmitted": "ones"}, "unadmitted='ones'"),
         ({"keep_text": 1}, "keep_text=1"),
-        ({"keep_text": True}, "no strings.*key_dtype='int64'"),
+        ({"keep_text": True}, "not strings.*key_dtype='int64'"),
     ],
 )
 def test_wrong_vocabularies_are_refused(arguments, message):
@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match=r"prefetch_ids.*\['t'\]"):
         layer_of(vocabulary, prefetch_ids=True)
     matrix = keras.initializers.Constant(np.ones([10, DIM]))
-    with pytest.raises(ValueError, match=r"Table 't' gives rows.*evict"):
+    with pytest.raises(ValueError, match=r"Table 't' gives the rows.*evict"):
         layer_of(vocabulary, initializer=matrix).build()
     layer = layer_of(DynamicVocabulary(9))
     layer.build()

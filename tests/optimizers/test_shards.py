@@ -231,7 +231,7 @@ def test_optimizers_that_nobody_knows_are_refused_until_they_are_declared():
     for kind, reason in (
         (LARS, "LARS overrides `update_step`"),
         (type("Clips", (Renamed,), {"apply_gradients": print}), "overrides"),
-        (NovoGrad, "none of those of Keras"),
+        (NovoGrad, "not an optimizer of Keras"),
     ):
         with pytest.raises(ValueError, match=reason) as error:
             supported.check_supported(kind(0.1))

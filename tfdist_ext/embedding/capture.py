@@ -110,7 +110,7 @@ class Subgraph:
             return_elements=list(wanted),
             name="shared_lookup",
         )
-        marks.keep(here, self._graph)
+        marks.keep_alive(here, self._graph)
         return imported
 
     def _ops_for(self, tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
@@ -291,8 +291,8 @@ def _groups(capture: _Capture, graph: tf.Graph) -> list[list[int]]:
     subgraph = Subgraph(graph, forbidden=capture.zeros)
     for index, lookup in enumerate(capture.lookups):
         if subgraph.can_be_copied(lookup.tensors):
-            alike = dataclasses.replace(lookup.wire, label="")
-            groups.setdefault(alike, []).append(index)
+            wire = dataclasses.replace(lookup.wire, label="")
+            groups.setdefault(wire, []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 

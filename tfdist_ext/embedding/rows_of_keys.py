@@ -258,7 +258,7 @@ def _reset(
 ) -> None:
     """Resets rows that have lost their keys, before they are read."""
     for keys, rows in zip(asked.keys, resets, strict=True):
-        if keys.config.takes_back:
+        if keys.config.reuses_rows:
             (table,) = {f.table for f in lookup.features if f.keys is keys}
             keys.reset(value_of(lookup.tables[table]), rows)
 

@@ -24,10 +24,10 @@ keras = tf.keras
 STRATEGY, RANKS, TABLES = Need.STRATEGY, Need.RANKS, Need.TABLES
 
 # Changes of Keras or TensorFlow that would replace a hook.
-_SAVING = "a hook of Keras around what writes and reads files, for strategies"
+_SAVING = "a hook of Keras around files, for strategies"
 _CHECKPOINT = "a hook of TensorFlow's checkpoints, for partitioned variables"
-_EXPORT = "a hook of SavedModels for what cannot be served as it is"
-_CALLBACKS = "callbacks of Keras 3 that know of several workers"
+_EXPORT = "a hook of SavedModels for objects that need this package"
+_CALLBACKS = "callbacks of Keras 3 that support several workers"
 
 
 def rows() -> list[Hook]:
@@ -121,7 +121,7 @@ def _copies() -> list[Hook]:
             owner,
             name,
             "A copy would have one rank's part of the tables.",
-            "copies of Keras that ask layers",
+            "a hook of Keras for copies of layers",
             copy,
         )
         for owner, name in copied
@@ -131,7 +131,7 @@ def _copies() -> list[Hook]:
 def _checkpoints() -> list[Hook]:
     """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
-    why = "Each rank writes and reads its shards; all end alike."
+    why = "Each rank writes and reads its shards. All succeed or all fail."
     rows = []
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save", "read", "restore"):
@@ -220,7 +220,8 @@ def _exports() -> list[Hook]:
         hook(
             module,
             internals.VERIFY_OPS,
-            "Ops of ours in a SavedModel are refused, unless they are allowed.",
+            "Ops of this package in a SavedModel are refused, unless they are "
+            "allowed.",
             _EXPORT,
             stage(exporting.verify_ops, TABLES),
         ),
@@ -234,7 +235,7 @@ def _exports() -> list[Hook]:
         hook(
             tf.lite.TFLiteConverter,
             "from_keras_model",
-            "TFLite takes no parts of tables.",
+            "TFLite cannot convert parts of tables.",
             _EXPORT,
             stage(shared_files.refuse_for_lite, RANKS, TABLES),
         ),

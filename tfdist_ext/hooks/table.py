@@ -90,15 +90,15 @@ def _loops() -> list[Hook]:
         hook(
             model,
             "fit",
-            "Ranks begin, place tables and end together; what a rank cannot "
-            "train as one process does is refused or named.",
+            "Ranks start, place tables and end together. What a rank cannot "
+            "train as in one process is refused or reported.",
             _LOOP,
             stage(update_watch.end_watch, Need.UPDATE_WATCH),
             stage(resume.skip_trained_batches, STRATEGY),
             stage(model_state.compare_after_epochs, RANKS),
             on_all_ranks,
             compare_settings,
-            stage(before_training.shuffle_alike, RANKS),
+            stage(before_training.shuffle_equally, RANKS),
             place_first,
             *in_loop,
             in_scope,
@@ -137,8 +137,9 @@ def _functions() -> list[Hook]:
         hook(
             compiles,
             "compile",
-            "XLA compiles no exchange between ranks and no lookup of ours.",
-            "a strategy's word in Keras's choice of `jit_compile`",
+            "XLA cannot compile exchanges between ranks and lookups of this "
+            "package.",
+            "a way for strategies to set `jit_compile`",
             stage(refused.compile_without_xla, STRATEGY),
         ),
         hook(
@@ -151,13 +152,13 @@ def _functions() -> list[Hook]:
         hook(
             *names.batch_loop(),
             "Batches that were trained before a restart call no callback.",
-            "`fit(initial_step=)` beside `initial_epoch`",
+            "`fit(initial_step=)`, like `initial_epoch`",
             stage(resume.without_trained_batches, STRATEGY),
         ),
         hook(
             *names.concatenation(),
-            "What ranks predict is in order already.",
-            "a hook of Keras around what replicas predict",
+            "The predictions of ranks are in order already.",
+            "a hook of Keras around predictions of replicas",
             stage(predictions.concatenate, RANKS),
         ),
     ]
@@ -214,7 +215,7 @@ def _batches() -> list[Hook]:
             hook(
                 names.array_adapter(),
                 "get_tf_dataset",
-                "The number of samples of arrays is known to the ranks.",
+                "Ranks know the number of samples of arrays.",
                 "datasets of arrays that know their number of samples",
                 stage(before_training.keep_lengths, STRATEGY),
             ),
@@ -231,7 +232,8 @@ def _steps() -> list[Hook]:
         hook(
             keras.layers.Layer,
             "__call__",
-            "A layer computes the samples of its own rank, also none.",
+            "A layer computes the samples of its rank, of which there may be "
+            "none.",
             "a mark of Keras for code that looks at samples together",
             stage(steps.call_layer, STRATEGY),
             plain=True,
@@ -255,7 +257,7 @@ def _steps() -> list[Hook]:
         hook(
             keras.losses.Loss,
             "__call__",
-            "Means and sums over the batch are those of all ranks.",
+            "Means and sums over the batch include all ranks.",
             _STEP,
             *loss,
             plain=True,
@@ -271,7 +273,8 @@ def _steps() -> list[Hook]:
         hook(
             tf.distribute.ReplicaContext,
             "all_reduce",
-            "Sums over ranks in a model are told from those of gradients.",
+            "Sums over ranks in a model are distinguished from sums of "
+            "gradients.",
             "none: an all-reduce does not say what it is for",
             stage(steps.tell_forward_sums, STRATEGY),
             plain=True,
@@ -324,7 +327,7 @@ def _of_metrics() -> list[Hook]:
         hook(
             metrics.Metric,
             add_state,
-            "States of metrics that all ranks have are not summed.",
+            "States of metrics that are equal on all ranks are not summed.",
             _STEP,
             stage(whole_values.add_state, STRATEGY),
         ),
@@ -343,7 +346,7 @@ def _norms() -> list[Hook]:
                 owner,
                 name,
                 "The norm of a table's gradient counts all shards once.",
-                "norms of TensorFlow that know of partitioned variables",
+                "norms of TensorFlow that support partitioned variables",
                 stage(call, STRATEGY),
                 plain=True,
             )
@@ -380,14 +383,15 @@ def _optimizers() -> list[Hook]:
         hook(
             optimizer,
             names.UPDATE_AVERAGES,
-            "Averages of tables are those of the rows of this rank.",
+            "The moving average of a table is over the rows of this rank.",
             _OPTIMIZER,
             stage(sharded_variable.read_parts, RANKS),
             *([stage(loops.average_of_rows, RANKS)] if KERAS_3 else []),
         ),
     ]
     why = (
-        "Rows of a table are updated once; what cannot update them is refused."
+        "Rows of a table are updated once. Optimizers that cannot do this are "
+        "refused."
     )
     if KERAS_3:
         scaled = keras.optimizers.LossScaleOptimizer
@@ -407,7 +411,7 @@ def _optimizers() -> list[Hook]:
             hook(
                 scaled,
                 "check_finite",
-                "A step is left out on all ranks or on none.",
+                "A step is skipped on all ranks or on none.",
                 _OPTIMIZER,
                 stage(loops.finite_on_all_ranks, RANKS),
             ),
@@ -428,7 +432,7 @@ def _variables() -> list[Hook]:
         hook(
             internals.MirroredVariable,
             internals.WRITE_IN_REPLICA,
-            "State that a step assigns is that of the whole batch.",
+            "State assigned in a step is computed from the whole batch.",
             "a hook of strategies around assignments in a step",
             stage(state.write, RANKS),
         )
@@ -438,8 +442,8 @@ def _variables() -> list[Hook]:
             hook(
                 keras.Variable,
                 name,
-                "What ranks add to a summed variable is added once.",
-                "`assign_add` of Keras 3 that heeds the aggregation",
+                "Values that ranks add to a summed variable are added once.",
+                "`assign_add` of Keras 3 that respects the aggregation",
                 stage(state.change_sum, RANKS),
             )
             for name in ("assign_add", "assign_sub")
@@ -469,7 +473,7 @@ def _layers() -> list[Hook]:
             hook(
                 layer,
                 names.SKIPS_EMPTY,
-                "A rank without samples counts none.",
+                "A rank without samples counts zero samples.",
                 upstream,
                 stage(steps.skips_empty, RANKS),
             )

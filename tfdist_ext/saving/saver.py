@@ -53,7 +53,7 @@ def copying(
         yield copies
 
 
-def over(full: str | None) -> AbstractContextManager[None]:
+def relative_to(full: str | None) -> AbstractContextManager[None]:
     """What is restored inside has changed since another checkpoint.
 
     Args:
@@ -77,7 +77,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
             _check_eager(verb, path)
             args = tuple(map(_synchronous, args))
             kwargs = {name: _synchronous(arg) for name, arg in kwargs.items()}
-            with collectives.together(f"{verb} '{path}'"):
+            with collectives.joint_call(f"{verb} '{path}'"):
                 if verb == "restore":
                     args, kwargs = _from_first(args, kwargs, collectives)
                 if verb == "save":
@@ -171,7 +171,7 @@ def save_managed(
     collectives = collectives_of(_objects(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
-    with collectives.together(f"save into '{manager.directory}'"):
+    with collectives.joint_call(f"save into '{manager.directory}'"):
         first = _state_of_first_rank(manager, collectives)
         if _is_first(collectives) or not _same_folder(manager, first):
             saved = original(manager, *args, **kwargs)
@@ -207,8 +207,8 @@ def _state_of_first_rank(
             "preserved": manager._last_preserved_timestamp,
         }
     )
-    told = text_of_first_rank(state, collectives, "checkpoint/manager")
-    found: dict[str, Any] = json.loads(told)
+    text = text_of_first_rank(state, collectives, "checkpoint/manager")
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
@@ -226,8 +226,8 @@ def refuse_by_name(
 ) -> Any:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
-            "tf.compat.v1.train.Saver knows neither ranks nor parts of a "
-            "table. Use tf.train.Checkpoint."
+            "tf.compat.v1.train.Saver supports neither several ranks nor "
+            "partitioned tables. Use tf.train.Checkpoint."
         )
     return original(saver, *args, **kwargs)
 
@@ -241,7 +241,7 @@ class Phase(enum.IntEnum):
     FAILED = 3
 
 
-class LaterWrite:
+class BackgroundWrite:
     """Writes one checkpoint in a thread; all ranks create and advance it.
 
     Args:

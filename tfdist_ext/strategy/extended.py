@@ -89,18 +89,18 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> Any:
         # Called in a single process only; with several ranks the strategy
         # overrides the public method.
-        if self._stays_here(options) or input_lib.has_optional(dataset):
+        if self._needs_no_copy(options) or input_lib.has_optional(dataset):
             return input_lib.read_ahead(dataset)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], tf.data.Dataset], options: Any
     ) -> Any:
-        if self._stays_here(options):
+        if self._needs_no_copy(options):
             return input_lib.read_ahead(dataset_fn(self._make_input_context()))
         return super()._distribute_datasets_from_function(dataset_fn, options)
 
-    def _stays_here(self, options: Any) -> bool:
+    def _needs_no_copy(self, options: Any) -> bool:
         """Whether no batch is copied to a device."""
         return options is None and "CPU" in self.worker_devices[0]
 
@@ -196,8 +196,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if not self.variable_created_in_scope(variable):
             raise ValueError(
                 f"Variable {variable.name!r} {variable.shape} was created "
-                "outside of strategy.scope(). A layer makes its variables "
-                "when it is built or called first: do that, too, inside of "
+                "outside of strategy.scope(). A layer creates its variables "
+                "when it is built or first called: build or call it inside of "
                 "`with strategy.scope():`."
             )
 

@@ -33,8 +33,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             "hvd.DistributedOptimizer exchanges gradients that the strategy "
             "has exchanged already (or, with Keras 3, does nothing). Give "
-            f"`compile` the {type(inner).__name__} itself; engine='horovod' "
-            "lets Horovod carry the exchanges."
+            f"`compile` the {type(inner).__name__} itself; with "
+            "engine='horovod' Horovod runs the exchanges."
         )
 
 
@@ -51,7 +51,7 @@ def check_callbacks(callbacks: Any) -> None:
     for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
         if _of_horovod(callback):
             raise ValueError(
-                f"Callback hvd.callbacks.{type(callback).__name__} does again "
+                f"Callback hvd.callbacks.{type(callback).__name__} repeats "
                 "what the strategy does: it gives all ranks the same initial "
                 "values, averages metrics, and needs no larger learning rate. "
                 "Leave it out."
@@ -78,12 +78,12 @@ def check_recurrent(model: Model, ranks: int) -> None:
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"Layer '{layer.name}' ({type(layer).__name__}) has "
-                "stateful=True: it keeps a state for each sample of a batch of "
-                f"fixed size. Each of the {ranks} ranks has a part of every "
-                "batch only, so the states of one rank are not those of the "
+                "stateful=True: it has a state for each sample of a batch of "
+                f"fixed size. Each of the {ranks} ranks has only a part of "
+                "every batch, so the states of one rank are not those of the "
                 "batch. Use stateful=False (and pass states on by "
-                "return_state=True and initial_state=...), or train this model "
-                "in one process."
+                "return_state=True and initial_state=...), or train this "
+                "model in one process."
             )
 
 

@@ -346,7 +346,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if marks.is_distributed(dataset):
             return dataset
-        with self.collectives.together("distribute a dataset", own_first=True):
+        with self.collectives.joint_call(
+            "distribute a dataset", own_error_first=True
+        ):
             self.collectives.call_lock.check_input(dataset)
             local = input_lib.distribute(
                 dataset, self.collectives, self._names.next(self.collectives)
@@ -377,7 +379,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        with self.collectives.together("distribute a dataset", own_first=True):
+        with self.collectives.joint_call(
+            "distribute a dataset", own_error_first=True
+        ):
             dataset = dataset_fn(self.extended._make_input_context())
             self.collectives.call_lock.check_input(dataset)
             local = input_lib.own_batches(
@@ -438,7 +442,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if self.collectives is None:
             return CheckReport(True, ())
-        with self.collectives.together("check_step", own_first=True):
+        with self.collectives.joint_call("check_step", own_error_first=True):
             return check.check_step(self, step, batch)
 
     def statistics(self) -> dict[str, Any]:

@@ -271,12 +271,12 @@ class ShardingPlan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON to a new file, then renames it, so all ranks may save."""
         text = json.dumps(self.to_dict(), indent=1) + "\n"
-        beside = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
+        temporary = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:

@@ -110,18 +110,18 @@ def test_operations_of_the_rank_that_leaves_end_too():
     assert "own reason" in text
 
 
-def test_together_tells_the_others_and_goes_on():
+def test_a_joint_call_tells_the_others_and_goes_on():
     def program(group):
         collectives = Collectives(group)
         with (
             pytest.raises((OSError, tf.errors.AbortedError)) as error,
-            collectives.together("save 'path'"),
-            collectives.together("inner"),
+            collectives.joint_call("save 'path'"),
+            collectives.joint_call("inner"),
         ):
             if group.rank == 1:
                 raise OSError("no space left")
             collectives.barrier("written")
-        with collectives.together("save again", all_end=True):
+        with collectives.joint_call("save again", end_barrier=True):
             collectives.barrier("written")
         return str(error.value)
 
@@ -137,11 +137,11 @@ def test_who_was_not_waiting_learns_it_at_the_next_thing():
         collectives = Collectives(group)
         with pytest.raises((ValueError, tf.errors.AbortedError)) as error:
             if group.rank == 0:
-                with collectives.together("fit"):
+                with collectives.joint_call("fit"):
                     raise ValueError("in the last callback")
             while not group.left()[0]:
                 time.sleep(0.01)
-            with collectives.together("save"):
+            with collectives.joint_call("save"):
                 raise AssertionError("was not told")
         # An exchange by itself, outside of `together`.
         (result,) = collectives.all_reduce([tf.ones([])], "sum")

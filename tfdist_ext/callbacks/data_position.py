@@ -32,7 +32,7 @@ from tfdist_ext.type_names import Original
 
 
 @dataclasses.dataclass
-class Place:
+class Position:
     """A position in the data of `fit`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
     samples: int | None = None
 
 
-class Walk:
+class DataTracker:
     """Follows `fit` through its data, starting at a position.
 
     Args:
@@ -62,13 +62,13 @@ class Walk:
         per_call: batches that one call of the train function reads.
 
     Attributes:
-        place: position before the next step.
+        position: position before the next step.
     """
 
     def __init__(
         self, collectives: Collectives | None, per_call: int = 1
     ) -> None:
-        self.place = Place()
+        self.position = Position()
         self._collectives = collectives
         self._per_call = per_call
         self._dataset: Any = None
@@ -76,7 +76,7 @@ class Walk:
         self._samples: Any = None
         self._made = 0
         self._latest: Any = None
-        self._goal: Place | None = None
+        self._goal: Position | None = None
         self._steps: int | None = None
         self._first = 0
         self._given: Any = None
@@ -125,17 +125,17 @@ class Walk:
             marks.set_distributed(counted, marks.samples_of(dataset))
         return counted
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Ends the counting that `watch` began."""
         if self._dataset is not None:
             marks.set_watch(self._dataset, None)
 
-    def has_made(self, iterator: Any) -> None:
+    def count_iterator(self, iterator: Any) -> None:
         """Counts an iterator that was created."""
         self._made += 1
         self._latest = iterator
 
-    def go_to(self, goal: Place, steps: int | None) -> None:
+    def go_to(self, goal: Position, steps: int | None) -> None:
         """Makes the next `fit` begin at a position.
 
         Args:
@@ -143,7 +143,7 @@ class Walk:
             steps: steps of an epoch, None if not known.
         """
         self._goal, self._steps = goal, steps
-        self.place = dataclasses.replace(goal, iterators=0, taken=0)
+        self.position = dataclasses.replace(goal, iterators=0, taken=0)
 
     def skips(self, first: int, last: int) -> bool:
         """Whether Keras's loop skips a call of the train function.
@@ -157,25 +157,25 @@ class Walk:
         """
         if self._goal is not None:
             goal, self._goal = self._goal, None
-            self._first = self._arrive(goal)
+            self._first = self._read_up_to(goal)
         return last < self._first
 
-    def _arrive(self, goal: Place) -> int:
+    def _read_up_to(self, goal: Position) -> int:
         """Reads up to a position; returns the next batch of the epoch."""
         self._given = self._latest
         self._begin_iterator(self._latest)
         while self._made < goal.iterators:
-            self._renew()
+            self._next_iterator()
         first = goal.batch
-        if self.place.iterators == goal.iterators and goal.taken:
+        if self.position.iterators == goal.iterators and goal.taken:
             self._drop(goal)
-            first = goal.batch * self.place.taken // goal.taken
+            first = goal.batch * self.position.taken // goal.taken
         if self._steps is not None:
             # tf_keras raises an error for an epoch without steps.
             first = max(0, min(first, self._steps - 1))
         return first
 
-    def _drop(self, goal: Place) -> None:
+    def _drop(self, goal: Position) -> None:
         """Reads and drops the trained samples of the current iterator."""
         ends = np.zeros([1], np.int64)
         counts = goal.samples is not None and self._samples is not None
@@ -185,28 +185,28 @@ class Walk:
         while (
             alone
             or (counts and ends.sum() < goal.samples)
-            or (not counts and self.place.taken < goal.taken)
+            or (not counts and self.position.taken < goal.taken)
         ):
             batch = next(self._read, None)
             if batch is None:
                 break
-            self.place.taken += 1
+            self.position.taken += 1
             alone = max(0, alone - 1)
             if counts and not alone:
-                before, ends = ends, self._of_ranks()
+                before, ends = ends, self._samples_of_ranks()
             same = ends.sum() * goal.taken == goal.samples
-            if self.place.taken == 1 and same:
+            if self.position.taken == 1 and same:
                 alone = max(0, goal.taken - 2)  # one exchange for them
         if counts and ends.sum() > goal.samples:
             return self._cut(goal, batch, ends - before, int(ends.sum()))
         cardinality = -1
         if isinstance(self._dataset, tf.data.Dataset):
             cardinality = int(self._dataset.cardinality())
-        if batch is None or self.place.taken == cardinality:
-            self._renew()  # the iterator is at its end
+        if batch is None or self.position.taken == cardinality:
+            self._next_iterator()  # the iterator is at its end
 
     def _cut(
-        self, goal: Place, batch: Nested, sizes: np.ndarray, read: int
+        self, goal: Position, batch: Nested, sizes: np.ndarray, read: int
     ) -> None:
         """Gives the next step the samples of a batch that were not trained.
 
@@ -226,21 +226,21 @@ class Walk:
         ):
             raise ValueError(
                 f"Resume: the checkpoint was made after {goal.taken} batches "
-                f"with {goal.samples} samples together, now there are batches "
-                f"of {sizes.sum()} samples. Where each rank reads its own data,"
-                " layers prefetch ids or batches vary in size, training can go "
-                "on only at the end of a batch. Give batches of "
+                f"with {goal.samples} samples in all, but a batch now has "
+                f"{sizes.sum()} samples. Where each rank reads its own data, "
+                "layers prefetch ids or batches vary in size, training can "
+                "only continue at the end of a batch. Make batches of "
                 f"{goal.samples // goal.taken} samples, as before."
             )
         trained = int(sizes.sum()) - (read - goal.samples)
         start = min(max(trained - int(sizes[:rank].sum()), 0), int(sizes[rank]))
-        flat = [_from(value, start, int(sizes[rank])) for value in flat]
+        flat = [_rows(value, start, int(sizes[rank])) for value in flat]
         first = tf.nest.pack_sequence_as(batch, flat)
         found = tf.data.Dataset.from_tensors(first)
-        self.place.taken -= 1
+        self.position.taken -= 1
         per_call = self._per_call
         if self._steps is not None:
-            left = self._steps - goal.batch * self.place.taken // goal.taken
+            left = self._steps - goal.batch * self.position.taken // goal.taken
             per_call = min(per_call, left)
         for _ in range(1, per_call):
             more = next(self._read, None)
@@ -249,20 +249,20 @@ class Walk:
             found = found.concatenate(tf.data.Dataset.from_tensors(more))
         self._once = iter(found)
 
-    def _renew(self) -> None:
+    def _next_iterator(self) -> None:
         self._begin_iterator(iter(self._dataset))
 
     def _begin_iterator(self, iterator: Any) -> None:
         self._read = iterator
-        self.place.iterators = self._made
-        self.place.taken = 0
-        self._count_anew()
+        self.position.iterators = self._made
+        self.position.taken = 0
+        self._reset_samples()
 
-    def _count_anew(self) -> None:
+    def _reset_samples(self) -> None:
         if self._samples is not None:
             self._samples.assign(0)
 
-    def _of_ranks(self) -> np.ndarray:
+    def _samples_of_ranks(self) -> np.ndarray:
         """Samples that each rank has read from its current iterator."""
         mine = tf.reshape(self._samples.read_value(), [1])
         if self._collectives is not None:
@@ -280,17 +280,17 @@ class Walk:
         if iterator is not self._given:
             self._given = iterator
             self._begin_iterator(iterator)
-        self.place.batch = batch
+        self.position.batch = batch
 
-    def counted(self) -> Place:
+    def counted(self) -> Position:
         """The position, with the samples of all ranks; all ranks must call."""
         if self._samples is not None:
-            self.place.samples = int(self._of_ranks().sum())
-        return self.place
+            self.position.samples = int(self._samples_of_ranks().sum())
+        return self.position
 
     def begin_epoch(self, epoch: int) -> None:
         """Records that an epoch begins."""
-        self.place.epoch, self.place.batch = epoch, 0
+        self.position.epoch, self.position.batch = epoch, 0
         self._first = 0
 
     def end(self, epoch: int, one_iterator: bool) -> None:
@@ -303,9 +303,9 @@ class Walk:
         """
         self.begin_epoch(epoch)
         if not one_iterator:
-            self.place.iterators = self._made + 1
-            self.place.taken = 0
-            self._count_anew()
+            self.position.iterators = self._made + 1
+            self.position.taken = 0
+            self._reset_samples()
 
     @property
     def iterator(self) -> Any:
@@ -315,9 +315,9 @@ class Walk:
 
     def trained(self, batches: int) -> None:
         """Records that a step has trained some batches."""
-        self.place.batch += batches
-        self.place.taken += batches
-        self.place.step += batches
+        self.position.batch += batches
+        self.position.taken += batches
+        self.position.step += batches
 
 
 def is_own_data(dataset: Any) -> bool:
@@ -339,11 +339,11 @@ def _counted(original: Original, dataset: Any) -> Any:
     iterator = original(dataset)
     watch = marks.watch(dataset)
     if watch is not None:
-        watch.has_made(iterator)
+        watch.count_iterator(iterator)
     return iterator
 
 
-def _from(value: Any, start: int, stop: int) -> Any:
+def _rows(value: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of one value of a batch."""
     if isinstance(value, tf.SparseTensor):
         rest = [0] * (len(value.shape) - 1)
