@@ -33,6 +33,32 @@ SLOW = (
 EVERYDAY = {"ranks": 2, "keras": 3}
 EVERYDAY_PROGRAMS = "-tables-uneven-"
 
+# What `make test` runs with another TensorFlow than the default one: tests of
+# what may differ between versions, by folder or file. Hooks and private names,
+# ops, layers and optimizers; at 2 ranks with both Kerases the loops, input,
+# files, checkpoints and export; the compared programs of every day.
+FOR_VERSIONS = (
+    "callbacks",
+    "embedding",
+    "layers",
+    "numbers",
+    "ops",
+    "optimizers",
+    "process/test_checkpoint.py",
+    "process/test_files.py",
+    "process/test_fit.py",
+    "process/test_input.py",
+    "process/test_loops.py",
+    "process/test_nested_graphs.py",
+    "process/test_same_numbers.py",
+    "process/test_serving.py",
+    "saving",
+    "strategy",
+    "test_build.py",
+    "test_hooks.py",
+    "test_private_names.py",
+)
+
 
 def _version(distribution: str) -> str:
     try:
@@ -112,6 +138,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if not _is_everyday(item, path):
             item.add_marker("extended")
+        if _is_for_versions(item, path):
+            item.add_marker("versions")
         item.add_marker(pytest.mark.xdist_group(_group(item, path)))
     items.sort(key=_place)
 
@@ -124,6 +152,17 @@ def _is_everyday(item: pytest.Item, path: pathlib.Path) -> bool:
     if tier == "fault" or not EVERYDAY.items() <= _arguments(item).items():
         return False
     return path.parts[0] != "numbers" or EVERYDAY_PROGRAMS in item.name
+
+
+def _is_for_versions(item: pytest.Item, path: pathlib.Path) -> bool:
+    """Whether `make test` runs a test with another TensorFlow."""
+    if not {str(path), path.parts[0]} & set(FOR_VERSIONS):
+        return False
+    if path.parts[0] == "process":
+        arguments = _arguments(item)
+        return arguments.get("ranks") == 2 and arguments.get("keras") in (2, 3)
+    hooks = str(path) == "test_hooks.py"  # some start ranks
+    return hooks or _is_everyday(item, path)
 
 
 def _marks(item: pytest.Item) -> set[str]:
