@@ -33,30 +33,46 @@ SLOW = (
 EVERYDAY = {"ranks": 2, "keras": 3}
 EVERYDAY_PROGRAMS = "-tables-uneven-"
 
-# What `make test` runs with another TensorFlow than the default one: tests of
-# what may differ between versions, by folder or file. Hooks and private names,
-# ops, layers and optimizers; at 2 ranks with both Kerases the loops, input,
-# files, checkpoints and export; the compared programs of every day.
-FOR_VERSIONS = (
+# What `make test` runs with another TensorFlow than the default one is what may
+# differ between versions. Without ranks, by folder or file: the build, private
+# names, hooks, ops, layers, optimizers and the strategy.
+VERSION_TESTS = (
     "callbacks",
     "embedding",
     "layers",
-    "numbers",
     "ops",
     "optimizers",
-    "process/test_checkpoint.py",
-    "process/test_files.py",
-    "process/test_fit.py",
-    "process/test_input.py",
-    "process/test_loops.py",
-    "process/test_nested_graphs.py",
-    "process/test_same_numbers.py",
-    "process/test_serving.py",
     "saving",
     "strategy",
     "test_build.py",
     "test_hooks.py",
     "test_private_names.py",
+)
+# At 2 ranks with both Kerases, modules of scenarios: loops, input, graphs,
+# checkpoints, files and export.
+VERSION_SCENARIOS = (
+    "file_callbacks_scenarios",
+    "files_scenarios",
+    "fit_scenarios",
+    "input_scenarios",
+    "nested_graph_scenarios",
+    "saving_scenarios",
+    "serving_scenarios",
+    "tf_keras_files_scenarios",
+)
+# A SavedModel is served by a process of its own.
+VERSION_PROCESS = "test_process_without_this_package"
+# And compared programs of every day, by the begin of their names: loops, data
+# and state, but not every loss, metric and step.
+VERSION_PROGRAMS = (
+    "callback/",
+    "data/",
+    "gradient/",
+    "loop/",
+    "optimizer/",
+    "recommender/",
+    "sequence/",
+    "state/",
 )
 
 
@@ -156,12 +172,17 @@ def _is_everyday(item: pytest.Item, path: pathlib.Path) -> bool:
 
 def _is_for_versions(item: pytest.Item, path: pathlib.Path) -> bool:
     """Whether `make test` runs a test with another TensorFlow."""
-    if not {str(path), path.parts[0]} & set(FOR_VERSIONS):
+    folder, name = path.parts[0], item.name
+    if folder == "numbers":
+        programs = [f"[{program}" for program in VERSION_PROGRAMS]
+        return _is_everyday(item, path) and any(map(name.count, programs))
+    if folder == "process":
+        modules = [f"-{module}." for module in VERSION_SCENARIOS]
+        chosen = any(map(name.count, (*modules, VERSION_PROCESS)))
+        return chosen and _arguments(item).get("ranks") == 2
+    if not {str(path), folder} & set(VERSION_TESTS):
         return False
-    if path.parts[0] == "process":
-        arguments = _arguments(item)
-        return arguments.get("ranks") == 2 and arguments.get("keras") in (2, 3)
-    hooks = str(path) == "test_hooks.py"  # some start ranks
+    hooks = str(path) == "test_hooks.py"  # In both Kerases, some with ranks.
     return hooks or _is_everyday(item, path)
 
 
