@@ -188,7 +188,7 @@ def test_texts_are_kept_as_long_as_their_keys():
     assert set(found["texts"]) == kept and len(found["rows"]) == 3
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[1\], \[2\]"):
         keys = layer.keys_t
-        vocabulary_ops.keep_texts(keys.handle, [1], ["x", "y"])
+        vocabulary_ops.store_texts(keys.handle, [1], ["x", "y"])
     files = {}
     layer.save_own_variables(files)
     other = make(3)

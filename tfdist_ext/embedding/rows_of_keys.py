@@ -185,7 +185,7 @@ def rows_of_keys(
             collectives.step.checks.append(rows[0])
     if learn:
         _reset(resets, asked, lookup)
-        _keep_texts(rows, asked, [part for f in places for part in ids[f]])
+        _store_texts(rows, asked, [part for f in places for part in ids[f]])
     parts = iter(rows)
     for f in places:
         found[f] = [
@@ -263,11 +263,11 @@ def _reset(
             keys.reset(value_of(lookup.tables[table]), rows)
 
 
-def _keep_texts(
+def _store_texts(
     rows: Sequence[tf.Tensor], asked: _Asked, lists: Sequence[Ids]
 ) -> None:
     """Stores texts of keys, for vocabularies with `keep_text`."""
     for found, which, part in zip(rows, asked.of_list, lists, strict=True):
         keys = asked.keys[which]
         if keys.config.keep_text:
-            vocabulary_ops.keep_texts(keys.handle, found, part.values)
+            vocabulary_ops.store_texts(keys.handle, found, part.values)

@@ -240,7 +240,7 @@ def take_resets(handle: tf.Tensor) -> tf.Tensor:
     return library().tfdist_take_resets(handle)
 
 
-def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
+def store_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
     """Stores texts of keys on this rank, until their rows get other keys.
 
     Args:
@@ -252,7 +252,7 @@ def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
     return library().tfdist_store_texts(handle, rows, texts)
 
 
-def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
+def release_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
     """Replaces texts by a mark that other ranks store them.
 
     Args:
@@ -262,7 +262,7 @@ def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
     return library().tfdist_release_texts(handle, rows)
 
 
-def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def stored_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the texts that are stored on this rank.
 
     Args:
