@@ -385,6 +385,7 @@ def _optimizers() -> list[Hook]:
             _OPTIMIZER,
             stage(loops.build_on_all_ranks, RANKS),
             *([stage(_place_built, STRATEGY)] if KERAS_3 else []),
+            stage(rounds.build, STRATEGY),
             stage(row_optimizer.refuse_norms_at_build, Need.MAX_NORM),
         ),
         hook(

@@ -372,6 +372,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> list[Any]:
         """Reduces values over the ranks, except those of the global batch."""
         result = list(values)
+        if self.rounds is not None and self.rounds.local:
+            return result
         parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
         reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
         for i, value in zip(parts, reduced, strict=True):

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +14,19 @@ import tensorflow as tf
 from tfdist_ext import consistency
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
-from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.consistency import Consistency
-from tfdist_ext.strategy.gradient_sums import GradientSums
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.strategy.accumulated_rounds import AccumulatedRound
 from tfdist_ext.strategy.gradient_sums import Pairs
-from tfdist_ext.strategy.gradient_sums import local_variable
+from tfdist_ext.strategy.local_rounds import LocalRound
+from tfdist_ext.strategy.round_base import Apply
+from tfdist_ext.strategy.round_base import Round
+from tfdist_ext.strategy.round_base import Steps
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
-
-Apply = Callable[[list[tuple[Any, Any]]], Any]
-_COUNT = "consistency/samples"
-
 
 _alive: weakref.WeakSet[Rounds] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -41,21 +37,17 @@ def all_rounds() -> list[Rounds]:
     return sorted(_alive, key=lambda rounds: rounds.number)
 
 
-class Rounds:
+class Rounds(Steps):
     """The rounds of all optimizers of a strategy.
 
     Attributes:
-        mode: the strategy's `consistency`.
         number: number of the object in the process.
-        step: the step that runs in a single process, None outside of steps.
-        local: whether an optimizer updates dense weights by the gradients of
-            this rank now.
 
     Args:
         strategy: the strategy, to which no reference is kept.
         mode: its `consistency`.
         collectives: its collectives; None in a single process.
-        reduce: see `HybridParallelExtended.sum_gradients`.
+        reduce: see `HybridParallelExtended.sum_deferred`.
     """
 
     def __init__(
@@ -65,14 +57,10 @@ class Rounds:
         collectives: Collectives | None,
         reduce: Callable[[list[Any]], list[Any]],
     ) -> None:
-        self.mode = mode
-        self.collectives = collectives
-        self.reduce = reduce
-        self.step: calls.Step | None = None
-        self.local = False
+        super().__init__(mode, collectives, reduce)
         self._strategy = weakref.ref(strategy)
         self._of = weakref.WeakKeyDictionary[Any, Round]()
-        self._passing = False
+        self._velocities = weakref.WeakKeyDictionary[Any, dict[int, Any]]()
         self.number = next(_numbers)
         _alive.add(self)
 
@@ -85,25 +73,6 @@ class Rounds:
         trial = self.collectives.trial if self.collectives else None
         return not isinstance(self.mode, consistency.BSP) and trial is None
 
-    def current(self) -> calls.Step | None:
-        """The step that is traced or run now."""
-        return self.collectives.step if self.collectives else self.step
-
-    def samples(self) -> tf.Tensor:
-        """Samples of this rank in the step, a float32 scalar."""
-        if self.collectives is not None:
-            return self.collectives.samples()
-        return tf.constant(1.0) if self.step is None else self.step.samples
-
-    @contextlib.contextmanager
-    def stepping(self, step: calls.Step) -> Iterator[None]:
-        """Makes a step of a single process the current one."""
-        outer, self.step = self.step, step
-        try:
-            yield
-        finally:
-            self.step = outer
-
     def update(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> Any:
         """Updates variables, or notes what is to be updated later.
 
@@ -112,24 +81,38 @@ class Rounds:
             pairs: gradients of this rank, and their variables.
             apply: gives gradients to the optimizer itself.
         """
-        if self._passing or not self.defer:
+        if self.passes or not self.defer:
             return apply(list(pairs))
-        round_ = self._of.get(optimizer)
-        if round_ is None:
-            round_ = self._of[optimizer] = Round(self)
         _build(optimizer, [variable for _, variable in pairs])
-        round_.step(pairs, apply)
+        if optimizer not in self._of:
+            self._of[optimizer] = self._new_round(optimizer)
+        self._of[optimizer].step(pairs, apply)
         return optimizer.iterations
 
-    @contextlib.contextmanager
-    def passing(self, local: bool = False) -> Iterator[None]:
-        """Lets optimizers apply in the context what they are given."""
-        outer = self._passing, self.local
-        self._passing, self.local = True, local
-        try:
-            yield
-        finally:
-            self._passing, self.local = outer
+    def _new_round(self, optimizer: Optimizer) -> Round:
+        if isinstance(self.mode, consistency.Accumulate):
+            return AccumulatedRound(self)
+        return LocalRound(self, self._velocities.get(optimizer, {}))
+
+    def add_velocities(
+        self, optimizer: Optimizer, variables: Sequence[Any]
+    ) -> None:
+        """Adds slots for the outer optimizer of `LocalSteps`.
+
+        Args:
+            optimizer: optimizer that is being built.
+            variables: the variables that it trains.
+        """
+        outer = getattr(self.mode, "outer", None)
+        if outer is None or optimizer in self._velocities:
+            return
+        self._velocities[optimizer] = {
+            id(value_of(each)): optimizer.add_variable_from_reference(
+                each, "outer_velocity"
+            )
+            for each in variables
+            if marks.shard_spec(each) is None
+        }
 
     def end(self, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Applies what is noted now; all ranks must call.
@@ -154,111 +137,12 @@ class Rounds:
             round_.clear()
 
 
-class Round:
-    """The steps of one optimizer whose gradients are summed.
-
-    Args:
-        rounds: the rounds of the strategy.
-    """
-
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
-        self._sums = GradientSums()
-        self._count = local_variable(lambda: tf.zeros([], tf.int64), "steps")
-        self._samples = local_variable(lambda: tf.zeros([]), "samples")
-        self._weighted = False
-
-    def step(self, pairs: Pairs, apply: Apply) -> None:
-        """Adds the gradients of a step; the last step applies the sums."""
-        step = self._rounds.current()
-        self._weighted = step is not None and step.weighted
-        with tf.control_dependencies(step.checks_here() if step else []):
-            self._add(pairs)
-            count = tf.convert_to_tensor(self._count.assign_add(1))
-
-        last = count >= self._rounds.mode.k
-        internals.run_if(last, lambda: self._finish(apply))
-
-    def _add(self, pairs: Pairs) -> None:
-        if not self._weighted:
-            self._sums.add(pairs, None, None)
-            return
-        samples = self._rounds.samples()
-        of_all = samples
-        shards = any(marks.gradient_spec(g) is not None for g, _ in pairs)
-        collectives = self._rounds.collectives
-        if shards and collectives is not None:
-            # The gradient of a shard is that of the samples of all ranks.
-            (of_all,) = collectives.all_reduce([samples], _COUNT)
-        self._sums.add(pairs, samples, of_all)
-        self._samples.assign_add(samples)
-
-    def _finish(self, apply: Apply) -> None:
-        """Applies the mean of the steps, and starts a new round."""
-        collectives = self._rounds.collectives
-        total = tf.cast(self._count.read_value(), tf.float32)
-        if self._weighted:
-            total = self._samples.read_value()
-            if collectives is not None:
-                (total,) = collectives.all_reduce([total], _COUNT)
-        pairs = self._sums.pairs()
-        gradients = [_divided(gradient, total) for gradient, _ in pairs]
-        if self._weighted and collectives is not None:
-            gradients = self._rounds.reduce(gradients)
-        with self._rounds.passing():
-            apply([(g, v) for g, (_, v) in zip(gradients, pairs, strict=True)])
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets the steps of the round."""
-        self._sums.clear()
-        self._count.assign(0)
-        self._samples.assign(0)
-
-    def variables(self) -> list[Any]:
-        """Variables that the steps have had gradients of."""
-        return self._sums.variables()
-
-    def end(self, strategy: Strategy, optimizer: Optimizer) -> None:
-        """Applies the mean of the steps so far, if there are any."""
-        if not int(self._count.numpy()):
-            return
-
-        def finish() -> None:
-            self._finish(optimizer.apply_gradients)
-
-        _run_alone(strategy, finish, self._weighted)
-
-
-def _divided(gradient: Gradient, total: tf.Tensor) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return tf.math.divide_no_nan(gradient, tf.cast(total, gradient.dtype))
-    values = gradient.values
-    values = tf.math.divide_no_nan(values, tf.cast(total, values.dtype))
-    # The same `dense_shape` tensor, which carries the mark of the gradient.
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
 def _build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
     """Creates slots outside of a branch, as the optimizer itself would."""
     if keras_internals.is_built(optimizer):
         return
     with tf.init_scope(), tf.name_scope(optimizer.name):
         optimizer.build(variables)
-
-
-def _run_alone(
-    strategy: Strategy, function: Callable[[], None], weighted: bool
-) -> None:
-    """Runs a function in a replica, outside of the program's steps."""
-    step = calls.Step(tf.constant(1.0), weighted, "end of a round")
-    if strategy.collectives is None:
-        with strategy.extended.rounds.stepping(step):
-            tf.distribute.Strategy.run(strategy, function)
-        return
-    step.graph = internals.current_graph()
-    with strategy.collectives.stepping(step):
-        tf.distribute.Strategy.run(strategy, function)
 
 
 def apply(
@@ -293,6 +177,20 @@ def apply_gradients(
         return original(optimizer, pairs, *args, **kwargs)
 
     return rounds.update(optimizer, list(pairs), give)
+
+
+def build(
+    original: Original,
+    optimizer: Optimizer,
+    variables: Sequence[Any],
+    *args: Any,
+) -> Any:
+    built = keras_internals.is_built(optimizer)
+    result = original(optimizer, variables, *args)
+    rounds = _active()
+    if rounds is not None and not built:
+        rounds.add_velocities(optimizer, variables)
+    return result
 
 
 def _active() -> Rounds | None:
