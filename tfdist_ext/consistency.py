@@ -36,7 +36,8 @@ class Accumulate:
     before a model is evaluated, saved or exported.
 
     In `fit` and `train_on_batch`, steps are weighted by their samples. In a
-    custom training loop they have equal weights.
+    custom training loop, the sum of the gradients is divided by `k`, so a loss
+    that is divided by the global batch size is divided by `k` times that.
 
     Source: Dekel et al., Optimal Distributed Online Prediction Using
     Mini-Batches, Journal of Machine Learning Research 13, 2012.

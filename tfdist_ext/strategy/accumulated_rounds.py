@@ -52,7 +52,9 @@ class AccumulatedRound(Round):
     def _finish(self, apply: Apply) -> None:
         """Applies the mean of the steps, and starts a new round."""
         collectives = self._steps.collectives
-        total = tf.cast(self._count.read_value(), tf.float32)
+        # A custom loop divides by a constant batch size, which would be k times
+        # larger with k times larger batches.
+        total = tf.constant(float(self._steps.mode.k))
         if self._weighted:
             total = self._samples.read_value()
             if collectives is not None:

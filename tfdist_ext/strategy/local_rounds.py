@@ -126,7 +126,9 @@ class LocalRound(Round):
             return list(values)
         (total,) = collectives.all_reduce([samples], COUNT)
         share = tf.math.divide_no_nan(samples, total)
-        parts = [tf.math.multiply_no_nan(x, tf.cast(share, x.dtype)) for x in values]
+        parts = [
+            tf.math.multiply_no_nan(x, tf.cast(share, x.dtype)) for x in values
+        ]
         return collectives.all_reduce(parts, label)
 
     def clear(self) -> None:
@@ -161,7 +163,9 @@ class LocalRound(Round):
         slots = self._slots_of(optimizer)
         scalars = [each for each in slots if each.shape.rank == 0]
         slots = [each for each in slots if each.shape.rank]
-        means = self._means([each.read_value() for each in slots], since, _SLOTS)
+        means = self._means(
+            [each.read_value() for each in slots], since, _SLOTS
+        )
         for slot, mean in zip(slots, means, strict=True):
             slot.assign(mean)
         if scalars:
