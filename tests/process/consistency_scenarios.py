@@ -187,7 +187,7 @@ def equal(found, expected):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def resumed(strategy, folder):
+def resumed(strategy, folder, optimizer):
     """A run that fails within a round goes on as one that does not."""
 
     class Fail(keras.callbacks.Callback):
@@ -199,7 +199,7 @@ def resumed(strategy, folder):
                 raise RuntimeError("stop here")
 
     def fit(folder, *callbacks):
-        model = make_model(strategy, "Adam")
+        model = make_model(strategy, optimizer)
         model.fit(
             batches(4),
             epochs=EPOCHS,
@@ -232,7 +232,9 @@ def guarded(strategy, folder):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = fit(more, wrong, NanGuard("skip"))
+        guard = NanGuard(rollback=False, factor=1.0, directory=None)
+        found = fit(more, wrong, guard)
+    assert len(guard.faults) == 1
     expected = fit(ids, labels)
     for name, value in expected.items():
         np.testing.assert_allclose(

@@ -75,7 +75,7 @@ class AccumulatedRound(Round):
         return self._sums.variables()
 
     def end(self, strategy: Strategy, optimizer: Optimizer) -> None:
-        if not int(self._count.numpy()):
+        if self.is_complete():
             return
 
         # This round must not keep the optimizer alive.

@@ -107,6 +107,10 @@ class Round:
         self._count.assign(0)
         self._samples.assign(0)
 
+    def is_complete(self) -> bool:
+        """Whether the round has no steps yet."""
+        return int(self._count.numpy()) == 0
+
     def variables(self) -> list[Any]:
         """Variables that the steps have had gradients of."""
         raise NotImplementedError

@@ -131,6 +131,10 @@ class Rounds(Steps):
             for optimizer, round_ in self._of.items()
         ]
 
+    def are_complete(self) -> bool:
+        """Whether no optimizer is in the middle of a round."""
+        return all(round_.is_complete() for round_ in self._of.values())
+
     def drop(self) -> None:
         """Forgets the steps of unfinished rounds."""
         for round_ in self._of.values():
