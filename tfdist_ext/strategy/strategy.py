@@ -102,6 +102,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             (`TFDIST_SECRET`) where other users or hosts can connect to them.
             If False they raise there; on loopback they accept processes of
             their own user only.
+        consistency: when ranks exchange what they train, an object of
+            `tfdist_ext.consistency`; None means `BSP()`, which exchanges the
+            gradients of every step.
 
     Raises:
         ValueError: TF_CONFIG is malformed or has tasks other than chief and
@@ -111,6 +114,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         RuntimeError: another launcher started several processes and did not
             say how they connect, rank 0's port is in use, ranks are missing
             after `startup_timeout`, or Horovod has other ranks.
+        TypeError: `consistency` is no object of `tfdist_ext.consistency`.
         ImportError: engine="horovod" and it is not built for this TensorFlow.
     """
 
@@ -279,6 +283,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if trial is None:
             self._reporter.count_step()
         model = getattr(fn, "__self__", None)
+        if self.extended.rounds is not None:
+            refused.check_consistency(model, self._consistency)
         if self.collectives is None:
             refused.check_in_one_process(model)
             with self._stepping_alone(fn, args, kwargs):
