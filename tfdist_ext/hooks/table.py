@@ -205,31 +205,35 @@ def _batches() -> list[Hook]:
             *predict_on_batch,
         )
     )
-    if KERAS_3:
-        rows += [
-            hook(
-                model,
-                "make_predict_function",
-                "`predict` is traced once for batches of all sizes.",
-                _LOOP,
-                stage(predictions.make_predict_function, STRATEGY),
-            ),
-            hook(
-                model,
-                names.BUILD_BY_SHAPES,
-                "A model is built with the shapes of a rank's batch.",
-                _LOOP,
-                stage(before_training.build, STRATEGY),
-            ),
-            hook(
-                names.array_adapter(),
-                "get_tf_dataset",
-                "The number of samples of arrays is known to the ranks.",
-                "datasets of arrays that know their number of samples",
-                stage(before_training.keep_lengths, STRATEGY),
-            ),
-        ]
-    return rows
+    return rows + (_builders() if KERAS_3 else [])
+
+
+def _builders() -> list[Hook]:
+    """Hooks of Keras 3 before a first batch."""
+    model = keras.Model
+    return [
+        hook(
+            model,
+            "make_predict_function",
+            "`predict` is traced once for batches of all sizes.",
+            _LOOP,
+            stage(predictions.make_predict_function, STRATEGY),
+        ),
+        hook(
+            model,
+            names.BUILD_BY_SHAPES,
+            "A model is built with the shapes of a rank's batch.",
+            _LOOP,
+            stage(before_training.build, STRATEGY),
+        ),
+        hook(
+            names.array_adapter(),
+            "get_tf_dataset",
+            "The number of samples of arrays is known to the ranks.",
+            "datasets of arrays that know their number of samples",
+            stage(before_training.keep_lengths, STRATEGY),
+        ),
+    ]
 
 
 def _steps() -> list[Hook]:

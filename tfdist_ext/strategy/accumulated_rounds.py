@@ -16,7 +16,6 @@ from tfdist_ext.strategy.round_base import COUNT
 from tfdist_ext.strategy.round_base import Apply
 from tfdist_ext.strategy.round_base import Round
 from tfdist_ext.strategy.round_base import Steps
-from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Strategy
 
@@ -82,13 +81,14 @@ class AccumulatedRound(Round):
         alive = weakref.ref(optimizer)
 
         def finish() -> None:
-            self._finish(alive().apply_gradients)
+            found: Any = alive()
+            self._finish(found.apply_gradients)
 
         key = len(self.variables()), self._weighted
         self._run_alone(strategy, key, finish)
 
 
-def _divided(gradient: Gradient, total: tf.Tensor) -> Any:
+def _divided(gradient: Any, total: tf.Tensor) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.math.divide_no_nan(gradient, tf.cast(total, gradient.dtype))
     values = gradient.values

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.consistency import Nesterov
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.numbers.model_state import variables_of_optimizer
 from tfdist_ext.strategy.gradient_sums import Pairs
@@ -33,12 +34,19 @@ class LocalRound(Round):
 
     Args:
         steps: what the rounds of the strategy have in common.
+        outer: the outer optimizer, or None.
         velocities: velocities of the outer optimizer, by the ids of the
             variables of TensorFlow; empty without one.
     """
 
-    def __init__(self, steps: Steps, velocities: dict[int, Any]) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        outer: Nesterov | None,
+        velocities: dict[int, Any],
+    ) -> None:
         super().__init__(steps)
+        self._outer = outer
         self._velocities = velocities
         self._starts: dict[int, tf.Variable] = {}
         self._trained: dict[int, Any] = {}
@@ -51,7 +59,7 @@ class LocalRound(Round):
         for gradient, variable in pairs:
             if gradient is not None and marks.shard_spec(variable) is None:
                 self._trained.setdefault(id(value_of(variable)), variable)
-        if self._steps.mode.outer is not None:
+        if self._outer is not None:
             self._note_starts()
         with self._steps.passing(local=True):
             apply([(self._own(g, samples), v) for g, v in pairs])
@@ -83,7 +91,7 @@ class LocalRound(Round):
             if key not in self._starts:
                 native = _component(variable)
                 self._starts[key] = local_variable(
-                    lambda native=native: native.read_value(),
+                    native.read_value,
                     "start_of_round",
                     beside=variable,
                 )
@@ -103,7 +111,7 @@ class LocalRound(Round):
             self._samples.read_value(),
             _WEIGHTS,
         )
-        outer = self._steps.mode.outer
+        outer = self._outer
         for (key, weight), mean in zip(components.items(), means, strict=True):
             if outer is not None:
                 start = self._starts[key].read_value()

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.consistency import Consistency
+from tfdist_ext.consistency import Accumulate
+from tfdist_ext.consistency import LocalSteps
 from tfdist_ext.strategy.gradient_sums import Pairs
 from tfdist_ext.strategy.gradient_sums import local_variable
 from tfdist_ext.type_names import Optimizer
@@ -28,7 +29,7 @@ class Steps:
     """The step that runs, and how optimizers apply what they are given.
 
     Attributes:
-        mode: the strategy's `consistency`.
+        mode: the strategy's `consistency`, not `BSP`.
         collectives: its collectives; None in a single process.
         reduce: see `HybridParallelExtended.sum_deferred`.
         alone: the step that runs in a single process, None outside of steps.
@@ -38,7 +39,7 @@ class Steps:
 
     def __init__(
         self,
-        mode: Consistency,
+        mode: Accumulate | LocalSteps,
         collectives: Collectives | None,
         reduce: Callable[[list[Any]], list[Any]],
     ) -> None:

@@ -33,7 +33,8 @@ def after_epochs(
     if rounds is None:
         return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
-    given, own = bound.arguments.get("callbacks"), _EndRound()
+    given: Any = bound.arguments.get("callbacks")
+    own = _EndRound()
     of_caller = isinstance(given, keras.callbacks.CallbackList)
     if of_caller:  # Keras trains with it unchanged.
         own.set_model(model)

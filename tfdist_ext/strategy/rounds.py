@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext import consistency
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.consistency import Consistency
+from tfdist_ext.consistency import Accumulate
+from tfdist_ext.consistency import LocalSteps
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.strategy.accumulated_rounds import AccumulatedRound
 from tfdist_ext.strategy.gradient_sums import Pairs
@@ -45,7 +45,7 @@ class Rounds(Steps):
 
     Args:
         strategy: the strategy, to which no reference is kept.
-        mode: its `consistency`.
+        mode: its `consistency`, not `BSP`.
         collectives: its collectives; None in a single process.
         reduce: see `HybridParallelExtended.sum_deferred`.
     """
@@ -53,7 +53,7 @@ class Rounds(Steps):
     def __init__(
         self,
         strategy: Strategy,
-        mode: Consistency,
+        mode: Accumulate | LocalSteps,
         collectives: Collectives | None,
         reduce: Callable[[list[Any]], list[Any]],
     ) -> None:
@@ -70,8 +70,7 @@ class Rounds(Steps):
 
         A step that is traced or run for a check is one of `BSP`.
         """
-        trial = self.collectives.trial if self.collectives else None
-        return not isinstance(self.mode, consistency.BSP) and trial is None
+        return self.collectives is None or self.collectives.trial is None
 
     def update(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> Any:
         """Updates variables, or notes what is to be updated later.
@@ -90,9 +89,10 @@ class Rounds(Steps):
         return optimizer.iterations
 
     def _new_round(self, optimizer: Optimizer) -> Round:
-        if isinstance(self.mode, consistency.Accumulate):
+        if isinstance(self.mode, Accumulate):
             return AccumulatedRound(self)
-        return LocalRound(self, self._velocities.get(optimizer, {}))
+        velocities = self._velocities.get(optimizer, {})
+        return LocalRound(self, self.mode.outer, velocities)
 
     def add_velocities(
         self, optimizer: Optimizer, variables: Sequence[Any]
