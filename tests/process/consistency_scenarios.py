@@ -285,8 +285,7 @@ def local_replicas(strategy, folder):
         ).history["loss"]
     assert losses[-1] < losses[0], losses
     for each in (*model.weights, *variables_of(model.optimizer)):
-        native = getattr(each, "value", each)
-        native = native() if callable(native) else native
+        native = each.value if KERAS_3 else each
         if hasattr(native, "values") and native.dtype.is_floating:
             mine = tf.reshape(native.values[0], [1, -1])
             everyone = strategy.gather(mine, axis=0).numpy()
