@@ -137,13 +137,13 @@ def _checkpoints() -> list[Hook]:
     """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
     why = "Each rank writes and reads its shards; all end alike."
+    ends = stage(round_ends.before_checkpoint(saver.objects_of), STRATEGY)
     rows = []
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save", "read", "restore"):
             if hasattr(owner, name):
                 verb = "restore" if name in ("read", "restore") else "save"
                 call = stage(saver.on_all_ranks(verb), *needs)
-                ends = stage(round_ends.before_checkpoint, STRATEGY)
                 rows.append(hook(owner, name, why, _CHECKPOINT, ends, call))
     old = tf.compat.v1.train.Saver
     for owner, name, function in (

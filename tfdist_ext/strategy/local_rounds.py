@@ -47,7 +47,7 @@ class LocalRound(Round):
     ) -> None:
         super().__init__(steps)
         self._outer = outer
-        self._velocities = velocities
+        self._outer_slots = velocities
         self._starts: dict[int, tf.Variable] = {}
         self._trained: dict[int, Any] = {}
         # Samples since the slots were made equal.
@@ -116,7 +116,7 @@ class LocalRound(Round):
             if outer is not None:
                 start = self._starts[key].read_value()
                 gradient = start - mean
-                velocity = _component(self._velocities[key])
+                velocity = _component(self._outer_slots[key])
                 moved = outer.momentum * velocity.read_value() + gradient
                 velocity.assign(moved)
                 gradient += outer.momentum * moved
@@ -188,7 +188,7 @@ class LocalRound(Round):
 
     def _slots_of(self, optimizer: Optimizer) -> list[tf.Variable]:
         """Variables of an optimizer that a step of one rank changes."""
-        equal = {id(value_of(each)) for each in self._velocities.values()}
+        equal = {id(value_of(each)) for each in self._outer_slots.values()}
         slots = variables_of_optimizer(optimizer)
         for own in getattr(optimizer, "table_optimizers", ()):
             slots += variables_of_optimizer(own)

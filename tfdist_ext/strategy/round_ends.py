@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,16 +61,25 @@ def before(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def before_checkpoint(
-    original: Original, checkpoint: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Ends the rounds of what a checkpoint has, before it is used."""
-    every = all_rounds()
-    if every and tf.executing_eagerly():
-        graph = checkpoint._saver._graph_view
-        found = {id(each) for each in graph.descendants()}
-        for rounds in every:
-            rounds.end(_in(found, rounds))
-    return original(checkpoint, *args, **kwargs)
+    objects_of: Callable[[Any], Sequence[Any]],
+) -> Callable[..., Any]:
+    """Creates a stage that ends the rounds of what a checkpoint has.
+
+    Args:
+        objects_of: returns the objects of a checkpoint.
+    """
+
+    def stage(
+        original: Original, checkpoint: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        every = all_rounds()
+        if every and tf.executing_eagerly():
+            found = {id(each) for each in objects_of(checkpoint)}
+            for rounds in every:
+                rounds.end(_in(found, rounds))
+        return original(checkpoint, *args, **kwargs)
+
+    return stage
 
 
 def _in(objects: set[int], rounds: Rounds) -> Sequence[Any]:

@@ -60,7 +60,7 @@ class Rounds(Steps):
         super().__init__(mode, collectives, reduce)
         self._strategy = weakref.ref(strategy)
         self._of = weakref.WeakKeyDictionary[Any, Round]()
-        self._velocities = weakref.WeakKeyDictionary[Any, dict[int, Any]]()
+        self._outer_slots = weakref.WeakKeyDictionary[Any, dict[int, Any]]()
         self.number = next(_numbers)
         _alive.add(self)
 
@@ -91,7 +91,7 @@ class Rounds(Steps):
     def _new_round(self, optimizer: Optimizer) -> Round:
         if isinstance(self.mode, Accumulate):
             return AccumulatedRound(self)
-        velocities = self._velocities.get(optimizer, {})
+        velocities = self._outer_slots.get(optimizer, {})
         return LocalRound(self, self.mode.outer, velocities)
 
     def add_velocities(
@@ -104,9 +104,9 @@ class Rounds(Steps):
             variables: the variables that it trains.
         """
         outer = getattr(self.mode, "outer", None)
-        if outer is None or optimizer in self._velocities:
+        if outer is None or optimizer in self._outer_slots:
             return
-        self._velocities[optimizer] = {
+        self._outer_slots[optimizer] = {
             id(value_of(each)): optimizer.add_variable_from_reference(
                 each, "outer_velocity"
             )
