@@ -93,9 +93,9 @@ def batches(size, samples=SAMPLES, seed=0):
     return data.batch(size)
 
 
-def fitted(strategy, folder, size, optimizer, of_keras, **compile_arguments):
+def fitted(strategy, folder, size, optimizer, of_keras, options):
     """Losses of the epochs, weights, and the number of updates."""
-    model = make_model(strategy, optimizer, of_keras, **compile_arguments)
+    model = make_model(strategy, optimizer, of_keras, **options)
     history = model.fit(batches(size), epochs=EPOCHS, verbose=0).history
     updates = int(np.array(model.optimizer.iterations))
     return {"loss": history["loss"], "updates": updates} | state(

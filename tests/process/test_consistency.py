@@ -26,37 +26,40 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "keras", "optimizer", "of_keras"),
+    ("ranks", "keras", "optimizer", "of_keras", "options"),
     [
-        (*place, optimizer, of_keras)
-        for place in PLACES
-        for optimizer, of_keras in (
-            ("SGD", False),
-            ("Adagrad", False),
-            ("Adam", False),
-            ("Adagrad", True),
-        )
+        *(
+            (*place, optimizer, of_keras, {})
+            for place in PLACES
+            for optimizer, of_keras in (
+                ("SGD", False),
+                ("Adagrad", False),
+                ("Adam", False),
+                ("Adagrad", True),
+            )
+        ),
+        *(
+            (*place, "SGD", False, options)
+            for place in BOTH
+            for options in ({"steps_per_execution": 2}, {"run_eagerly": True})
+        ),
     ],
 )
 def test_accumulated_steps_are_those_of_larger_batches(
-    run_scenario, ranks, keras, optimizer, of_keras
+    run_scenario, ranks, keras, optimizer, of_keras, options
 ):
     """In `fit`, with an uneven last batch and an unfinished round."""
     scenario = "consistency_scenarios.fitted"
     (expected,) = run_scenario(
         scenario,
-        4 * K,
-        optimizer,
-        of_keras,
+        *(4 * K, optimizer, of_keras, {}),
         ranks=1,
         keras=keras,
         strategy=False,
     )
     found = run_scenario(
         scenario,
-        4,
-        optimizer,
-        of_keras,
+        *(4, optimizer, of_keras, options),
         ranks=ranks,
         keras=keras,
         consistency=ACCUMULATE,
