@@ -242,7 +242,7 @@ def guarded(strategy, folder):
         )
 
 
-def linear(strategy, folder, size, samples, epochs=2):
+def linear(strategy, folder, size, samples, in_loop, epochs=2):
     """Weights and slots of one dense layer, trained by momentum."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=[samples, 3]).astype(np.float32)
@@ -260,7 +260,10 @@ def linear(strategy, folder, size, samples, epochs=2):
         )
         model.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
-    model.fit(data, epochs=epochs, verbose=0)
+    if in_loop:
+        loop_over(strategy, model, data, size, epochs)
+    else:
+        model.fit(data, epochs=epochs, verbose=0)
     found = [np.array(model.layers[-1].kernel)[:, 0]]
     slots = model.optimizer.variables
     slots = slots() if callable(slots) else slots
@@ -271,6 +274,24 @@ def linear(strategy, folder, size, samples, epochs=2):
             everyone, np.array([each] * len(everyone))
         )
     return found
+
+
+def loop_over(strategy, model, data, size, epochs):
+    """Trains a model in a loop that divides by a constant batch size."""
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x) - y)) / size
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    run = tf.function(lambda batch: strategy.run(step, (batch,)))
+    for _ in range(epochs):
+        for batch in strategy.experimental_distribute_dataset(data):
+            run(batch)
+        strategy.synchronize()
 
 
 def local_replicas(strategy, folder):

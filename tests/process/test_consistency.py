@@ -143,7 +143,7 @@ def test_scenario(run_scenario, ranks, keras, scenario, mode, arguments):
     )
 
 
-def simulated(ranks, size, samples, outer, epochs=2):
+def simulated(ranks, size, samples, outer, in_loop, epochs=2):
     """Local momentum steps of ranks, each on its part of every batch."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=[samples, 3]).astype(np.float32)
@@ -172,7 +172,9 @@ def simulated(ranks, size, samples, outer, epochs=2):
             own = [np.arange(*cut) for cut in itertools.pairwise(cuts)]
             for rank, places in enumerate(own):
                 error = x[places] @ weights[rank] - y[places, 0]
-                gradient = 2 * x[places].T @ error / len(places)
+                # A loop divides by a constant, for a sum over the ranks.
+                divisor = size / ranks if in_loop else len(places)
+                gradient = 2 * x[places].T @ error / divisor
                 slots[rank] = 0.5 * slots[rank] - 0.05 * gradient
                 weights[rank] = weights[rank] + slots[rank]
                 trained[rank] += len(places)
@@ -187,24 +189,33 @@ def simulated(ranks, size, samples, outer, epochs=2):
     return weights[0], slots[0], velocity
 
 
-@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (2, 2), (3, 3)])
-@pytest.mark.parametrize("outer", [None, OUTER])
-def test_local_steps_are_those_of_the_papers(run_scenario, ranks, keras, outer):
+@pytest.mark.parametrize(
+    ("ranks", "keras", "outer", "in_loop"),
+    [
+        *(
+            (*place, outer, False)
+            for place in (*BOTH, (3, 3))
+            for outer in (None, OUTER)
+        ),
+        *((*place, None, True) for place in BOTH),
+    ],
+)
+def test_local_steps_are_those_of_the_papers(
+    run_scenario, ranks, keras, outer, in_loop
+):
     """As NumPy computes them: unequal parts, an unfinished round, slots."""
     mode = ["LocalSteps", {"k": K, "outer": outer and ["Nesterov", outer]}]
     size, samples = 7, 49 + 3
-    weights, slots, velocity = simulated(ranks, size, samples, outer)
+    weights, slots, velocity = simulated(ranks, size, samples, outer, in_loop)
     for found in run_scenario(
         "consistency_scenarios.linear",
-        size,
-        samples,
+        *(size, samples, in_loop),
         ranks=ranks,
         keras=keras,
         consistency=mode,
     ):
         np.testing.assert_allclose(found[0], weights, rtol=1e-4, atol=1e-6)
-        rest = [slots, velocity] if outer else [slots]
-        for one in rest:
+        for one in [slots, velocity] if outer else [slots]:
             assert any(
                 np.allclose(one, other, rtol=1e-4, atol=1e-6)
                 for other in found[1:]

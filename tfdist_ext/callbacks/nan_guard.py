@@ -435,7 +435,8 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             step, copied = self._copies[0]
             copied.put_back()
             self._copies = [(self._step, copied)]
-            rounds = self.model.distribute_strategy.extended.rounds
+            extended = self.model.distribute_strategy.extended
+            rounds = getattr(extended, "rounds", None)
             if rounds is not None:
                 rounds.drop()
             done = f"Rolled back to step {step}."
