@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import update_watch
 from tfdist_ext.callbacks.update_watch import Pairs
 from tfdist_ext.callbacks.update_watch import Snapshot
@@ -171,7 +172,7 @@ class FiniteSteps:
         for part, (gradient, _) in zip(own, pairs, strict=True):
             before.append(_of_gradient(gradient if part is None else part))
         fine = self._all_finite(before, "not finite/gradients")
-        _only_if(fine, update)
+        internals.run_if(fine, update)
         after = [_NOTHING, *(_of_rows(g, v) for g, v in pairs)]
         fine = tf.logical_and(fine, self._all_finite(after, "not finite/rows"))
         new = tf.concat([tf.stack(before), tf.stack(after)], axis=1)
@@ -263,31 +264,6 @@ def _of_rows(gradient: Gradient, variable: Variable) -> tf.Tensor:
     with sharded_variable.reads_allowed():
         values = tf.gather(value_of(variable), gradient.indices)
     return _of_table(gradient.indices, values)
-
-
-def _only_if(fine: tf.Tensor, update: Callable[[], Any]) -> None:
-    """Runs an update in a branch, as Keras's loss scale optimizers do.
-
-    An update calls all replicas, which a branch inside of one replica cannot
-    do. The branch is therefore in the cross-replica context.
-    """
-
-    def updated() -> bool:
-        update()
-        return True
-
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(fine, updated, lambda: True)
-        return
-
-    def across(strategy: tf.distribute.Strategy) -> None:
-        def updated_everywhere() -> bool:
-            strategy.extended.call_for_each_replica(update)
-            return True
-
-        tf.cond(fine, updated_everywhere, lambda: True)
-
-    tf.distribute.get_replica_context().merge_call(across)
 
 
 _SHOWN = 6  # most findings in a message
@@ -459,6 +435,10 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             step, copied = self._copies[0]
             copied.put_back()
             self._copies = [(self._step, copied)]
+            extended = self.model.distribute_strategy.extended
+            rounds = getattr(extended, "rounds", None)
+            if rounds is not None:
+                rounds.drop()
             done = f"Rolled back to step {step}."
         if self._factor == 1:
             return done

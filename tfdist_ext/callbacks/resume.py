@@ -338,10 +338,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         step = self._tracker.position.step
         if step == self._saved_step:
             return False
-        if self._every == "epoch":
-            return self._epoch_unsaved
-        assert isinstance(self._every, int)
-        return step // self._every > self._saved_step // self._every
+        due = self._epoch_unsaved
+        if self._every != "epoch":
+            assert isinstance(self._every, int)
+            due = step // self._every > self._saved_step // self._every
+        # To save in a round would end it, and so change what is trained.
+        rounds = _strategy_of(self.model).extended.rounds
+        return due and (rounds is None or rounds.are_complete())
 
     def _save(self, whole: bool = False) -> None:
         assert self._tracker is not None

@@ -18,6 +18,7 @@ from tfdist_ext.saving import exporting
 from tfdist_ext.saving import keras_files
 from tfdist_ext.saving import saver
 from tfdist_ext.saving import shared_files
+from tfdist_ext.strategy import round_ends
 
 keras = tf.keras
 
@@ -70,7 +71,11 @@ def _writers() -> list[Hook]:
             stage(keras_files.ask_user, RANKS),
         ),
         *(
-            hook(owner, name, why, _SAVING, stage(call, RANKS))
+            hook(
+                *(owner, name, why, _SAVING),
+                stage(round_ends.before, STRATEGY),
+                stage(call, RANKS),
+            )
             for owner, name, call in written
         ),
     ]
@@ -132,13 +137,14 @@ def _checkpoints() -> list[Hook]:
     """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
     why = "Each rank writes and reads its shards. All succeed or all fail."
+    ends = stage(round_ends.before_checkpoint(saver.objects_of), STRATEGY)
     rows = []
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save", "read", "restore"):
             if hasattr(owner, name):
                 verb = "restore" if name in ("read", "restore") else "save"
                 call = stage(saver.on_all_ranks(verb), *needs)
-                rows.append(hook(owner, name, why, _CHECKPOINT, call))
+                rows.append(hook(owner, name, why, _CHECKPOINT, ends, call))
     old = tf.compat.v1.train.Saver
     for owner, name, function in (
         (tf.train.CheckpointManager, "save", saver.save_managed),
@@ -209,9 +215,12 @@ def _exports() -> list[Hook]:
     """Hooks of exports as SavedModels and TFLite models."""
     module = internals.saved_model_save
     served = "Models with tables are exported with ops of TensorFlow only."
-    export = [stage(exporting.export_archive, TABLES)]
+    export = [
+        stage(round_ends.before, STRATEGY),
+        stage(exporting.export_archive, TABLES),
+    ]
     if KERAS_3:
-        export.insert(0, stage(keras_files.export_archive, RANKS))
+        export.insert(1, stage(keras_files.export_archive, RANKS))
     save = stage(exporting.save_model, TABLES)
     return [
         hook(keras.Model, "export", served, _EXPORT, *export),

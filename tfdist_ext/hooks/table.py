@@ -36,6 +36,8 @@ from tfdist_ext.strategy import loops
 from tfdist_ext.strategy import on_batch
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
+from tfdist_ext.strategy import round_ends
+from tfdist_ext.strategy import rounds
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy import steps
 from tfdist_ext.strategy import whole_values
@@ -80,6 +82,7 @@ def _loops() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     compare_settings = stage(loops.compare_settings, STRATEGY)
+    end_round = stage(round_ends.before, STRATEGY)
     place_first = stage(_place_first, STRATEGY)
     in_scope = stage(before_training.in_scope, STRATEGY)
     in_loop = (
@@ -96,6 +99,7 @@ def _loops() -> list[Hook]:
             stage(update_watch.end_watch, Need.UPDATE_WATCH),
             stage(resume.skip_trained_batches, STRATEGY),
             stage(model_state.compare_after_epochs, RANKS),
+            stage(round_ends.after_epochs, STRATEGY),
             on_all_ranks,
             compare_settings,
             stage(before_training.shuffle_equally, RANKS),
@@ -108,6 +112,7 @@ def _loops() -> list[Hook]:
             "evaluate",
             "As `fit`.",
             _LOOP,
+            end_round,
             on_all_ranks,
             compare_settings,
             place_first,
@@ -119,6 +124,7 @@ def _loops() -> list[Hook]:
             "predict",
             "As `fit`; every rank returns what one process does.",
             _LOOP,
+            end_round,
             on_all_ranks,
             compare_settings,
             place_first,
@@ -169,15 +175,18 @@ def _batches() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     in_scope = stage(before_training.in_scope, STRATEGY)
+    end_round = stage(round_ends.before, STRATEGY)
     on_batch_steps = [stage(on_batch.step_on_batch, RANKS)] if KERAS_3 else []
     rows = []
     for name in ("train_on_batch", "test_on_batch"):
+        ends = [end_round] if name == "test_on_batch" else []
         rows.append(
             hook(
                 model,
                 name,
                 "As `fit`, for one batch, of which each rank takes its part.",
                 _LOOP,
+                *ends,
                 on_all_ranks,
                 *on_batch_steps,
                 in_scope,
@@ -192,35 +201,40 @@ def _batches() -> list[Hook]:
             "predict_on_batch",
             "As `predict`, for one batch.",
             _LOOP,
+            end_round,
             on_all_ranks,
             *predict_on_batch,
         )
     )
-    if KERAS_3:
-        rows += [
-            hook(
-                model,
-                "make_predict_function",
-                "`predict` is traced once for batches of all sizes.",
-                _LOOP,
-                stage(predictions.make_predict_function, STRATEGY),
-            ),
-            hook(
-                model,
-                names.BUILD_BY_SHAPES,
-                "A model is built with the shapes of a rank's batch.",
-                _LOOP,
-                stage(before_training.build, STRATEGY),
-            ),
-            hook(
-                names.array_adapter(),
-                "get_tf_dataset",
-                "Ranks know the number of samples of arrays.",
-                "datasets of arrays that know their number of samples",
-                stage(before_training.keep_lengths, STRATEGY),
-            ),
-        ]
-    return rows
+    return rows + (_builders() if KERAS_3 else [])
+
+
+def _builders() -> list[Hook]:
+    """Hooks of Keras 3 before a first batch."""
+    model = keras.Model
+    return [
+        hook(
+            model,
+            "make_predict_function",
+            "`predict` is traced once for batches of all sizes.",
+            _LOOP,
+            stage(predictions.make_predict_function, STRATEGY),
+        ),
+        hook(
+            model,
+            names.BUILD_BY_SHAPES,
+            "A model is built with the shapes of a rank's batch.",
+            _LOOP,
+            stage(before_training.build, STRATEGY),
+        ),
+        hook(
+            names.array_adapter(),
+            "get_tf_dataset",
+            "Ranks know the number of samples of arrays.",
+            "datasets of arrays that know their number of samples",
+            stage(before_training.keep_lengths, STRATEGY),
+        ),
+    ]
 
 
 def _steps() -> list[Hook]:
@@ -378,6 +392,7 @@ def _optimizers() -> list[Hook]:
             _OPTIMIZER,
             stage(loops.build_on_all_ranks, RANKS),
             *([stage(_place_built, STRATEGY)] if KERAS_3 else []),
+            stage(rounds.build, STRATEGY),
             stage(row_optimizer.refuse_norms_at_build, Need.MAX_NORM),
         ),
         hook(
@@ -405,6 +420,7 @@ def _optimizers() -> list[Hook]:
                 _OPTIMIZER,
                 end_steps,
                 apply,
+                stage(rounds.apply, STRATEGY),
                 stage(row_gradients.sum_repeated_rows, TABLES),
             ),
             hook(scaled, "apply", why, _OPTIMIZER, apply),
@@ -420,9 +436,10 @@ def _optimizers() -> list[Hook]:
     refuse = stage(row_optimizer.refuse_norms_at_apply, Need.MAX_NORM)
     legacy = keras.optimizers.legacy.Optimizer
     name = "apply_gradients"
+    in_rounds = stage(rounds.apply_gradients, STRATEGY)
     return [
         *rows,
-        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply),
+        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply, in_rounds),
         hook(legacy, name, why, _OPTIMIZER, refuse, end_steps, apply),
     ]
 

@@ -127,8 +127,9 @@ def check_supported(optimizer: Any) -> None:
     _refuse(
         optimizer,
         "gradient_accumulation_steps",
-        "it would keep a dense gradient of the whole table. Use a larger "
-        f"batch, or {_WHOLE}.",
+        "it would keep a dense gradient of the whole table. Leave it out, and "
+        "pass consistency=tfdist_ext.consistency.Accumulate(k) to the "
+        "strategy, which keeps the rows that steps touch.",
     )
     if marks.does_work_over_ranks(optimizer):
         return
@@ -182,7 +183,9 @@ def check_accumulation(optimizer: Any) -> None:
             f"Optimizer {type(optimizer).__name__}: argument "
             "`gradient_accumulation_steps` is not supported by the strategy: "
             "Keras would sum the accumulated gradients over the ranks within "
-            "a condition. Use a larger batch. Received: "
+            "a condition. Leave it out, and pass "
+            f"consistency=tfdist_ext.consistency.Accumulate({steps}) to the "
+            "strategy. Received: "
             f"gradient_accumulation_steps={steps}."
         )
 

@@ -69,7 +69,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
     def call(
         original: Original, checkpoint: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        collectives = collectives_of(_objects(checkpoint))
+        collectives = collectives_of(objects_of(checkpoint))
         with thread_context.setting(savers=collectives):
             if collectives is None:
                 return original(checkpoint, *args, **kwargs)
@@ -103,13 +103,18 @@ def _from_first(
 
 def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
     model_state.compare_replicas(
-        map(variable_of, _objects(checkpoint)),
+        map(variable_of, objects_of(checkpoint)),
         collectives,
         "before a checkpoint is saved",
     )
 
 
-def _objects(checkpoint: Any) -> list[Any]:
+def objects_of(checkpoint: Any) -> list[Any]:
+    """All objects that a checkpoint saves and restores.
+
+    Args:
+        checkpoint: `tf.train.Checkpoint`.
+    """
     objects: list[Any] = checkpoint._saver._graph_view.descendants()
     return objects
 
@@ -168,7 +173,7 @@ def restore_parts(
 def save_managed(
     original: Original, manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    collectives = collectives_of(_objects(manager.checkpoint))
+    collectives = collectives_of(objects_of(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
     with collectives.joint_call(f"save into '{manager.directory}'"):
