@@ -39,6 +39,9 @@ PACKAGES = {
         "ops",
         "type_names",
     },
+    "compression": {
+        "tables",
+    },
     "launch": {
         "comm",
     },
@@ -86,6 +89,7 @@ PACKAGES = {
     "strategy": {
         "batches",
         "comm",
+        "compression",
         "embedding",
         "keras_internals",
         "launch",
@@ -150,6 +154,7 @@ PACKAGES = {
     },
 }
 WITHOUT_TENSORFLOW = (
+    "compression",
     "launch",
     "spark",
     "tables",
@@ -179,6 +184,7 @@ PUBLIC = {
         "TablePlacement",
         "__version__",
         "callbacks",
+        "compression",
         "layers",
         "losses",
         "measure_machine",
@@ -206,6 +212,7 @@ PUBLIC = {
         "Resume",
         "Timeline",
     },
+    "tfdist_ext.compression": {"RandomK", "TopK"},
     "tfdist_ext.spark": {"run"},
     "tfdist_ext.losses": {
         "Retrieval",
@@ -218,6 +225,7 @@ PUBLIC = {
         "SGD",
         "Adagrad",
         "Adam",
+        "CowClip",
         "Ftrl",
         "RowWiseAdagrad",
         "element_wise",

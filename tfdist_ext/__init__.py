@@ -11,6 +11,7 @@ from typing import Any
 
 if TYPE_CHECKING:
     from tfdist_ext import callbacks
+    from tfdist_ext import compression
     from tfdist_ext import layers
     from tfdist_ext import losses
     from tfdist_ext import optimizers
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "apply_delta",
     "callbacks",
+    "compression",
     "export",
     "export_delta",
     "layers",

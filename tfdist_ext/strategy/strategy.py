@@ -18,6 +18,7 @@ from tfdist_ext.comm import calls
 from tfdist_ext.comm import measuring
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.process_group import ProcessGroup
+from tfdist_ext.compression import Compression
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.numbers import check
 from tfdist_ext.numbers import check_report
@@ -34,6 +35,7 @@ from tfdist_ext.strategy import logs
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
 from tfdist_ext.strategy import reporter
+from tfdist_ext.strategy import sparse_sums
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
@@ -98,12 +100,22 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             (`TFDIST_SECRET`) where other users or hosts can connect to them.
             If False they raise there; on loopback they accept processes of
             their own user only.
+        compression: `compression.TopK(share)` or `compression.RandomK(share)`
+            sends only some of the values of each dense float32 gradient that
+            an optimizer applies. Trained numbers then differ from those of
+            one process by design; comparisons of steps (`check`) use complete
+            gradients. Errors for the next step are not saved in checkpoints.
+            It has no effect on tables, on other dtypes, and in one process.
 
     Raises:
         ValueError: TF_CONFIG is malformed or has tasks other than chief and
             workers; `gradient_dtype`, `transport`, `engine` or `check` is
-            unknown; `error_feedback` is set but nothing is rounded; or other
-            hosts can connect to the ranks and there is no secret.
+            unknown; `error_feedback` is set but nothing is rounded;
+            `compression` is another object or is combined with a 16-bit
+            `gradient_dtype`; or other hosts can connect to the ranks and
+            there is no secret.
+        tf.errors.InvalidArgumentError: the ranks have different values of
+            `gradient_dtype`, `error_feedback` or `compression`.
         RuntimeError: another launcher started several processes and did not
             say how they connect, rank 0's port is in use, ranks are missing
             after `startup_timeout`, or Horovod has other ranks.
@@ -124,6 +136,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         engine: checks.Engine = "tfdist",
         check: checks.Check = "auto",
         allow_unauthenticated: bool = False,
+        compression: Compression | None = None,
     ) -> None:
         where = type(self).__name__
         dtypes = checks.WIRE_DTYPES
@@ -138,6 +151,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 " Received: error_feedback=True with gradient_dtype="
                 "'float32'. Set gradient_dtype='bfloat16', or leave it out."
             )
+        sparse_sums.check(compression, gradient_dtype, where)
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
         )
@@ -158,6 +172,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if engine == "horovod" and self.collectives is not None:
                 engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)
+            self._compress(compression)
         except BaseException:  # Peers must not wait for this rank.
             self.close()
             raise
@@ -186,6 +201,23 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             hold(Need.RANKS, self)
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
+
+    def _compress(self, compression: Compression | None) -> None:
+        """Compares how the ranks send gradients, and sets their sums."""
+        if self.collectives is None:
+            return
+        dtype = self.collectives.gradient_dtype.name
+        feedback = self.extended.error_feedback is not None
+        self.collectives.group.check_same(
+            [
+                f"HybridParallelStrategy(gradient_dtype={dtype!r}, "
+                f"error_feedback={feedback}, compression={compression})"
+            ]
+        )
+        if compression is not None:
+            self.extended.sparse_sums = sparse_sums.sums_of(
+                compression, self.collectives
+            )
 
     def close(self) -> None:
         """Closes the connections to the other ranks without an error.
