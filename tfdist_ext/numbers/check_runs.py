@@ -396,5 +396,7 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         rows = np.array(value.values.numpy(), np.float64)
         indices = np.array(value.indices.numpy())
-        return Rows(indices, rows.reshape(len(indices), -1))
+        # A rank without a part of a table has no rows.
+        width = int(np.prod(rows.shape[1:]))
+        return Rows(indices, rows.reshape(len(indices), width))
     return np.array(value.numpy(), np.float64)
