@@ -122,7 +122,9 @@ def make_model(arguments: argparse.Namespace, rule: str, batch: int) -> Any:
     clip = None
     of_dense = {"same": 1.0, "linear": scale}.get(rule, scale**0.5)
     if rule == "cowclip":
-        clip = optimizers.CowClip(l2=arguments.l2 * scale)
+        clip = optimizers.CowClip(
+            arguments.ratio, arguments.floor, arguments.l2 * scale
+        )
     else:
         table_rate *= of_dense
     rate: Any = dense_rate * of_dense
@@ -197,6 +199,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--table-rate", type=float, default=1e-3)
     add("--dense-rate", type=float, default=1e-3)
     add("--l2", type=float, default=1e-5)
+    add("--ratio", type=float, default=1.0)
+    add("--floor", type=float, default=1e-5)
     add("--seed", type=int, default=0)
     return parser.parse_args()
 

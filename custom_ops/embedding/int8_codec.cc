@@ -14,6 +14,8 @@ namespace {
 
 constexpr float kLargestCode = 127.0f;
 constexpr int8_t kNotFinite = -128;
+// The largest scale whose product with 127 is finite.
+constexpr float kLargestScale = 0x1.020406p+121f;
 
 // Returns the magnitude of a number, 0 for NaN and infinity.
 TFDIST_INLINE float FiniteMagnitude(float value) {
@@ -30,7 +32,7 @@ TFDIST_INLINE void EncodeBlock(const float* numbers, size_t count,
   for (size_t i = 0; i < count; ++i) {
     largest = std::max(largest, FiniteMagnitude(numbers[i]));
   }
-  float scale = largest / kLargestCode;
+  float scale = std::min(largest / kLargestCode, kLargestScale);
   if (scale < FLT_MIN) scale = 0.0f;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   std::memcpy(out, &scale, kInt8ScaleBytes);
@@ -81,7 +83,7 @@ const char* DecodeInt8(const uint8_t* blocks, size_t count, float* numbers) {
     float scale;
     std::memcpy(&scale, blocks, kInt8ScaleBytes);
     // Not `scale < 0`, which is false for NaN.
-    if (!(scale >= 0.0f && scale <= FLT_MAX / kLargestCode)) {
+    if (!(scale >= 0.0f && scale <= kLargestScale)) {
       return "the scale of a block is negative, not finite or too large";
     }
     const auto* codes =

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -353,21 +354,8 @@ def output_dist(
     Returns:
         Per feature the sums, float32 `[b, dim]`; zeros for samples without ids.
     """
-    seed, gradient_seed = wire.seeds(collectives.group.rank)
-    numbers = id_ops.to_wire(
-        values,
-        tf.as_dtype(wire.dtype),
-        rounding=wire.rounding,
-        seed=seed,
-    )
-    label = f"{wire.label}/results"
-    if wire.packed:
-        parts = _packed_all_to_all(numbers, send_splits, collectives, label)
-    else:
-        parts, _ = collectives.all_to_all(numbers, send_splits, label)
-    parts = id_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed)
     return lookup_ops.join_parts(
-        parts,
+        _sent_back(values, send_splits, collectives, wire),
         route.sample_ids,
         route.sample_splits,
         route.samples,
@@ -377,25 +365,87 @@ def output_dist(
     )
 
 
-def _packed_all_to_all(
+def _sent_back(
+    values: tf.Tensor,
+    send_splits: tf.Tensor,
+    collectives: Collectives,
+    wire: Wire,
+) -> tf.Tensor:
+    """Sends results to the ranks that have asked, in the wire format."""
+    seed, gradient_seed = wire.seeds(collectives.group.rank)
+    label = f"{wire.label}/results"
+    if wire.dtype == "int8":
+
+        def encode(
+            numbers: tf.Tensor, splits: tf.Tensor, backward: bool
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            return id_ops.encode_int8(
+                numbers,
+                splits,
+                rounding=wire.rounding,
+                seed=gradient_seed if backward else seed,
+            )
+
+        return _coded_all_to_all(
+            values, send_splits, collectives, label, encode, id_ops.decode_int8
+        )
+    numbers = id_ops.to_wire(
+        values,
+        tf.as_dtype(wire.dtype),
+        rounding=wire.rounding,
+        seed=seed,
+    )
+    if wire.packed:
+        parts = _coded_all_to_all(
+            numbers,
+            send_splits,
+            collectives,
+            label,
+            lambda values, splits, _: id_ops.pack_numbers(values, splits),
+            lambda payload, sizes: id_ops.unpack_numbers(
+                payload, sizes, numbers.dtype
+            ),
+        )
+    else:
+        parts, _ = collectives.all_to_all(numbers, send_splits, label)
+    return id_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed)
+
+
+_Coded = tuple[tf.Tensor, tf.Tensor]
+
+
+def _coded_all_to_all(
     numbers: tf.Tensor,
     send_splits: tf.Tensor,
     collectives: Collectives,
     label: str,
+    encode: Callable[[tf.Tensor, tf.Tensor, bool], _Coded],
+    decode: Callable[[tf.Tensor, tf.Tensor], _Coded],
 ) -> tf.Tensor:
+    """Exchanges numbers as bytes, and their gradient in the same way.
+
+    Args:
+        numbers: the numbers, `[n]`.
+        send_splits: int64 `[world_size]`, the numbers for each rank.
+        collectives: the strategy's collectives.
+        label: the name of the exchange in errors.
+        encode: returns the messages to all ranks, and their bytes; the last
+            argument says whether the numbers are the gradient.
+        decode: returns the numbers in messages, and their count by rank.
+    """
+
     def exchange(
-        values: tf.Tensor, splits: tf.Tensor, label: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        payload, sizes = id_ops.pack_numbers(values, splits)
-        payload, sizes = collectives.all_to_all(payload, sizes, label)
-        return id_ops.unpack_numbers(payload, sizes, values.dtype)
+        values: tf.Tensor, splits: tf.Tensor, label: str, backward: bool
+    ) -> _Coded:
+        payload, sizes = encode(values, splits, backward)
+        return decode(*collectives.all_to_all(payload, sizes, label))
 
     @tf.custom_gradient
     def differentiable(values: tf.Tensor) -> Any:
-        parts, splits = exchange(values, send_splits, label)
+        parts, splits = exchange(values, send_splits, label, False)
 
         def grad(upstream: tf.Tensor) -> tf.Tensor:
-            return exchange(upstream, splits, f"{label}/gradient")[0]
+            return exchange(upstream, splits, f"{label}/gradient", True)[0]
 
         return parts, grad
 

@@ -289,6 +289,7 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
+            _refuse_int8(wire, storage)
             # The two exchanges need different labels.
             mark = "" if storage == "host" else f"/{storage}"
             own = dataclasses.replace(wire, label=wire.label + mark)
@@ -371,6 +372,16 @@ def _refuse_xla(name: str) -> None:
             "lookups and exchanges. Leave jit_compile out there, and put "
             "the dense layers alone, without this layer, into a "
             "tf.function(jit_compile=True)."
+        )
+
+
+def _refuse_int8(wire: Wire, storage: Storage) -> None:
+    if wire.dtype == "int8" and storage == "device":
+        raise ValueError(
+            f"Layer '{wire.label}': wire_dtype='int8' is for tables in the "
+            "memory of hosts, and a GPU has no code for it. Received: "
+            "wire_dtype='int8' with storage='device'. Use "
+            "wire_dtype='bfloat16', or storage='host'."
         )
 
 

@@ -129,7 +129,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster_resolver: (
             tf.distribute.cluster_resolver.ClusterResolver | None
         ) = None,
-        gradient_dtype: checks.WireDtype = "float32",
+        gradient_dtype: checks.GradientDtype = "float32",
         error_feedback: bool = False,
         measure: bool = False,
         transport: checks.Transport = "auto",
@@ -139,7 +139,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         compression: Compression | None = None,
     ) -> None:
         where = type(self).__name__
-        dtypes = checks.WIRE_DTYPES
+        dtypes = checks.GRADIENT_DTYPES
         checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
         checks.one_of("transport", transport, checks.TRANSPORTS, where)
         checks.one_of("engine", engine, checks.ENGINES, where)
