@@ -191,10 +191,10 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     add("--rules", nargs="+", choices=RULES, default=list(RULES))
-    add("--rows", type=int, default=20_000)
+    add("--rows", type=int, default=2000)
     add("--samples", type=int, default=2**20)
     add("--test-samples", type=int, default=2**18)
-    add("--epochs", type=int, default=3)
+    add("--epochs", type=int, default=2)
     add("--reference", type=int, default=1024, help="batch of the rates")
     add("--table-rate", type=float, default=1e-3)
     add("--dense-rate", type=float, default=1e-3)

@@ -36,11 +36,18 @@ class CowClip:
     before the optimizer's update. Rows that no sample has looked up do not
     change. Gradients of other variables, such as kernels of dense layers, are
     not clipped. A row's norm is over all its columns, also if several ranks
-    hold them, which takes one exchange of two numbers per row. n is exact at
-    any number of ranks. Tables with deduplicated rows, and tables that every
-    rank holds, take one more exchange of a number per row. A sample that has a
-    row twice in one feature counts once, and one that has it in two features
-    counts twice. NaN stays NaN.
+    hold them, which takes one exchange of two numbers per row. NaN stays NaN.
+
+    n is exact at any number of ranks. Tables with deduplicated rows, and
+    tables that every rank holds, take one more exchange of a number per row.
+    A sample that has a row twice in one feature counts once, unless the
+    feature is a sequence (`combiner=None`), of which each id counts. A sample
+    that has a row in two features counts twice.
+
+    g is the gradient that the optimizer gets. In Keras it is that of a mean
+    over the batch, so that n samples together contribute n / batch. Such
+    gradients reach the limit only in rows whose norm is below that of a
+    sample's gradient / (batch * ratio).
 
     To train with a batch s times as large, the source multiplies `l2` by s,
     keeps the learning rate of the tables, and multiplies that of the dense
