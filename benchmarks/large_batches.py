@@ -184,7 +184,7 @@ def run(
     return auc(scores, test.labels[:, 0]), seconds
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -202,11 +202,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--ratio", type=float, default=1.0)
     add("--floor", type=float, default=1e-5)
     add("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = make_parser().parse_args()
     data = make_data(arguments.rows, arguments.samples, 0)
     test = make_data(arguments.rows, arguments.test_samples, 1)
     best = auc(test.odds, test.labels[:, 0])

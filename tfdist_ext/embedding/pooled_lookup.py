@@ -289,7 +289,6 @@ def pooled_lookup(
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
-            _refuse_int8(wire, storage)
             # The two exchanges need different labels.
             mark = "" if storage == "host" else f"/{storage}"
             own = dataclasses.replace(wire, label=wire.label + mark)
@@ -375,16 +374,6 @@ def _refuse_xla(name: str) -> None:
         )
 
 
-def _refuse_int8(wire: Wire, storage: Storage) -> None:
-    if wire.dtype == "int8" and storage == "device":
-        raise ValueError(
-            f"Layer '{wire.label}': wire_dtype='int8' is for tables in the "
-            "memory of hosts, and a GPU has no code for it. Received: "
-            "wire_dtype='int8' with storage='device'. Use "
-            "wire_dtype='bfloat16', or storage='host'."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
     """The exchange of ids with the owners of their rows, and of results."""
@@ -392,6 +381,17 @@ class _Exchange:
     features: list[Feature]
     collectives: Collectives
     wire: Wire
+
+    def __post_init__(self) -> None:
+        on_gpu = self.features[0].spec.storage == "device"
+        if self.wire.dtype == "int8" and on_gpu:
+            layer = self.wire.label.removesuffix("/device")
+            raise ValueError(
+                f"Layer '{layer}': wire_dtype='int8' is for tables in the "
+                "memory of hosts, and a GPU has no code for it. Received: "
+                "wire_dtype='int8' with storage='device'. Use "
+                "wire_dtype='bfloat16', or storage='host'."
+            )
 
     def look_up(
         self,
