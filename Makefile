@@ -156,6 +156,7 @@ fuzz: build
 	TFDIST_VARIANT=asan $(BIN)/python setup.py -q build_ext --inplace
 	TFDIST_FUZZ_INPUTS=$(FUZZ_INPUTS) $(WITH_ASAN) $(BIN)/python -m pytest \
 	    tests/comm/test_handshake.py tests/ops/test_malformed_ids.py \
+	    tests/ops/test_int8_ops.py \
 	    tests/comm/test_damaged_messages.py \
 	    tests/tables/test_damaged_plans.py
 

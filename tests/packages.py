@@ -42,6 +42,9 @@ PACKAGES = {
         "ops",
         "type_names",
     },
+    "compression": {
+        "tables",
+    },
     "launch": {
         "comm",
     },
@@ -89,6 +92,7 @@ PACKAGES = {
     "strategy": {
         "batches",
         "comm",
+        "compression",
         "consistency",
         "embedding",
         "keras_internals",
@@ -154,6 +158,7 @@ PACKAGES = {
     },
 }
 WITHOUT_TENSORFLOW = (
+    "compression",
     "launch",
     "spark",
     "tables",
@@ -183,6 +188,7 @@ PUBLIC = {
         "TablePlacement",
         "__version__",
         "callbacks",
+        "compression",
         "layers",
         "losses",
         "measure_machine",
@@ -217,6 +223,7 @@ PUBLIC = {
         "Resume",
         "Timeline",
     },
+    "tfdist_ext.compression": {"RandomK", "TopK"},
     "tfdist_ext.spark": {"run"},
     "tfdist_ext.losses": {
         "Retrieval",
@@ -229,6 +236,7 @@ PUBLIC = {
         "SGD",
         "Adagrad",
         "Adam",
+        "CowClip",
         "Ftrl",
         "RowWiseAdagrad",
         "element_wise",

@@ -11,6 +11,7 @@ from typing import Any
 
 if TYPE_CHECKING:
     from tfdist_ext import callbacks
+    from tfdist_ext import compression
     from tfdist_ext import consistency
     from tfdist_ext import layers
     from tfdist_ext import losses
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "apply_delta",
     "callbacks",
+    "compression",
     "consistency",
     "export",
     "export_delta",

@@ -65,6 +65,53 @@ def is_unique(slices: Any) -> bool:
     return hasattr(slices.dense_shape, "_tfdist_unique")
 
 
+def set_row_counts(indices: Any, counts: Any) -> None:
+    """Marks the rows of a gradient with how to count their samples.
+
+    Args:
+        indices: the tensor of the rows.
+        counts: a `RowCounts`.
+    """
+    indices._tfdist_row_counts = counts
+
+
+def row_counts(indices: Any) -> Any:
+    """Returns the `RowCounts` of a gradient's rows, or None."""
+    return getattr(indices, "_tfdist_row_counts", None)
+
+
+def set_row_source(indices: Any, source: Any, over_ranks: bool = False) -> None:
+    """Marks rows of a gradient with the rows that they were summed from.
+
+    Args:
+        indices: the tensor of the rows.
+        source: the tensor of the rows before, in which a row may be repeated.
+        over_ranks: whether the rows of all ranks were summed.
+    """
+    if indices is not source:
+        indices._tfdist_row_source = (source, over_ranks)
+
+
+def row_source(indices: Any) -> Any:
+    """Returns the arguments of `set_row_source`, or None."""
+    return getattr(indices, "_tfdist_row_source", None)
+
+
+def set_samples_of_lists(rows: Any, count: Any) -> None:
+    """Marks looked-up rows with how many samples each list stands for.
+
+    Args:
+        rows: the tensor of the rows that a lookup reads.
+        count: a function that returns float32, a number for each list.
+    """
+    rows._tfdist_samples_of_lists = count
+
+
+def samples_of_lists(rows: Any) -> Any:
+    """Returns the function of `set_samples_of_lists`, or None."""
+    return getattr(rows, "_tfdist_samples_of_lists", None)
+
+
 def set_collectives(variable: Variable, collectives: Any) -> None:
     """Sets the collectives with which checkpoints read parts of a shard."""
     variable._tfdist_collectives = collectives

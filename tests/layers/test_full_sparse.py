@@ -183,7 +183,8 @@ def test_out_of_range_ids_can_be_ignored():
     ("arguments", "message"),
     [
         ({"sharding": "diagonal"}, "sharding"),
-        ({"wire_dtype": "int8"}, "wire_dtype"),
+        ({"wire_dtype": "int4"}, "wire_dtype"),
+        ({"wire_dtype": "int8", "wire_packing": True}, "wire_packing.*int8"),
         ({"out_of_range": "clip"}, "out_of_range"),
         ({"input_dim": 0}, "input_dim"),
         ({"kernel_regularizer": "l2"}, "data_parallel"),

@@ -71,6 +71,59 @@ def wire_dtypes(strategy, folder):
             assert error.max() < 0.75 * bound, (dtype, error.max())
 
 
+def int8_rows(strategy, folder):
+    """Errors and bytes are those that are stated; training goes alike."""
+    ids = tf.constant(np.arange(ROWS).reshape(-1, 1))
+    for sharding in ("row", "column", "table"):
+        for rounding, bound in (("nearest", 0.5), ("stochastic", 1.0)):
+            with strategy.scope():
+                layer = FullSparse(
+                    8,
+                    ROWS,
+                    use_bias=False,
+                    sharding=sharding,
+                    wire_dtype="int8",
+                    wire_rounding=rounding,
+                    kernel_initializer=keras.initializers.RandomUniform(
+                        -1.0, 1.0, seed=2
+                    ),
+                )
+                outputs = [layer(ids).numpy() for _ in range(64)]
+            table = strategy.gather_table(layer)
+            largest = np.abs(table).max() / 127
+            error = np.abs(outputs[0] - table)
+            assert 0 < error.max() <= bound * largest * 1.001, error.max()
+            error = np.abs(np.mean(outputs, 0) - table)
+            if rounding == "stochastic":  # Five deviations of the mean.
+                assert error.max() < 5 * 0.5 / 8 * largest, error.max()
+    losses, sent = {}, {}
+    for dtype in ("float32", "int8"):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            table = FullSparse(64, ROWS, sharding="row", wire_dtype=dtype)
+            inputs = keras.Input([3], dtype="int64")
+            model = keras.Sequential([inputs, table, keras.layers.Dense(1)])
+            model.compile(tfdist_ext.optimizers.Adagrad(0.05), "mse")
+        label = f"{table.name}/results"
+        strategy.collectives.check = "error"
+        try:
+            logs = model.fit(data(), epochs=3, verbose=0).history
+        finally:
+            strategy.collectives.check = "auto"
+        losses[dtype] = logs["loss"]
+        totals = strategy.statistics()["labels"]
+        sent[dtype] = [
+            totals[name][1] / totals[name][0]
+            for name in (label, f"{label}/gradient")
+        ]
+    np.testing.assert_allclose(losses["int8"], losses["float32"], rtol=2e-2)
+    assert losses["int8"] != losses["float32"]
+    for few, many in zip(sent["int8"], sent["float32"], strict=True):
+        headers = 192 * (strategy.world_size - 1)
+        ratio = (few - headers) / (many - headers)
+        assert 0.26 < ratio < 0.29, (few, many)
+
+
 def gradient_dtypes(strategy, folder):
     """Gradients of dense layers travel in half the bytes, and train alike."""
     collectives = strategy.collectives

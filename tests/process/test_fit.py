@@ -29,6 +29,7 @@ TF_KERAS = scenarios.without(
     {
         "idle_threads_sleep",
         "wire_dtypes",
+        "int8_rows",
         "error_feedback",
         "accumulation",
         "optimizer_made_outside",  # tf_keras trains with it

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 import tfdist_ext
+from tfdist_ext.compression import TopK
 from tfdist_ext.strategy import bootstrap
 
 
@@ -16,6 +17,11 @@ from tfdist_ext.strategy import bootstrap
         ({"gradient_dtype": "float8"}, r"`gradient_dtype`.*'float8'"),
         ({"engine": "nccl"}, r"`engine`.*'tfdist', 'horovod'.*engine='?nccl"),
         ({"error_feedback": True}, r"`error_feedback`.*gradient_dtype="),
+        ({"compression": 0.01}, r"`compression`.*TopK.*compression=0\.01"),
+        (
+            {"compression": TopK(0.1), "gradient_dtype": "float16"},
+            r"cannot be combined.*TopK\(share=0\.1.*'float16'",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_started(

@@ -186,6 +186,8 @@ class Step:
             gradients of exchanges of the forward pass.
         forward: whether a sum over the ranks is requested that a tape records.
             The tape does not see its ops, as its gradient is custom.
+        optimizes: whether an optimizer applies gradients now. Sums over the
+            ranks that are requested meanwhile are those of gradients.
         merges_rows: whether the optimizer sums the gradients of duplicate rows
             before it uses them.
         checking: whether every rank runs the step on the entire batch, to
@@ -217,6 +219,7 @@ class Step:
     whole_values: Any = None
     backward: bool = False
     forward: bool = False
+    optimizes: bool = False
     merges_rows: bool = False
     checking: bool = False
     whole: bool = False
@@ -232,6 +235,15 @@ class Step:
             yield
         finally:
             self.whole = outer
+
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Marks the context as that of an optimizer that applies gradients."""
+        outer, self.optimizes = self.optimizes, True
+        try:
+            yield
+        finally:
+            self.optimizes = outer
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.

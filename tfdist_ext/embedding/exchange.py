@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
+from tfdist_ext.ops import row_counts
 from tfdist_ext.type_names import Variable
 
 # More than the rows of any table. Ids are shifted by it while duplicates are
@@ -352,21 +354,8 @@ def output_dist(
     Returns:
         Per feature the sums, float32 `[b, dim]`; zeros for samples without ids.
     """
-    seed, gradient_seed = wire.seeds(collectives.group.rank)
-    numbers = id_ops.to_wire(
-        values,
-        tf.as_dtype(wire.dtype),
-        rounding=wire.rounding,
-        seed=seed,
-    )
-    label = f"{wire.label}/results"
-    if wire.packed:
-        parts = _packed_all_to_all(numbers, send_splits, collectives, label)
-    else:
-        parts, _ = collectives.all_to_all(numbers, send_splits, label)
-    parts = id_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed)
     return lookup_ops.join_parts(
-        parts,
+        _sent_back(values, send_splits, collectives, wire),
         route.sample_ids,
         route.sample_splits,
         route.samples,
@@ -376,29 +365,138 @@ def output_dist(
     )
 
 
-def _packed_all_to_all(
+def _sent_back(
+    values: tf.Tensor,
+    send_splits: tf.Tensor,
+    collectives: Collectives,
+    wire: Wire,
+) -> tf.Tensor:
+    """Sends results to the ranks that have asked, in the wire format."""
+    seed, gradient_seed = wire.seeds(collectives.group.rank)
+    label = f"{wire.label}/results"
+    if wire.dtype == "int8":
+
+        def encode(
+            numbers: tf.Tensor, splits: tf.Tensor, backward: bool
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            return id_ops.encode_int8(
+                numbers,
+                splits,
+                rounding=wire.rounding,
+                seed=gradient_seed if backward else seed,
+            )
+
+        return _coded_all_to_all(
+            values, send_splits, collectives, label, encode, id_ops.decode_int8
+        )
+    numbers = id_ops.to_wire(
+        values,
+        tf.as_dtype(wire.dtype),
+        rounding=wire.rounding,
+        seed=seed,
+    )
+    if wire.packed:
+        parts = _coded_all_to_all(
+            numbers,
+            send_splits,
+            collectives,
+            label,
+            lambda values, splits, _: id_ops.pack_numbers(values, splits),
+            lambda payload, sizes: id_ops.unpack_numbers(
+                payload, sizes, numbers.dtype
+            ),
+        )
+    else:
+        parts, _ = collectives.all_to_all(numbers, send_splits, label)
+    return id_ops.from_wire(parts, rounding=wire.rounding, seed=gradient_seed)
+
+
+_Coded = tuple[tf.Tensor, tf.Tensor]
+
+
+def _coded_all_to_all(
     numbers: tf.Tensor,
     send_splits: tf.Tensor,
     collectives: Collectives,
     label: str,
+    encode: Callable[[tf.Tensor, tf.Tensor, bool], _Coded],
+    decode: Callable[[tf.Tensor, tf.Tensor], _Coded],
 ) -> tf.Tensor:
+    """Exchanges numbers as bytes, and their gradient in the same way.
+
+    Args:
+        numbers: the numbers, `[n]`.
+        send_splits: int64 `[world_size]`, the numbers for each rank.
+        collectives: the strategy's collectives.
+        label: the name of the exchange in errors.
+        encode: returns the messages to all ranks, and their bytes; the last
+            argument says whether the numbers are the gradient.
+        decode: returns the numbers in messages, and their count by rank.
+    """
+
     def exchange(
-        values: tf.Tensor, splits: tf.Tensor, label: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        payload, sizes = id_ops.pack_numbers(values, splits)
-        payload, sizes = collectives.all_to_all(payload, sizes, label)
-        return id_ops.unpack_numbers(payload, sizes, values.dtype)
+        values: tf.Tensor, splits: tf.Tensor, label: str, backward: bool
+    ) -> _Coded:
+        payload, sizes = encode(values, splits, backward)
+        return decode(*collectives.all_to_all(payload, sizes, label))
 
     @tf.custom_gradient
     def differentiable(values: tf.Tensor) -> Any:
-        parts, splits = exchange(values, send_splits, label)
+        parts, splits = exchange(values, send_splits, label, False)
 
         def grad(upstream: tf.Tensor) -> tf.Tensor:
-            return exchange(upstream, splits, f"{label}/gradient")[0]
+            return exchange(upstream, splits, f"{label}/gradient", True)[0]
 
         return parts, grad
 
     return differentiable(numbers)
+
+
+def samples_of_lists(
+    route: Route,
+    poolings: Sequence[Pooling],
+    features: Sequence[Feature],
+    collectives: Collectives,
+    label: str,
+) -> tf.Tensor:
+    """Sends the owners the number of samples that each of their lists is for.
+
+    Args:
+        route: the return route of the lists.
+        poolings: one for each feature with unique rows, in order.
+        features: the features that were looked up.
+        collectives: the strategy's collectives.
+        label: the name of the exchange in errors.
+
+    Returns:
+        float32 `[S]`, in the order of `OwnedIds`: of a feature with unique
+        rows the number of samples that have the row, otherwise 1.
+    """
+    of_unique = iter(poolings)
+    counts = [
+        _samples_of_rows(next(of_unique), route.samples[index])
+        if feature.unique
+        else tf.ones(route.samples[index : index + 1])
+        for index, feature in enumerate(features)
+    ]
+    starts = tf.cumsum(route.samples, exclusive=True)
+    ranks = tf.shape(route.sample_splits)[:1]
+    starts = tf.repeat(
+        tf.tile(starts, ranks), tf.reshape(route.sample_splits, [-1])
+    )
+    places = starts + tf.cast(route.sample_ids, tf.int64)
+    sent = tf.gather(tf.concat(counts, 0), places)
+    splits = tf.reduce_sum(route.sample_splits, axis=1)
+    return collectives.all_to_all(sent, splits, label)[0]
+
+
+def _samples_of_rows(pooling: Pooling, rows: tf.Tensor) -> tf.Tensor:
+    """Counts the samples of each unique row; float32 `[rows]`."""
+    pairs = row_counts.pairs(pooling.row_splits, pooling.positions)
+    _, found = row_counts.without_repetitions(*pairs, rows)
+    return tf.math.unsorted_segment_sum(
+        tf.ones_like(found, tf.float32), found, rows
+    )
 
 
 def local_lookup(

@@ -382,6 +382,17 @@ class _Exchange:
     collectives: Collectives
     wire: Wire
 
+    def __post_init__(self) -> None:
+        on_gpu = self.features[0].spec.storage == "device"
+        if self.wire.dtype == "int8" and on_gpu:
+            layer = self.wire.label.removesuffix("/device")
+            raise ValueError(
+                f"Layer '{layer}': wire_dtype='int8' is for tables in the "
+                "memory of hosts, and a GPU has no code for it. Received: "
+                "wire_dtype='int8' with storage='device'. Use "
+                "wire_dtype='bfloat16', or storage='host'."
+            )
+
     def look_up(
         self,
         ids: Sequence[Sequence[Ids]],
@@ -457,6 +468,9 @@ class _Exchange:
     def answer(
         self, asked: Asked, tables: Sequence[Variable]
     ) -> list[tf.Tensor]:
+        marks.set_samples_of_lists(
+            asked.owned.rows, lambda: self._samples_of_lists(asked)
+        )
         values, splits = lookup(tables, self.features, asked.owned)
         results = output_dist(
             values,
@@ -471,3 +485,29 @@ class _Exchange:
             exchange.pool(result, next(poolings)) if feature.unique else result
             for result, feature in zip(results, self.features, strict=True)
         ]
+
+    def _samples_of_lists(self, asked: Asked) -> tf.Tensor:
+        """Sends how many samples have each row that is looked up once.
+
+        Only an optimizer that needs it asks; see `RowCounts`.
+
+        Args:
+            asked: the ids that were exchanged.
+
+        Returns:
+            float32 `[S]`, for each list of `asked.owned`.
+        """
+        step = self.collectives.step
+        lists = tf.size(asked.owned.row_splits) - 1
+        ones = tf.ones([lists])
+        if any(feature.unique for feature in self.features):
+            ones = exchange.samples_of_lists(
+                asked.route,
+                asked.poolings,
+                self.features,
+                self.collectives,
+                f"{self.wire.label}/samples of rows",
+            )
+        if step is not None and step.checking:  # Every rank has all samples.
+            ones /= self.collectives.group.world_size
+        return ones

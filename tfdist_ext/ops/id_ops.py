@@ -327,3 +327,66 @@ def unpack_numbers(
         payload, byte_splits, T=dtype
     )
     return values, splits
+
+
+# Bytes of a number in 8 bits: a block of 64 has a float32 scale.
+INT8_BYTES = 1 + 4 / 64
+
+
+def encode_int8(
+    values: tf.Tensor,
+    splits: tf.Tensor,
+    *,
+    rounding: Rounding = "nearest",
+    seed: tf.Tensor | int = 0,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rounds numbers for several receivers to 8 bits.
+
+    Each block of 64 numbers of a receiver has a scale s, its largest finite
+    magnitude / 127. A number x is sent as the integer q near x / s.
+
+    Args:
+        values: float32 `[n]`, ordered by receiver.
+        splits: int64 `[receivers]`, the number of values for each receiver.
+        rounding: "nearest", with an error of at most s / 2 (1 + 1e-5), or
+            "stochastic": the error is below s (1 + 1e-5), and its expectation
+            is zero up to float32 rounding, 1e-7 s.
+        seed: int64 scalar; the random choice depends on the seed and the
+            element's index. Not used with "nearest".
+
+    Returns:
+        The messages, uint8 `[m]`, and their bytes, int64 `[receivers]`. NaN
+        and infinity become NaN. Blocks of numbers below 1.5e-36 become zeros.
+
+    Raises:
+        tf.errors.InvalidArgumentError: if the sum of `splits` is not n.
+        ValueError: if `rounding` has another value.
+    """
+    checks.one_of("rounding", rounding, checks.ROUNDINGS, "numbers on a wire")
+    payload, byte_splits = library().tfdist_encode_int8(
+        values,
+        splits,
+        tf.cast(seed, tf.int64),
+        at_random=rounding == "stochastic",
+    )
+    return payload, byte_splits
+
+
+def decode_int8(
+    payload: tf.Tensor, byte_splits: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Reads the result of `encode_int8`.
+
+    Args:
+        payload: uint8 `[m]`, the messages of several senders.
+        byte_splits: int64 `[senders]`, their bytes.
+
+    Returns:
+        The numbers, float32 `[n]`, and the number of values from each sender,
+        int64 `[senders]`.
+
+    Raises:
+        tf.errors.DataLossError: if a message is malformed.
+    """
+    values, splits = library().tfdist_decode_int8(payload, byte_splits)
+    return values, splits

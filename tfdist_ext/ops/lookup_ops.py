@@ -15,6 +15,7 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops.id_ops import placement_attributes
 from tfdist_ext.ops.id_ops import same_placement_as
 from tfdist_ext.ops.library import library
+from tfdist_ext.ops.row_counts import RowCounts
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.placement import spec_from_json
 from tfdist_ext.tables.placement import spec_to_json
@@ -108,8 +109,8 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         table_shapes=shapes,
     )
     slices = []
-    for shape, shard, touched, values in zip(
-        shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True
+    for table, (shape, shard, touched, values) in enumerate(
+        zip(shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True)
     ):
         # TensorFlow's choice of dtype; branches of `tf.cond` must agree on it.
         kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
@@ -118,6 +119,16 @@ def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
         if spec is not None:
             marks.set_gradient_spec(dense_shape, spec)
         marks.set_unique(dense_shape)
+        counts = RowCounts(
+            row_splits,
+            rows,
+            served,
+            tuple(op.get_attr("feature_tables")),
+            table,
+            shape[0],
+            marks.samples_of_lists(rows),
+        )
+        marks.set_row_counts(touched, counts)
         slices.append(tf.IndexedSlices(values, touched, dense_shape))
     return [*slices, None, None, None, None]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras optimizers with fused row updates of partitioned tables."""
 
+from tfdist_ext.optimizers.row_clip import CowClip
 from tfdist_ext.optimizers.rules import SGD
 from tfdist_ext.optimizers.rules import Adagrad
 from tfdist_ext.optimizers.rules import Adam
@@ -12,6 +13,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "CowClip",
     "Ftrl",
     "RowWiseAdagrad",
     "element_wise",

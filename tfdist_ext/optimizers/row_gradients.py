@@ -38,9 +38,12 @@ def without_duplicates(grad: Gradient) -> Any:
             tf.cast(grad.indices, tf.int64), grad.values
         )
         rows = tf.cast(rows, grad.indices.dtype)
-        return tf.IndexedSlices(values, rows, grad.dense_shape)
-    rows, positions = tf.unique(grad.indices)
-    values = tf.math.unsorted_segment_sum(grad.values, positions, tf.size(rows))
+    else:
+        rows, positions = tf.unique(grad.indices)
+        values = tf.math.unsorted_segment_sum(
+            grad.values, positions, tf.size(rows)
+        )
+    marks.set_row_source(rows, grad.indices)
     return tf.IndexedSlices(values, rows, grad.dense_shape)
 
 

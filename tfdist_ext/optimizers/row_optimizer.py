@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.keras_versions import has_kernel
 from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
+from tfdist_ext.optimizers.row_clip import CowClip
+from tfdist_ext.optimizers.row_clip import as_row_clip
+from tfdist_ext.optimizers.row_clip import clipped
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.optimizers.supported import check_supported
 from tfdist_ext.patching import Need
@@ -153,16 +157,24 @@ class RowOptimizer(KerasDifferences):
     table_optimizers: Sequence[Any] = ()
 
     def __init__(
-        self, *args: Any, stochastic_rounding: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        stochastic_rounding: bool = True,
+        row_clip: CowClip | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.row_clip = as_row_clip(row_clip, type(self).__name__)
         self.stochastic_rounding = stochastic_rounding
 
     def get_config(self) -> dict[str, Any]:
-        return {
+        config = {
             **super().get_config(),
             "stochastic_rounding": self.stochastic_rounding,
         }
+        if self.row_clip is not None:
+            config["row_clip"] = dataclasses.asdict(self.row_clip)
+        return config
 
     def build(self, variables: Sequence[Variable]) -> None:
         self._prepare(variables)
@@ -239,6 +251,9 @@ class RowOptimizer(KerasDifferences):
             own = own_optimizer(variable)
             own.update_step(gradient, variable, *own.rate_argument())
             return
+        if self.row_clip is not None:
+            native = self._native(variable)
+            gradient = clipped(self.row_clip, gradient, native)
         longest = marks.max_norm(variable)
         if longest is None:
             self._update_one(gradient, variable, *learning_rate)

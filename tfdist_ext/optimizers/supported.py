@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 from typing import TypeVar
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
+from tfdist_ext.comm.collectives import active
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Variable
@@ -243,7 +245,8 @@ def apply(
     else:
         variables = keras_internals.trained_by(optimizer)
     _check(optimizer, zip(grads, variables, strict=False))
-    return original(optimizer, grads, trainable_variables)
+    with _optimizing():
+        return original(optimizer, grads, trainable_variables)
 
 
 def apply_gradients(
@@ -251,7 +254,15 @@ def apply_gradients(
 ) -> Any:
     pairs = list(pairs)
     _check(optimizer, pairs)
-    return original(optimizer, pairs, *args, **kwargs)
+    with _optimizing():
+        return original(optimizer, pairs, *args, **kwargs)
+
+
+def _optimizing() -> contextlib.AbstractContextManager[None]:
+    collectives = active()
+    if collectives is None or collectives.step is None:
+        return contextlib.nullcontext()
+    return collectives.step.optimizing()
 
 
 def _check(optimizer: Any, pairs: Any) -> None:

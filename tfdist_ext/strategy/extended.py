@@ -24,6 +24,7 @@ from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers import supported
 from tfdist_ext.strategy import gradients
 from tfdist_ext.strategy import input as input_lib
+from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.rounds import Rounds
@@ -55,6 +56,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self.collectives = collectives
         self.error_feedback: ErrorFeedback | None = None
         self.rounds: Rounds | None = None  # None for `BSP`
+        self.sparse_sums: BucketSums | None = None
         self._cluster = cluster
         super().__init__(
             container_strategy,
@@ -323,7 +325,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return gradients.reduce_values(
             *(self.collectives, values, "gradients", weighted),
             self.collectives.gradient_dtype,
-            self.error_feedback,
+            self._sums(of_optimizer=True),
         )
 
     def sum_deferred(self, values: list[Any]) -> list[Any]:
@@ -349,6 +351,19 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 (result[i],) = self.sum_gradients([value])
                 marks.set_dependence(result[i].values, SHARD)
         return result
+
+    def _sums(self, of_optimizer: bool) -> BucketSums | None:
+        """What sums dense float32 gradients, if not an all-reduce.
+
+        Args:
+            of_optimizer: whether an optimizer applies the sums. Others may be
+                numbers that a custom loop reads, which are sent completely.
+        """
+        assert self.collectives is not None
+        # A check compares exact sums.
+        if of_optimizer and self.sparse_sums and self.collectives.trial is None:
+            return self.sparse_sums
+        return self.error_feedback
 
     def _is_whole(self, value: Any) -> bool:
         """Whether a value of a Keras step is that of the global batch."""
@@ -394,6 +409,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             and not backward
             and step_lib.is_gradient_reduction(current)
         )
+        of_optimizer = current is not None and current.optimizes
         # Means are weighted by samples, so that a rank without samples does
         # not count: its batch normalization has averaged zero values. In
         # Keras's loops gradients are means as well, even if Keras asks for
@@ -414,7 +430,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             label,
             weighted,
             collectives.gradient_dtype if gradients_only else tf.float32,
-            self.error_feedback if gradients_only else None,
+            self._sums(of_optimizer) if gradients_only else None,
         )
         if weighted and backward and not mean:
             # The value is the gradient of a sum over the ranks, so it belongs

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.collectives import buckets_of
 from tfdist_ext.ops.lookup_ops import has_unique_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.optimizers.row_gradients import without_duplicates
+from tfdist_ext.strategy.bucket_sums import BucketSums
 
 
-class ErrorFeedback:
+class ErrorFeedback(BucketSums):
     """All-reduce in 16 bits with error feedback, before and after the sum.
 
     The rounding error of a rank's part is added to its part of the next
@@ -26,10 +25,7 @@ class ErrorFeedback:
     not accumulate over steps, with any kind of rounding.
 
     The errors are float32 values, 1 + 1 / world_size times as many as there
-    are gradient values, and are not saved in checkpoints. They are stored by
-    label, occurrence in the step, and size. Steps of another batch size
-    therefore share them, and so do models of one size that a program trains
-    alternately.
+    are gradient values. See `BucketSums` for where they are stored.
 
     Source: Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent
     with Double-Pass Error-Compensated Compression, ICML 2019,
@@ -40,43 +36,9 @@ class ErrorFeedback:
             `gradient_dtype`.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._errors: dict[tuple[str, int, str, int], tf.Variable] = {}
-
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
-    ) -> list[tf.Tensor]:
-        """Sums tensors over the ranks, bitwise equal on all of them.
-
-        Args:
-            tensors: float32, with static shapes.
-            label: names the exchange in errors.
-            weighted: see `Collectives.all_reduce`.
-
-        Returns:
-            The sums, in order.
-        """
-        result = list(tensors)
-        share = None
-        if weighted and tensors:
-            share = self._collectives.share_of_samples(label)
-        for indices in buckets_of(tensors):
-            shapes = [tensors[i].shape for i in indices]
-            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
-            if share is not None:
-                # A rank without samples contributes zeros, even for NaNs.
-                flat = tf.where(share > 0, flat * share, 0)
-            total = self._sum(flat, label)
-            sizes = [shape.num_elements() for shape in shapes]
-            parts = tf.split(total, sizes)
-            for i, part, shape in zip(indices, parts, shapes, strict=True):
-                result[i] = tf.reshape(part, shape)
-        return result
-
-    def _sum(self, flat: tf.Tensor, label: str) -> tf.Tensor:
+    def sum_of(self, flat: tf.Tensor, label: str) -> tf.Tensor:
         """Reduce-scatter and all-gather of a float32 `[n]`."""
-        collectives = self._collectives
+        collectives = self.collectives
         ranks = collectives.group.world_size
         size = flat.shape.num_elements()
         chunk = -(-size // ranks)
@@ -94,29 +56,10 @@ class ErrorFeedback:
     def _round(
         self, exact: tf.Tensor, key: tuple[str, int, str, int]
     ) -> tf.Tensor:
-        kept = self._error(key)
-        exact += kept
-        rounded = tf.cast(exact, self._collectives.gradient_dtype)
-        error = exact - tf.cast(rounded, tf.float32)
-        # Infinite and NaN errors are not added to the next step.
-        error = tf.where(tf.math.is_finite(error), error, 0)
-        # A step that fails because of an invalid id changes no variable.
-        step = self._collectives.step
-        with tf.control_dependencies(step.checks_here() if step else None):
-            kept.assign(error)
+        exact += self.error(key)
+        rounded = tf.cast(exact, self.collectives.gradient_dtype)
+        self.keep(key, exact - tf.cast(rounded, tf.float32))
         return rounded
-
-    def _error(self, key: tuple[str, int, str, int]) -> tf.Variable:
-        if key not in self._errors:
-            label, occurrence, kind, size = key
-            with tf.init_scope():
-                self._errors[key] = tf.Variable(
-                    tf.zeros([size]),
-                    trainable=False,
-                    name=f"error_of_{kind}/{label}/{occurrence}",
-                    synchronization=tf.VariableSynchronization.NONE,
-                )
-        return self._errors[key]
 
 
 # The gradient of an entire table up to this size is sent with those of the
@@ -130,7 +73,7 @@ def reduce_values(
     label: str,
     weighted: bool,
     wire_dtype: tf.DType = tf.float32,
-    error_feedback: ErrorFeedback | None = None,
+    sums: BucketSums | None = None,
 ) -> list[Any]:
     """Sums values over the ranks, or takes their mean.
 
@@ -143,7 +86,7 @@ def reduce_values(
         weighted: take means, weighted by each rank's samples in the step.
         wire_dtype: dtype in which float32 values are sent. Parts and sums are
             rounded to it; parts are added up in float32.
-        error_feedback: sums dense float32 instead, and stores the errors.
+        sums: sums dense float32 instead, and stores the errors.
 
     Returns:
         The results, in order. IndexedSlices contain each row as often as in
@@ -158,23 +101,23 @@ def reduce_values(
             dense[i] = tf.convert_to_tensor(value)
         elif marks.gradient_spec(value) is not None:
             # A layer that was called twice has added some rows twice.
-            result[i] = tf.IndexedSlices(
-                *reversed(sum_duplicate_rows(value.indices, value.values)),
-                value.dense_shape,
-            )
+            rows, summed = sum_duplicate_rows(value.indices, value.values)
+            marks.set_row_source(rows, value.indices)
+            result[i] = tf.IndexedSlices(summed, rows, value.dense_shape)
         elif has_unique_rows(value) and _is_small(value):
             small[i] = _as_table(value)
         else:
             rows = (collectives, value, label, weighted, round_to)
             result[i] = _gather_rows(*rows)
-    totals = _sum_dense(
-        collectives, dense, label, weighted, round_to, error_feedback
-    )
+    totals = _sum_dense(collectives, dense, label, weighted, round_to, sums)
     totals |= _sum_dense(
         collectives, small, f"{label}/small tables", weighted, round_to, None
     )
     for i, total in totals.items():
         result[i] = _as_slices(total, values[i]) if i in small else total
+    for value, own in zip(result, values, strict=True):
+        if isinstance(value, tf.IndexedSlices) and not marks.gradient_spec(own):
+            marks.set_row_source(value.indices, own.indices, over_ranks=True)
     return result
 
 
@@ -227,7 +170,7 @@ def _sum_dense(
     label: str,
     weighted: bool,
     round_to: Mapping[tf.DType, tf.DType],
-    error_feedback: ErrorFeedback | None,
+    special: BucketSums | None,
 ) -> dict[int, tf.Tensor]:
     """Sums of tensors by the keys of `dense`; see `reduce_values`."""
     result: dict[int, tf.Tensor] = {}
@@ -240,15 +183,13 @@ def _sum_dense(
             else value
             for i, value in dense.items()
         }
-    if error_feedback is not None:
+    if special is not None:
         chosen = [
             i
             for i, value in dense.items()
             if value.dtype == tf.float32 and value.shape.is_fully_defined()
         ]
-        sums = error_feedback.all_reduce(
-            [dense[i] for i in chosen], label, weighted
-        )
+        sums = special.all_reduce([dense[i] for i in chosen], label, weighted)
         result = dict(zip(chosen, sums, strict=True))
     for floating in (True, False):
         chosen = [

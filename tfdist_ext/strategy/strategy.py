@@ -20,6 +20,7 @@ from tfdist_ext.comm import calls
 from tfdist_ext.comm import measuring
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.process_group import ProcessGroup
+from tfdist_ext.compression import Compression
 from tfdist_ext.consistency import Consistency
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.numbers import check
@@ -37,6 +38,7 @@ from tfdist_ext.strategy import logs
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
 from tfdist_ext.strategy import reporter
+from tfdist_ext.strategy import sparse_sums
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
@@ -105,12 +107,22 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         consistency: when ranks exchange what they train, an object of
             `tfdist_ext.consistency`; None means `BSP()`, which exchanges the
             gradients of every step.
+        compression: `compression.TopK(share)` or `compression.RandomK(share)`
+            sends only some of the values of each dense float32 gradient that
+            an optimizer applies. Trained numbers then differ from those of
+            one process by design; comparisons of steps (`check`) use complete
+            gradients. Errors for the next step are not saved in checkpoints.
+            It has no effect on tables, on other dtypes, and in one process.
 
     Raises:
         ValueError: TF_CONFIG is malformed or has tasks other than chief and
             workers; `gradient_dtype`, `transport`, `engine` or `check` is
-            unknown; `error_feedback` is set but nothing is rounded; or other
-            hosts can connect to the ranks and there is no secret.
+            unknown; `error_feedback` is set but nothing is rounded;
+            `compression` is another object or is combined with a 16-bit
+            `gradient_dtype`; or other hosts can connect to the ranks and
+            there is no secret.
+        tf.errors.InvalidArgumentError: the ranks have different values of
+            `gradient_dtype`, `error_feedback` or `compression`.
         RuntimeError: another launcher started several processes and did not
             say how they connect, rank 0's port is in use, ranks are missing
             after `startup_timeout`, or Horovod has other ranks.
@@ -125,7 +137,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster_resolver: (
             tf.distribute.cluster_resolver.ClusterResolver | None
         ) = None,
-        gradient_dtype: checks.WireDtype = "float32",
+        gradient_dtype: checks.GradientDtype = "float32",
         error_feedback: bool = False,
         measure: bool = False,
         transport: checks.Transport = "auto",
@@ -133,9 +145,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         check: checks.Check = "auto",
         allow_unauthenticated: bool = False,
         consistency: Consistency | None = None,
+        compression: Compression | None = None,
     ) -> None:
         where = type(self).__name__
-        dtypes = checks.WIRE_DTYPES
+        dtypes = checks.GRADIENT_DTYPES
         checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
         checks.one_of("transport", transport, checks.TRANSPORTS, where)
         checks.one_of("engine", engine, checks.ENGINES, where)
@@ -148,6 +161,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 " Received: error_feedback=True with gradient_dtype="
                 "'float32'. Set gradient_dtype='bfloat16', or leave it out."
             )
+        sparse_sums.check(compression, gradient_dtype, where)
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
         )
@@ -168,6 +182,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if engine == "horovod" and self.collectives is not None:
                 engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)
+            self._compress(compression)
         except BaseException:  # Peers must not wait for this rank.
             self.close()
             raise
@@ -201,6 +216,23 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             hold(Need.RANKS, self)
             if measure:
                 self.collectives.machine = measuring.measure_machine(self)
+
+    def _compress(self, compression: Compression | None) -> None:
+        """Compares how the ranks send gradients, and sets their sums."""
+        if self.collectives is None:
+            return
+        dtype = self.collectives.gradient_dtype.name
+        feedback = self.extended.error_feedback is not None
+        self.collectives.group.check_same(
+            [
+                f"HybridParallelStrategy(gradient_dtype={dtype!r}, "
+                f"error_feedback={feedback}, compression={compression})"
+            ]
+        )
+        if compression is not None:
+            self.extended.sparse_sums = sparse_sums.sums_of(
+                compression, self.collectives
+            )
 
     def close(self) -> None:
         """Closes the connections to the other ranks without an error.

@@ -230,8 +230,10 @@ Evict = Literal["lru", "lfu"]
 KeyDtype = Literal["int64", "string"]
 Full = Literal["error", "shared_row"]
 Unadmitted = Literal["zeros", "shared_row"]
-# Dtypes of numbers between ranks, and how they are rounded to 16 bits.
-WireDtype = Literal["float32", "bfloat16", "float16"]
+# Dtypes of rows, and of dense gradients, between ranks, and how they are
+# rounded.
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
+GradientDtype = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic"]
 # Transport between ranks of one host: "auto" uses shared memory if possible.
 Transport = Literal["auto", "tcp"]
@@ -252,6 +254,7 @@ KEY_DTYPES: tuple[str, ...] = get_args(KeyDtype)
 FULL: tuple[str, ...] = get_args(Full)
 UNADMITTED: tuple[str, ...] = get_args(Unadmitted)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
+GRADIENT_DTYPES: tuple[str, ...] = get_args(GradientDtype)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ENGINES: tuple[str, ...] = get_args(Engine)

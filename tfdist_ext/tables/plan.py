@@ -321,8 +321,8 @@ def plan(
         world_size: number of ranks.
         batch_size: samples per rank and step; None if unknown: then 256 is
             assumed, and the plan's texts say so.
-        wire_bytes: bytes of one number of a result: 4, or 2 with a 16-bit wire
-            dtype.
+        wire_bytes: bytes of one number of a result: 4, 2 with a 16-bit wire
+            dtype, 1.0625 with int8.
         link_bytes_per_second: bytes per second of a rank, each way.
         read_bytes_per_second: bytes per second that a rank reads of random
             rows.
