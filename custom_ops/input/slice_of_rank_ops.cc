@@ -37,8 +37,8 @@ int TensorsOf(int kind) { return kind == kSparse ? 3 : 1 + kind; }
 
 // Rows [start, stop) of a value.
 struct Rows {
-  int64_t start;
-  int64_t stop;
+  int64_t start = 0;
+  int64_t stop = 0;
 
   // Returns the rows of a rank, of n rows.
   static Rows Of(int64_t n, int rank, int world_size) {
@@ -54,11 +54,16 @@ absl::Status InferShapes(InferenceContext* c) {
   TF_RETURN_IF_ERROR(c->GetAttr("kinds", &kinds));
   TF_RETURN_IF_ERROR(c->GetAttr("rank", &rank));
   TF_RETURN_IF_ERROR(c->GetAttr("world_size", &world_size));
+  // The last input is `rows`.
+  const int parts = c->num_inputs() - 1;
+  ShapeHandle given;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(parts), 1, &given));
+  const DimensionHandle count = c->Dim(given, 0);
+  const bool equal = c->ValueKnown(count) && c->Value(count) == 0;
   int place = 0;
   for (const int kind : kinds) {
-    if (place + TensorsOf(kind) > c->num_inputs()) {
-      return InvalidArgument("kinds ask for more than ", c->num_inputs(),
-                             " tensors.");
+    if (place + TensorsOf(kind) > parts) {
+      return InvalidArgument("kinds ask for more than ", parts, " tensors.");
     }
     const ShapeHandle first = c->input(place);
     if (kind == kSparse) {
@@ -74,7 +79,7 @@ absl::Status InferShapes(InferenceContext* c) {
     if (c->RankKnown(first)) {
       DimensionHandle size = c->UnknownDim();
       const DimensionHandle whole = c->Dim(first, 0);
-      if (kind == kDense && c->ValueKnown(whole)) {
+      if (equal && kind == kDense && c->ValueKnown(whole)) {
         const int64_t known =
             Rows::Of(c->Value(whole), rank, world_size).size();
         // Keras skips the losses of a batch that it knows to be empty. Ranks
@@ -94,6 +99,7 @@ absl::Status InferShapes(InferenceContext* c) {
 
 REGISTER_OP("Tfdist>SliceOfRank")
     .Input("parts: T")
+    .Input("rows: int64")
     .Output("slices: T")
     .Attr("T: list(type) >= 1")
     .Attr("kinds: list(int) >= 1")
@@ -101,14 +107,16 @@ REGISTER_OP("Tfdist>SliceOfRank")
     .Attr("world_size: int >= 1")
     .SetShapeFn(InferShapes)
     .Doc(R"doc(
-Copies samples [rank * n // W, (rank + 1) * n // W) of values of n samples.
+Copies samples of values of n samples: the given ones, or those of a rank where
+all ranks have equally many, [rank * n // W, (rank + 1) * n // W).
 
 parts: of the values, one after the other.
+rows: [2], the first sample and the one after the last; or empty.
 slices: the same of the samples, in memory of their own.
 kinds: of every value. 0: a tensor [n, ...]. -1: a SparseTensor, in three
   tensors. k > 0: a RaggedTensor, its flat values and k row splits, the
   outermost first.
-rank: whose samples.
+rank: whose samples, if `rows` is empty.
 world_size: W.
 )doc");
 
@@ -155,13 +163,19 @@ class SliceOfRankOp : public OpKernel {
                   InvalidArgument("no kind of value: ", kind));
       tensors += TensorsOf(kind);
     }
-    OP_REQUIRES(ctx, rank_ < world_size_ && tensors == ctx->num_inputs(),
-                InvalidArgument("kinds ask for ", tensors, " tensors. Got ",
-                                ctx->num_inputs(), ", of rank ", rank_, " of ",
-                                world_size_));
+    const int parts = ctx->num_inputs() - 1;
+    OP_REQUIRES(
+        ctx, rank_ < world_size_ && tensors == parts,
+        InvalidArgument("kinds ask for ", tensors, " tensors. Got ", parts,
+                        ", of rank ", rank_, " of ", world_size_));
   }
 
   void Compute(OpKernelContext* ctx) override {
+    const Tensor& rows = ctx->input(ctx->num_inputs() - 1);
+    const int64_t given = rows.NumElements();
+    OP_REQUIRES(ctx, rows.dims() == 1 && (given == 0 || given == 2),
+                InvalidArgument("rows must have 0 or 2 elements. Got ",
+                                rows.shape().DebugString()));
     int place = 0;
     for (const int kind : kinds_) {
       OP_REQUIRES(ctx, ctx->input_dtype(place) != tensorflow::DT_RESOURCE,
@@ -173,6 +187,21 @@ class SliceOfRankOp : public OpKernel {
   }
 
  private:
+  // Sets the rows to copy, of n rows.
+  absl::Status FindRows(OpKernelContext* ctx, int64_t n, Rows* rows) const {
+    const Tensor& given = ctx->input(ctx->num_inputs() - 1);
+    if (given.NumElements() == 0) {
+      *rows = Rows::Of(n, rank_, world_size_);
+      return absl::OkStatus();
+    }
+    *rows = {given.vec<int64_t>()(0), given.vec<int64_t>()(1)};
+    if (rows->start < 0 || rows->start > rows->stop || rows->stop > n) {
+      return InvalidArgument("rows [", rows->start, ", ", rows->stop,
+                             ") of a value of ", n, " rows");
+    }
+    return absl::OkStatus();
+  }
+
   // Slices a tensor, or the flat values of a RaggedTensor after its row splits.
   absl::Status CutLists(OpKernelContext* ctx, int place, int levels) {
     const Tensor& samples = ctx->input(levels ? place + 1 : place);
@@ -180,8 +209,9 @@ class SliceOfRankOp : public OpKernel {
       return InvalidArgument("a value without samples. Its shape: ",
                              samples.shape().DebugString());
     }
-    Rows rows =
-        Rows::Of(samples.dim_size(0) - (levels ? 1 : 0), rank_, world_size_);
+    Rows rows;
+    TF_RETURN_IF_ERROR(
+        FindRows(ctx, samples.dim_size(0) - (levels ? 1 : 0), &rows));
     for (int i = 1; i <= levels; ++i) {
       const Tensor& splits = ctx->input(place + i);
       const Tensor& split = ctx->input(i < levels ? place + i + 1 : place);
@@ -224,7 +254,8 @@ class SliceOfRankOp : public OpKernel {
                              values.shape().DebugString(), " and shape ",
                              shape.shape().DebugString());
     }
-    const Rows samples = Rows::Of(shape.vec<int64_t>()(0), rank_, world_size_);
+    Rows samples;
+    TF_RETURN_IF_ERROR(FindRows(ctx, shape.vec<int64_t>()(0), &samples));
     const auto places = indices.matrix<int64_t>();
     std::vector<Tensor> cut_indices, cut_values;
     const int64_t count = indices.dim_size(0);

@@ -16,6 +16,15 @@ from tfdist_ext.strategy import bootstrap
         ({"gradient_dtype": "float8"}, r"`gradient_dtype`.*'float8'"),
         ({"engine": "nccl"}, r"`engine`.*'tfdist', 'horovod'.*engine='?nccl"),
         ({"error_feedback": True}, r"`error_feedback`.*gradient_dtype="),
+        ({"balance": "fair"}, r"`balance`.*'equal', 'measured', 'ids'.*fair"),
+        ({"balance": 3}, r"`balance`.*one share for each rank.*balance=3"),
+        ({"balance": [None]}, r"`balance`.*share for each rank.*\[None\]"),
+        ({"balance": [2, 1]}, r"2 shares and there are 1 ranks.*\[2, 1\]"),
+        ({"balance": []}, r"0 shares and there are 1 ranks"),
+        ({"balance": [-1.0]}, r"negative or not finite.*\[-1.0\]"),
+        ({"balance": [float("nan")]}, r"not finite.*\[nan\]"),
+        ({"balance": [float("inf")]}, r"not finite.*\[inf\]"),
+        ({"balance": [0]}, r"no share above 0.*\[0\]"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_started(

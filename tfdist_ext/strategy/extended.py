@@ -24,6 +24,7 @@ from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers import supported
 from tfdist_ext.strategy import gradients
 from tfdist_ext.strategy import input as input_lib
+from tfdist_ext.strategy.balance import Balance
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.type_names import Variable
@@ -53,6 +54,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> None:
         self.collectives = collectives
         self.error_feedback: ErrorFeedback | None = None
+        self.balance = Balance("equal", max(1, len(cluster.addresses)))
         self._cluster = cluster
         super().__init__(
             container_strategy,
