@@ -43,7 +43,11 @@ def whole_batch(strategy, folder):
     with strategy.scope():
         model = make_model(strategy)
         model.compile(keras.optimizers.SGD(0.5), rmse)
-    fixed = data(SAMPLES).unbatch().batch(8, drop_remainder=True)
+    # Keras 3 counts a step too many in one process if the number of batches
+    # is unknown.
+    whole = next(iter(data(SAMPLES).unbatch().batch(SAMPLES)))
+    fixed = tf.data.Dataset.from_tensor_slices(whole)
+    fixed = fixed.batch(8, drop_remainder=True)
     history = model.fit(fixed, epochs=3, verbose=0).history
     found = weights(strategy, model)
     return {"loss": history["loss"], **{str(i): w for i, w in enumerate(found)}}
@@ -88,6 +92,7 @@ def lists(samples=60, seed=0):
     ids = [rng.integers(0, 30, n).tolist() for n in lengths]
     ragged = tf.ragged.constant(ids, tf.int64, ragged_rank=1)
     sparse = tf.ragged.constant(ids[::-1], tf.int64, ragged_rank=1).to_sparse()
+    sparse = tf.cast(sparse, tf.float32) / 50
     labels = rng.random([samples, 1]).astype(np.float32)
     inputs = {"ragged": ragged, "sparse": sparse}
     return tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(12)
@@ -100,7 +105,7 @@ class Lists(keras.Model):
         super().__init__()
         initializer = keras.initializers.RandomNormal(0, 0.1, seed=1)
         self.tables = [
-            FullSparse(4, 30, kernel_initializer=initializer, name=name)
+            FullSparse(4, 50, kernel_initializer=initializer, name=name)
             for name in ("ragged", "sparse")
         ]
         self.dense = keras.layers.Dense(
@@ -220,7 +225,7 @@ def policies_of_own_data_are_refused(strategy, folder):
 def lengths_that_differ(strategy, folder):
     """A batch of values with other numbers of samples is an error."""
     dataset = tf.data.Dataset.from_tensors((np.arange(8), np.arange(6)))
-    dataset = dataset.map(lambda x, y: (x[: tf.size(x)], y[: tf.size(y)]))
+    dataset = dataset.map(lambda x, y: (x[x >= 0], y[y >= 0]))
     try:
         next(iter(strategy.experimental_distribute_dataset(dataset)))
     except tf.errors.InvalidArgumentError as error:

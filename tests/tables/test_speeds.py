@@ -25,7 +25,7 @@ def make_plan(speeds, world_size=4, **arguments):
     return planned.make_plan(
         *(TABLES, world_size),
         forced=forced,
-        speeds=speeds,
+        rank_speeds=speeds,
         **FAST_LINK,
         **arguments,
     )
@@ -45,10 +45,10 @@ def test_slow_rank_gets_fewer_tables():
 def test_equal_speeds_change_nothing():
     sizes = planned.random_sizes(0, 30)
     plain = planned.make_plan(sizes, 4)
-    assert planned.make_plan(sizes, 4, speeds=None).placements == (
+    assert planned.make_plan(sizes, 4, rank_speeds=None).placements == (
         plain.placements
     )
-    seconds = planned.make_plan(sizes, 4, speeds=[1.0] * 4).seconds_per_step
+    seconds = planned.make_plan(sizes, 4, rank_speeds=[1.0] * 4).seconds_per_step
     assert seconds == pytest.approx(plain.seconds_per_step, rel=0.02)
 
 
@@ -57,18 +57,18 @@ def test_speeds_are_in_files_and_belong_to_their_ranks(tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = plan_lib.ShardingPlan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert loaded.problem.setting.speeds == (3.0, 3.0, 1.0, 3.0)
-    assert plan.at(4).problem.setting.speeds == (3.0, 3.0, 1.0, 3.0)
-    assert plan.at(2).problem.setting.speeds is None
+    assert loaded.problem.setting.rank_speeds == (3.0, 3.0, 1.0, 3.0)
+    assert plan.at(4).problem.setting.rank_speeds == (3.0, 3.0, 1.0, 3.0)
+    assert plan.at(2).problem.setting.rank_speeds is None
 
 
 @pytest.mark.parametrize(
     ("speeds", "message"),
     [
         ([1, 2], "one number for each of the 4 ranks"),
-        ([1, 2, 3, 0], "`speeds`.*0"),
-        ([1, 2, 3, float("nan")], "`speeds`.*nan"),
-        ([1, 2, 3, "fast"], "`speeds`.*fast"),
+        ([1, 2, 3, 0], "`rank_speeds`.*0"),
+        ([1, 2, 3, float("nan")], "`rank_speeds`.*nan"),
+        ([1, 2, 3, "fast"], "`rank_speeds`.*fast"),
     ],
 )
 def test_wrong_speeds_are_refused(speeds, message):

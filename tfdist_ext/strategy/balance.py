@@ -216,7 +216,11 @@ class Balance:
             return speeds.ends_of(found)[None]
 
         def adopt(ends: Any) -> None:
-            self._ends = np.array(ends)
+            if not np.array_equal(ends, self._ends):
+                self._ends = np.array(ends)
+                collectives.rank_speeds = tuple(
+                    ranks * share for share in self.shares
+                )
 
         own = tf.numpy_function(measured, [], tf.float64)
         own = tf.ensure_shape(own, [1, _FIELDS])

@@ -67,11 +67,11 @@ class Load:
 
     def computing(self, setting: Setting) -> Any:
         """Seconds of computing, of arrays `[W]` by the speed of each rank."""
-        if setting.speeds is None or np.shape(self.seconds) != (
+        if setting.rank_speeds is None or np.shape(self.seconds) != (
             setting.world_size,
         ):
             return self.seconds
-        return self.seconds / np.array(setting.speeds)
+        return self.seconds / np.array(setting.rank_speeds)
 
     def time(self, setting: Setting) -> Any:
         """Seconds of transfers and of computing."""
@@ -187,9 +187,9 @@ class RankLoads:
         # Ranks are compared by the load of cells; the rest is the same on all
         # ranks, unless their speeds differ.
         self._weights = np.zeros(setting.world_size)
-        self._unequal = setting.speeds is not None and not by_memory
+        self._unequal = setting.rank_speeds is not None and not by_memory
         link = setting.link_bytes_per_second
-        speeds = np.array(setting.speeds or [1.0] * setting.world_size)
+        speeds = np.array(setting.rank_speeds or [1.0] * setting.world_size)
         if self._unequal:
             self._weights += effort * np.sum(everyone.seconds) / speeds
 

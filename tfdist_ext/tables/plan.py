@@ -221,7 +221,7 @@ class ShardingPlan:
         setting = self.problem.setting
         if world_size != setting.world_size:  # other ranks, of other speeds
             setting = dataclasses.replace(
-                setting, world_size=world_size, speeds=None
+                setting, world_size=world_size, rank_speeds=None
             )
         tables = tuple(_within(t, world_size) for t in self.problem.tables)
         return _solve(Problem(tables, self.problem.features, setting))
@@ -310,7 +310,7 @@ def plan(
     slots_per_weight: float | str = 1.0,
     popularity: float | Mapping[str, float] = DEFAULT_EXPONENT,
     forced: Mapping[str, TablePlacement | str] | None = None,
-    speeds: Sequence[float] | None = None,
+    rank_speeds: Sequence[float] | None = None,
 ) -> ShardingPlan:
     """Chooses a placement for every table, the same on every rank.
 
@@ -334,7 +334,7 @@ def plan(
             name. A table's own optimizer takes precedence.
         popularity: Zipf exponent, for all tables or by table; 0 is uniform.
         forced: placements or kinds by table; they override the tables' own.
-        speeds: relative speed of each rank, such as the shares that the
+        rank_speeds: relative speed of each rank, such as the shares that the
             strategy has measured; None if all are equal. Slow ranks get fewer
             tables.
 
@@ -354,7 +354,7 @@ def plan(
         memory_limit=memory_limit,
         device_memory=device_memory,
         bytes_slack=bytes_slack,
-        speeds=None if speeds is None else tuple(speeds),
+        rank_speeds=None if rank_speeds is None else tuple(rank_speeds),
     )
     problem = make_problem(
         tables, features, setting, slots_per_weight, popularity, forced or {}
