@@ -48,7 +48,9 @@ def test_equal_speeds_change_nothing():
     assert planned.make_plan(sizes, 4, rank_speeds=None).placements == (
         plain.placements
     )
-    seconds = planned.make_plan(sizes, 4, rank_speeds=[1.0] * 4).seconds_per_step
+    seconds = planned.make_plan(
+        sizes, 4, rank_speeds=[1.0] * 4
+    ).seconds_per_step
     assert seconds == pytest.approx(plain.seconds_per_step, rel=0.02)
 
 

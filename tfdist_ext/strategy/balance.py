@@ -92,7 +92,6 @@ class Balance:
         else:
             given = [float(share) for share in balance]
         self._ends = speeds.ends_of(given)
-        self._watches: dict[str, speeds.Watch] = {}
 
     @property
     def is_equal(self) -> bool:
@@ -142,7 +141,7 @@ class Balance:
             collectives: collectives of the strategy.
             name: name of the dataset in tags, equal on all ranks.
         """
-        self._watches[name] = speeds.Watch(STEPS)
+        watch = speeds.Watch(STEPS)
         rank, ranks = collectives.group.rank, collectives.group.world_size
 
         def cut_next(state: Any, *elements: Any) -> tuple[Any, Nest]:
@@ -150,7 +149,7 @@ class Balance:
             batch = elements if len(elements) > 1 else elements[0]
             ends = tf.cond(
                 count % STEPS == 0,
-                lambda: self._agree(count, ends, collectives, name),
+                lambda: self._agree(count, ends, watch, collectives, name),
                 lambda: ends,
             )
             ends = tf.ensure_shape(ends, [ranks + 1])
@@ -160,32 +159,18 @@ class Balance:
             part = batches.slice_of_rank(batch, rank, ranks, samples)
             flat = tf.nest.flatten(part, expand_composites=True)
             with tf.control_dependencies(flat):
-                self._note(count, work, collectives, name)
+                _note(count, work, watch, collectives)
             return (count + 1, ends), part
 
         equal = speeds.ends_of([1.0] * ranks)
         state = tf.constant(0, tf.int64), tf.constant(equal)
         return dataset.scan(state, cut_next)
 
-    def _note(
-        self,
-        count: tf.Tensor,
-        work: tf.Tensor,
-        collectives: Collectives,
-        name: str,
-    ) -> None:
-        watch = self._watches[name]
-
-        def note(count: Any, work: Any, waited: Any) -> None:
-            watch.note(int(count), int(work), time.monotonic(), float(waited))
-
-        waited = group_ops.waited(collectives.group.handle)
-        tf.numpy_function(note, [count, work, waited], [])
-
     def _agree(
         self,
         count: tf.Tensor,
         ends: tf.Tensor,
+        watch: speeds.Watch,
         collectives: Collectives,
         name: str,
     ) -> tf.Tensor:
@@ -194,7 +179,6 @@ class Balance:
         Rank 0 computes them from what all ranks have measured: another
         processor may round a sum differently.
         """
-        watch = self._watches[name]
         ranks = collectives.group.world_size
 
         def measured() -> Any:
@@ -210,17 +194,15 @@ class Balance:
                 return now[None]
             before = np.diff(now).tolist()
             found = speeds.divided([speeds.Line(*x) for x in lines], before)
-            if found == before:
-                return now[None]
-            self._log(before, found, lines)
-            return speeds.ends_of(found)[None]
+            return now[None] if found == before else speeds.ends_of(found)[None]
 
-        def adopt(ends: Any) -> None:
-            if not np.array_equal(ends, self._ends):
-                self._ends = np.array(ends)
-                collectives.rank_speeds = tuple(
-                    ranks * share for share in self.shares
-                )
+        def adopt(ends: Any, lines: Any) -> None:
+            if np.array_equal(ends, self._ends):
+                return
+            before, self._ends = self.shares, np.array(ends)
+            collectives.rank_speeds = tuple(ranks * s for s in self.shares)
+            if collectives.group.rank == 0:
+                _log(before, self.shares, lines)
 
         own = tf.numpy_function(measured, [], tf.float64)
         own = tf.ensure_shape(own, [1, _FIELDS])
@@ -228,18 +210,32 @@ class Balance:
         found = tf.numpy_function(decide, [count, ends, lines], tf.float64)
         found = tf.ensure_shape(found, [1, ranks + 1])
         found = collectives.all_gather(found, f"{name}/shares")[0]
-        tf.numpy_function(adopt, [found], [])
+        tf.numpy_function(adopt, [found, lines], [])
         return found
 
-    def _log(
-        self, before: Sequence[float], found: Sequence[float], lines: Any
-    ) -> None:
-        """Logs new shares, on rank 0."""
-        for rank, (share, was) in enumerate(zip(found, before, strict=True)):
-            fixed, slope, samples = lines[rank]
-            _LOG.info(
-                "tfdist_ext: rank %d takes %.1f %% of each batch, in place of "
-                "%.1f %%. A step took it %.1f ms without waiting.",
-                *(rank, 100 * share, 100 * was),
-                1e3 * (fixed + slope * samples),
-            )
+
+def _note(
+    count: tf.Tensor,
+    work: tf.Tensor,
+    watch: speeds.Watch,
+    collectives: Collectives,
+) -> None:
+    """Records, whenever it runs, that a step has got its batch."""
+
+    def note(count: Any, work: Any, waited: Any) -> None:
+        watch.note(int(count), int(work), time.monotonic(), float(waited))
+
+    waited = group_ops.waited(collectives.group.handle)
+    tf.numpy_function(note, [count, work, waited], [])
+
+
+def _log(before: Sequence[float], found: Sequence[float], lines: Any) -> None:
+    """Logs new shares, with the times that they follow from."""
+    for rank, (share, was) in enumerate(zip(found, before, strict=True)):
+        fixed, slope, samples = lines[rank]
+        _LOG.info(
+            "tfdist_ext: rank %d takes %.1f %% of each batch, in place of "
+            "%.1f %%. A step took it %.1f ms without waiting.",
+            *(rank, 100 * share, 100 * was),
+            1e3 * (fixed + slope * samples),
+        )
