@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext import batches
 from tfdist_ext.strategy import input
+from tfdist_ext.strategy.balance import Balance
 
 
 class Together:
@@ -58,6 +59,43 @@ def test_ranks_together_see_every_batch_in_order(world_size, sizes):
     whole = [np.concatenate(step) for step in zip(*pieces, strict=True)]
     assert [len(step) for step in whole] == sizes
     np.testing.assert_array_equal(np.concatenate(whole), range(sum(sizes)))
+
+
+@pytest.mark.parametrize("balance", [[5, 0, 2], [1, 1, 1], "ids", "equal"])
+def test_ranks_together_see_every_batch_in_any_shares(balance):
+    sizes = [8, 8, 5, 1]
+    pieces = [
+        [
+            piece.numpy()
+            for piece in input.distribute(
+                *(read_batches(sizes), Together(rank, 3), "input"),
+                Balance(balance, 3),
+            )
+        ]
+        for rank in range(3)
+    ]
+    whole = [np.concatenate(step) for step in zip(*pieces, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(whole), range(sum(sizes)))
+    found = [len(of_rank[0]) for of_rank in pieces]
+    assert found == ([6, 0, 2] if balance == [5, 0, 2] else [3, 2, 3]) or (
+        balance == "equal" and found == [2, 3, 3]
+    )
+
+
+def test_ranks_with_other_shares_are_refused():
+    class Others(Together):
+        def all_gather(self, tensor, label):
+            if label != "dataset":
+                return super().all_gather(tensor, label)
+            text = tensor.numpy().tobytes()
+            other = text.replace(b"0.25, 0.75", b"0.5, 0.5")
+            assert other != text
+            return tf.constant(np.frombuffer(text + other, np.uint8))
+
+    with pytest.raises(ValueError, match=r"0.25, 0.75 .rank 0., 0.5, 0.5 .r"):
+        input.distribute(
+            *(read_batches([4]), Others(0, 2), "input"), Balance([1, 3], 2)
+        )
 
 
 def test_every_kind_of_component_is_cut():
@@ -114,8 +152,9 @@ def test_parts_by_ids():
     lengths = [9, 0, 0, 1, 3, 0, 0, 0]
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(13), lengths)
     batch = ragged, tf.zeros([8])
-    # Every sample counts one more: 10 1 1 2 4 1 1 1.
-    assert starts(batch, [1, 1], True) == ([0, 1, 8], [10, 11])
+    # Every sample counts one more: 10 1 1 2 4 1 1 1. Equally near: the later.
+    assert starts(batch, [1, 1], True) == ([0, 2, 8], [11, 10])
+    assert starts(batch, [9, 11], True) == ([0, 1, 8], [10, 11])
     assert starts(batch, [1, 1], False) == ([0, 4, 8], [4, 4])
     assert starts(batch, [0, 1, 0], True) == ([0, 0, 8, 8], [0, 21, 0])
     nested = tf.RaggedTensor.from_row_lengths(ragged, [3, 0, 5])
@@ -124,7 +163,7 @@ def test_parts_by_ids():
     mixed = tf.SparseTensor(
         sparse.indices[::-1], sparse.values[::-1], sparse.dense_shape
     )
-    assert starts(mixed, [1, 1], True) == ([0, 1, 8], [10, 11])
+    assert starts(mixed, [9, 11], True) == ([0, 1, 8], [10, 11])
     # Both count: 19 1 1 3 7 1 1 1.
     assert starts((ragged, mixed), [1, 1], True) == ([0, 1, 8], [19, 15])
 
