@@ -114,6 +114,22 @@ def test_lengths_that_differ_are_an_error(run_scenario, balance):
     run_scenario(f"{SCENARIOS}.lengths_that_differ", ranks=2, balance=balance)
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "input_scenarios.generators",
+        "input_scenarios.fewer_samples_than_ranks",
+        "loop_scenarios.logs_of_batches",
+        "prefetch_scenarios.prefetch",
+        "resume_scenarios.goes_on",
+        "resume_scenarios.trained_samples",
+    ],
+)
+@pytest.mark.parametrize("balance", ["measured", [3, 1]])
+def test_scenarios_of_equal_ranks(run_scenario, scenario, balance):
+    run_scenario(scenario, ranks=2, balance=balance)
+
+
 def test_slices_are_contiguous(run_scenario):
     first, second = run_scenario(
         f"{SCENARIOS}.static_sizes", ranks=2, balance=[3, 1]

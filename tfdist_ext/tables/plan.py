@@ -318,13 +318,10 @@ def plan(
         tables: tables to place.
         features: features that are looked up in them.
         world_size: number of ranks.
-        batch_size: samples per rank and step; None if unknown: then 256 is
-            assumed, and the plan's texts say so.
-        wire_bytes: bytes of one number of a result: 4, or 2 with a 16-bit wire
-            dtype.
+        batch_size: samples per rank and step; None assumes 256 and says so.
+        wire_bytes: bytes of a number of a result: 4, or 2 with 16-bit wires.
         link_bytes_per_second: bytes per second of a rank, each way.
-        read_bytes_per_second: bytes per second that a rank reads of random
-            rows.
+        read_bytes_per_second: bytes of random rows that a rank reads.
         memory_limit: bytes of weights and slots per rank.
         device_memory: how many of these bytes may be on a rank's GPU, see
             `decide_storage`; None leaves all tables on the hosts.
@@ -334,9 +331,7 @@ def plan(
             name. A table's own optimizer takes precedence.
         popularity: Zipf exponent, for all tables or by table; 0 is uniform.
         forced: placements or kinds by table; they override the tables' own.
-        rank_speeds: relative speed of each rank, such as the shares that the
-            strategy has measured; None if all are equal. Slow ranks get fewer
-            tables.
+        rank_speeds: relative speed of each rank, None if all are equal.
 
     Returns:
         The plan of least cost that was found.
@@ -354,7 +349,7 @@ def plan(
         memory_limit=memory_limit,
         device_memory=device_memory,
         bytes_slack=bytes_slack,
-        rank_speeds=None if rank_speeds is None else tuple(rank_speeds),
+        rank_speeds=rank_speeds,
     )
     problem = make_problem(
         tables, features, setting, slots_per_weight, popularity, forced or {}

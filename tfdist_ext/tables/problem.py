@@ -188,7 +188,7 @@ class Setting:
     memory_limit: float | None = None
     bytes_slack: float = 0.1
     device_memory: float | None = None  # missing in older files
-    rank_speeds: tuple[float, ...] | None = None  # missing in older files
+    rank_speeds: Sequence[float] | None = None  # missing in older files
     # It does not count in comparisons of plans, and is missing in older files.
     batch_known: bool = dataclasses.field(default=True, compare=False)
 
