@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on unequal parts of each batch, on one or more ranks."""
 
+import contextlib
 import time
 
 import numpy as np
@@ -169,6 +170,17 @@ def slow_data(batches, samples=40):
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(samples)
 
 
+@contextlib.contextmanager
+def agreeing_every(steps):
+    """Lets ranks agree on measured shares more often."""
+    usual, balance.STEPS = balance.STEPS, steps
+    try:
+        yield
+    finally:
+        balance.STEPS = usual
+
+
+@agreeing_every(20)
 def measured(strategy, folder, of_ranks, epochs):
     """Trains where ranks have other speeds; returns losses and shares.
 
@@ -178,7 +190,6 @@ def measured(strategy, folder, of_ranks, epochs):
         of_ranks: milliseconds per sample of each rank.
         epochs: how often 60 batches are trained.
     """
-    balance.STEPS = 20
     before = strategy.statistics().get("shares", (1.0,))
     model = slow_model(strategy, of_ranks[strategy.rank] / 1e3)
     history = model.fit(slow_data(60), epochs=epochs, verbose=0).history
@@ -190,9 +201,9 @@ def measured(strategy, folder, of_ranks, epochs):
     )
 
 
+@agreeing_every(3)
 def several_iterators(strategy, folder):
     """Iterators read in turns and dropped half-way give every sample once."""
-    balance.STEPS = 3
     dataset = tf.data.Dataset.range(70).batch(10)
     distributed = strategy.experimental_distribute_dataset(dataset)
     dropped = iter(distributed)

@@ -127,7 +127,9 @@ def test_lengths_that_differ_are_an_error(run_scenario, balance):
 )
 @pytest.mark.parametrize("balance", ["measured", [3, 1]])
 def test_scenarios_of_equal_ranks(run_scenario, scenario, balance):
-    run_scenario(scenario, ranks=2, balance=balance)
+    # Shares that others have measured would change the order of sums.
+    fresh = scenario == "prefetch_scenarios.prefetch" and balance == "measured"
+    run_scenario(scenario, ranks=2, balance=balance, fresh=fresh)
 
 
 def test_slices_are_contiguous(run_scenario):

@@ -144,15 +144,17 @@ class Balance:
         watch = speeds.Watch(STEPS)
         rank, ranks = collectives.group.rank, collectives.group.world_size
 
-        def cut_next(state: Any, *elements: Any) -> tuple[Any, Nest]:
-            count, ends = state
-            batch = elements if len(elements) > 1 else elements[0]
+        def shares_of_next(ends: Any, count: Any) -> tuple[Any, Any]:
             ends = tf.cond(
                 count % STEPS == 0,
                 lambda: self._agree(count, ends, watch, collectives, name),
                 lambda: ends,
             )
             ends = tf.ensure_shape(ends, [ranks + 1])
+            return ends, (count, ends)
+
+        def cut_next(batch: Nest, shares: Any) -> Nest:
+            count, ends = shares
             samples, work = batches.samples_between(
                 batch, ends[rank : rank + 2], by_ids=True
             )
@@ -160,11 +162,13 @@ class Balance:
             flat = tf.nest.flatten(part, expand_composites=True)
             with tf.control_dependencies(flat):
                 _note(count, work, watch, collectives)
-            return (count + 1, ends), part
+            return part
 
-        equal = speeds.ends_of([1.0] * ranks)
-        state = tf.constant(0, tf.int64), tf.constant(equal)
-        return dataset.scan(state, cut_next)
+        # Batches do not go through `scan`, which cannot have extension types.
+        equal = tf.constant(speeds.ends_of([1.0] * ranks))
+        shares = tf.data.Dataset.counter().scan(equal, shares_of_next)
+        both = tf.data.Dataset.zip((dataset, shares))
+        return both.map(cut_next, synchronous=True)
 
     def _agree(
         self,
