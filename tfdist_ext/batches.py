@@ -154,17 +154,22 @@ def _is_scalar(value: tf.Tensor) -> bool:
     return value.shape.rank == 0
 
 
-def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
-    """Samples `[rank * n // W, (rank + 1) * n // W)` of a batch of n.
+def slice_of_rank(
+    batch: Nest, rank: int, world_size: int, samples: tf.Tensor | None = None
+) -> Nest:
+    """Samples of a rank: `[rank * n // W, (rank + 1) * n // W)`, or others.
 
     Args:
-        batch: nest of tensors, RaggedTensors, SparseTensors and
+        batch: nest of n samples: tensors, RaggedTensors, SparseTensors and
             `PrefetchedIds`; scalars are returned unchanged.
         rank: rank whose samples are returned.
         world_size: W.
+        samples: int64 `[2]`, the first sample to return and the one after the
+            last, see `samples_between`; None for the equal part of the rank.
 
     Returns:
-        A nest like `batch`, in new memory.
+        A nest like `batch`, in new memory. With `samples` its static shapes
+        do not have the number of samples.
     """
     flat = tf.nest.flatten(batch)
     kinds: dict[int, int] = {}
@@ -173,21 +178,105 @@ def slice_of_rank(batch: Nest, rank: int, world_size: int) -> Nest:
         if kind is not None:
             kinds[i] = kind
         elif hasattr(value, "nrows"):  # PrefetchedIds.
-            samples = value.nrows()
-            start = rank * samples // world_size
-            flat[i] = rows(value, start, (rank + 1) * samples // world_size)
+            size = value.nrows()
+            start, stop = rank * size // world_size, (rank + 1) * size
+            flat[i] = (
+                rows(value, start, stop // world_size)
+                if samples is None
+                else rows(value, samples[0], samples[1])
+            )
     if kinds:
         parts = [_parts(flat[i]) for i in kinds]
         together = list(itertools.chain(*parts))
         cut = iter(
             collective_ops.slice_of_rank(
-                together, list(kinds.values()), rank, world_size
+                together, list(kinds.values()), rank, world_size, samples
             )
         )
         for i, those in zip(kinds, parts, strict=True):
             pieces = [next(cut) for _ in those]
-            flat[i] = _like(flat[i], pieces, rank, world_size)
+            size = None if samples is not None else _static_size(flat[i])
+            if size is not None:
+                size = _size_of_slice(size, rank, world_size) or None
+            flat[i] = _like(flat[i], pieces, size)
     return tf.nest.pack_sequence_as(batch, flat)
+
+
+def samples_between(
+    batch: Nest, shares: tf.Tensor, by_ids: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The consecutive samples between two shares of a batch.
+
+    Samples are cut where the samples before them are nearest to the share, so
+    the slices of ranks whose shares are contiguous are contiguous, too.
+
+    Args:
+        batch: nest as in `slice_of_rank`, with at least one value that is no
+            scalar.
+        shares: float64 `[2]`, ascending, from 0 to 1.
+        by_ids: whether shares are of the ids of the batch, not of its samples.
+            A sample counts as one more than its ids: the values that it has in
+            all RaggedTensors and SparseTensors.
+
+    Returns:
+        int64 `[2]`, the first sample and the one after the last; and their
+        work, an int64 scalar: the number of samples, or of ids and samples.
+    """
+    before = _work_before(batch) if by_ids else None
+    if before is None:
+        sizes = [size_of(value) for value in _with_samples(batch)]
+        total = tf.cast(tf.reduce_max(tf.stack(sizes)), tf.float64)
+        samples = tf.cast(tf.round(shares * total), tf.int64)
+        return samples, samples[1] - samples[0]
+    exact = tf.cast(before, tf.float64)
+    goal = shares * exact[-1]
+    above = tf.searchsorted(exact, goal, out_type=tf.int64)
+    below = tf.maximum(above - 1, 0)
+    nearer = goal - tf.gather(exact, below) < tf.gather(exact, above) - goal
+    samples = tf.where(nearer, below, above)
+    ends = tf.gather(before, samples)
+    return samples, ends[1] - ends[0]
+
+
+def _with_samples(batch: Nest) -> list[Any]:
+    return [
+        value
+        for value in tf.nest.flatten(batch)
+        if _kind(value) is not None or hasattr(value, "nrows")
+    ]
+
+
+def _work_before(batch: Nest) -> tf.Tensor | None:
+    """Ids and samples before each sample, int64 `[n + 1]`; None without ids."""
+    before = None
+    for value in tf.nest.flatten(batch):
+        if isinstance(value, tf.RaggedTensor):
+            ids = _ids_before(value)
+        elif isinstance(value, tf.SparseTensor):
+            ids = _entries_before(value)
+        else:
+            continue
+        if before is None:
+            before = tf.range(tf.size(ids, tf.int64))
+        before += ids
+    return before
+
+
+def _ids_before(value: tf.RaggedTensor) -> tf.Tensor:
+    """Flat values of a RaggedTensor before each sample, int64 `[n + 1]`."""
+    first, *inner = value.nested_row_splits
+    for splits in inner:
+        first = tf.gather(splits, first)
+    return tf.cast(first, tf.int64)
+
+
+def _entries_before(value: tf.SparseTensor) -> tf.Tensor:
+    """Entries of a SparseTensor before each sample, int64 `[n + 1]`."""
+    samples = value.indices[:, 0]
+    counts = tf.math.unsorted_segment_sum(
+        tf.ones_like(samples), samples, value.dense_shape[0]
+    )
+    return tf.concat([[0], tf.cumsum(counts)], 0)
 
 
 def _kind(value: Any) -> int | None:
@@ -209,10 +298,14 @@ def _parts(value: Any) -> list[tf.Tensor]:
     return [value]
 
 
-def _like(
-    value: Any, parts: list[tf.Tensor], rank: int, world_size: int
-) -> Any:
-    """Converts slices of the parts of a value to the type of the value."""
+def _like(value: Any, parts: list[tf.Tensor], size: int | None) -> Any:
+    """Converts slices of the parts of a value to the type of the value.
+
+    Args:
+        value: value that was sliced.
+        parts: slices of its tensors.
+        size: number of samples; None if it is not static.
+    """
     if isinstance(value, tf.RaggedTensor):
         return tf.RaggedTensor.from_nested_row_splits(
             parts[0], parts[1:], validate=False
@@ -222,9 +315,6 @@ def _like(
     piece = tf.SparseTensor(*parts)
     if value.shape.rank is None:
         return piece
-    size = value.shape[0]
-    if size is not None:
-        size = _size_of_slice(size, rank, world_size) or None
     return _with_static_shape(piece, [size, *value.shape[1:]])
 
 

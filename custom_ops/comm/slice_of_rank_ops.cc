@@ -38,8 +38,8 @@ int TensorsOf(int kind) { return kind == kSparse ? 3 : 1 + kind; }
 
 // Rows [start, stop) of a value.
 struct Rows {
-  int64_t start;
-  int64_t stop;
+  int64_t start = 0;
+  int64_t stop = 0;
 
   // Returns the rows of a rank, of n rows.
   static Rows Of(int64_t n, int rank, int world_size) {
@@ -55,10 +55,16 @@ absl::Status InferShapes(InferenceContext* c) {
   TF_RETURN_IF_ERROR(c->GetAttr("kinds", &kinds));
   TF_RETURN_IF_ERROR(c->GetAttr("rank", &rank));
   TF_RETURN_IF_ERROR(c->GetAttr("world_size", &world_size));
+  // The last input is `rows`.
+  const int parts = c->num_inputs() - 1;
+  ShapeHandle given;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(parts), 1, &given));
+  const DimensionHandle count = c->Dim(given, 0);
+  const bool equal = c->ValueKnown(count) && c->Value(count) == 0;
   int place = 0;
   for (const int kind : kinds) {
-    if (place + TensorsOf(kind) > c->num_inputs()) {
-      return InvalidArgument("kinds require more than the ", c->num_inputs(),
+    if (place + TensorsOf(kind) > parts) {
+      return InvalidArgument("kinds require more than the ", parts,
                              " tensors of parts");
     }
     const ShapeHandle first = c->input(place);
@@ -75,7 +81,7 @@ absl::Status InferShapes(InferenceContext* c) {
     if (c->RankKnown(first)) {
       DimensionHandle size = c->UnknownDim();
       const DimensionHandle whole = c->Dim(first, 0);
-      if (kind == kDense && c->ValueKnown(whole)) {
+      if (equal && kind == kDense && c->ValueKnown(whole)) {
         const int64_t known =
             Rows::Of(c->Value(whole), rank, world_size).size();
         // Keras skips the losses of a batch that it knows to be empty. Ranks
@@ -95,6 +101,7 @@ absl::Status InferShapes(InferenceContext* c) {
 
 REGISTER_OP("Tfdist>SliceOfRank")
     .Input("parts: T")
+    .Input("rows: int64")
     .Output("slices: T")
     .Attr("T: list(type) >= 1")
     .Attr("kinds: list(int) >= 1")
@@ -102,17 +109,19 @@ REGISTER_OP("Tfdist>SliceOfRank")
     .Attr("world_size: int >= 1")
     .SetShapeFn(InferShapes)
     .Doc(R"doc(
-Copies this rank's samples of each value of a batch.
+Copies samples of each value of a batch.
 
-A value of n samples is sliced to samples [rank * n // W, (rank + 1) * n // W),
-where W is the world size.
+A value has n samples. The samples between the two numbers of `rows` are copied.
+If `rows` is empty, all ranks have equal parts, and the samples of this rank are
+[rank * n // W, (rank + 1) * n // W), where W is the world size.
 
 parts: tensors of all values, in order.
+rows: int64 [2], the first sample and the one after the last; or empty.
 slices: tensors of the sliced values, in the same order and in new memory.
 kinds: the kind of each value. 0: a tensor [n, ...]. -1: a SparseTensor, which
   has three tensors: indices, values and dense shape. k > 0: a RaggedTensor,
   which has 1 + k tensors: flat values, and k row splits, outermost first.
-rank: rank whose samples are copied.
+rank: rank whose samples are copied if `rows` is empty.
 world_size: number of ranks.
 )doc");
 
@@ -165,15 +174,21 @@ class SliceOfRankOp : public OpKernel {
           InvalidArgument("kinds must be at least -1. Received: ", kind));
       tensors += TensorsOf(kind);
     }
-    OP_REQUIRES(ctx, rank_ < world_size_ && tensors == ctx->num_inputs(),
-                InvalidArgument("parts must have ", tensors,
-                                " tensors, as kinds require, and rank must be "
-                                "less than world_size. Received: ",
-                                ctx->num_inputs(), " tensors, rank ", rank_,
-                                " of ", world_size_));
+    const int parts = ctx->num_inputs() - 1;  // the last input is `rows`
+    OP_REQUIRES(
+        ctx, rank_ < world_size_ && tensors == parts,
+        InvalidArgument("parts must have ", tensors,
+                        " tensors, as kinds require, and rank must be "
+                        "less than world_size. Received: ",
+                        parts, " tensors, rank ", rank_, " of ", world_size_));
   }
 
   void Compute(OpKernelContext* ctx) override {
+    const Tensor& rows = ctx->input(ctx->num_inputs() - 1);
+    const int64_t given = rows.NumElements();
+    OP_REQUIRES(ctx, rows.dims() == 1 && (given == 0 || given == 2),
+                InvalidArgument("rows must have 0 or 2 elements. Got ",
+                                rows.shape().DebugString()));
     int place = 0;
     for (const int kind : kinds_) {
       OP_REQUIRES(ctx, ctx->input_dtype(place) != tensorflow::DT_RESOURCE,
@@ -190,6 +205,21 @@ class SliceOfRankOp : public OpKernel {
   }
 
  private:
+  // Sets the rows to copy, of n rows.
+  absl::Status FindRows(OpKernelContext* ctx, int64_t n, Rows* rows) const {
+    const Tensor& given = ctx->input(ctx->num_inputs() - 1);
+    if (given.NumElements() == 0) {
+      *rows = Rows::Of(n, rank_, world_size_);
+      return absl::OkStatus();
+    }
+    *rows = {given.vec<int64_t>()(0), given.vec<int64_t>()(1)};
+    if (rows->start < 0 || rows->start > rows->stop || rows->stop > n) {
+      return InvalidArgument("rows [", rows->start, ", ", rows->stop,
+                             ") of a value of ", n, " rows");
+    }
+    return absl::OkStatus();
+  }
+
   // Slices a tensor, or the flat values of a RaggedTensor after its row splits.
   absl::Status CutLists(OpKernelContext* ctx, int place, int levels) {
     const Tensor& samples = ctx->input(levels ? place + 1 : place);
@@ -199,8 +229,9 @@ class SliceOfRankOp : public OpKernel {
                  : "a value must have a dimension of samples",
           ". Received shape: ", samples.shape().DebugString());
     }
-    Rows rows =
-        Rows::Of(samples.dim_size(0) - (levels ? 1 : 0), rank_, world_size_);
+    Rows rows;
+    TF_RETURN_IF_ERROR(
+        FindRows(ctx, samples.dim_size(0) - (levels ? 1 : 0), &rows));
     for (int i = 1; i <= levels; ++i) {
       const Tensor& splits = ctx->input(place + i);
       const Tensor& next = ctx->input(i < levels ? place + i + 1 : place);
@@ -251,7 +282,8 @@ class SliceOfRankOp : public OpKernel {
           indices.shape().DebugString(), ", ", values.shape().DebugString(),
           " and ", shape.shape().DebugString());
     }
-    const Rows samples = Rows::Of(shape.vec<int64_t>()(0), rank_, world_size_);
+    Rows samples;
+    TF_RETURN_IF_ERROR(FindRows(ctx, shape.vec<int64_t>()(0), &samples));
     const auto places = indices.matrix<int64_t>();
     std::vector<Tensor> cut_indices, cut_values;
     const int64_t count = indices.dim_size(0);

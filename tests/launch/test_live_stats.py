@@ -61,6 +61,15 @@ def test_the_line_is_as_long_as_what_is_known() -> None:
     )
 
 
+def test_the_line_ends_with_unequal_shares() -> None:
+    def line(*shares):
+        return live_stats.line({}, {0: figures(shares=shares)}, 110.0)
+
+    assert line(0.5, 0.3, 0.2, 0.0).endswith("rank 0), shares 50/30/20/0 %")
+    assert "shares" not in line(0.25, 0.25, 0.25, 0.25)
+    assert "shares" not in line(0.251, 0.25, 0.25, 0.249)
+
+
 def test_waits_of_exchanges_that_overlap_are_no_more_than_a_step() -> None:
     """Four at a time wait for rank 1, all of the time."""
     after = {0: figures(waited=(0.0, 40.0)), 1: figures(waited=(0.0, 0.0))}
@@ -88,7 +97,12 @@ def test_figures_are_json_as_well(tmp_path: pathlib.Path, monkeypatch) -> None:
     assert look() | {"time": 0} == {"time": 0, "state": "starting"}
     for rank, file in enumerate(files):
         file.write(
-            figures(began=105.0, time=110.0, waited=(0.0, 2.5 * (1 - rank)))
+            figures(
+                began=105.0,
+                time=110.0,
+                waited=(0.0, 2.5 * (1 - rank)),
+                shares=(0.75, 0.25),
+            )
         )
     found = look()
     assert found.pop("time") > 1.7e9
@@ -103,6 +117,7 @@ def test_figures_are_json_as_well(tmp_path: pathlib.Path, monkeypatch) -> None:
         "wait_ms_per_step": 12.5,
         "step_ms": 25.0,
         "memory_bytes": {"0": 900_000_000, "1": 900_000_000},
+        "shares": [0.75, 0.25],
         "silent_seconds": {},
     }
     for file in files:

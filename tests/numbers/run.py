@@ -3,6 +3,7 @@
 
 Usage: python -m tests.numbers.run [--ranks 2] [--keras 3] [--only PATTERN]
     [--tables no|yes|both] [--batches even|uneven|both] [--wrong] [--verbose]
+    [--balance 7 2 1]
 
 Programs that are not for so many ranks are left out.
 
@@ -42,7 +43,9 @@ def main(arguments: list[str]) -> int:
     wrong = 0
     try:
         with tempfile.TemporaryDirectory(prefix="tfdist") as folder:
-            runner = Runner(pools, pathlib.Path(folder))
+            balance = options.balance
+            shares = {} if balance is None else {"balance": balance}
+            runner = Runner(pools, pathlib.Path(folder), **shares)
             for each, case in _chosen(options):
                 seen = runner.seen(each, case, options.ranks)
                 good = seen.verdict == each.verdict_at(options.ranks)
@@ -64,6 +67,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="a regular expression")
     for name, choices in _CHOICES.items():
         parser.add_argument(f"--{name}", default="both", choices=choices)
+    parser.add_argument("--balance", nargs="+", type=float, help="shares")
     parser.add_argument("--wrong", action="store_true", help="only these")
     parser.add_argument("--verbose", action="store_true", help="whole texts")
     return parser.parse_args(arguments)

@@ -25,11 +25,15 @@ class Runner:
     Args:
         pools: ranks, and processes without a strategy.
         folder: where programs may write.
+        **options: of the strategy.
     """
 
-    def __init__(self, pools: Pools, folder: pathlib.Path) -> None:
+    def __init__(
+        self, pools: Pools, folder: pathlib.Path, **options: object
+    ) -> None:
         self._pools = pools
         self._folder = folder
+        self._options = {"timeout": _TIMEOUT, **options}
         self._stock: dict[registry.Case, Outcome] = {}
 
     def seen(
@@ -39,12 +43,12 @@ class Runner:
         try:
             if case not in self._stock:
                 (self._stock[case],) = self._run(case, 1, strategy=False)
-            found = self._run(case, ranks, timeout=_TIMEOUT)
+            found = self._run(case, ranks, **self._options)
         except pytest.fail.Exception as error:
             return judging.Seen(judging.FAILED, where=f"no answer: {error}")
         seen = judging.judge(each, self._stock[case], found)
         if seen.verdict == judging.FAILED:  # perhaps in an exchange
-            self._pools.kill(ranks, case.keras, timeout=_TIMEOUT)
+            self._pools.kill(ranks, case.keras, **self._options)
         return seen
 
     def _run(

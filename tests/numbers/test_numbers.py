@@ -86,6 +86,29 @@ def test_program_has_its_verdict(runner, ranks, keras, case):
     )
 
 
+@pytest.mark.parametrize(("ranks", "balance"), [(2, [1, 3]), (3, [7, 2, 1])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss/rmse",
+        "metric/step/mean_of_loss",
+        "state/batch_normalization",
+        "step/masked/mean",
+        "sequence/ragged",
+    ],
+)
+def test_unequal_slices_change_no_verdict(
+    pools, tmp_path, name, ranks, balance
+):
+    each = PROGRAMS[name]
+    case = registry.settings_of(each, 3)[-1]
+    runner = Runner(pools, tmp_path, balance=balance)
+    seen = runner.seen(each, case, ranks)
+    assert seen.verdict == each.verdict_at(ranks), (
+        f"{case}: {seen.error:.3g} in {seen.where}; said: {seen.said}"
+    )
+
+
 def test_page_has_the_programs_and_their_verdicts():
     assert table.PAGE.read_text() == table.page(), (
         "Write it anew: python -m tests.numbers.table"

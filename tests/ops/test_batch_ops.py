@@ -65,6 +65,52 @@ def test_slices_same_as_twin(samples, world_size, graph):
             np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("rows", [(0, 24), (3, 17), (9, 9), (24, 24)])
+def test_given_samples_same_as_twin(rows, graph):
+    parts, kinds = batch(24)
+    cut = collective_ops.slice_of_rank
+    if graph:
+        cut = tf.function(cut, autograph=False)
+    rows = tf.constant(rows, tf.int64)
+    ours = cut(parts, kinds, 0, 2, rows)
+    twin = reference.slice_of_rank(parts, kinds, 0, 2, rows)
+    for mine, other in zip(ours, twin, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (1, 4)])
+@pytest.mark.parametrize("kind", [DENSE, SPARSE, 1])
+def test_samples_that_do_not_exist_are_errors(rows, kind):
+    values = {
+        DENSE: [tf.zeros([3, 2])],
+        SPARSE: [tf.zeros([0, 2], tf.int64), tf.zeros([0]), [3, 2]],
+        1: [tf.zeros([0]), tf.zeros([4], tf.int64)],
+    }[kind]
+    values = [
+        tf.constant(v, tf.int64) if isinstance(v, list) else v for v in values
+    ]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rows"):
+        collective_ops.slice_of_rank(
+            values, [kind], 0, 1, tf.constant(rows, tf.int64)
+        )
+
+
+def test_given_samples_have_no_static_number():
+    shapes = []
+
+    @tf.function
+    def cut(rows):
+        found = collective_ops.slice_of_rank(
+            [tf.zeros([8, 2])], [0], 0, 2, rows
+        )
+        shapes.append(found[0].shape.as_list())
+        return found
+
+    assert cut(tf.constant([1, 6], tf.int64))[0].shape == (5, 2)
+    assert shapes == [[None, 2]]
+
+
 def test_shapes_are_known_as_far_as_they_are():
     def cut(dense, wide, indices, shape, splits):
         values = tf.zeros([tf.shape(indices)[0]])

@@ -4,21 +4,23 @@
 import tensorflow as tf
 
 
-def slice_of_rank(parts, kinds, rank, world_size):
+def slice_of_rank(parts, kinds, rank, world_size, rows=None):
     """See `collective_ops.slice_of_rank`."""
     rest, found = iter(parts), []
+    where = (rank, world_size) if rows is None else tuple(rows.numpy())
+    samples = _samples if rows is None else _given
     for kind in kinds:
         count = 3 if kind < 0 else 1 + kind
         value = [next(rest) for _ in range(count)]
         if kind < 0:
-            found += _sparse(tf.SparseTensor(*value), rank, world_size)
+            found += _sparse(tf.SparseTensor(*value), samples, where)
         elif kind:
             ragged = tf.RaggedTensor.from_nested_row_splits(value[0], value[1:])
-            cut = ragged[slice(*_samples(ragged.nrows(), rank, world_size))]
+            cut = ragged[slice(*samples(ragged.nrows(), *where))]
             found += [cut.flat_values, *cut.nested_row_splits]
         else:
             size = tf.shape(value[0], tf.int64)[0]
-            found.append(value[0][slice(*_samples(size, rank, world_size))])
+            found.append(value[0][slice(*samples(size, *where))])
     return found
 
 
@@ -26,8 +28,12 @@ def _samples(count, rank, world_size):
     return rank * count // world_size, (rank + 1) * count // world_size
 
 
-def _sparse(value, rank, world_size):
-    start, stop = _samples(value.dense_shape[0], rank, world_size)
+def _given(count, start, stop):
+    return start, stop
+
+
+def _sparse(value, samples, where):
+    start, stop = samples(value.dense_shape[0], *where)
     rest = value.dense_shape[1:]
     cut = tf.sparse.slice(
         value,

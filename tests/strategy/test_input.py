@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist_ext import batches
 from tfdist_ext.strategy import input
+from tfdist_ext.strategy.balance import Balance
 
 
 class Together:
@@ -60,6 +61,43 @@ def test_ranks_together_see_every_batch_in_order(world_size, sizes):
     np.testing.assert_array_equal(np.concatenate(whole), range(sum(sizes)))
 
 
+@pytest.mark.parametrize("balance", [[5, 0, 2], [1, 1, 1], "ids", "equal"])
+def test_ranks_together_see_every_batch_in_any_shares(balance):
+    sizes = [8, 8, 5, 1]
+    pieces = [
+        [
+            piece.numpy()
+            for piece in input.distribute(
+                *(read_batches(sizes), Together(rank, 3), "input"),
+                Balance(balance, 3),
+            )
+        ]
+        for rank in range(3)
+    ]
+    whole = [np.concatenate(step) for step in zip(*pieces, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(whole), range(sum(sizes)))
+    found = [len(of_rank[0]) for of_rank in pieces]
+    assert found == ([6, 0, 2] if balance == [5, 0, 2] else [3, 2, 3]) or (
+        balance == "equal" and found == [2, 3, 3]
+    )
+
+
+def test_ranks_with_other_shares_are_refused():
+    class Others(Together):
+        def all_gather(self, tensor, label):
+            if label != "dataset":
+                return super().all_gather(tensor, label)
+            text = tensor.numpy().tobytes()
+            other = text.replace(b"0.25, 0.75", b"0.5, 0.5")
+            assert other != text
+            return tf.constant(np.frombuffer(text + other, np.uint8))
+
+    with pytest.raises(ValueError, match=r"0.25, 0.75 .rank 0., 0.5, 0.5 .r"):
+        input.distribute(
+            *(read_batches([4]), Others(0, 2), "input"), Balance([1, 3], 2)
+        )
+
+
 def test_every_kind_of_component_is_cut():
     batch = {
         "dense": tf.reshape(tf.range(10), [5, 2]),
@@ -78,6 +116,63 @@ def test_every_kind_of_component_is_cut():
     np.testing.assert_array_equal(tf.sparse.to_dense(joined), np.eye(5))
     assert all(p["scalar"] == 7 for p in parts)
     assert parts[0]["sparse"].shape == (2, 5)
+
+
+def starts(batch, shares, by_ids):
+    """First sample of each part, and the end of the last."""
+    ends = np.cumsum([0, *shares]) / sum(shares)
+    found = [
+        batches.samples_between(batch, tf.constant(pair), by_ids)
+        for pair in itertools.pairwise(ends)
+    ]
+    for (first, _), (second, _) in itertools.pairwise(found):
+        assert first[1] == second[0]
+    work = [int(of_rank) for _, of_rank in found]
+    return [int(rows[0]) for rows, _ in found] + [int(found[-1][0][1])], work
+
+
+@pytest.mark.parametrize(
+    ("samples", "shares", "expected"),
+    [
+        (10, [7, 2, 1], [0, 7, 9, 10]),
+        (3, [1, 1, 1, 1], [0, 1, 2, 2, 3]),
+        (8, [1, 0, 2], [0, 3, 3, 8]),
+        (0, [1, 2], [0, 0, 0]),
+        (5, [0, 0, 3], [0, 0, 0, 5]),
+    ],
+)
+def test_parts_by_samples(samples, shares, expected):
+    batch = {"scalar": tf.constant(3), "x": tf.zeros([samples, 2])}
+    found, work = starts(batch, shares, by_ids=True)  # there are none
+    assert found == expected
+    assert work == np.diff(expected).tolist()
+
+
+def test_parts_by_ids():
+    lengths = [9, 0, 0, 1, 3, 0, 0, 0]
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(13), lengths)
+    batch = ragged, tf.zeros([8])
+    # Every sample counts one more: 10 1 1 2 4 1 1 1. Equally near: the later.
+    assert starts(batch, [1, 1], True) == ([0, 2, 8], [11, 10])
+    assert starts(batch, [9, 11], True) == ([0, 1, 8], [10, 11])
+    assert starts(batch, [1, 1], False) == ([0, 4, 8], [4, 4])
+    assert starts(batch, [0, 1, 0], True) == ([0, 0, 8, 8], [0, 21, 0])
+    nested = tf.RaggedTensor.from_row_lengths(ragged, [3, 0, 5])
+    assert starts(nested, [1, 1], True) == ([0, 1, 3], [10, 6])
+    sparse = ragged.to_sparse()
+    mixed = tf.SparseTensor(
+        sparse.indices[::-1], sparse.values[::-1], sparse.dense_shape
+    )
+    assert starts(mixed, [9, 11], True) == ([0, 1, 8], [10, 11])
+    # Both count: 19 1 1 3 7 1 1 1.
+    assert starts((ragged, mixed), [1, 1], True) == ([0, 1, 8], [19, 15])
+
+
+def test_parts_by_ids_without_any():
+    empty = tf.RaggedTensor.from_row_lengths(tf.range(0), [0] * 6)
+    assert starts(empty, [1, 2], True) == ([0, 2, 6], [2, 4])
+    none = tf.RaggedTensor.from_row_lengths(tf.range(0), [])
+    assert starts(none, [1, 2], True) == ([0, 0, 0], [0, 0])
 
 
 def test_static_batch_size_stays_static():

@@ -22,6 +22,15 @@ from tfdist_ext.strategy import bootstrap
             {"compression": TopK(0.1), "gradient_dtype": "float16"},
             r"cannot be combined.*TopK\(share=0\.1.*'float16'",
         ),
+        ({"balance": "fair"}, r"`balance`.*'equal', 'measured', 'ids'.*fair"),
+        ({"balance": 3}, r"`balance`.*one share for each rank.*balance=3"),
+        ({"balance": [None]}, r"`balance`.*share for each rank.*\[None\]"),
+        ({"balance": [2, 1]}, r"2 shares and there are 1 ranks.*\[2, 1\]"),
+        ({"balance": []}, r"0 shares and there are 1 ranks"),
+        ({"balance": [-1.0]}, r"negative or not finite.*\[-1.0\]"),
+        ({"balance": [float("nan")]}, r"not finite.*\[nan\]"),
+        ({"balance": [float("inf")]}, r"not finite.*\[inf\]"),
+        ({"balance": [0]}, r"no share above 0.*\[0\]"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_started(

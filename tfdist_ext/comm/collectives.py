@@ -82,6 +82,8 @@ class Collectives:
         gradient_dtype: dtype in which gradients of mirrored variables are sent.
         call_lock: call lock for the calls outside of steps.
         machine: measured machine, which plans are made for; None before.
+        rank_speeds: measured speed of each rank, which plans are made for; None
+            before.
         gpus: memory that tables may use on GPUs, the same on all ranks.
         loop: outermost running loop of Keras, None without one.
         corrects: whether steps of Keras's loops are corrected for each rank
@@ -103,6 +105,7 @@ class Collectives:
         self.call_lock = calls.CallLock()
         self._tags = Tags(self.call_lock)
         self.machine: Machine | None = None
+        self.rank_speeds: tuple[float, ...] | None = None
         self.gpus = TableGpus(reason="the ranks were started without GPUs")
         self.loop: Loop | None = None
         self.corrects = True

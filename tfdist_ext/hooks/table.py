@@ -51,6 +51,10 @@ _place_built = loops.place_built(model_plan.place)
 # Changes of Keras or TensorFlow that would replace a hook.
 _LOOP = "a hook of Keras around its loops, for strategies"
 _STEP = "a hook of Keras around losses and metrics, for strategies"
+_UPDATE = (
+    "Rows of a table are updated once. Optimizers that cannot do this are "
+    "refused."
+)
 _OPTIMIZER = "a hook of Keras's optimizers around updates, for strategies"
 
 
@@ -382,9 +386,9 @@ def _has_own_update(metric: type[Any]) -> bool:
 
 
 def _optimizers() -> list[Hook]:
+    """Hooks of what builds optimizers, and of their averages of weights."""
     optimizer = keras.optimizers.Optimizer
-    end_steps = stage(rows_of_keys.end_steps, Need.VOCABULARY)
-    rows = [
+    return [
         hook(
             optimizer,
             "build",
@@ -403,44 +407,59 @@ def _optimizers() -> list[Hook]:
             stage(sharded_variable.read_parts, RANKS),
             *([stage(loops.average_of_rows, RANKS)] if KERAS_3 else []),
         ),
+        *(_updates() if KERAS_3 else _updates_of_tf_keras()),
     ]
-    why = (
-        "Rows of a table are updated once. Optimizers that cannot do this are "
-        "refused."
-    )
-    if KERAS_3:
-        scaled = keras.optimizers.LossScaleOptimizer
-        apply = stage(supported.apply, STRATEGY)
-        return [
-            *rows,
-            hook(
-                optimizer,
-                "apply",
-                why,
-                _OPTIMIZER,
-                end_steps,
-                apply,
-                stage(rounds.apply, STRATEGY),
-                stage(row_gradients.sum_repeated_rows, TABLES),
-            ),
-            hook(scaled, "apply", why, _OPTIMIZER, apply),
-            hook(
-                scaled,
-                "check_finite",
-                "A step is skipped on all ranks or on none.",
-                _OPTIMIZER,
-                stage(loops.finite_on_all_ranks, RANKS),
-            ),
-        ]
-    apply = stage(supported.apply_gradients, STRATEGY)
-    refuse = stage(row_optimizer.refuse_norms_at_apply, Need.MAX_NORM)
-    legacy = keras.optimizers.legacy.Optimizer
-    name = "apply_gradients"
-    in_rounds = stage(rounds.apply_gradients, STRATEGY)
+
+
+def _updates() -> list[Hook]:
+    """Hooks of updates by optimizers of Keras 3."""
+    scaled = keras.optimizers.LossScaleOptimizer
+    apply = stage(supported.apply, STRATEGY)
     return [
-        *rows,
-        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply, in_rounds),
-        hook(legacy, name, why, _OPTIMIZER, refuse, end_steps, apply),
+        hook(
+            keras.optimizers.Optimizer,
+            "apply",
+            _UPDATE,
+            _OPTIMIZER,
+            stage(rows_of_keys.end_steps, Need.VOCABULARY),
+            apply,
+            stage(rounds.apply, STRATEGY),
+            stage(row_gradients.sum_repeated_rows, TABLES),
+        ),
+        hook(scaled, "apply", _UPDATE, _OPTIMIZER, apply),
+        hook(
+            scaled,
+            "check_finite",
+            "A step is skipped on all ranks or on none.",
+            _OPTIMIZER,
+            stage(loops.finite_on_all_ranks, RANKS),
+        ),
+    ]
+
+
+def _updates_of_tf_keras() -> list[Hook]:
+    """Hooks of updates by optimizers of tf_keras."""
+    end_steps = stage(rows_of_keys.end_steps, Need.VOCABULARY)
+    apply = stage(supported.apply_gradients, STRATEGY)
+    return [
+        hook(
+            keras.optimizers.Optimizer,
+            "apply_gradients",
+            _UPDATE,
+            _OPTIMIZER,
+            end_steps,
+            apply,
+            stage(rounds.apply_gradients, STRATEGY),
+        ),
+        hook(
+            keras.optimizers.legacy.Optimizer,
+            "apply_gradients",
+            _UPDATE,
+            _OPTIMIZER,
+            stage(row_optimizer.refuse_norms_at_apply, Need.MAX_NORM),
+            end_steps,
+            apply,
+        ),
     ]
 
 

@@ -27,6 +27,8 @@ VARIABLE = "TFDIST_STATS_FILE"
 SECONDS, _SILENT_SECONDS = 1.0, 5.0
 # Smallest share of a step that others wait for a late rank.
 _LATE = 0.05
+# Difference of shares from which they are printed.
+_UNEQUAL = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Figures:
         waited: seconds that exchanges waited for other ranks, by the rank that
             came last.
         memory: bytes of memory in use.
+        shares: current share of each rank in a batch.
     """
 
     began: float
@@ -49,9 +52,10 @@ class Figures:
     bytes_sent: int = 0
     waited: tuple[float, ...] = ()
     memory: int = 0
+    shares: tuple[float, ...] = ()
 
     def since(self, before: Figures | None) -> Figures:
-        """The difference to earlier statistics, with the current memory.
+        """The difference to earlier statistics, with current memory and shares.
 
         Args:
             before: earlier statistics of the rank, or None. Statistics of an
@@ -70,6 +74,7 @@ class Figures:
                 for now, then in zip(self.waited, before.waited, strict=True)
             ),
             self.memory,
+            self.shares,
         )
 
 
@@ -118,10 +123,12 @@ def read(path: pathlib.Path, before: Figures | None) -> Figures | None:
     except OSError:
         return None
     try:
-        began, now, steps, sent, waited, memory = json.loads(text)
+        began, now, steps, sent, waited, memory, shares = json.loads(text)
     except (ValueError, TypeError):
         return before if text else None
-    return Figures(began, now, steps, sent, tuple(waited), memory)
+    return Figures(
+        began, now, steps, sent, tuple(waited), memory, tuple(shares)
+    )
 
 
 class LiveStats:
@@ -231,6 +238,7 @@ def summary(
         "wait_ms_per_step": wait,
         "step_ms": 1e3 / rate if rate else None,
         "memory_bytes": {rank: each.memory for rank, each in new.items()},
+        "shares": list(next(iter(new.values())).shares),
         "silent_seconds": {
             rank: now - each.time
             for rank, each in after.items()
@@ -269,6 +277,10 @@ def line(
         f"memory {sum(memory.values()) / 1e9:.2f} GB"
         f" ({memory[most] / 1e9:.2f} on rank {most})"
     )
+    shares = found["shares"]
+    if shares and max(shares) - min(shares) >= _UNEQUAL:
+        each = "/".join(f"{100 * share:.0f}" for share in shares)
+        parts.append(f"shares {each} %")
     parts += [
         f"rank {rank} silent for {seconds:.0f} s"
         for rank, seconds in found["silent_seconds"].items()

@@ -91,6 +91,7 @@ def make_plan(
         wire_bytes=wire.bytes_of_number,
         device_memory=device_memory,
         forced=forced,
+        rank_speeds=collectives.rank_speeds,
         **({} if machine is None else machine.speeds()),
     )
 

@@ -80,12 +80,15 @@ class Comparison:
         self._name = name
         self._may_differ = may_differ
 
-    def compare_first(self, index: tf.Tensor, batch: Nest) -> None:
+    def compare_first(self, index: tf.Tensor, batch: Nest) -> tf.Operation:
         """Compares the first batch, in a map.
 
         Args:
             index: int64 scalar, index of the batch.
             batch: the global batch.
+
+        Returns:
+            The comparison, which fails if the batches differ.
 
         Raises:
             tf.errors.InvalidArgumentError: the batches of the ranks differ,
@@ -97,7 +100,7 @@ class Comparison:
             return self.compare(index, self._digest_of(batch), list(names))
 
         names = dict(_features(batch))
-        tf.cond(index == 0, compare, tf.no_op)
+        return tf.cond(index == 0, compare, tf.no_op)
 
     def digest_of_some(self, index: tf.Tensor, batch: Nest) -> tf.Tensor:
         """Input of `compare_some`, in a map: int64 `[1 + features, 2]`."""

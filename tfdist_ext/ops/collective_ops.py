@@ -292,27 +292,38 @@ def slice_of_rank(
     kinds: Sequence[int],
     rank: int,
     world_size: int,
+    rows: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Copies samples `[rank * n // W, (rank + 1) * n // W)` of values.
+    """Copies samples of values: those in `rows`, or equally many for each rank.
 
     Args:
         parts: the tensors of all values, concatenated.
         kinds: the kind of every value. `DENSE` is one tensor `[n, ...]`.
             `SPARSE` is the three tensors of a SparseTensor. k > 0 is the flat
             values of a RaggedTensor and its k row splits, the outermost first.
-        rank: the rank whose samples are copied.
+        rank: the rank whose samples `[rank * n // W, (rank + 1) * n // W)` are
+            copied, without `rows`.
         world_size: W.
+        rows: int64 `[2]`, the first sample to copy and the one after the last.
 
     Returns:
         The same tensors of these samples, in new memory. The batch size of a
-        dense value is known if its full batch size is known and not 0.
+        dense value is known if its full batch size is known and not 0, and
+        `rows` is None.
 
     Raises:
         tf.errors.InvalidArgumentError: if a tensor has no samples, row splits
-            are malformed, or parts are not a SparseTensor.
+            are malformed, parts are not a SparseTensor, or the samples do not
+            exist.
     """
+    if rows is None:
+        rows = tf.zeros([0], tf.int64)
     return list(
         library().tfdist_slice_of_rank(
-            parts, kinds=list(kinds), rank=rank, world_size=world_size
+            parts,
+            rows=rows,
+            kinds=list(kinds),
+            rank=rank,
+            world_size=world_size,
         )
     )

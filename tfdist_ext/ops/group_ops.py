@@ -148,6 +148,19 @@ def group_stats(handle: int) -> dict[str, Any]:
     return stats
 
 
+def waited(handle: int) -> tf.Tensor:
+    """Seconds that operations have waited for other ranks, float64 scalar.
+
+    Concurrent waits count once. The value is that of the moment when the op
+    runs.
+    """
+    with tf.device("CPU:0"):
+        result = library().tfdist_group_stats(
+            group=tf.constant(handle, tf.int64)
+        )
+    return tf.reduce_sum(result.waited)
+
+
 class Traced(NamedTuple):
     """An operation that has ended.
 

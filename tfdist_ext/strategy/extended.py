@@ -24,6 +24,7 @@ from tfdist_ext.ops.lookup_ops import mark_unique_rows
 from tfdist_ext.optimizers import supported
 from tfdist_ext.strategy import gradients
 from tfdist_ext.strategy import input as input_lib
+from tfdist_ext.strategy.balance import Balance
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
@@ -57,6 +58,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self.error_feedback: ErrorFeedback | None = None
         self.rounds: Rounds | None = None  # None for `BSP`
         self.sparse_sums: BucketSums | None = None
+        self.balance = Balance("equal", max(1, len(cluster.addresses)))
         self._cluster = cluster
         super().__init__(
             container_strategy,

@@ -18,8 +18,10 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.numbers import data_digest
+from tfdist_ext.strategy.balance import Balance
 
 Nest = Any
+Finish = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
 # Number of distinct names of datasets. A program may create any number of
@@ -49,7 +51,10 @@ class DatasetNames:
 
 
 def compare_pipelines(
-    dataset: tf.data.Dataset, may_part: bool, collectives: Collectives
+    dataset: tf.data.Dataset,
+    may_part: bool,
+    collectives: Collectives,
+    balance: str = "equal",
 ) -> bool:
     """Rejects a dataset that several ranks of one host cache in one file.
 
@@ -60,24 +65,33 @@ def compare_pipelines(
         may_part: whether this rank's data may differ from that of other ranks
             after the first batch.
         collectives: collectives of the strategy.
+        balance: text of the strategy's argument `balance`.
 
     Returns:
         Whether `may_part` is True on any rank.
 
     Raises:
-        ValueError: the error names the file and the ranks, on all ranks.
+        ValueError: the error names the file and the ranks, or the values of
+            `balance`, which differ; raised on all ranks.
     """
     files = [
         str(pathlib.Path(name).absolute())
         for name in internals.cache_files(dataset)
     ]
-    info = [socket.gethostname(), files, may_part]
+    info = [socket.gethostname(), files, may_part, balance]
     text = json.dumps(info).encode() + b"\n"
     own = tf.constant(np.frombuffer(text, np.uint8))
     gathered = collectives.all_gather(own, "dataset").numpy().tobytes()
     ranks = [json.loads(line) for line in gathered.splitlines()]
-    _check_files([(host, names) for host, names, _ in ranks])
-    return any(may for _, _, may in ranks)
+    _check_files([(host, names) for host, names, _, _ in ranks])
+    if len({text for *_, text in ranks}) > 1:
+        given = ", ".join(f"{t} (rank {r})" for r, (*_, t) in enumerate(ranks))
+        raise ValueError(
+            "Argument `balance` of the strategy differs between ranks, so "
+            "they would train some samples twice and others never. Give all "
+            f"ranks the same. Received: {given}."
+        )
+    return any(may for _, _, may, _ in ranks)
 
 
 def _check_files(of_ranks: Sequence[tuple[str, list[str]]]) -> None:
@@ -100,7 +114,10 @@ _INFINITE = int(tf.data.INFINITE_CARDINALITY)
 
 
 def distribute(
-    dataset: tf.data.Dataset, collectives: Collectives, name: str
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    balance: Balance | None = None,
 ) -> tf.data.Dataset:
     """This rank's part of a dataset batched by the global batch size.
 
@@ -113,14 +130,21 @@ def distribute(
         dataset: yields global batches.
         collectives: collectives of the strategy.
         name: name of the dataset in tags and errors, equal on all ranks.
+        balance: shares of the ranks; None for equal ones.
 
     Returns:
         A dataset of local batches, the same number of them on every rank:
         a rank whose data ends first yields batches of zero samples.
+
+    Raises:
+        ValueError: the dataset cannot be divided, or the ranks' datasets or
+            shares differ.
     """
     rank, world_size = collectives.group.rank, collectives.group.world_size
     policy = dataset.options().experimental_distribute.auto_shard_policy
+    balance = balance or Balance("equal", world_size)
     if policy in (_Policy.FILE, _Policy.OFF):
+        _require_equal(balance, policy)
         batch = internals.batch_size_of(dataset)
         if batch < 0:
             raise ValueError(
@@ -143,26 +167,45 @@ def distribute(
         ).map(_in_own_memory, num_parallel_calls=tf.data.AUTOTUNE)
     else:
         batches.check_lengths(dataset.element_spec, "The dataset")
-        return _slices(dataset, collectives, name)
+        return _slices(dataset, collectives, name, balance)
     return equal_steps(local, collectives, name)
 
 
+def _require_equal(balance: Balance, policy: Any) -> None:
+    """Rejects shares of batches where each rank reads its own data."""
+    if not balance.is_equal:
+        raise ValueError(
+            "Argument `balance` of the strategy divides batches that all ranks "
+            f"read, and with auto_shard_policy={policy.name} each rank reads "
+            "its own data. Use the policy DATA, or balance='equal'. Received: "
+            f"balance={balance.describe()}."
+        )
+
+
 def _slices(
-    dataset: tf.data.Dataset, collectives: Collectives, name: str
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    balance: Balance,
 ) -> tf.data.Dataset:
-    rank, world_size = collectives.group.rank, collectives.group.world_size
     op_types = internals.op_types(dataset)
     compared = data_digest.Comparison(
         collectives, name, data_digest.draws_random_numbers(op_types)
     )
     pure = data_digest.is_pure(op_types)
     may_part = internals.may_change_order(dataset) or not pure
-    later = compare_pipelines(dataset, may_part, collectives)
+    later = compare_pipelines(
+        dataset, may_part, collectives, balance.describe()
+    )
     names: list[str] = []
 
     def cut(index: tf.Tensor, batch: Nest) -> Nest:
-        compared.compare_first(index, batch)
-        part = batches.slice_of_rank(batch, rank, world_size)
+        first = compared.compare_first(index, batch)
+        part = batch
+        if not balance.is_measured:
+            # If values have other numbers of samples, the comparison says so.
+            with tf.control_dependencies([first]):
+                part = balance.part_of(batch, collectives)
         if not later:
             return part
         names[:] = data_digest.names_of(batch)
@@ -171,6 +214,13 @@ def _slices(
     def compare(index: tf.Tensor, digest: tf.Tensor, part: Nest) -> Nest:
         compared.compare_some(index, digest, names)
         return part
+
+    def finish(local: tf.data.Dataset) -> tf.data.Dataset:
+        if later:
+            local = local.map(compare, synchronous=True)
+        if balance.is_measured:
+            local = balance.cut(local, collectives, name)
+        return local
 
     local = dataset.enumerate().map(
         cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
@@ -183,9 +233,7 @@ def _slices(
             tf.data.experimental.ExternalStatePolicy.IGNORE
         )
     local = local.with_options(options)
-    return equal_steps(
-        local, collectives, name, True, compare if later else None
-    )
+    return equal_steps(local, collectives, name, True, finish)
 
 
 def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
@@ -253,7 +301,7 @@ def equal_steps(
     collectives: Collectives,
     name: str,
     same_data: bool = False,
-    finish: Callable[..., Nest] | None = None,
+    finish: Finish | None = None,
 ) -> tf.data.Dataset:
     """Pads a local dataset with empty batches to the longest rank's length.
 
@@ -262,7 +310,7 @@ def equal_steps(
         collectives: collectives of the strategy.
         name: name of the dataset in tags and errors, equal on all ranks.
         same_data: whether all ranks read one dataset.
-        finish: maps an element to a batch when a step requests it; None
+        finish: makes a dataset of batches, each when a step requests it; None
             if the elements are batches.
 
     Returns:
@@ -303,7 +351,7 @@ def _until_all_end(
     dataset: tf.data.Dataset,
     collectives: Collectives,
     name: str,
-    finish: Callable[..., Nest] | None,
+    finish: Finish | None,
 ) -> tf.data.Dataset:
     def ask(has_data: tf.Tensor, batch: Nest) -> tuple[tf.Tensor, Nest]:
         count = tf.reshape(tf.cast(has_data, tf.int32), [1])
@@ -328,10 +376,10 @@ def _until_all_end(
 
 
 def _finished(
-    dataset: tf.data.Dataset, finish: Callable[..., Nest] | None
+    dataset: tf.data.Dataset, finish: Finish | None
 ) -> tf.data.Dataset:
     if finish is not None:
-        dataset = dataset.map(finish, synchronous=True)
+        dataset = finish(dataset)
     dataset = prefetched_ids.with_next(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False

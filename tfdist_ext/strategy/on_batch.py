@@ -22,6 +22,7 @@ from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Strategy
 
 keras = tf.keras
 Nest = Any
@@ -35,7 +36,8 @@ def step_on_batch(
     if collectives is None:
         return original(model, *args, **kwargs)
     refused.check_recurrent(model, collectives.group.world_size)
-    kind = _FUNCTIONS[original.__name__]
+    name = original.__name__
+    kind = _FUNCTIONS[name]
     getattr(model, f"make_{kind}_function")()
     attribute = f"{kind}_function"
     function = getattr(model, attribute)
@@ -43,7 +45,7 @@ def step_on_batch(
         model,
         attribute,
         functools.partial(
-            _run_on_slice, function, collectives, original.__name__
+            _run_on_slice, function, model.distribute_strategy, name
         ),
     )
     try:
@@ -54,12 +56,12 @@ def step_on_batch(
 
 def _run_on_slice(
     function: Callable[[Any], Any],
-    collectives: Collectives,
+    strategy: Strategy,
     name: str,
     iterator: Any,
 ) -> Any:
     """Runs Keras's function of a loop on this rank's samples of a batch."""
-    part = _slice(next(iter(iterator)), collectives, name)
+    part = _slice(next(iter(iterator)), strategy, name)
     return function(iter(_dataset_of(part)))
 
 
@@ -70,7 +72,7 @@ def predict_on_batch(
     if collectives is None:
         return original(model, x, *args, **kwargs)
     refused.check_recurrent(model, collectives.group.world_size)
-    (part,) = _slice((x,), collectives, original.__name__)
+    (part,) = _slice((x,), model.distribute_strategy, original.__name__)
     spec = tf.nest.map_structure(_spec_of, (part,))
     predictions.trace_for(model, spec)
     return original(model, part, *args, **kwargs)
@@ -80,7 +82,7 @@ def _collectives_of(model: Model) -> Collectives | None:
     return getattr(model.distribute_strategy, "collectives", None)
 
 
-def _slice(batch: Nest, collectives: Collectives, name: str) -> Nest:
+def _slice(batch: Nest, strategy: Strategy, name: str) -> Nest:
     """This rank's samples of a batch that all ranks have.
 
     Raises:
@@ -95,12 +97,13 @@ def _slice(batch: Nest, collectives: Collectives, name: str) -> Nest:
         for key, value in zip(names, flat, strict=True)
         if value is not None
     }
-    loops.compare_texts(collectives, {"method": name, **described})
+    collectives, balance = strategy.collectives, strategy.extended.balance
+    settings = {"method": name, "balance": balance.describe(), **described}
+    loops.compare_texts(collectives, settings)
     batches.check_lengths(values, f"The batch of `{name}`")
-    group = collectives.group
     present = [value for value in flat if value is not None]
     with tf.device("CPU:0"):
-        cut = iter(batches.slice_of_rank(present, group.rank, group.world_size))
+        cut = iter(balance.part_of(present, collectives))
     parts = [None if value is None else next(cut) for value in flat]
     return tf.nest.pack_sequence_as(values, parts)
 

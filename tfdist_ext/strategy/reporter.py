@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,11 +31,15 @@ class Reporter:
     Args:
         group: process group of the rank; None with a single process.
         file: file of the rank; None if no statistics are requested.
+
+    Attributes:
+        shares: returns the current share of each rank in a batch.
     """
 
     def __init__(
         self, group: ProcessGroup | None, file: live_stats.RankFile | None
     ) -> None:
+        self.shares: Callable[[], tuple[float, ...]] = tuple
         self._group = group
         self._file = file
         if file is None:
@@ -93,6 +98,7 @@ class Reporter:
             sent,
             waited,
             _memory(),
+            self.shares(),
         )
 
 

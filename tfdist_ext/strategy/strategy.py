@@ -29,6 +29,7 @@ from tfdist_ext.numbers.check_report import CheckReport
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.patching import release
+from tfdist_ext.strategy import balance as balance_lib
 from tfdist_ext.strategy import bootstrap
 from tfdist_ext.strategy import bootstrap as engine_lib
 from tfdist_ext.strategy import cluster as cluster_lib
@@ -40,6 +41,7 @@ from tfdist_ext.strategy import refused
 from tfdist_ext.strategy import reporter
 from tfdist_ext.strategy import sparse_sums
 from tfdist_ext.strategy import state
+from tfdist_ext.strategy.balance import Balance
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
 from tfdist_ext.strategy.rounds import Rounds
@@ -100,6 +102,13 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             "always" compares every model. "error" also compares every model,
             and raises at a difference. "off" compares neither the step nor
             the replicas.
+        balance: how ranks divide each global batch. "equal" gives all
+            equally many samples. "measured" lets slow ranks take fewer: the
+            shares follow the time that each rank computes without waiting,
+            and change at most every 200 steps; where a batch has
+            RaggedTensors or SparseTensors, they are shares of its ids. "ids"
+            gives all ranks equally many ids of these. A list has the share
+            of each rank, such as `[3, 3, 1]`. Results do not depend on it.
         allow_unauthenticated: whether ranks may start without a secret
             (`TFDIST_SECRET`) where other users or hosts can connect to them.
             If False they raise there; on loopback they accept processes of
@@ -117,7 +126,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Raises:
         ValueError: TF_CONFIG is malformed or has tasks other than chief and
             workers; `gradient_dtype`, `transport`, `engine` or `check` is
-            unknown; `error_feedback` is set but nothing is rounded;
+            unknown; `balance` is not a valid name or list;
+            `error_feedback` is set but nothing is rounded;
             `compression` is another object or is combined with a 16-bit
             `gradient_dtype`; or other hosts can connect to the ranks and
             there is no secret.
@@ -143,6 +153,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         transport: checks.Transport = "auto",
         engine: checks.Engine = "tfdist",
         check: checks.Check = "auto",
+        balance: checks.Balance | Sequence[float] = "equal",
         allow_unauthenticated: bool = False,
         consistency: Consistency | None = None,
         compression: Compression | None = None,
@@ -165,6 +176,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
         )
+        world_size = max(1, len(cluster.addresses))
+        balance_lib.check(balance, world_size, where)
         group = bootstrap.connect(
             cluster,
             timeout,
@@ -183,6 +196,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 engine_lib.start_horovod(self.collectives)
             self._start(resolver, cluster, error_feedback, measure)
             self._compress(compression)
+            self.extended.balance = Balance(balance, world_size)
+            self._reporter.shares = lambda: self.extended.balance.shares
         except BaseException:  # Peers must not wait for this rank.
             self.close()
             raise
@@ -423,7 +438,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         ):
             self.collectives.call_lock.check_input(dataset)
             local = input_lib.distribute(
-                dataset, self.collectives, self._names.next(self.collectives)
+                dataset,
+                self.collectives,
+                self._names.next(self.collectives),
+                self.extended.balance,
             )
         batch = max(0, internals.batch_size_of(dataset))
         marks.set_distributed(local, -(-batch // self.world_size))
@@ -522,11 +540,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Returns:
             Totals; `labels`, which maps a label to its calls, bytes sent and
-            seconds; and `waited`, seconds of waiting for each rank. Empty in
-            a single process.
+            seconds; `waited`, seconds of waiting for each rank; and `shares`,
+            the current share of each rank in a batch. Empty in a single
+            process.
         """
         group = self.process_group
-        return dataclasses.asdict(group.stats()) if group else {}
+        if group is None:
+            return {}
+        shares = self.extended.balance.shares
+        return {**dataclasses.asdict(group.stats()), "shares": shares}
 
 
 def _merges_rows(model: Model) -> bool:

@@ -208,7 +208,7 @@ class Options:
     def time(self, load: Load) -> Any:
         """Weighted seconds of a load."""
         setting = self.problem.setting
-        return load.transfer(setting) + self.effort * load.seconds
+        return load.transfer(setting) + self.effort * load.computing(setting)
 
     def worst(self, load: Load) -> float:
         """Weighted seconds of the busiest rank, plus the memory's price."""

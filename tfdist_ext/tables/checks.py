@@ -241,6 +241,7 @@ Transport = Literal["auto", "tcp"]
 Engine = Literal["tfdist", "horovod"]
 # When a step is compared with the step of one process, see `checking`.
 Check = Literal["auto", "always", "error", "off"]
+Balance = Literal["equal", "measured", "ids"]
 
 # The last two are names of keras-rs: partitioned in any way, and an ordinary
 # variable on every rank.
@@ -259,6 +260,7 @@ ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 ENGINES: tuple[str, ...] = get_args(Engine)
 CHECKS: tuple[str, ...] = get_args(Check)
+BALANCES: tuple[str, ...] = get_args(Balance)
 
 # Short names of placements, accepted wherever a placement is named.
 _SHORT = {

@@ -65,9 +65,17 @@ class Load:
         moved = np.maximum(self.sent, self.received)
         return moved / setting.link_bytes_per_second
 
+    def computing(self, setting: Setting) -> Any:
+        """Seconds of computing, of arrays `[W]` by the speed of each rank."""
+        if setting.rank_speeds is None or np.shape(self.seconds) != (
+            setting.world_size,
+        ):
+            return self.seconds
+        return self.seconds / np.array(setting.rank_speeds)
+
     def time(self, setting: Setting) -> Any:
         """Seconds of transfers and of computing."""
-        return self.transfer(setting) + self.seconds
+        return self.transfer(setting) + self.computing(setting)
 
 
 def load_without_cells(costs: Costs) -> Load:
@@ -177,16 +185,25 @@ class RankLoads:
         self._column = _columns(column, len(dims))
         self._held = np.zeros((setting.world_size, len(_FIELDS)))
         # Ranks are compared by the load of cells; the rest is the same on all
-        # ranks.
+        # ranks, unless their speeds differ.
         self._weights = np.zeros(setting.world_size)
+        self._unequal = setting.rank_speeds is not None and not by_memory
         link = setting.link_bytes_per_second
+        speeds = np.array(setting.rank_speeds or [1.0] * setting.world_size)
+        if self._unequal:
+            self._weights += effort * np.sum(everyone.seconds) / speeds
 
         def weight(load: Load) -> Floats:
+            """Weights of the tables' cells on each rank, `[tables, W]`."""
             if by_memory:
-                return np.asarray(load.memory)
+                of_tables = np.broadcast_to(load.memory, len(dims))
+                return np.tile(of_tables[:, None], setting.world_size)
             # Received ids count: they are more than the ids that the cell's
             # rank does not send.
-            return np.asarray(load.received / link + effort * load.seconds)
+            moved = np.broadcast_to(load.received / link, len(dims))
+            spent = np.broadcast_to(effort * load.seconds, len(dims))
+            found: Floats = moved[:, None] + spent[:, None] / speeds
+            return found
 
         self._cell_weight = weight(cell)
         self._column_weight = weight(column)
@@ -215,6 +232,9 @@ class RankLoads:
         widths = self._widths(table, column_parts)
         count = row_parts * column_parts
         weights = self._weights
+        if self._unequal:  # by the time at which each rank would be done
+            weights = weights + self._cell_weight[table]
+            weights = weights + widths.max() * self._column_weight[table]
         if self._limit is not None:
             used = self._held[:, _MEMORY] + self._everyone[_MEMORY]
             used = used + self._cell[table, _MEMORY]
@@ -251,8 +271,9 @@ class RankLoads:
         columns = np.tile(widths, len(ranks) // len(widths))
         added = columns[:, None] * self._column[table]
         self._held[ranks] += self._cell[table] + added
-        weight = self._cell_weight[table]
-        self._weights[ranks] += weight + columns * self._column_weight[table]
+        weight = self._cell_weight[table, ranks]
+        weight = weight + columns * self._column_weight[table, ranks]
+        self._weights[ranks] += weight
 
 
 def _columns(load: Load, tables: int) -> Floats:

@@ -222,9 +222,11 @@ class ShardingPlan:
         ranks of a requested `TablePlacement` do not all exist, only its kind
         stays in effect.
         """
-        setting = dataclasses.replace(
-            self.problem.setting, world_size=world_size
-        )
+        setting = self.problem.setting
+        if world_size != setting.world_size:  # other ranks, of other speeds
+            setting = dataclasses.replace(
+                setting, world_size=world_size, rank_speeds=None
+            )
         tables = tuple(_within(t, world_size) for t in self.problem.tables)
         return _solve(Problem(tables, self.problem.features, setting))
 
@@ -312,6 +314,7 @@ def plan(
     slots_per_weight: float | str = 1.0,
     popularity: float | Mapping[str, float] = DEFAULT_EXPONENT,
     forced: Mapping[str, TablePlacement | str] | None = None,
+    rank_speeds: Sequence[float] | None = None,
 ) -> ShardingPlan:
     """Chooses a placement for every table, the same on every rank.
 
@@ -319,13 +322,11 @@ def plan(
         tables: tables to place.
         features: features that are looked up in them.
         world_size: number of ranks.
-        batch_size: samples per rank and step; None if unknown: then 256 is
-            assumed, and the plan's texts say so.
-        wire_bytes: bytes of one number of a result: 4, 2 with a 16-bit wire
-            dtype, 1.0625 with int8.
+        batch_size: samples per rank and step; None assumes 256 and says so.
+        wire_bytes: bytes of a number of a result: 4, 2 in 16 bits, 1.0625
+            in int8.
         link_bytes_per_second: bytes per second of a rank, each way.
-        read_bytes_per_second: bytes per second that a rank reads of random
-            rows.
+        read_bytes_per_second: bytes of random rows that a rank reads.
         memory_limit: bytes of weights and slots per rank.
         device_memory: how many of these bytes may be on a rank's GPU, see
             `decide_storage`; None leaves all tables on the hosts.
@@ -335,6 +336,7 @@ def plan(
             name. A table's own optimizer takes precedence.
         popularity: Zipf exponent, for all tables or by table; 0 is uniform.
         forced: placements or kinds by table; they override the tables' own.
+        rank_speeds: relative speed of each rank, None if all are equal.
 
     Returns:
         The plan of least cost that was found.
@@ -352,6 +354,7 @@ def plan(
         memory_limit=memory_limit,
         device_memory=device_memory,
         bytes_slack=bytes_slack,
+        rank_speeds=rank_speeds,
     )
     problem = make_problem(
         tables, features, setting, slots_per_weight, popularity, forced or {}

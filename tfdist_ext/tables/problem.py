@@ -45,7 +45,7 @@ class Machine:
     read_bytes_per_second: float
     cores: float
 
-    def speeds(self) -> dict[str, float]:
+    def speeds(self) -> dict[str, Any]:
         """The speeds as arguments of `plan`."""
         return {
             "link_bytes_per_second": self.link_bytes_per_second,
@@ -174,6 +174,8 @@ class Setting:
             time.
         device_memory: bytes of weights and slots on a rank's GPU; None if ranks
             have no GPUs.
+        rank_speeds: relative speed of each rank: its seconds of computing are
+            divided by it. None if all are equal.
         batch_known: whether `batch_size` was given. If it is assumed, the texts
             of a plan say so; nothing else depends on this.
     """
@@ -186,6 +188,7 @@ class Setting:
     memory_limit: float | None = None
     bytes_slack: float = 0.1
     device_memory: float | None = None  # missing in older files
+    rank_speeds: Sequence[float] | None = None  # missing in older files
     # It does not count in comparisons of plans, and is missing in older files.
     batch_known: bool = dataclasses.field(default=True, compare=False)
 
@@ -201,10 +204,26 @@ class Setting:
             elif field.name == "bytes_slack":
                 if value != math.inf:
                     checks.number(field.name, value, "plan")
+            elif field.name == "rank_speeds":
+                self._check_speeds()
             elif field.name == "device_memory" and value is not None:
                 checks.number(field.name, value, "plan")  # may be 0
             elif value is not None or field.name not in _MAY_BE_NONE:
                 checks.number(field.name, value, "plan", least=SMALLEST)
+
+    def _check_speeds(self) -> None:
+        if self.rank_speeds is None:
+            return
+        entries = checks.entries(self.rank_speeds, "rank_speeds")
+        if len(entries) != self.world_size:
+            raise ValueError(
+                f"Argument `rank_speeds` must have one number for each of the "
+                f"{self.world_size} ranks. Received: rank_speeds="
+                f"{checks.brief(self.rank_speeds)} (plan)."
+            )
+        for value in entries:
+            checks.number("rank_speeds", value, "plan", least=SMALLEST)
+        object.__setattr__(self, "rank_speeds", tuple(map(float, entries)))
 
 
 def batch(size: int | None) -> dict[str, Any]:
