@@ -28,7 +28,7 @@ from tfdist_ext.patching import hold
 from tfdist_ext.saving import saver
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Marks
-from tfdist_ext.saving.saver import LaterWrite
+from tfdist_ext.saving.saver import BackgroundWrite
 
 keras = tf.keras
 STEPS = (10, 40, 150)
@@ -74,7 +74,7 @@ class Saved:
         path = self._full if is_full else f"{self._folder}/since-{steps}"
         changed = ChangedRows(self._marks)
         start = time.monotonic()
-        write = LaterWrite(
+        write = BackgroundWrite(
             self._checkpoint,
             path,
             self._strategy.collectives,
@@ -88,7 +88,7 @@ class Saved:
         if is_full:
             self._marks = changed.now
         start = time.monotonic()
-        with saver.over(None if is_full else self._full):
+        with saver.relative_to(None if is_full else self._full):
             self._checkpoint.read(path)
         read = time.monotonic() - start
         size = sum(map(os.path.getsize, tf.io.gfile.glob(f"{path}.*")))
@@ -99,7 +99,7 @@ class Saved:
             *(f"{size / 1e6:.1f}", f"{read:.2f}"),
         )
 
-    def _phases(self, write: LaterWrite) -> list[int]:
+    def _phases(self, write: BackgroundWrite) -> list[int]:
         mine = tf.constant([int(write.phase)], tf.int64)
         collectives = self._strategy.collectives
         if collectives is not None:

@@ -10,12 +10,12 @@ from tfdist_ext.comm.connection import Connection
 from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
 
-# Header of custom_ops/collective/wire.h.
+# Header of custom_ops/comm/wire.h.
 HEADER = struct.Struct("<IHHqQQqIIiiQQd72s40s")
 # ControlFrame, and its types.
 FRAME = struct.Struct("<IIiiQ1000s")
 PING, PONG, ABORT, GOODBYE, LEAVE, INSERT, INSERTED, VALUE = range(2, 10)
-MAGIC, ALL_REDUCE, FLOAT = 0x74664435, 3, 1
+MAGIC, ALL_GATHER, ALL_REDUCE, FLOAT = 0x74664435, 2, 3, 1
 NUMBERS = 5
 # Dimensions of [5], as `HashShape` mixes them.
 SHAPE = (1 * 0x9E3779B97F4A7C15 + NUMBERS) % (1 << 64)
@@ -45,6 +45,12 @@ def good_header(tag):
         "label": b"sum",
         "shapes": b"[5]",
     }
+
+
+def gather_header(tag):
+    """A header of `Rank.gather`, with 5 rows."""
+    changed = {"kind": ALL_GATHER, "rows": NUMBERS, "agreed": 4, "shape": 1}
+    return good_header(tag) | changed | {"shapes": b"rows of []"}
 
 
 def pack(header):
@@ -91,3 +97,9 @@ class Rank:
             self.group, [x], tag=tag, label="sum"
         )
         return total.numpy()
+
+    def gather(self, tag=2):
+        """Returns a tensor, also in a graph."""
+        x = tf.range(NUMBERS, dtype=tf.float32)
+        rows, _ = collective_ops.all_gather(self.group, x, tag=tag, label="sum")
+        return rows

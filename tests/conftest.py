@@ -33,6 +33,48 @@ SLOW = (
 EVERYDAY = {"ranks": 2, "keras": 3}
 EVERYDAY_PROGRAMS = "-tables-uneven-"
 
+# What `make test` runs with another TensorFlow than the default one is what may
+# differ between versions. Without ranks, by folder or file: the build, private
+# names, hooks, ops, layers, optimizers and the strategy.
+VERSION_TESTS = (
+    "callbacks",
+    "embedding",
+    "layers",
+    "ops",
+    "optimizers",
+    "saving",
+    "strategy",
+    "test_build.py",
+    "test_hooks.py",
+    "test_private_names.py",
+)
+# At 2 ranks with both Kerases, modules of scenarios: loops, input, graphs,
+# checkpoints, files and export.
+VERSION_SCENARIOS = (
+    "file_callbacks_scenarios",
+    "files_scenarios",
+    "fit_scenarios",
+    "input_scenarios",
+    "nested_graph_scenarios",
+    "saving_scenarios",
+    "serving_scenarios",
+    "tf_keras_files_scenarios",
+)
+# A SavedModel is served by a process of its own.
+VERSION_PROCESS = "test_process_without_this_package"
+# And compared programs of every day, by the begin of their names: loops, data
+# and state, but not every loss, metric and step.
+VERSION_PROGRAMS = (
+    "callback/",
+    "data/",
+    "gradient/",
+    "loop/",
+    "optimizer/",
+    "recommender/",
+    "sequence/",
+    "state/",
+)
+
 
 def _version(distribution: str) -> str:
     try:
@@ -112,6 +154,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if not _is_everyday(item, path):
             item.add_marker("extended")
+        if _is_for_versions(item, path):
+            item.add_marker("versions")
         item.add_marker(pytest.mark.xdist_group(_group(item, path)))
     items.sort(key=_place)
 
@@ -124,6 +168,22 @@ def _is_everyday(item: pytest.Item, path: pathlib.Path) -> bool:
     if tier == "fault" or not EVERYDAY.items() <= _arguments(item).items():
         return False
     return path.parts[0] != "numbers" or EVERYDAY_PROGRAMS in item.name
+
+
+def _is_for_versions(item: pytest.Item, path: pathlib.Path) -> bool:
+    """Whether `make test` runs a test with another TensorFlow."""
+    folder, name = path.parts[0], item.name
+    if folder == "numbers":
+        programs = [f"[{program}" for program in VERSION_PROGRAMS]
+        return _is_everyday(item, path) and any(map(name.count, programs))
+    if folder == "process":
+        modules = [f"-{module}." for module in VERSION_SCENARIOS]
+        chosen = any(map(name.count, (*modules, VERSION_PROCESS)))
+        return chosen and _arguments(item).get("ranks") == 2
+    if not {str(path), folder} & set(VERSION_TESTS):
+        return False
+    hooks = str(path) == "test_hooks.py"  # In both Kerases, some with ranks.
+    return hooks or _is_everyday(item, path)
 
 
 def _marks(item: pytest.Item) -> set[str]:

@@ -9,6 +9,9 @@ PACKAGES = {
     "thread_context": set(),
     "type_names": set(),
     "tables": set(),
+    "consistency": {
+        "tables",
+    },
     "patching": set(),
     "tensorflow_internals": {
         "type_names",
@@ -90,6 +93,7 @@ PACKAGES = {
         "batches",
         "comm",
         "compression",
+        "consistency",
         "embedding",
         "keras_internals",
         "launch",
@@ -192,8 +196,15 @@ PUBLIC = {
         "plan",
         "export",
         "apply_delta",
+        "consistency",
         "export_delta",
         "scaled_rate",
+    },
+    "tfdist_ext.consistency": {
+        "BSP",
+        "Accumulate",
+        "LocalSteps",
+        "Nesterov",
     },
     "tfdist_ext.layers": {
         "DistributedEmbedding",

@@ -12,6 +12,7 @@ from typing import Any
 if TYPE_CHECKING:
     from tfdist_ext import callbacks
     from tfdist_ext import compression
+    from tfdist_ext import consistency
     from tfdist_ext import layers
     from tfdist_ext import losses
     from tfdist_ext import optimizers
@@ -42,6 +43,7 @@ __all__ = [
     "apply_delta",
     "callbacks",
     "compression",
+    "consistency",
     "export",
     "export_delta",
     "layers",

@@ -43,10 +43,10 @@ def _names(nest: Nest, name: str) -> Iterator[str]:
 
 
 REMEDY = (
-    "Each rank takes its samples of every value of a batch, so all values "
-    "that are no scalars need the samples as their first dimension. Pad what "
-    "belongs to a sample (`padded_batch`, a RaggedTensor), keep constants in "
-    "the model, or let each rank make its own batches with "
+    "Each rank takes its samples of every value of a batch, so the first "
+    "dimension of each value that is not a scalar must be the samples. Pad "
+    "what belongs to a sample (`padded_batch`, a RaggedTensor), keep "
+    "constants in the model, or let each rank make its own batches with "
     "`strategy.distribute_datasets_from_function`."
 )
 

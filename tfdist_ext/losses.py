@@ -17,7 +17,7 @@ from tfdist_ext import marks
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.numbers import whole_batch
@@ -90,7 +90,7 @@ def in_order(x: TensorLike) -> tuple[tf.Tensor, tf.Tensor | None]:
     if is_symbolic_build() or is_shape_inference():
         return x, None
     kind = f"{x.dtype.name} [n{''.join(f', {d}' for d in x.shape[1:])}]"
-    agree(collectives, [f"gather_candidates of {kind}"])
+    check_same(collectives, [f"gather_candidates of {kind}"])
     if x.dtype.is_floating:
         x = _gradient_of_all(x)
     rows, sizes = exchanges.all_gather(collectives, x, "gather_candidates")
@@ -554,8 +554,8 @@ def _hits(ids: TensorLike, labels: tf.Tensor, name: str) -> tf.Tensor:
     """1 if a negative has the id of the query's own candidate, else 0."""
     if ids is None:
         raise ValueError(
-            "remove_accidental_hits=True needs `candidate_ids`, by which hits "
-            f"are told (Retrieval '{name}')."
+            "remove_accidental_hits=True needs `candidate_ids`, which "
+            f"identify the hits (Retrieval '{name}')."
         )
     ids = tf.convert_to_tensor(ids)
     every, _ = in_order(ids)

@@ -147,7 +147,7 @@ def _components(variable: Variable) -> list[Any]:
     return [native, *strategy.experimental_local_results(native)]
 
 
-def _said_of(variable: Variable, name: str) -> Any:
+def _mark_of(variable: Variable, name: str) -> Any:
     """An attribute of TensorFlow's variable; None if it is not set."""
     native = value_of(variable)
     if isinstance(native, tf.distribute.DistributedValues):
@@ -159,7 +159,7 @@ def _said_of(variable: Variable, name: str) -> Any:
 
 def own_optimizer(variable: Variable) -> Any:
     """The optimizer set by `set_own_optimizer`, else None."""
-    return _said_of(variable, "_tfdist_optimizer")
+    return _mark_of(variable, "_tfdist_optimizer")
 
 
 def set_max_norm(variable: Variable, max_norm: float) -> None:
@@ -170,7 +170,7 @@ def set_max_norm(variable: Variable, max_norm: float) -> None:
 
 def max_norm(variable: Variable) -> float | None:
     """Value of `set_max_norm` for a table; None for others."""
-    return _said_of(variable, "_tfdist_max_norm")
+    return _mark_of(variable, "_tfdist_max_norm")
 
 
 def works_over_ranks(optimizer: type[Any]) -> type[Any]:
@@ -336,7 +336,7 @@ def assembly(parts: Any) -> Any:
     return getattr(parts, "_tfdist_assembly", None)
 
 
-def keep(graph: Any, other: Any) -> None:
+def keep_alive(graph: Any, other: Any) -> None:
     """Extends the lifetime of a graph to that of another one.
 
     TensorFlow deletes the functions of a graph (the branches of a `tf.cond`)
@@ -356,7 +356,7 @@ def fix(variable: Variable) -> None:
 
 def is_fixed(variable: Variable) -> bool:
     """Whether the placement of a table may no longer change."""
-    return bool(_said_of(variable, "_tfdist_fixed"))
+    return bool(_mark_of(variable, "_tfdist_fixed"))
 
 
 def set_keys(variable: Variable, keys: Any) -> None:
@@ -366,7 +366,7 @@ def set_keys(variable: Variable, keys: Any) -> None:
 
 def keys_of(variable: Variable) -> Any:
     """Value of `set_keys` for a table; None for others."""
-    return _said_of(variable, "_tfdist_keys")
+    return _mark_of(variable, "_tfdist_keys")
 
 
 def set_grows(variable: Variable) -> None:

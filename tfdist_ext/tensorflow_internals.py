@@ -401,6 +401,35 @@ def serve_keys(
     ctx.report_error_to_cluster = report
 
 
+def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
+    """Runs a function in a branch, as Keras's loss scale optimizers do.
+
+    An update calls all replicas, which a branch inside of one replica cannot
+    do. The branch is therefore in the cross-replica context.
+
+    Args:
+        condition: bool scalar, equal on all replicas.
+        function: updates variables in a replica context.
+    """
+
+    def run() -> bool:
+        function()
+        return True
+
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        tf.cond(condition, run, lambda: True)
+        return
+
+    def across(strategy: tf.distribute.Strategy) -> None:
+        def run_everywhere() -> bool:
+            strategy.extended.call_for_each_replica(function)
+            return True
+
+        tf.cond(condition, run_everywhere, lambda: True)
+
+    tf.distribute.get_replica_context().merge_call(across)
+
+
 def profiled_ops(folder: str) -> list[tuple[str, int, int]]:
     """Ops that TensorFlow's profiler has recorded on this host.
 

@@ -14,11 +14,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 FUNCTORS = [
     "custom_ops/common/half_floats.cc",
-    "custom_ops/embedding/id_section_reader.cc",
-    "custom_ops/embedding/id_section_writer.cc",
-    "custom_ops/embedding/lookup_functor.cc",
-    "custom_ops/embedding/lookup_grad_functor.cc",
-    "custom_ops/embedding/round_functor.cc",
+    "custom_ops/codec/id_section_reader.cc",
+    "custom_ops/codec/id_section_writer.cc",
+    "custom_ops/lookup/lookup_functor.cc",
+    "custom_ops/lookup/lookup_grad_functor.cc",
+    "custom_ops/codec/round_functor.cc",
     "custom_ops/optimizer/row_update_functor.cc",
     "benchmarks/gpu/entry_points.cc",
 ]

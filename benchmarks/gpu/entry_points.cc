@@ -6,18 +6,18 @@
 
 #include <cstdint>
 
+#include "custom_ops/codec/decode_ids_functor_gpu.h"
+#include "custom_ops/codec/id_section.h"
+#include "custom_ops/codec/rotated_mod.h"
+#include "custom_ops/codec/round_functor.h"
+#include "custom_ops/codec/wire_functor_gpu.h"
 #include "custom_ops/common/half_floats.h"
-#include "custom_ops/embedding/combine_functor_gpu.h"
-#include "custom_ops/embedding/decode_ids_functor_gpu.h"
-#include "custom_ops/embedding/id_section.h"
-#include "custom_ops/embedding/initial_rows_gpu.h"
-#include "custom_ops/embedding/lookup_functor.h"
-#include "custom_ops/embedding/lookup_functor_gpu.h"
-#include "custom_ops/embedding/lookup_grad_functor.h"
-#include "custom_ops/embedding/lookup_grad_functor_gpu.h"
-#include "custom_ops/embedding/rotated_mod.h"
-#include "custom_ops/embedding/round_functor.h"
-#include "custom_ops/embedding/wire_functor_gpu.h"
+#include "custom_ops/lookup/combine_functor_gpu.h"
+#include "custom_ops/lookup/initial_rows_gpu.h"
+#include "custom_ops/lookup/lookup_functor.h"
+#include "custom_ops/lookup/lookup_functor_gpu.h"
+#include "custom_ops/lookup/lookup_grad_functor.h"
+#include "custom_ops/lookup/lookup_grad_functor_gpu.h"
 #include "custom_ops/optimizer/row_update_functor_gpu.h"
 
 namespace {

@@ -22,10 +22,10 @@ REGISTER_OP("Tfdist>ClipRows")
     .SetIsStateful()
     .SetShapeFn(tf::shape_inference::NoOutputs)
     .Doc(
-        "Scales rows of a table that are longer than max_norm down to it, in "
-        "place. rows [n] are each given once; squares [n] are the sums of the "
-        "squares of whole rows where this rank holds only some of the columns; "
-        "empty computes them. A row with NaN stays as it is.");
+        "Scales rows of a table whose norm is larger than max_norm down to "
+        "this norm, in place. rows [n] must be unique. If this rank has only "
+        "some of the columns, squares [n] are the sums of squares of the whole "
+        "rows; otherwise squares [0]. Rows with NaN are not changed.");
 
 class ClipRowsOp : public tf::OpKernel {
  public:

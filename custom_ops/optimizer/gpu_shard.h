@@ -2,7 +2,7 @@
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_GPU_SHARD_H_
 #define TFDIST_CUSTOM_OPS_OPTIMIZER_GPU_SHARD_H_
 
-#include "custom_ops/common/gpu_work.h"
+#include "custom_ops/gpu/gpu_work.h"
 #include "custom_ops/optimizer/shard_access.h"
 
 namespace tfdist {

@@ -2,7 +2,7 @@
 //
 // ResetRows on a GPU. The variable is in device memory, the rows are in host
 // memory.
-#include "custom_ops/embedding/initial_rows_gpu.h"
+#include "custom_ops/lookup/initial_rows_gpu.h"
 #include "custom_ops/optimizer/gpu_shard.h"
 #include "custom_ops/optimizer/reset_rows_kernel.h"
 

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "custom_ops/embedding/initial_rows.h"
+#include "custom_ops/lookup/initial_rows.h"
 #include "custom_ops/optimizer/shard_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/errors.h"

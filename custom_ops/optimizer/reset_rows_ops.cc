@@ -31,11 +31,11 @@ REGISTER_OP("Tfdist>ResetRows")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Gives rows of a table, or of a slot, their initial values again, in place.
+Resets rows of a table or a slot to their initial values, in place.
 
-variable: float32 or bfloat16, this rank's cell.
-ids: rows of the whole table; those of other ranks are left alone.
-seed: scalar, as for InitRows; so are the attributes.
+variable: cell of this rank, float32 or bfloat16.
+ids: rows of the unpartitioned table. Rows of other ranks are ignored.
+seed: scalar, as for InitRows, like the attributes.
 )doc");
 
 struct ResetOnCpu {

@@ -7,7 +7,7 @@
 #include "custom_ops/common/target_clones.h"
 #include "custom_ops/optimizer/row_access.h"
 #include "custom_ops/optimizer/row_rules.h"
-#include "custom_ops/optimizer/whole_rows.h"
+#include "custom_ops/optimizer/update_row.h"
 
 namespace tfdist {
 namespace {

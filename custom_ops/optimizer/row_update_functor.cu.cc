@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <type_traits>
 
-#include "custom_ops/common/cuda_threads.h"
+#include "custom_ops/gpu/cuda_threads.h"
 #include "custom_ops/optimizer/bfloat16_rounding.h"
 #include "custom_ops/optimizer/row_quads.h"
 #include "custom_ops/optimizer/row_rules.h"

@@ -112,9 +112,10 @@ REGISTER_OP("Tfdist>ApplyRowWiseAdagrad")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
     .Doc(
-        "Adagrad with one accumulator [num_rows] per row, which grows by the "
-        "row's mean of grads^2. mean_squares [n] are those means where this "
-        "rank holds only some of the columns; empty computes them.");
+        "Adagrad with one accumulator per row [num_rows], to which the mean of "
+        "grads^2 of the row is added. If this rank has only some of the "
+        "columns, mean_squares [n] are the means over the whole rows; "
+        "otherwise mean_squares [0].");
 
 REGISTER_OP("Tfdist>ApplyRowAdam")
     .Input("table: resource")
@@ -136,10 +137,10 @@ REGISTER_OP("Tfdist>ApplyRowAdam")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
     .Doc(
-        "Adam on the given rows only, bias-corrected by step (from 1), the "
-        "global count of updates. One velocity_hat makes it AMSGrad. With "
-        "all_rows the other rows are updated with a gradient of zero, in one "
-        "pass over the table.");
+        "Adam on the given rows only. The bias correction uses step, the "
+        "global number of updates including this one. With one "
+        "velocity_hat, AMSGrad. If all_rows, the other rows are updated with a "
+        "gradient of zero, in the same pass over the table.");
 
 REGISTER_OP("Tfdist>ApplyRowFtrl")
     .Input("table: resource")
@@ -159,9 +160,9 @@ REGISTER_OP("Tfdist>ApplyRowFtrl")
     .SetIsStateful()
     .SetShapeFn(ApplyRowsShape)
     .Doc(
-        "Follow the regularized leader, as Keras's Ftrl, on the given rows "
-        "only; the accumulator sums squares, linear sums what the next "
-        "weights are made of.");
+        "Follow the regularized leader (FTRL), as in Keras, on the given rows "
+        "only. accumulator and linear are the state n and z of the "
+        "algorithm.");
 
 REGISTER_OP("Tfdist>SumDuplicateRows")
     .Input("rows: int64")
@@ -171,8 +172,9 @@ REGISTER_OP("Tfdist>SumDuplicateRows")
     .Attr("T: {float} = DT_FLOAT")
     .SetShapeFn(SumDuplicateRowsShape)
     .Doc(
-        "Rows in ascending order, each once, with the sum of its gradients. "
-        "Strictly ascending rows are passed on without a copy.");
+        "Returns the unique rows in ascending order, and the sum of the "
+        "gradients of each. Strictly ascending rows are returned without a "
+        "copy.");
 
 REGISTER_OP("Tfdist>ScaleTable")
     .Input("table: resource")

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "custom_ops/embedding/segment_sum_gpu.h"
+#include "custom_ops/lookup/segment_sum_gpu.h"
 #include "custom_ops/optimizer/clip_inputs.h"
 #include "custom_ops/optimizer/gpu_shard.h"
 #include "custom_ops/optimizer/row_update_functor_gpu.h"

@@ -6,8 +6,8 @@
 #include <variant>
 #include <vector>
 
+#include "custom_ops/codec/header_bytes.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/vocabulary/key_lists.h"
 #include "custom_ops/vocabulary/key_messages.h"
 #include "custom_ops/vocabulary/unique_keys.h"
@@ -48,17 +48,21 @@ REGISTER_OP("Tfdist>AskKeys")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Asks the ranks that own keys for their rows.
+Encodes requests for the rows of keys, to the ranks that own the keys.
 
-keys: L lists of keys, [n_i] or [n_i, 2] of fingerprints.
-payload: messages for AnswerKeys, in order of the ranks they go to.
-splits: [ranks], bytes for every rank.
-positions: [sum of n_i], where every key of the lists is among the unique ones
-  of its vocabulary.
-places: of the unique keys of all vocabularies, where each is among those of its
-  vocabulary as the messages have them.
-asked: [T, ranks], unique keys of every vocabulary that go to every rank.
-list_vocabularies: of every list, ascending; none without a list.
+Each rank passes the messages that it receives to AnswerKeys.
+
+vocabularies: T vocabularies.
+keys: L lists of keys: ids [n_i], or fingerprints [n_i, 2].
+payload: messages to all ranks, ordered by receiver.
+splits: [ranks], bytes of the message to each rank.
+positions: [sum of n_i], index of each key in the unique keys of its vocabulary.
+places: [sum of unique keys], for each unique key of each vocabulary, its index
+  in the order in which the messages contain the keys of this vocabulary.
+asked: [T, ranks], number of unique keys of each vocabulary in the message to
+  each rank.
+list_vocabularies: index of the vocabulary of each list, ascending. Each
+  vocabulary has at least one list.
 )doc");
 
 class AskKeysOp : public OpKernel {
@@ -177,17 +181,19 @@ REGISTER_OP("Tfdist>AnswerKeys")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Answers what AskKeys of all ranks asked this one.
+Answers the requests of AskKeys that this rank has received.
 
-An error, a vocabulary that is full for example, goes to all ranks: ReadRows
-raises it.
+Each rank passes the answers that it receives to ReadRows. An error, such as a
+full vocabulary, is sent to all ranks, and ReadRows raises it.
 
-payload: the messages, in order of the ranks they came from.
-splits: [ranks], bytes from every rank.
-answers: messages for ReadRows, in order of the ranks they go to.
-answer_splits: [ranks], bytes for every rank.
-learn: whether keys are counted, and admitted.
-advance: whether a step begins, for which others' keys may be evicted.
+vocabularies: T vocabularies.
+payload: messages from all ranks, ordered by sender.
+splits: [ranks], bytes of the message from each rank.
+answers: answers to all ranks, ordered by receiver.
+answer_splits: [ranks], bytes of the answer to each rank.
+learn: whether to count the keys and to assign rows to new keys.
+advance: whether a new step begins. Keys that occurred in the current step are
+  not evicted.
 )doc");
 
 class AnswerKeysOp : public OpKernel {

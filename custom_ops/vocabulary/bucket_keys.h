@@ -50,7 +50,7 @@ class BucketKeys : public Vocabulary {
               unsettled.push_back({bucket, key, hash, count, &request.rows[i]});
             }
           });
-      if (!mine) return Misdirected();
+      if (!mine) return WrongOwnerError();
     }
     return SettleAll(&unsettled);
   }
@@ -62,7 +62,7 @@ class BucketKeys : public Vocabulary {
                                            const K&, Entry* entry) {
         request.rows[i] = RowOf(bucket, entry);
       });
-      if (!mine) return Misdirected();
+      if (!mine) return WrongOwnerError();
     }
     return absl::OkStatus();
   }
@@ -113,7 +113,7 @@ class BucketKeys : public Vocabulary {
       for (int64_t slot = 0; slot < row_slots; ++slot) {
         const int64_t at = bucket * row_slots + slot;
         if (rows.counts[at] <= 0) continue;
-        if (slot >= own.limit) return DoesNotFit();
+        if (slot >= own.limit) return CapacityError();
         own.free.Take(slot);
         TF_RETURN_IF_ERROR(Read(rows, at, bucket, Entry::kFirstSlot + slot));
       }
@@ -439,7 +439,7 @@ class BucketKeys : public Vocabulary {
     const uint64_t hash = key.Hash(hash_key());
     if (BucketOf(hash, bits_) != first_ + bucket ||
         keys_.Find(bucket, hash, key)) {
-      return Damaged();
+      return DamagedKeysError();
     }
     Entry* entry = keys_.Insert(bucket, hash, key);
     const int64_t most = std::numeric_limits<uint32_t>::max();

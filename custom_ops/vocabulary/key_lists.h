@@ -29,8 +29,9 @@ class KeyLists {
     }
     if (good && last == tables - 1) return absl::OkStatus();
     return tensorflow::errors::InvalidArgument(
-        "Attribute list_vocabularies must ascend over all ", tables,
-        " vocabularies, one element for each of the ", lists, " lists");
+        "list_vocabularies must have one element for each of the ", lists,
+        " lists, and must ascend from 0 to ", tables - 1,
+        " without gaps. Received ", of_list_.size(), " elements");
   }
 
   // Reads the lists, grouped by vocabulary, and sets `count` to their total
@@ -60,7 +61,8 @@ class KeyLists {
     }
     if (*count <= std::numeric_limits<int32_t>::max()) return absl::OkStatus();
     return tensorflow::errors::InvalidArgument(
-        "A step asks for ", *count, " keys; at most 2^31 - 1 are supported");
+        "At most 2^31 - 1 keys are supported in one call. Received: ", *count,
+        ". Use smaller batches");
   }
 
  private:

@@ -66,14 +66,16 @@ inline absl::Status CheckMessages(const tensorflow::Tensor& payload,
   }
   if (good && left == 0) return absl::OkStatus();
   return tensorflow::errors::InvalidArgument(
-      "splits must cut payload into messages of ", world_size,
-      " ranks. Received shapes: ", payload.shape().DebugString(), ", ",
-      splits.shape().DebugString());
+      "splits must have the size of the message of each of the ", world_size,
+      " ranks, and sum to the size of payload. Received shapes: ",
+      payload.shape().DebugString(), ", ", splits.shape().DebugString());
 }
 
 inline absl::Status MalformedKeys(int64_t source) {
-  return tensorflow::errors::DataLoss("The keys that rank ", source,
-                                      " sent cannot be read.");
+  return tensorflow::errors::DataLoss(
+      "The message about keys from rank ", source,
+      " is malformed. Use the same version of tfdist_ext "
+      "on all ranks");
 }
 
 }  // namespace tfdist

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "custom_ops/codec/header_bytes.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/embedding/header_bytes.h"
 #include "custom_ops/vocabulary/key_lists.h"
 #include "custom_ops/vocabulary/key_messages.h"
 #include "tensorflow/core/framework/op.h"
@@ -55,7 +55,7 @@ absl::Status WriteResets(OpKernelContext* ctx, int index,
   const int64_t count = resets.size();
   TF_RETURN_IF_ERROR(AllocateOutput(ctx, index, {count}, &output));
   std::copy(resets.begin(), resets.end(), output->vec<int64_t>().data());
-  vocabulary->LeaveResets(resets);
+  vocabulary->StoreResets(resets);
   return absl::OkStatus();
 }
 
@@ -75,15 +75,18 @@ REGISTER_OP("Tfdist>ReadRows")
     .SetIsStateful()
     .SetShapeFn(VectorsShape)
     .Doc(R"doc(
-Reads what AnswerKeys of all ranks answered to this one.
+Decodes the answers of AnswerKeys that this rank has received.
 
-keys: the lists that AskKeys got.
-answers: the messages, in order of the ranks they came from.
-splits: [ranks], bytes from every rank.
-positions, places, asked: of AskKeys.
-rows: for every list the rows of its keys, of the whole table; -1 for none.
-resets: for every vocabulary the rows, of the whole table, that have lost their
+vocabularies: T vocabularies.
+keys: the lists that were passed to AskKeys.
+answers: answers from all ranks, ordered by sender.
+splits: [ranks], bytes of the answer from each rank.
+positions, places, asked: outputs of AskKeys.
+rows: for each list, the rows of its keys in the unpartitioned table [n_i]. -1
+  for a key without a row.
+resets: for each vocabulary, the rows of the unpartitioned table that lost their
   keys in this step.
+list_vocabularies: as for AskKeys.
 )doc");
 
 class ReadRowsOp : public OpKernel {
@@ -103,8 +106,10 @@ class ReadRowsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadAnswers(ctx, vocabularies, &unique, &resets));
     const Tensor* positions = nullptr;
     OP_REQUIRES_OK(ctx, ctx->input("positions", &positions));
-    OP_REQUIRES(ctx, positions->NumElements() == count,
-                InvalidArgument("positions must have an element per key"));
+    OP_REQUIRES(
+        ctx, positions->NumElements() == count,
+        InvalidArgument("positions must have one element per key, ", count,
+                        ". Received: ", positions->NumElements()));
     std::vector<int32_t*> rows;
     OP_REQUIRES_OK(ctx, AllocateRows(ctx, lists, &rows));
     const int32_t* position = positions->flat<int32_t>().data();
@@ -112,7 +117,11 @@ class ReadRowsOp : public OpKernel {
     for (int64_t t = 0; t < tables; ++t) {
       for (const KeyList& list : lists[t]) {
         OP_REQUIRES(ctx, Take(unique[t], position, list.size, *row++),
-                    InvalidArgument("positions do not fit asked"));
+                    InvalidArgument("positions must be less than the number of "
+                                    "unique keys, ",
+                                    unique[t].size(),
+                                    ". Pass positions, places and asked of "
+                                    "one call of AskKeys"));
         position += list.size;
       }
       OP_REQUIRES_OK(
@@ -181,13 +190,20 @@ class ReadRowsOp : public OpKernel {
       const int64_t size = rows[t].size();
       (*unique)[t].resize(size);
       if (size > left || !Take(rows[t], place, size, (*unique)[t].data())) {
-        return InvalidArgument("places do not fit asked");
+        return BadPlaces();
       }
       place += size;
       left -= size;
     }
     if (left == 0) return absl::OkStatus();
-    return InvalidArgument("places do not fit asked");
+    return BadPlaces();
+  }
+
+  static absl::Status BadPlaces() {
+    return InvalidArgument(
+        "places must have one element per unique key, which asked counts, and "
+        "each must be the index of such a key. Pass positions, places and "
+        "asked of one call of AskKeys");
   }
 
   // Reads rows from a message and appends them to `rows`.
@@ -220,7 +236,13 @@ REGISTER_OP("Tfdist>LocalRows")
     .SetIsStateful()
     .SetShapeFn(VectorsShape)
     .Doc(R"doc(
-What AskKeys, AnswerKeys and ReadRows do, where there is one rank.
+Looks up the rows of keys on one rank, without messages.
+
+The results are those of AskKeys, AnswerKeys and ReadRows.
+
+vocabularies, keys, list_vocabularies: as for AskKeys.
+learn, advance: as for AnswerKeys.
+rows, resets: as for ReadRows.
 )doc");
 
 class LocalRowsOp : public OpKernel {

@@ -27,21 +27,22 @@ absl::Status VocabularyOf(OpKernelContext* ctx,
                                     vocabulary);
 }
 
-REGISTER_OP("Tfdist>KeepTexts")
+REGISTER_OP("Tfdist>StoreTexts")
     .Input("vocabulary: resource")
     .Input("rows: int32")
     .Input("texts: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Keeps the texts of keys on this rank, until their rows are other keys'.
+Stores the texts of keys on this rank, until their rows get other keys.
 
-rows: [n], of the whole table; nothing is kept of those below 1, nor of those
-  of which a text is kept, or was shortened.
-texts: [n].
+vocabulary: the vocabulary of the keys.
+rows: [n], rows of the keys in the unpartitioned table. Rows below 1 are
+  ignored, and so are rows whose text is already stored or was released.
+texts: [n], texts of the keys.
 )doc");
 
-class KeepTextsOp : public OpKernel {
+class StoreTextsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
@@ -54,23 +55,27 @@ class KeepTextsOp : public OpKernel {
         ctx, rows.dims() == 1 && rows.shape() == texts.shape(),
         tensorflow::errors::InvalidArgument(
             "Table '", vocabulary->options().name,
-            "': rows and texts must be [n]. Received shapes: ",
+            "': rows and texts must have the same shape [n]. "
+            "Received shapes: ",
             rows.shape().DebugString(), ", ", texts.shape().DebugString()));
-    vocabulary->texts().Keep(rows.vec<int32_t>().data(),
-                             texts.vec<tstring>().data(), rows.NumElements());
+    vocabulary->texts().Store(rows.vec<int32_t>().data(),
+                              texts.vec<tstring>().data(), rows.NumElements());
   }
 };
 
-REGISTER_OP("Tfdist>ShortenTexts")
+REGISTER_OP("Tfdist>ReleaseTexts")
     .Input("vocabulary: resource")
     .Input("rows: int32")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Remembers that the texts of rows [n] are kept on other ranks.
+Deletes texts from this rank, and records that other ranks store them.
+
+vocabulary: the vocabulary of the keys.
+rows: [n], rows of the keys in the unpartitioned table.
 )doc");
 
-class ShortenTextsOp : public OpKernel {
+class ReleaseTextsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
@@ -78,11 +83,11 @@ class ShortenTextsOp : public OpKernel {
     RefCountPtr<Vocabulary> vocabulary;
     OP_REQUIRES_OK(ctx, VocabularyOf(ctx, &vocabulary));
     const auto rows = ctx->input(1).flat<int32_t>();
-    vocabulary->texts().Shorten(rows.data(), rows.size());
+    vocabulary->texts().Release(rows.data(), rows.size());
   }
 };
 
-REGISTER_OP("Tfdist>KeptTexts")
+REGISTER_OP("Tfdist>StoredTexts")
     .Input("vocabulary: resource")
     .Output("rows: int32")
     .Output("texts: string")
@@ -94,17 +99,21 @@ REGISTER_OP("Tfdist>KeptTexts")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The texts that are kept on this rank, with their rows in order, [n].
+Returns the texts that this rank stores.
+
+vocabulary: the vocabulary of the keys.
+rows: [n], rows of the keys in the unpartitioned table, ascending.
+texts: [n], texts of the keys in these rows.
 )doc");
 
-class KeptTextsOp : public OpKernel {
+class StoredTextsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* ctx) override {
     RefCountPtr<Vocabulary> vocabulary;
     OP_REQUIRES_OK(ctx, VocabularyOf(ctx, &vocabulary));
-    const std::vector<KeptTexts::Pair> all = vocabulary->texts().All();
+    const std::vector<TextStore::Pair> all = vocabulary->texts().All();
     const int64_t size = all.size();
     Tensor *rows = nullptr, *texts = nullptr;
     OP_REQUIRES_OK(ctx, AllocateOutput(ctx, 0, {size}, &rows));
@@ -116,12 +125,12 @@ class KeptTextsOp : public OpKernel {
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("Tfdist>KeepTexts").Device(tensorflow::DEVICE_CPU),
-                        KeepTextsOp);
 REGISTER_KERNEL_BUILDER(
-    Name("Tfdist>ShortenTexts").Device(tensorflow::DEVICE_CPU), ShortenTextsOp);
-REGISTER_KERNEL_BUILDER(Name("Tfdist>KeptTexts").Device(tensorflow::DEVICE_CPU),
-                        KeptTextsOp);
+    Name("Tfdist>StoreTexts").Device(tensorflow::DEVICE_CPU), StoreTextsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>ReleaseTexts").Device(tensorflow::DEVICE_CPU), ReleaseTextsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Tfdist>StoredTexts").Device(tensorflow::DEVICE_CPU), StoredTextsOp);
 
 }  // namespace
 }  // namespace tfdist

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "custom_ops/embedding/header_bytes.h"
+#include "custom_ops/codec/header_bytes.h"
 #include "custom_ops/vocabulary/key_table.h"
 #include "custom_ops/vocabulary/vocabulary.h"
 

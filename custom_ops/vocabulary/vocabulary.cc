@@ -10,9 +10,9 @@
 
 namespace tfdist {
 
-// How many steps an optimizer may skip a table, for example while it
-// accumulates gradients, before there is a warning.
-constexpr int64_t kMostLeft = 1000;
+// Number of steps that an optimizer may skip a table, for example while it
+// accumulates gradients, before a warning is logged.
+constexpr int64_t kMaxUntakenSteps = 1000;
 
 Vocabulary::Vocabulary(const VocabularyOptions& options)
     : options_(options),
@@ -23,28 +23,29 @@ absl::Status Vocabulary::LearnStep(const std::vector<KeyRequest>& requests,
                                    bool advance, std::vector<int32_t>* resets) {
   const absl::Status status = Learn(requests, advance, resets);
   tensorflow::mutex_lock lock(resets_mutex_);
-  resets->insert(resets->end(), unread_.begin(), unread_.end());
-  unread_ = *resets;
+  resets->insert(resets->end(), unreported_resets_.begin(),
+                 unreported_resets_.end());
+  unreported_resets_ = *resets;
   return status;
 }
 
 void Vocabulary::Forget() {
   texts_.Clear();
   tensorflow::mutex_lock lock(resets_mutex_);
-  unread_.clear();
+  unreported_resets_.clear();
 }
 
-void Vocabulary::LeaveResets(const std::vector<int32_t>& rows) {
+void Vocabulary::StoreResets(const std::vector<int32_t>& rows) {
   if (rows.empty()) return;
   texts_.Forget(rows);
   tensorflow::mutex_lock lock(resets_mutex_);
-  unread_.clear();
+  unreported_resets_.clear();
   resets_.insert(resets_.end(), rows.begin(), rows.end());
-  if (++left_ == kMostLeft) {
-    LOG(WARNING) << "Table '" << options_.name << "' has given rows to other "
-                 << "keys in " << kMostLeft << " steps, and no optimizer has "
-                 << "reset its slots of them: use one of "
-                 << "tfdist_ext.optimizers.";
+  if (++untaken_steps_ == kMaxUntakenSteps) {
+    LOG(WARNING) << "Table '" << options_.name << "': rows were assigned to "
+                 << "new keys in " << kMaxUntakenSteps
+                 << " steps, but no optimizer has reset its slots for these "
+                 << "rows. Use one of tfdist_ext.optimizers.";
   }
   if (static_cast<int64_t>(resets_.size()) > 2 * options_.capacity) {
     std::sort(resets_.begin(), resets_.end());
@@ -54,7 +55,7 @@ void Vocabulary::LeaveResets(const std::vector<int32_t>& rows) {
 
 std::vector<int32_t> Vocabulary::TakeResets() {
   tensorflow::mutex_lock lock(resets_mutex_);
-  left_ = 0;
+  untaken_steps_ = 0;
   std::vector<int32_t> taken;
   taken.swap(resets_);
   return taken;
@@ -66,32 +67,36 @@ absl::Status Vocabulary::Full(int64_t bucket, int64_t used,
   return absl::FailedPreconditionError(Message(
       "Table '", options_.name, "': no row is left for a new key. Bucket ",
       bucket, " of ", buckets(), " is full: all of its ", Limit(bucket),
-      " rows, of a capacity of ", options_.capacity, ", have keys",
-      evicts ? " of this batch. " : ", and none is evicted. ", "In all, rank ",
-      options_.rank, " of ", options_.world_size, " has keys in ", used,
-      " of its ", rows, " rows (", 100 * used / rows, " %). ",
-      "Give DynamicVocabulary a larger capacity (a checkpoint is restored "
-      "into it), evict='lru' or 'lfu', or full='shared_row'."));
+      " rows are assigned to keys",
+      evicts ? " of this batch" : ", and eviction is disabled",
+      ". The table has a capacity of ", options_.capacity, ". Rank ",
+      options_.rank, " of ", options_.world_size, " uses ", used, " of its ",
+      rows, " rows (", 100 * used / rows, " %). ",
+      "Set a larger capacity in DynamicVocabulary (checkpoints can be restored "
+      "into it), or set evict='lru', evict='lfu' or full='shared_row'."));
 }
 
-absl::Status Vocabulary::Misdirected() const {
+absl::Status Vocabulary::WrongOwnerError() const {
   return absl::DataLossError(Message(
-      "Table '", options_.name, "': a rank asked rank ", options_.rank,
-      " for a key that another one owns. All ranks must restore the same "
-      "checkpoint."));
+      "Table '", options_.name, "': rank ", options_.rank,
+      " received a request for a key that another rank owns. Restore the same "
+      "checkpoint on all ranks."));
 }
 
-absl::Status Vocabulary::DoesNotFit() const {
+absl::Status Vocabulary::CapacityError() const {
   return absl::InvalidArgumentError(Message(
-      "Table '", options_.name, "' has a capacity of ", options_.capacity,
-      ", less than that of the checkpoint, which has keys beyond it. Give "
-      "DynamicVocabulary at least the capacity that was saved."));
+      "Table '", options_.name, "': its capacity of ", options_.capacity,
+      " is smaller than that of the checkpoint, and the checkpoint has keys in "
+      "rows beyond it. Set at least the saved capacity in "
+      "DynamicVocabulary."));
 }
 
-absl::Status Vocabulary::Damaged() const {
-  return absl::DataLossError(Message(
-      "The keys that were saved for table '", options_.name,
-      "' are damaged: one is in a bucket that it is not of, or twice."));
+absl::Status Vocabulary::DamagedKeysError() const {
+  return absl::DataLossError(
+      Message("Table '", options_.name,
+              "': its keys in the checkpoint are damaged: a "
+              "key is in the wrong bucket, or occurs twice. Restore another "
+              "checkpoint."));
 }
 
 Vocabulary* NewVocabulary(const VocabularyOptions& options, int words) {

@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "custom_ops/vocabulary/hash_key.h"
-#include "custom_ops/vocabulary/kept_texts.h"
+#include "custom_ops/vocabulary/text_store.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/platform/mutex.h"
 
@@ -133,11 +133,11 @@ class Vocabulary : public tensorflow::ResourceBase {
 
   // Stores the resets of a step from all ranks until an optimizer takes them:
   // the slots of these rows still have the values of other keys.
-  void LeaveResets(const std::vector<int32_t>& rows);
+  void StoreResets(const std::vector<int32_t>& rows);
   std::vector<int32_t> TakeResets();
 
   // Texts of keys that this rank has requested or owns.
-  KeptTexts& texts() { return texts_; }
+  TextStore& texts() { return texts_; }
 
  protected:
   int64_t Limit(int64_t bucket) const {
@@ -150,9 +150,9 @@ class Vocabulary : public tensorflow::ResourceBase {
   // Errors for keys that cannot get a row or cannot be read. `used` of all
   // `rows` rows of this rank have keys.
   absl::Status Full(int64_t bucket, int64_t used, int64_t rows) const;
-  absl::Status Misdirected() const;
-  absl::Status DoesNotFit() const;
-  absl::Status Damaged() const;
+  absl::Status WrongOwnerError() const;
+  absl::Status CapacityError() const;
+  absl::Status DamagedKeysError() const;
 
   const VocabularyOptions options_;
   std::atomic<int> bits_;
@@ -161,10 +161,10 @@ class Vocabulary : public tensorflow::ResourceBase {
  private:
   tensorflow::mutex resets_mutex_;
   std::vector<int32_t> resets_;
-  int64_t left_ = 0;  // calls of LeaveResets since the last TakeResets
-  // Resets of LearnStep that LeaveResets has not received yet.
-  std::vector<int32_t> unread_;
-  KeptTexts texts_;
+  int64_t untaken_steps_ = 0;  // calls of StoreResets since the last TakeResets
+  // Resets of LearnStep that StoreResets has not received yet.
+  std::vector<int32_t> unreported_resets_;
+  TextStore texts_;
 };
 
 // Returns a new vocabulary for keys of one word (int64) or two (fingerprints).

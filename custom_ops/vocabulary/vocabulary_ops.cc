@@ -59,21 +59,25 @@ REGISTER_OP("Tfdist>Vocabulary")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Makes an empty vocabulary: which keys have which rows of a table.
+Creates an empty vocabulary, which maps keys to rows of a table.
 
-hash_key: [2], the secret of its hash, the same on all ranks; see hash_key.h.
-vocabulary: it lives as long as something refers to it.
-table: its name, for errors.
-capacity: keys that may have rows.
-buckets: a power of two; see vocabulary.h.
-words: of 64 bits, of a key.
-min_count: occurrences after which a key is admitted.
-evict: which keys give up their rows when none is left.
-steps_to_live: steps after which a key that was not seen expires; 0 for never.
-full: what a key gets if there is no row for it.
-unadmitted: what a key gets that occurred less often than min_count.
-rank, world_size: of this process, and the number of ranks.
-first_rank: which owns the first buckets.
+hash_key: [2], secret key of the hash, the same on all ranks; see hash_key.h.
+vocabulary: reference-counted handle.
+table: name of the table, for error messages.
+capacity: limit of the number of keys with rows.
+buckets: number of buckets of the hash table, a power of two; see vocabulary.h.
+words: 64-bit words per key: 1 for ids, 2 for fingerprints.
+min_count: number of occurrences after which a key is admitted.
+evict: which keys are evicted when no row is free: none, the least recently used
+  or the least frequently used.
+steps_to_live: number of steps without an occurrence after which a key expires;
+  0 for no limit.
+full: for a key for which no row is free: an error, or the shared row 0.
+unadmitted: for a key with fewer than min_count occurrences: zeros, or the
+  shared row 0.
+rank: number of this rank.
+world_size: number of ranks.
+first_rank: rank that owns the first buckets.
 )doc");
 
 class VocabularyOp : public OpKernel {
@@ -103,12 +107,14 @@ class VocabularyOp : public OpKernel {
             options_.first_rank < options_.world_size &&
             min_count <= std::numeric_limits<uint32_t>::max(),
         InvalidArgument(
-            "a vocabulary needs words of 1 or 2, capacity <= ", kMostCapacity,
-            ", buckets that are a power of two, at most capacity "
-            "and ",
-            kMostBuckets, ", and rank and first_rank < world_size. Received: ",
-            options_.capacity, ", ", buckets, ", ", options_.rank, " and ",
-            options_.first_rank, " of ", options_.world_size));
+            "Table '", options_.name,
+            "': words must be 1 or 2, capacity at most ", kMostCapacity,
+            ", buckets a power of two and at most capacity and ", kMostBuckets,
+            ", rank and first_rank less than world_size, and min_count less "
+            "than 2^32. Received: words=",
+            words_, ", capacity=", options_.capacity, ", buckets=", buckets,
+            ", rank=", options_.rank, ", first_rank=", options_.first_rank,
+            ", world_size=", options_.world_size, ", min_count=", min_count));
     options_.min_count = min_count;
     options_.evict = evict == "lru"   ? VocabularyOptions::Evict::kLru
                      : evict == "lfu" ? VocabularyOptions::Evict::kLfu
@@ -144,13 +150,15 @@ REGISTER_OP("Tfdist>ExportKeys")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-Writes down the keys of the buckets that this rank owns.
+Copies the keys of the buckets that this rank owns.
 
-keys: [buckets, slots, words], the key of row 1 + slot * all buckets + bucket.
-counts: [buckets, slots], how often each was seen; 0 where there is no key.
-steps: [buckets, slots], when each was seen last.
-candidates, candidate_counts, candidate_steps: the same of keys that are not
-  admitted yet, ascending in every bucket.
+vocabulary: the vocabulary.
+keys: [buckets, slots, words], key of row 1 + slot * B + bucket of the
+  unpartitioned table, where B is the number of buckets of all ranks.
+counts: [buckets, slots], number of occurrences of each key; 0 for no key.
+steps: [buckets, slots], step in which each key occurred last.
+candidates, candidate_counts, candidate_steps: the same for keys that are not
+  admitted yet, ascending in each bucket.
 )doc");
 
 class ExportKeysOp : public OpKernel {
@@ -206,14 +214,16 @@ REGISTER_OP("Tfdist>ImportKeys")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Replaces the keys of a vocabulary by those that ExportKeys wrote down.
+Replaces the keys of a vocabulary by outputs of ExportKeys.
 
-buckets: scalar, of all ranks; the vocabulary has as many from now on.
-hash_key: [2], which has put the keys into buckets, and will from now on.
-step: scalar, how many steps it has learned from.
-keys, counts, steps: of the buckets that this rank owns; of a capacity that is
-  not larger.
-candidates, candidate_counts, candidate_steps: as many as fit.
+vocabulary: the vocabulary to change.
+buckets: scalar, new number of buckets of all ranks.
+hash_key: [2], new key of the hash, which has assigned the keys to buckets.
+step: scalar, new number of steps of the vocabulary.
+keys, counts, steps: outputs of ExportKeys for the buckets that this rank owns.
+  The capacity of the exported vocabulary must not be larger.
+candidates, candidate_counts, candidate_steps: outputs of ExportKeys. Candidates
+  that do not fit are dropped.
 )doc");
 
 class ImportKeysOp : public OpKernel {
@@ -226,18 +236,16 @@ class ImportKeysOp : public OpKernel {
                    tensorflow::LookupResource(
                        ctx, tensorflow::HandleFromInput(ctx, 0), &vocabulary));
     const int64_t buckets = ctx->input(1).scalar<int64_t>()();
-    OP_REQUIRES(
-        ctx,
-        buckets >= 1 && buckets <= kMostBuckets &&
-            (buckets & (buckets - 1)) == 0 &&
-            buckets <= vocabulary->options().capacity,
-        InvalidArgument(
-            "Table '", vocabulary->options().name, "': keys in ", buckets,
-            " buckets do not fit a capacity "
-            "of ",
-            vocabulary->options().capacity,
-            ". Give DynamicVocabulary at least the capacity that was "
-            "saved."));
+    OP_REQUIRES(ctx,
+                buckets >= 1 && buckets <= kMostBuckets &&
+                    (buckets & (buckets - 1)) == 0 &&
+                    buckets <= vocabulary->options().capacity,
+                InvalidArgument(
+                    "Table '", vocabulary->options().name,
+                    "': the number of buckets must be a power of two, at most ",
+                    kMostBuckets, " and at most the capacity of ",
+                    vocabulary->options().capacity, ". Received: ", buckets,
+                    ". Set at least the saved capacity in DynamicVocabulary."));
     const auto& options = vocabulary->options();
     const auto [first, end] = vocabulary->OwnBuckets(buckets);
     OP_REQUIRES_OK(ctx, CheckHashKey(ctx->input(2)));
@@ -245,10 +253,10 @@ class ImportKeysOp : public OpKernel {
       OP_REQUIRES_OK(ctx, Check(ctx, i, end - first, *vocabulary));
     const HashKey hash_key = HashKeyOf(ctx->input(2));
     if (hash_key.IsZero()) {
-      LOG(WARNING) << "Table '" << options.name << "': its keys are of an "
-                   << "earlier version, whose hash has no secret. Ids that "
-                   << "are chosen for it can fill one bucket. A vocabulary "
-                   << "that begins anew has a secret.";
+      LOG(WARNING) << "Table '" << options.name << "': its keys were saved by "
+                   << "an earlier version of tfdist_ext, which hashed without "
+                   << "a secret key. Whoever chooses ids can fill one bucket "
+                   << "on purpose. A new vocabulary has a secret key.";
     }
     vocabulary->Forget();
     OP_REQUIRES_OK(
@@ -270,12 +278,10 @@ class ImportKeysOp : public OpKernel {
       return absl::OkStatus();
     }
     return InvalidArgument(
-        "Table '", vocabulary.options().name,
-        "': keys, counts and steps must "
-        "be those of ",
-        buckets, " buckets, with ", vocabulary.words(),
-        " words a key. Received shapes: ", keys.shape().DebugString(), ", ",
-        counts.shape().DebugString(), ", ", steps.shape().DebugString());
+        "Table '", vocabulary.options().name, "': keys must have shape [",
+        buckets, ", slots, ", vocabulary.words(), "], and counts and steps [",
+        buckets, ", slots]. Received shapes: ", keys.shape().DebugString(),
+        ", ", counts.shape().DebugString(), ", ", steps.shape().DebugString());
   }
 
   static KeyArrays Arrays(OpKernelContext* ctx, int first) {
@@ -294,10 +300,12 @@ REGISTER_OP("Tfdist>VocabularyCounts")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Says how many keys there are on this rank.
+Returns counters of a vocabulary on this rank.
 
-counts: rows in use, candidates, keys admitted, evicted and expired since the
-  start, steps, buckets of all ranks; the two words of the hash key.
+vocabulary: the vocabulary.
+counts: [9], rows in use; candidates; keys that were admitted, evicted and
+  expired since the start; steps; buckets of all ranks; two words of the hash
+  key.
 )doc");
 
 class VocabularyCountsOp : public OpKernel {
@@ -334,8 +342,12 @@ REGISTER_OP("Tfdist>TakeResets")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Takes the rows, of all ranks, that have lost their keys since it was last asked:
-slots of an optimizer are still those of other keys.
+Returns and clears the rows that lost their keys since the last call.
+
+The slots of an optimizer still have the values of the previous keys there.
+
+vocabulary: the vocabulary.
+rows: [n], rows of all ranks in the unpartitioned table.
 )doc");
 
 class TakeResetsOp : public OpKernel {

@@ -140,7 +140,7 @@ def tell():
         time.sleep(0.01)
     print(notice.signal, flush=True)
 
-with notice.heeding([signal.SIGTERM]):
+with notice.recording([signal.SIGTERM]):
     threading.Thread(target=tell, daemon=True).start()
     print("waits", flush=True)
     # A lock that its own thread waits for: no signal interrupts that.

@@ -27,6 +27,7 @@ from tests.bare_peer import PING
 from tests.bare_peer import VALUE
 from tests.bare_peer import Rank
 from tests.bare_peer import frame
+from tests.bare_peer import gather_header
 from tests.bare_peer import good_header
 from tests.bare_peer import pack
 from tests.bare_peer import read_frames
@@ -57,9 +58,9 @@ def test_a_good_message_is_taken(rank):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"magic": 1}, "message of another build"),
-        ({"bytes": 1 << 63}, "message of another build"),
-        ({"bytes": 1 << 43}, "bytes before this rank asked"),
+        ({"magic": 1}, "unknown header.*same version"),
+        ({"bytes": 1 << 63}, "unknown header.*same version"),
+        ({"bytes": 1 << 43}, "bytes that this rank has not asked for yet"),
         ({"kind": 1}, "runs all_to_all 'sum'"),
         ({"kind": 77}, "runs unknown 'sum'"),
         ({"dtype": 2}, "double"),
@@ -69,7 +70,10 @@ def test_a_good_message_is_taken(rank):
         ({"flags": 2}, "weighted"),
         ({"label": b"\xff" * 72}, "runs all_reduce"),
         ({"flags": 1, "bytes": 2001}, "disagree"),
-        ({"bytes": 16}, "sent 16 bytes .*, expected 20"),
+        (
+            {"bytes": 16},
+            "sent 16 bytes .*, expected 20 bytes. Use the same version",
+        ),
     ],
     ids=str,
 )
@@ -81,10 +85,30 @@ def test_a_message_of_something_else_is_named(rank, change, error):
     assert "rank 1 (b:1)" in raised.value.message
 
 
+def test_bytes_that_are_not_the_announced_rows_are_named(rank):
+    header = gather_header(2)
+    rank.peer[0].sendall(pack(header) + bytes(header["bytes"]))
+    np.testing.assert_array_equal(rank.gather()[NUMBERS:], np.zeros(NUMBERS))
+    for rows in (NUMBERS - 1, -1, 1 << 50):
+        with Rank() as other:
+            wrong = pack(header | {"rows": rows}) + bytes(header["bytes"])
+            other.peer[0].sendall(wrong)
+            with pytest.raises(tf.errors.InternalError) as raised:
+                other.gather()
+        assert (
+            f"rank 1 (b:1) sent 20 bytes and {rows} as the number of rows for "
+            "all_gather 'sum'"
+        ) in raised.value.message
+        assert (
+            "expected a number of rows, and 4 bytes for each. Use the same "
+            "version of tfdist_ext on all ranks"
+        ) in raised.value.message
+
+
 def test_the_same_message_twice_is_named(rank):
     message = pack(good_header(8)) + bytes(4 * NUMBERS)
     rank.peer[0].sendall(2 * message)
-    with pytest.raises(tf.errors.InternalError, match="twice"):
+    with pytest.raises(tf.errors.InternalError, match="duplicate message"):
         rank.sum()
 
 
@@ -153,7 +177,7 @@ def test_bytes_that_nobody_expects_have_a_limit():
         flood(rank.peer[0], payloads()),
         pytest.raises(
             tf.errors.InternalError,
-            match=r"rank 1 \(b:1\).*1048576 bytes before",
+            match=r"rank 1 \(b:1\).*1048576 bytes that",
         ),
     ):
         rank.sum()
@@ -207,14 +231,16 @@ def test_keys_have_a_limit(rank):
 def test_generations_have_a_limit(rank):
     with (
         flood(rank.peer[1], of_control(LEAVE)),
-        pytest.raises(tf.errors.InternalError, match=r"\(b:1\).*leaves"),
+        pytest.raises(tf.errors.InternalError, match=r"\(b:1\).*1024 failures"),
     ):
         rank.sum()
 
 
 def test_only_rank_0_sets_keys(rank):
     rank.peer[1].sendall(frame(VALUE, text=b"key\0value"))
-    with pytest.raises(tf.errors.InternalError, match="answers for rank 0"):
+    with pytest.raises(
+        tf.errors.InternalError, match="which only rank 0 may send"
+    ):
         rank.sum()
 
 

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.bare_peer import Rank
+from tests.bare_peer import gather_header
+from tests.bare_peer import pack
 from tests.fake_gpu import emulation
 from tests.fake_gpu.emulation import on_gpu
 from tests.thread_ranks import run_on_ranks
@@ -21,6 +24,7 @@ from tfdist_ext.ops import group_ops
 # And how far sums may be off: in 16 bits they are rounded after each rank, as
 # weights are.
 DTYPES = {"float32": 1e-5, "float64": 1e-5, "float16": 0.05, "bfloat16": 0.3}
+DEVICE_FLAG = 4  # kDeviceFlag of custom_ops/comm/wire.h
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +322,7 @@ def test_what_tables_may_have_of_gpus(connect, emulated_ops, monkeypatch):
     assert without.reason == f"rank 1: {gpus.NO_GPU}"
     given = gpus.TableGpus(memory=10.0)
     for left in (6.0, 2.0, 0.0):
-        given.give(4.0)
+        given.reserve(4.0)
         assert given.memory == left
 
 
@@ -328,3 +332,20 @@ def test_a_group_without_gpus_says_so(emulated):
 
     for _, text in texts_of(2, run):
         assert "opened without a GPU; run the op on the CPU" in text
+
+
+def test_a_payload_beside_rows_between_gpus_is_named(emulated_ops, connect):
+    """Over NCCL a message has the number of rows, and nothing else."""
+    nccl = [str(emulated_ops)]
+    name = group_ops.gpu_offer(0, nccl, make_id=True).id
+    with Rank() as rank:
+        group_ops.group_gpus(rank.group.handle, 0, nccl, name)
+        header = gather_header(2) | {"flags": DEVICE_FLAG}
+        rank.peer[0].sendall(pack(header) + bytes(header["bytes"]))
+        with pytest.raises(tf.errors.InternalError) as raised:
+            on_gpu(rank.gather)()
+    assert "rank 1 (b:1) sent 20 bytes and 5 as the" in raised.value.message
+    assert (
+        "between GPUs), expected a number of rows, and no bytes: the rows "
+        "themselves go between GPUs. Use the same version"
+    ) in raised.value.message

@@ -9,15 +9,15 @@ import pytest
 from tests import fuzzing
 from tfdist_ext.comm import handshake
 from tfdist_ext.comm.handshake import Job
+from tfdist_ext.comm.handshake import ProtocolError
 from tfdist_ext.comm.handshake import RefusedError
-from tfdist_ext.comm.handshake import StrangerError
 from tfdist_ext.comm.handshake import Verdict
 
 JOB = Job("ranks a:1 b:1", b"secret")
 
 
 def welcome(number):
-    return Verdict.WELCOME if number == 1 else Verdict.TAKEN
+    return Verdict.ACCEPTED if number == 1 else Verdict.TAKEN
 
 
 def step(side, message):
@@ -80,7 +80,7 @@ def test_a_listener_without_the_secret_is_refused():
 
 
 def test_a_number_taken_during_the_handshake_is_refused():
-    verdicts = iter([Verdict.WELCOME, Verdict.TAKEN])
+    verdicts = iter([Verdict.ACCEPTED, Verdict.TAKEN])
     listened, connected = talk(
         handshake.listen(JOB, lambda _: next(verdicts)),
         handshake.connect(JOB, 1),
@@ -191,7 +191,7 @@ def test_no_damaged_message_gets_in(seed):
                 listener.send(damaged if damaged != proof else bytes(32))
                 next(listener)
             raise AssertionError(f"let in after {i}")
-        except (RefusedError, StrangerError):
+        except (RefusedError, ProtocolError):
             pass
         except StopIteration:
             raise AssertionError(f"let in after {i}") from None

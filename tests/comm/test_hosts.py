@@ -2,7 +2,8 @@
 """Tests of tfdist-run on several hosts, which all are this one.
 
 The launchers run as processes with a limit; what a stranger on the network may
-send is tested on `meet` itself, and on its listener in test_listener.py.
+send is tested on `exchange_addresses` itself, and on its listener in
+test_listener.py.
 """
 
 import contextlib
@@ -160,7 +161,7 @@ def meet_as_master(
     port: int, outcome: list[object], timeout: float, secret: bytes
 ) -> None:
     try:
-        meeting = hosts.meet(
+        meeting = hosts.exchange_addresses(
             master=(HOST, port),
             node_rank=0,
             nnodes=2,
@@ -227,7 +228,7 @@ def test_strangers_delay_nobody() -> None:
 
 def come(port: int, node: int, secret: bytes = SECRET) -> None:
     """Comes to the master as a launcher."""
-    hosts.meet(
+    hosts.exchange_addresses(
         master=(HOST, port),
         node_rank=node,
         nnodes=2,
@@ -255,7 +256,7 @@ def test_a_host_that_disagrees_is_told() -> None:
     answer = launcher.receive(LIMIT)
     thread.join(LIMIT)
     assert answer is not None
-    assert "came with --nnodes 3; expected 2" in answer["error"]
+    assert "connected with --nnodes 3; expected 2" in answer["error"]
     assert outcome == [answer["error"]]
 
 
@@ -265,7 +266,7 @@ def test_a_host_with_a_number_of_no_host_is_refused(node: int) -> None:
     with pytest.raises(hosts.RendezvousError, match="--nnodes differs"):
         come(port, node)
     thread.join(LIMIT)
-    assert "hosts [1] of 2 did not come" in str(outcome)
+    assert "hosts [1] of 2 did not connect" in str(outcome)
     assert "Refused: 127.0.0.1:" in str(outcome)
 
 
@@ -304,7 +305,7 @@ def test_a_secret_keeps_others_out(tmp_path: pathlib.Path) -> None:
     with pytest.raises(hosts.RendezvousError, match="another secret"):
         come(port, 1, b"another")
     thread.join(LIMIT)
-    assert "did not come" in str(outcome)
+    assert "did not connect" in str(outcome)
 
 
 def test_without_a_secret_the_ranks_get_one_of_their_own(
@@ -326,7 +327,7 @@ def test_without_a_secret_other_hosts_are_refused(
     arguments = ["--nnodes", "2", "--node-rank", "1"]
     assert command.main([*arguments, "--master", "10.9.8.7:7000", "x.py"]) == 1
     error = capsys.readouterr().err
-    assert "10.9.8.7:7000 would join this job: there is no secret" in error
+    assert "no secret, so anybody who reaches --master 10.9.8.7:7000" in error
     assert "--allow-unauthenticated" in error
 
 
@@ -337,7 +338,7 @@ def test_launchers_of_another_user_are_refused(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     port, outcome, thread = start_master(timeout=1.0, secret=b"")
     with pytest.raises(hosts.RendezvousError, match="of user 0 listens there"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=(HOST, port),
             node_rank=1,
             nnodes=2,
@@ -356,7 +357,7 @@ def test_hosts_of_ipv6_meet() -> None:
     found: list[list[str]] = []
 
     def run(node: int) -> None:
-        with hosts.meet(
+        with hosts.exchange_addresses(
             master=("::1", port),
             node_rank=node,
             nnodes=2,
@@ -386,7 +387,7 @@ def test_a_host_that_is_lost_is_noticed_while_others_wait() -> None:
         link = Link(connection, "host 1")
         assert connection.getsockopt(*option) == 9000
         assert connection.getsockopt(*keepalive)
-        with hosts.Meeting([link], ["a:1", "b:1"], 0, ""):
+        with hosts.Rendezvous([link], ["a:1", "b:1"], 0, ""):
             assert connection.getsockopt(*option) == 0
             assert not connection.getsockopt(*keepalive)
 
@@ -398,7 +399,7 @@ def test_launchers_start_again_while_others_wait() -> None:
 
     def run(node: int, name: object, ports: list[int]) -> threading.Thread:
         def meet() -> None:
-            with hosts.meet(
+            with hosts.exchange_addresses(
                 master=(HOST, port),
                 node_rank=node,
                 nnodes=4,
@@ -441,7 +442,7 @@ def test_a_master_that_is_loopback_to_itself_is_refused(
     found = [(family, socket.SOCK_STREAM, 6, "", (numeric, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(hosts.RendezvousError, match=rf"'n0' to {numeric}"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=("n0", free_port()),
             node_rank=0,
             nnodes=2,
@@ -457,13 +458,13 @@ def test_a_missing_host_is_named_in_time() -> None:
     _, outcome, thread = start_master(timeout=0.5)
     thread.join(LIMIT)
     assert time.monotonic() - begin < 10
-    assert "hosts [1] of 2 did not come" in str(outcome)
+    assert "hosts [1] of 2 did not connect" in str(outcome)
 
 
 def test_a_missing_master_is_reported_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(hosts.RendezvousError, match="did not answer"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=(HOST, free_port()),
             node_rank=1,
             nnodes=2,
@@ -476,7 +477,7 @@ def test_a_missing_master_is_reported_in_time() -> None:
 
 def test_a_master_address_of_another_host_is_explained() -> None:
     with pytest.raises(hosts.RendezvousError, match="address of host 0"):
-        hosts.meet(
+        hosts.exchange_addresses(
             master=("192.0.2.1", 7000),  # TEST-NET-1, nobody's address.
             node_rank=0,
             nnodes=2,

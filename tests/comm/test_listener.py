@@ -189,7 +189,7 @@ def test_all_must_be_connected_at_the_same_time(listener, come):
     come(listener.address, 2)
     accepting.join(0.2)
     assert accepting.is_alive() and listener.missing == [1]
-    assert "it came and ended" in listener.refusals
+    assert "it connected and ended" in listener.refusals
     assert come(listener.address, 1).recv(100)
     accepting.join(LIMIT)
     assert not accepting.is_alive() and listener.missing == []

@@ -136,9 +136,9 @@ def test_without_memory_ranks_talk_by_tcp(free_port, monkeypatch, caplog):
         assert_shared(meshes, [False] * 3)
     assert sorted(r.getMessage() for r in caplog.records) == [
         "tfdist_ext: rank 1 shares no memory with ranks [0] of this host "
-        "(no space left): they talk by TCP.",
+        "(no space left) and uses TCP for them.",
         "tfdist_ext: rank 2 shares no memory with ranks [0, 1] of this host "
-        "(no space left): they talk by TCP.",
+        "(no space left) and uses TCP for them.",
     ]
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -200,8 +200,8 @@ def end_at(stage, rank, error, monkeypatch):
         if at == stage and threading.get_ident() in ends:
             raise error
 
-    meeting, share = ranks.meeting, Neighbours.share
-    finish = ranks.Meeting.finish
+    meeting, share = ranks.rendezvous, Neighbours.share
+    finish = ranks.Rendezvous.finish
 
     @contextlib.contextmanager
     def meet(own, *arguments, **options):
@@ -219,9 +219,9 @@ def end_at(stage, rank, error, monkeypatch):
         end("shared")
         return finish(*arguments)
 
-    monkeypatch.setattr(ranks, "meeting", meet)
+    monkeypatch.setattr(ranks, "rendezvous", meet)
     monkeypatch.setattr(Neighbours, "share", share_memory)
-    monkeypatch.setattr(ranks.Meeting, "finish", finish_all)
+    monkeypatch.setattr(ranks.Rendezvous, "finish", finish_all)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
@@ -236,7 +236,7 @@ def test_a_rank_that_ends_after_it_has_met_is_named(
     began = time.monotonic()
     outcomes = connect_all(addresses)
     assert time.monotonic() - began < 10
-    name = f"rank {dead} ({addresses[dead]}) has ended while the ranks connect"
+    name = f"rank {dead} ({addresses[dead]}) ended while the ranks connect"
     for rank in {0, 1, 2} - {dead}:
         assert name in str(outcomes[rank])
     assert outcomes[dead] is None
@@ -280,7 +280,7 @@ def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
     assert few == (allowed == 64 + 3)
     if few:
         assert f"may have {limit}. Raise the hard limit" in str(raised.value)
-    text = "shares no memory with ranks of this host, which talk by TCP"
+    text = "shares no memory with ranks of this host and uses TCP"
     assert (text in caplog.text) == (allowed == 64 + 6)
     assert ("needs 76 more" in caplog.text) == (allowed == 64 + 6)
 

@@ -20,12 +20,12 @@ SECRET = b"0123456789abcdef" * 2
 
 
 def meet_all(calls):
-    """Results, or errors, of several calls of `meet` at once."""
+    """Results, or errors, of several calls of `exchange_bytes` at once."""
     outcomes = [None] * len(calls)
 
     def call(place, rank, addresses, timeout, secret):
         try:
-            outcomes[place] = ranks.meet(
+            outcomes[place] = ranks.exchange_bytes(
                 rank,
                 addresses,
                 b"blob %d" % rank,
@@ -83,7 +83,9 @@ def test_all_learn_who_is_missing(free_port):
 def test_rank_0_is_out_of_reach(free_port, host, why):
     addresses = [f"{host}:{free_port()}", "127.0.0.1:1"]
     with pytest.raises(RuntimeError) as raised:
-        ranks.meet(1, addresses, b"", secret=b"", timeout=0.5, patience=0.1)
+        ranks.exchange_bytes(
+            1, addresses, b"", secret=b"", timeout=0.5, patience=0.1
+        )
     error = str(raised.value)
     assert f"cannot reach rank 0 ({addresses[0]}) within" in error
     assert "startup_timeout=0.5 s" in error and why in error
@@ -118,7 +120,7 @@ def test_who_is_refused_learns_what_to_do(
     bad = (change.get("rank", 1), other, 2.0, change.get("secret", b"s"))
     first, second, refused = meet_all([*good, bad])
     assert remedy in refused or remedy in second
-    assert "rank 1 (127.0.0.1:1) of 3 ranks did not come" in first
+    assert "rank 1 (127.0.0.1:1) of 3 ranks did not connect" in first
     assert "Refused: 127.0.0.1:" in first
 
 
@@ -156,7 +158,7 @@ def test_a_rank_that_sends_nonsense_is_named(line, free_port):
     answer = link.receive(LIMIT)
     link.close()
     thread.join(LIMIT)
-    assert "rank 1 (127.0.0.1:1) has come and failed" in outcome[0]
+    assert "rank 1 (127.0.0.1:1) connected and failed" in outcome[0]
     assert answer == {"error": outcome[0]}, json.dumps(answer)
 
 
@@ -165,7 +167,7 @@ def start(rank, addresses, outcomes, blob=None, timeout=LIMIT, secret=SECRET):
 
     def run():
         try:
-            outcomes[rank] = ranks.meet(
+            outcomes[rank] = ranks.exchange_bytes(
                 rank,
                 addresses,
                 blob or b"blob %d" % rank,
@@ -237,7 +239,7 @@ def test_rank_0_starts_again_while_the_others_wait(free_port, caplog):
         thread.join(LIMIT)
     expected = [b"blob 0", b"blob 1", b"blob 2"]
     assert outcomes == dict.fromkeys(range(3), expected)
-    assert f"rank 0 ({addresses[0]}) has ended before all" in caplog.text
+    assert f"rank 0 ({addresses[0]}) ended before all" in caplog.text
 
 
 def test_a_rank_that_ends_for_good_is_named(free_port):
@@ -246,7 +248,7 @@ def test_a_rank_that_ends_for_good_is_named(free_port):
     come_and_end(addresses, 1, b"dead")
     thread.join(LIMIT)
     assert "rank 1 (127.0.0.1:1), rank 2 (127.0.0.1:2) of 3" in outcomes[0]
-    assert "(it came and ended)" in outcomes[0]
+    assert "(it connected and ended)" in outcomes[0]
 
 
 def test_a_name_that_cannot_be_resolved_is_told_soon(
@@ -263,7 +265,7 @@ def test_a_name_that_cannot_be_resolved_is_told_soon(
         "(no-such-host.invalid:7) of 2 ranks. It goes on for "
         "startup_timeout=1 s. no-such-host.invalid cannot be resolved here: "
     ) in caplog.text
-    assert "did not come" in outcomes[0]
+    assert "did not connect" in outcomes[0]
     caplog.clear()
     others = list(reversed(addresses))
     start(1, others, outcomes, timeout=1.0).join(LIMIT)
@@ -310,7 +312,7 @@ def test_other_users_are_accepted_where_the_user_says_so(
 
     def run(rank):
         outcomes.append(
-            ranks.meet(
+            ranks.exchange_bytes(
                 rank,
                 addresses,
                 b"b",

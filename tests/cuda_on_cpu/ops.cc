@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels of the ops for GPUs, for a CPU and under a label of their own.
-#include "custom_ops/embedding/combine_gpu_kernels.cc"
-#include "custom_ops/embedding/decode_ids_gpu_kernels.cc"
-#include "custom_ops/embedding/lookup_gpu_kernels.cc"
-#include "custom_ops/embedding/lookup_grad_gpu_kernels.cc"
-#include "custom_ops/embedding/pool_gpu_kernels.cc"
-#include "custom_ops/embedding/values_gpu_kernels.cc"
+#include "custom_ops/codec/decode_ids_gpu_kernels.cc"
+#include "custom_ops/codec/wire_gpu_kernels.cc"
+#include "custom_ops/lookup/combine_gpu_kernels.cc"
+#include "custom_ops/lookup/init_rows_gpu_kernels.cc"
+#include "custom_ops/lookup/lookup_gpu_kernels.cc"
+#include "custom_ops/lookup/lookup_grad_gpu_kernels.cc"
+#include "custom_ops/lookup/pool_gpu_kernels.cc"
 #include "custom_ops/optimizer/reset_rows_gpu_kernels.cc"
 #include "custom_ops/optimizer/update_gpu_kernels.cc"
 

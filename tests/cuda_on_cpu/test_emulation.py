@@ -14,12 +14,12 @@ from benchmarks.gpu import checks
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.translate import translate
 
-DECODING = "custom_ops/embedding/decode_ids_functor.cu.cc"
-COMBINE = "custom_ops/embedding/combine_functor.cu.cc"
-GRADIENT = "custom_ops/embedding/lookup_grad_functor.cu.cc"
-LOOKUP = "custom_ops/embedding/lookup_functor.cu.cc"
+DECODING = "custom_ops/codec/decode_ids_functor.cu.cc"
+COMBINE = "custom_ops/lookup/combine_functor.cu.cc"
+GRADIENT = "custom_ops/lookup/lookup_grad_functor.cu.cc"
+LOOKUP = "custom_ops/lookup/lookup_functor.cu.cc"
 UPDATES = "custom_ops/optimizer/row_update_functor.cu.cc"
-WIRE = "custom_ops/embedding/wire_functor.cu.cc"
+WIRE = "custom_ops/codec/wire_functor.cu.cc"
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@
 #include <cstring>
 #include <string>
 
-#include "custom_ops/collective/gpu_all_reduce_ops.cc"
-#include "custom_ops/collective/gpu_broadcast_ops.cc"
-#include "custom_ops/collective/gpu_call.cc"
-#include "custom_ops/collective/gpu_group_ops.cc"
-#include "custom_ops/collective/gpu_links.cc"
-#include "custom_ops/collective/gpu_rows_ops.cc"
-#include "custom_ops/collective/nccl_communicator.cc"
-#include "custom_ops/collective/nccl_library.cc"
+#include "custom_ops/gpu/gpu_all_reduce_ops.cc"
+#include "custom_ops/gpu/gpu_broadcast_ops.cc"
+#include "custom_ops/gpu/gpu_call.cc"
+#include "custom_ops/gpu/gpu_group_ops.cc"
+#include "custom_ops/gpu/gpu_links.cc"
+#include "custom_ops/gpu/gpu_rows_ops.cc"
+#include "custom_ops/gpu/nccl_communicator.cc"
+#include "custom_ops/gpu/nccl_library.cc"
 #include "tests/fake_gpu/fake.h"
 
 namespace tfdist {

@@ -18,7 +18,7 @@ import time
 
 import tensorflow as tf
 
-from tests import meeting_files
+from tests import address_files
 from tests.fake_gpu import emulation
 from tfdist_ext.comm import mesh
 from tfdist_ext.comm.process_group import ProcessGroup
@@ -179,7 +179,7 @@ def main():
     rank, world_size = int(rank), int(world_size)
     folder = pathlib.Path(sys.argv[5])
     hosts = sys.argv[6:] or ["127.0.0.1"] * world_size
-    addresses = meeting_files.addresses(folder, rank, hosts)
+    addresses = address_files.addresses(folder, rank, hosts)
     group = ProcessGroup(
         rank,
         world_size,

@@ -65,8 +65,8 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path, capsys):
         "0.00",
         "5.00",
     ]
-    assert verdict.startswith("Bound by rank 1, for which the others wait 5.00")
-    assert verdict.endswith("most more than they in: input.")
+    assert verdict.startswith("Bound by rank 1: the others wait for it 5.00")
+    assert verdict.endswith("more time than they do in: input.")
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -84,7 +84,9 @@ def test_time_in_callbacks_is_no_input(at_end):
     assert [column[6] for column in columns] == ["0.00", "5.00"]
     assert [column[2] for column in columns] == ["0.10", "0.10"]
     if not at_end:
-        assert verdict.endswith("most more than they in: callbacks."), verdict
+        assert verdict.endswith("more time than they do in: callbacks."), (
+            verdict
+        )
 
 
 def test_without_a_late_rank_the_kind_of_work_is_named():

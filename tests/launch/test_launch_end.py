@@ -81,7 +81,7 @@ def test_a_hung_rank_is_named_at_once(program) -> None:
         meet()
         if RANK == 0:
             print("Error: rank 0: all_reduce 'x' (tag 1) failed: rank 1 "
-                  "(127.0.0.1:9) is silent within 10 s", file=sys.stderr)
+                  "(127.0.0.1:9) sent nothing within 10 s", file=sys.stderr)
             sys.exit(1)
         print("pid", os.getpid(), flush=True)
         while True:
@@ -93,7 +93,7 @@ def test_a_hung_rank_is_named_at_once(program) -> None:
         lines = [process.stderr.readline() for _ in range(4)]
         told = "".join(line for line in lines if "tfdist-run: " in line)
         assert "rank 0 (pid " in told and "failed: exit code 1" in told
-        assert "tfdist-run: rank 0 names rank 1 (127.0.0.1:9) is " in told
+        assert "tfdist-run: rank 0 names rank 1 (127.0.0.1:9) sent " in told
         assert "stops rank 1, which is killed after 60 s" in told
         # What it prints meanwhile is shown as it comes.
         for _ in range(3):

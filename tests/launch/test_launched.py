@@ -181,7 +181,7 @@ WRONG = [
     ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is missing"),
     ({"SLURM_PROCID": "1"}, "srun.*SLURM_STEP_NUM_TASKS is missing"),
     ({"SLURM_STEP_NUM_TASKS": "2"}, "srun.*SLURM_PROCID is missing"),
-    (slurm(1, 2, 0, 1, ""), "SLURM_STEP_TASKS_PER_NODE is no list"),
+    (slurm(1, 2, 0, 1, ""), "SLURM_STEP_TASKS_PER_NODE is not a list"),
     (slurm(1, 2, 0, 1, "2", SLURM_JOB_ID=""), "SLURM_JOB_ID is missing"),
     ({"MV2_COMM_WORLD_SIZE": "4"}, "MVAPICH2.*MV2_COMM_WORLD_RANK is missing"),
     ({"PMIX_RANK": "1"}, "PMIx.*how many"),
@@ -189,20 +189,23 @@ WRONG = [
     ({"RANK": "1"}, "torchrun.*WORLD_SIZE is missing"),
     ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes.*WORLD_SIZE, the completions"),
     # Without the host of rank 0.
-    (open_mpi(1, 2, 0, 1), "nothing tells where rank 0 runs.*-x MASTER_ADDR"),
-    (mpich(2, 4, 0, 2), "MPICH.*nothing tells where rank 0 runs"),
+    (
+        open_mpi(1, 2, 0, 1),
+        "no variable says where rank 0 runs.*-x MASTER_ADDR",
+    ),
+    (mpich(2, 4, 0, 2), "MPICH.*no variable says where rank 0 runs"),
     (
         horovodrun(1, 2, 0, 1, HOROVOD_GLOO_RENDEZVOUS_ADDR=""),
-        "horovodrun.*nothing tells where rank 0 runs",
+        "horovodrun.*no variable says where rank 0 runs",
     ),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "nothing tells where rank 0 runs"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "no variable says where rank 0 runs"),
     (
         {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"},
-        "Kubernetes.*nothing tells where rank 0 runs",
+        "Kubernetes.*no variable says where rank 0 runs",
     ),
     (
         slurm(1, 2, 1, 0, "1(x2)", SLURM_DISTRIBUTION="arbitrary"),
-        "nothing tells where rank 0 runs.*SLURM_DISTRIBUTION=arbitrary",
+        "no variable says where rank 0 runs.*SLURM_DISTRIBUTION=arbitrary",
     ),
     (
         slurm(1, 2, 1, 0, "1(x2)", SLURM_STEP_NODELIST="x[1-2]"),
@@ -225,13 +228,13 @@ WRONG = [
         "rank 1 of 2 .*but rank 0 of 2.*Unset",
     ),
     # Nonsense.
-    ({"HOROVOD_SIZE": "many"}, "HOROVOD_SIZE is no number"),
-    (open_mpi("-1", 2, 0, 2), "OMPI_COMM_WORLD_RANK is no number"),
-    (open_mpi("\u0661", 2, 0, 2), "OMPI_COMM_WORLD_RANK is no number"),
-    (mpich(0, 10**10, 0, 2), "PMI_SIZE is no number"),
+    ({"HOROVOD_SIZE": "many"}, "HOROVOD_SIZE is not a number"),
+    (open_mpi("-1", 2, 0, 2), "OMPI_COMM_WORLD_RANK is not a number"),
+    (open_mpi("\u0661", 2, 0, 2), "OMPI_COMM_WORLD_RANK is not a number"),
+    (mpich(0, 10**10, 0, 2), "PMI_SIZE is not a number"),
     (mpich(0, 10**8, 0, 2), "at most 1048576"),
     (mpich(0, 0, 0, 0), "below the size"),
-    (slurm(1, 2, 0, 1, "2(xx)"), "SLURM_STEP_TASKS_PER_NODE is no list"),
+    (slurm(1, 2, 0, 1, "2(xx)"), "SLURM_STEP_TASKS_PER_NODE is not a list"),
     (slurm(1, 2, 0, 1, "2", MASTER_PORT="0"), "MASTER_PORT must be a port"),
     (torchrun(1, 2, 1, 2, MASTER_PORT="99999"), "MASTER_PORT must be a port"),
 ]

@@ -135,4 +135,4 @@ def test_too_few_hosts_end(program):
         for node in (0, 2):
             said = running[node].communicate(timeout=launcher.LIMIT)[1]
             assert running[node].returncode == 1
-            assert "hosts [1] of 3 did not come within" in said
+            assert "hosts [1] of 3 did not connect within" in said

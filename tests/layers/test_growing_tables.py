@@ -65,7 +65,7 @@ def learn(layer, keys, optimizer=None):
         ({"full": None}, "full=None"),
         ({"unadmitted": "ones"}, "unadmitted='ones'"),
         ({"keep_text": 1}, "keep_text=1"),
-        ({"keep_text": True}, "no strings.*key_dtype='int64'"),
+        ({"keep_text": True}, "not strings.*key_dtype='int64'"),
     ],
 )
 def test_wrong_vocabularies_are_refused(arguments, message):
@@ -188,7 +188,7 @@ def test_texts_are_kept_as_long_as_their_keys():
     assert set(found["texts"]) == kept and len(found["rows"]) == 3
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[1\], \[2\]"):
         keys = layer.keys_t
-        vocabulary_ops.keep_texts(keys.handle, [1], ["x", "y"])
+        vocabulary_ops.store_texts(keys.handle, [1], ["x", "y"])
     files = {}
     layer.save_own_variables(files)
     other = make(3)
@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match=r"prefetch_ids.*\['t'\]"):
         layer_of(vocabulary, prefetch_ids=True)
     matrix = keras.initializers.Constant(np.ones([10, DIM]))
-    with pytest.raises(ValueError, match=r"Table 't' gives rows.*evict"):
+    with pytest.raises(ValueError, match=r"Table 't' gives the rows.*evict"):
         layer_of(vocabulary, initializer=matrix).build()
     layer = layer_of(DynamicVocabulary(9))
     layer.build()

@@ -132,9 +132,9 @@ def test_one_weight_for_all_ids_of_a_sample():
     found = layer(np.array(IDS), np.array([2.0, 3.0]))
     expected = layer(np.array(IDS)) * np.array([[2], [3]], np.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="lie where"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same positions"):
         layer(np.array(IDS), np.array([2.0, 3.0, 4.0]))
-    with pytest.raises(ValueError, match="floats or integers of the same kind"):
+    with pytest.raises(ValueError, match="floats or integers in a"):
         layer(np.array(IDS), np.array([[True, False], [True, False]]))
 
 
@@ -166,7 +166,7 @@ def test_full_sparse_multiplies_a_matrix_as_a_dense_layer_does(binary_values):
 
 def test_whole_numbers_as_wide_as_the_kernel_are_not_guessed_at():
     counts = np.ones([2, 100], np.int64)
-    with pytest.raises(ValueError, match="are ids or the counts of a matrix"):
+    with pytest.raises(ValueError, match="cannot tell ids from a matrix"):
         make_layer()(counts)
     as_ids = make_layer()(tf.RaggedTensor.from_tensor(counts))
     assert as_ids.shape == (2, 4)
@@ -182,7 +182,7 @@ def test_weights_that_are_trained_are_refused(combiner, persistent):
     with tf.GradientTape(persistent=persistent) as tape:
         weights = tf.ones([2, 2]) * scale
         loss = tf.reduce_sum(layer(tf.constant(IDS), weights=weights))
-    with pytest.raises(LookupError, match="what computes them is not trained"):
+    with pytest.raises(LookupError, match="what computes them would not"):
         tape.gradient(loss, [scale, *layer.trainable_variables])
     with tf.GradientTape() as tape:
         weights = tf.stop_gradient(tf.ones([2, 2]) * scale)

@@ -141,5 +141,5 @@ def test_functional_models_know_the_shapes():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="`output_shape` tells"):
+    with pytest.raises(ValueError, match="`output_shape` says"):
         layer_of([3], [3])(tf.zeros([2, 4], tf.int64))

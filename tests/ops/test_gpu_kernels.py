@@ -20,7 +20,7 @@ ON_HOST = {
         (
             *("Vocabulary", "VocabularyCounts", "AskKeys", "AnswerKeys"),
             *("ReadRows", "LocalRows", "TakeResets", "ExportKeys"),
-            *("ImportKeys", "KeepTexts", "KeptTexts", "ShortenTexts"),
+            *("ImportKeys", "StoreTexts", "StoredTexts", "ReleaseTexts"),
         ),
         KEYS,
     ),

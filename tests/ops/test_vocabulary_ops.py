@@ -14,6 +14,7 @@ from tests.reference.vocabulary import Full
 from tests.reference.vocabulary import Vocabulary
 from tests.reference.vocabulary import hash_of
 from tfdist_ext.ops import vocabulary_ops
+from tfdist_ext.ops.library import library
 from tfdist_ext.tables.table_config import DynamicVocabulary
 
 RULES = {
@@ -219,6 +220,26 @@ def test_many_keys_of_a_list_are_made_unique_too():
     np.testing.assert_array_equal(rows[22_000:], rows[: 70_000 - 22_000])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("words", 3),
+        ("capacity", 2**31),
+        ("buckets", 6),
+        ("rank", 2),
+        ("first_rank", 2),
+        ("min_count", 2**32),
+    ],
+)
+def test_the_error_of_a_wrong_attribute_prints_its_value(name, value):
+    attributes = {"capacity": 8, "buckets": 4, "world_size": 2, name: value}
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match=f"Table 't': words must be.*Received:.* {name}={value}\\b",
+    ):
+        library().tfdist_vocabulary([1, 2], table="t", **attributes)
+
+
 def test_a_full_vocabulary_ends_the_step_on_every_rank():
     config = DynamicVocabulary(10)
     keys = np.arange(11)
@@ -227,7 +248,7 @@ def test_a_full_vocabulary_ends_the_step_on_every_rank():
     with pytest.raises(
         tf.errors.FailedPreconditionError,
         match=r"Table 't': no row is left.*Bucket 0 of 1 is full.*"
-        r"capacity of 10.*rank 1 of 2 has keys in 10 of its 10 rows "
+        r"capacity of 10.*Rank 1 of 2 uses 10 of its 10 rows "
         r"\(100 %\).*shared_row",
     ):
         World(config, 2).rows(keys)
@@ -311,7 +332,7 @@ def test_damaged_keys_are_refused():
     arrays = world.export()
     arrays[0] = arrays[0][::-1]
     arrays[1] = arrays[1][::-1]
-    with pytest.raises(tf.errors.DataLossError, match="'t' are damaged"):
+    with pytest.raises(tf.errors.DataLossError, match=r"'t'.*are damaged"):
         world.import_(arrays, step=1)
     payload, *_ = vocabulary_ops.ask_keys(
         world.handles, [tf.range(5, dtype=tf.int64)], [0]
@@ -322,7 +343,9 @@ def test_damaged_keys_are_refused():
     never = tf.tensor_scatter_nd_update(twice, [[len(twice) - 1]], [0])
     wrongs = payload[:-1], tf.concat([payload, payload], 0), twice[:-1], never
     for wrong in wrongs:
-        with pytest.raises(tf.errors.DataLossError, match="rank 0 sent"):
+        with pytest.raises(
+            tf.errors.DataLossError, match="from rank 0 is malformed"
+        ):
             vocabulary_ops.answer_keys(
                 world.handles, wrong, [len(wrong)], learn=True, advance=True
             )

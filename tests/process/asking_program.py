@@ -42,7 +42,7 @@ def main(folder):
     try:
         ours.save(shared, overwrite=False)
     except FileExistsError as error:
-        assert "nobody is asked" in str(error)
+        assert "there is no prompt" in str(error)
     else:
         raise AssertionError("overwritten")
     strategy.close()

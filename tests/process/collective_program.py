@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import tensorflow as tf
 
-from tests import meeting_files
+from tests import address_files
 from tfdist_ext.comm import mesh
 from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.ops import collective_ops
@@ -40,7 +40,7 @@ def main():
     rank, world_size = config["task"]["index"], len(config["cluster"]["worker"])
     folder = pathlib.Path(sys.argv[1])
     hosts = ["127.0.0.1"] * world_size
-    addresses = meeting_files.addresses(folder, rank, hosts)
+    addresses = address_files.addresses(folder, rank, hosts)
     group = ProcessGroup(
         rank,
         world_size,

@@ -174,7 +174,7 @@ def falls_back(strategy, folder):
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
         run(strategy, directory)
-    why = f"since another '{full.path(directory)}'"
+    why = f"a delta to an earlier '{full.path(directory)}'"
     assert any(why in str(each.message) for each in w)
 
 

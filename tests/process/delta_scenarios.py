@@ -129,7 +129,7 @@ def _check_deltas(strategy, folder, dtype):
         tf.saved_model.load(str(folder / name))
         for name in ("plain", "served", "expected")
     )
-    with refused(ValueError, "takes no deltas"):
+    with refused(ValueError, "was exported without deltas"):
         tfdist_ext.apply_delta(plain, folder / "delta1")
     # By the model itself, and by this package.
     served.apply_delta(str(folder / "delta1"))

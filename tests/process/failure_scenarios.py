@@ -153,7 +153,11 @@ def eager_steps(strategy, folder):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
-        found = [w for w in caught if "cannot tell a sum" in str(w.message)]
+        found = [
+            w
+            for w in caught
+            if "a sum over the samples cannot" in str(w.message)
+        ]
         assert len(found) == expected, caught
 
 

@@ -110,7 +110,7 @@ def fails_alone():
     with tfdist_ext.HybridParallelStrategy(engine="horovod") as strategy:
         collectives = strategy.collectives
         try:
-            with collectives.together("what fails"):
+            with collectives.joint_call("what fails"):
                 if strategy.rank == 1:
                     raise OSError("of rank 1")
                 collectives.all_reduce([tf.ones([9])], "never")

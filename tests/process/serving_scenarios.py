@@ -119,7 +119,7 @@ def int8(strategy, folder):
     model = trained(strategy)
     tfdist_ext.export(model, folder / "served", "int8")
     tfdist_ext.export(model, folder / "mapped", "int8", "files")
-    with refused(Exception, "is there, and a model whose tables are files"):
+    with refused(Exception, "exists, and a model whose tables are files"):
         tfdist_ext.export(model, folder / "mapped", "int8", "files")
     with refused(ValueError, "that takes deltas"):
         tfdist_ext.export(model, folder / "new", tables="files", deltas=True)
@@ -160,7 +160,7 @@ def failures(strategy, folder):
     for error, text, save in (
         (ValueError, "int4", lambda p: export(model, p, "int4")),
         (ValueError, "keras.Sequential", lambda p: export(model.layers[0], p)),
-        (Exception, "is no SavedModel", lambda p: export(model, blocked)),
+        (Exception, "is not a SavedModel", lambda p: export(model, blocked)),
         (
             Exception,
             "Tfdist>AllReduce",

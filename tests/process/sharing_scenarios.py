@@ -71,9 +71,9 @@ def sequential():
 class Subclassed(keras.Model):
     """Keeps tensors of its call in a list, as for a loss to read."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.a, self.b, self.c = sparse("a"), sparse("b"), sparse("c")
+        self.a, self.b, self.c = (sparse(k, **options) for k in ROWS)
         self.dense = dense()
         self.drop = keras.layers.Dropout(0.0)
         self.seen = []
@@ -160,8 +160,8 @@ class Composite(Dependent):
 class Nested(Dependent):
     """Lookups within a tf.function of the user's."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **options):
+        super().__init__(**options)
         for layer in (self.a, self.b, self.c):
             layer.build((None, 3))
 
@@ -232,6 +232,17 @@ def error_of_a_function(strategy, folder):
         model.fit(*data(24), batch_size=6, verbose=0)
     except ValueError as error:
         return str(error)
+
+
+def plan_after_a_failed_capture(strategy, folder):
+    """The plan of a layer that a tf.function of the user's calls."""
+    del folder
+    with strategy.scope():
+        model = Nested(sharding="auto")
+        model.compile(optimizer=tfdist_ext.optimizers.SGD(0.1), loss="mse")
+    x, _ = data(24)
+    model.predict(x, batch_size=6, verbose=0)
+    return model.c.plan.summary()
 
 
 def loop_of_ones_own(strategy, folder):

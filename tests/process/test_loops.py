@@ -104,7 +104,7 @@ def test_dataset_is_not_refused(run_scenario, name):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("stateful", "Each of the 2 ranks has a part of every batch"),
+        ("stateful", "Each of the 2 ranks has only a part of every batch"),
         ("lengths", "different numbers of samples"),
         ("values", "with different settings"),
     ],

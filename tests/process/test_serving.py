@@ -34,8 +34,11 @@ def test_scenario(run_scenario, ranks, keras, scenario):
     run_scenario(scenario, ranks=ranks, keras=keras)
 
 
-def test_process_without_this_package(run_scenario, tmp_path):
-    run_scenario("serving_scenarios.for_another_process", ranks=2, keras=3)
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3)])
+def test_process_without_this_package(run_scenario, tmp_path, ranks, keras):
+    run_scenario(
+        "serving_scenarios.for_another_process", ranks=ranks, keras=keras
+    )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, PROGRAM, tmp_path],

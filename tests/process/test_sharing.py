@@ -82,6 +82,21 @@ def test_a_function_is_not_kept_with_zeros(run_scenario, ranks, keras):
 
 @pytest.mark.parametrize("keras", [3, 2])
 @pytest.mark.parametrize("ranks", [2])
+def test_a_plan_names_the_reason_of_a_failed_capture(
+    run_scenario, ranks, keras
+):
+    for summary in run_scenario(
+        "sharing_scenarios.plan_after_a_failed_capture",
+        ranks=ranks,
+        keras=keras,
+    ):
+        assert summary.endswith(
+            "share no exchange: a tf.function calls layer 'sparse_a'"
+        )
+
+
+@pytest.mark.parametrize("keras", [3, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_loops_of_ones_own_share_too(run_scenario, ranks, keras):
     for lines in run_scenario(
         "sharing_scenarios.loop_of_ones_own", ranks=ranks, keras=keras

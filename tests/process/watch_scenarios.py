@@ -270,5 +270,5 @@ def slow_rank_is_seen(strategy, folder):
         waited = sum(e.more.get("waited_us", 0.0) for e in mine)
         assert (waited > 4 * 100e3) == (rank != 1), (rank, waited)
     text = trace.report(events)
-    assert "Bound by rank 1, for which the others wait" in text, text
-    assert text.endswith("most more than they in: callbacks."), text
+    assert "Bound by rank 1: the others wait" in text, text
+    assert text.endswith("more time than they do in: callbacks."), text

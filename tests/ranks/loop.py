@@ -3,7 +3,8 @@
 
 Usage: loop.py SOCKET OPTIONS
 
-OPTIONS are those of the strategy, as JSON; "null" for none.
+OPTIONS are those of the strategy, as JSON; "null" for none. An object of
+`tfdist_ext.consistency` is a list: its class, and its arguments by name.
 """
 
 import gc
@@ -33,10 +34,22 @@ def run(strategy: Any, module: str, name: str, arguments: Any) -> Any:
     return scenario(strategy, *arguments)
 
 
+def consistency(described: Any) -> Any:
+    """An object of `tfdist_ext.consistency`."""
+    name, arguments = described
+    given = {
+        key: consistency(value) if isinstance(value, list) else value
+        for key, value in arguments.items()
+    }
+    return getattr(tfdist_ext.consistency, name)(**given)
+
+
 def main() -> None:
     options = json.loads(sys.argv[2])
     strategy = None
     if options is not None:
+        if "consistency" in options:
+            options["consistency"] = consistency(options["consistency"])
         strategy = tfdist_ext.HybridParallelStrategy(**options)
     connection = multiprocessing.connection.Client(sys.argv[1])
     connection.send((strategy.rank if strategy else 0, os.getpid()))

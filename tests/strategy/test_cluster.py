@@ -115,7 +115,7 @@ def test_an_address_of_another_host_is_not_ours(read):
         read(config(both))
     with pytest.raises(ValueError, match=r"task 1.*'192.0.2.1:4001'.*index"):
         read(config(both, {"type": "worker", "index": 1}))
-    with pytest.raises(ValueError, match="stands for all interfaces"):
+    with pytest.raises(ValueError, match="means all interfaces"):
         read(config(["0.0.0.0:4001", "127.0.0.1:4002"]))
 
 
@@ -155,7 +155,7 @@ def test_a_host_that_is_loopback_to_itself_is_refused(
     if index:
         workers = [workers[1], workers[0], workers[2]]
     text = config(workers, {"type": "worker", "index": index})
-    with pytest.raises(ValueError, match=r"'n0', which to itself is 127\.0\.1"):
+    with pytest.raises(ValueError, match=r"'n0', which resolves to 127\.0\.1"):
         read(text)
 
 
@@ -173,7 +173,7 @@ def test_an_interface_serves_others_where_the_name_does_not(read, names):
     names.update(n0=["127.0.1.1"], n1=["127.0.1.1"], far=["10.0.0.2"])
     second = config(["far:1", "n1:2"], {"type": "worker", "index": 1})
     assert read(second, TFDIST_INTERFACE="lo").rank == 1
-    with pytest.raises(ValueError, match="which to itself is"):
+    with pytest.raises(ValueError, match="which resolves to"):
         read(config(["n0:1", "far:2"]), TFDIST_INTERFACE="lo")
 
 

@@ -85,7 +85,7 @@ def test_another_order_is_refused():
     ]
     error = tf.errors.InvalidArgumentError
     # Labels that are all alike are no sign of the same order.
-    with pytest.raises(error, match=r"no feature agrees\. '0/ids', '1' of"):
+    with pytest.raises(error, match=r"no feature is equal\. '0/ids', '1' of"):
         compare(*batches)
     with pytest.warns(UserWarning, match="'0/ids', '1'"):
         compare(*batches, may_differ=True)

@@ -97,7 +97,7 @@ def test_a_store_tells_where_rank_0_is(store):
 
 def test_a_store_that_does_not_tell_is_named(store):
     where = bootstrap.addresses_lib.split(store)
-    with pytest.raises(RuntimeError, match=r"rank 0 has not told.*=0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"rank 0 did not write.*=0\.2 s"):
         bootstrap.get_text(where, 0.2)
     nobody = ("127.0.0.1", free_port())
     for ask in (
@@ -123,7 +123,7 @@ def test_ranks_of_another_job_are_strangers():
 
 def test_rank_0_says_that_others_would_not_reach_it(monkeypatch):
     # TEST-NET-1, nobody's address.
-    with pytest.raises(ValueError, match=r"no address of its.*MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"not an address of its.*MASTER_ADDR"):
         bootstrap.locate(cluster(0, 2, "192.0.2.7:7000", 1), 1)
     with pytest.raises(ValueError, match="cannot be resolved"):
         bootstrap.locate(cluster(1, 2, "no.such.host.invalid:7000", 1), 1)

@@ -73,7 +73,9 @@ def test_what_is_asked_for_goes_first():
     assert plan.storage_of(f"t{first}") == "host"
     with pytest.raises(ValueError, match=rf"do not fit.*'t{last}'.*Leave"):
         plan_with(asked, device_memory=size - 1)
-    with pytest.raises(ValueError, match=rf"'t{last}' is to lie on GPUs.*None"):
+    with pytest.raises(
+        ValueError, match=rf"'t{last}' has storage='device'.*None"
+    ):
         plan_with(asked)
     assert plan_with({first: "host"}).storage_of("t0") == "host"
 

@@ -67,7 +67,7 @@ def test_wrong_tables_are_refused(arguments, message):
         ({"input_shape": 3}, "input_shape=3"),
         ({"input_shape": (None, -1)}, "batch dimension"),
         ({"output_shape": (None, 8)}, "embedding_dim, 16"),
-        ({"output_shape": (None, 10, 16)}, "takes a table with combiner=None"),
+        ({"output_shape": (None, 10, 16)}, "needs a table with combiner=None"),
         ({"table": KEPT}, r"row of every id is kept.*input_shape=\(None, 10\)"),
         ({"hotness": 0}, "hotness=0"),
         ({"unique": float("inf")}, "unique=inf"),

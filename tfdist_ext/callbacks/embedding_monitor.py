@@ -417,7 +417,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
             found |= self._of_keys(table, max(steps, 1))
         self._reported = self._step
         self.reports[self._step] = found
-        self._tell(found)
+        self._log(found)
         return found
 
     def histogram(
@@ -477,7 +477,7 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
             / steps,
         }
 
-    def _tell(self, found: dict[str, float]) -> None:
+    def _log(self, found: dict[str, float]) -> None:
         if not self._is_first:
             return
         for name, value in found.items():

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.callbacks import update_watch
 from tfdist_ext.callbacks.update_watch import Pairs
 from tfdist_ext.callbacks.update_watch import Snapshot
@@ -90,7 +91,7 @@ class FiniteSteps:
     Args:
         watch: the model's update watch.
         collectives: collectives of the model's strategy; None in one process.
-        keep: called with this rank's part of a batch that is not finite: the
+        write: called with this rank's part of a batch that is not finite: the
             names, then as many arrays.
     """
 
@@ -98,17 +99,17 @@ class FiniteSteps:
         self,
         watch: UpdateWatch,
         collectives: Collectives | None,
-        keep: Callable[..., None],
+        write: Callable[..., None],
     ) -> None:
         self._collectives = collectives
-        self._keep = keep
+        self._write = write
         self._variables: list[Any] = []
         self._shared: list[bool] = []
         self._state: Any = None
         self._any: Any = None
         watch.add(self._around)
 
-    def anything(self) -> bool:
+    def has_findings(self) -> bool:
         """Whether any rank has counted anything since the last `take`."""
         return self._state is not None and bool(self._any.numpy())
 
@@ -170,19 +171,19 @@ class FiniteSteps:
         before = [_of_numbers(loss)]
         for part, (gradient, _) in zip(own, pairs, strict=True):
             before.append(_of_gradient(gradient if part is None else part))
-        fine = self._agree(before, "not finite/gradients")
-        _only_if(fine, update)
+        fine = self._all_finite(before, "not finite/gradients")
+        internals.run_if(fine, update)
         after = [_NOTHING, *(_of_rows(g, v) for g, v in pairs)]
-        fine = tf.logical_and(fine, self._agree(after, "not finite/rows"))
+        fine = tf.logical_and(fine, self._all_finite(after, "not finite/rows"))
         new = tf.concat([tf.stack(before), tf.stack(after)], axis=1)
         self._state.assign(tf.where(self._state > 0, self._state, new))
         self._any.assign(tf.logical_or(self._any, tf.logical_not(fine)))
         batch = dict(_named("batch", watch.data))
-        tf.cond(fine, lambda: True, lambda: self._kept(batch))
+        tf.cond(fine, lambda: True, lambda: self._write_batch(batch))
 
-    def _kept(self, batch: dict[str, tf.Tensor]) -> bool:
-        keep = functools.partial(self._keep, list(batch))
-        tf.numpy_function(keep, list(batch.values()), [])
+    def _write_batch(self, batch: dict[str, tf.Tensor]) -> bool:
+        write = functools.partial(self._write, list(batch))
+        tf.numpy_function(write, list(batch.values()), [])
         return True
 
     def _prepare(self, variables: list[Variable]) -> None:
@@ -198,7 +199,7 @@ class FiniteSteps:
             self._state = tf.Variable(zeros, **options)
             self._any = tf.Variable(False, **options)
 
-    def _agree(self, counts: list[tf.Tensor], label: str) -> tf.Tensor:
+    def _all_finite(self, counts: list[tf.Tensor], label: str) -> tf.Tensor:
         """Whether no rank has counted anything."""
         mine = tf.reduce_sum(tf.stack(counts)) > 0
         return sum_over_ranks(tf.cast(mine, tf.float32), label) == 0.0
@@ -263,31 +264,6 @@ def _of_rows(gradient: Gradient, variable: Variable) -> tf.Tensor:
     with sharded_variable.reads_allowed():
         values = tf.gather(value_of(variable), gradient.indices)
     return _of_table(gradient.indices, values)
-
-
-def _only_if(fine: tf.Tensor, update: Callable[[], Any]) -> None:
-    """Runs an update in a branch, as Keras's loss scale optimizers do.
-
-    An update calls all replicas, which a branch inside of one replica cannot
-    do. The branch is therefore in the cross-replica context.
-    """
-
-    def updated() -> bool:
-        update()
-        return True
-
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(fine, updated, lambda: True)
-        return
-
-    def across(strategy: tf.distribute.Strategy) -> None:
-        def updated_everywhere() -> bool:
-            strategy.extended.call_for_each_replica(update)
-            return True
-
-        tf.cond(fine, updated_everywhere, lambda: True)
-
-    tf.distribute.get_replica_context().merge_call(across)
 
 
 _SHOWN = 6  # most findings in a message
@@ -369,7 +345,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._step = 0
         self._epoch = 0
         self._copies: list[tuple[int, Any]] = []
-        self._beside: StepState | None = None
+        self._step_state: StepState | None = None
         self._logs: dict[str, Any] = {}
         self._steps = FiniteSteps(
             update_watch.watch_of(model), collectives, self._write
@@ -396,7 +372,7 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Copies the state, if a copy is due."""
         self._begun = batch
-        self._beside = StepState(self.model)
+        self._step_state = StepState(self.model)
         if not self._rollback:
             return
         late = not self._copies or (
@@ -413,20 +389,20 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
         loss = logs.get("loss")
         # The loss in the logs is the mean over all ranks, so ranks agree.
         wrong = loss is not None and not math.isfinite(float(loss))
-        if not self._steps.anything() and not wrong:
+        if not self._steps.has_findings() and not wrong:
             self._logs = dict(logs)
             return
-        findings = self._steps.take() if self._steps.anything() else []
+        findings = self._steps.take() if self._steps.has_findings() else []
         message = self._message(findings, batch)
-        done = self._put_right()
+        done = self._recover()
         logs.update(self._logs)
         self.faults.append(f"{message} {done}")
         if self._rank == 0:
             _LOG.warning("%s", self.faults[-1])
         if len(self.faults) >= self._most:
             raise RuntimeError(
-                f"NanGuard has met {len(self.faults)} steps that were not "
-                f"finite, and ends the training. The last: {self.faults[-1]}"
+                f"NanGuard ends the training after {len(self.faults)} steps "
+                f"that were not finite. The last: {self.faults[-1]}"
             )
 
     def _message(self, findings: list[Finding], batch: int) -> str:
@@ -448,17 +424,21 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             f"{origin}{written}"
         )
 
-    def _put_right(self) -> str:
+    def _recover(self) -> str:
         """Restores the state and lowers rates; returns a text that says so."""
         done = "No update was made."
         # This comes before the weights, which include moving means of earlier
         # steps.
-        if self._beside is not None:
-            self._beside.put_back()
+        if self._step_state is not None:
+            self._step_state.put_back()
         if self._copies:
             step, copied = self._copies[0]
             copied.put_back()
             self._copies = [(self._step, copied)]
+            extended = self.model.distribute_strategy.extended
+            rounds = getattr(extended, "rounds", None)
+            if rounds is not None:
+                rounds.drop()
             done = f"Rolled back to step {step}."
         if self._factor == 1:
             return done

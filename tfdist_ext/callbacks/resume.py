@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
-from tfdist_ext.callbacks import place_in_data
+from tfdist_ext.callbacks import data_position
 from tfdist_ext.callbacks import saved_run
-from tfdist_ext.callbacks.place_in_data import Walk
+from tfdist_ext.callbacks.data_position import DataTracker
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.launch.local_ranks import NOT_SAVED as NOT_SAVED
 from tfdist_ext.type_names import Logs
@@ -45,7 +45,7 @@ class PreemptionSignals:
         self.signal = ""
 
     @contextlib.contextmanager
-    def heeding(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    def recording(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
         """Records signals while the context is active.
 
         In a thread other than the main thread it does nothing, as Python allows
@@ -86,7 +86,7 @@ class PreemptionSignals:
                     if number not in numbers:
                         continue
                     if self.signal:
-                        sys.stderr.write("told to end twice: ends at once\n")
+                        sys.stderr.write("got a second signal: ends at once\n")
                         sys.stderr.flush()
                         os._exit(EXIT_CODE)
                     self.signal = signal.Signals(number).name
@@ -118,7 +118,7 @@ class Heartbeats:
         self._steps += 1
         return self._steps >= self._due
 
-    def tell(self, *mine: int) -> np.ndarray:
+    def exchange(self, *mine: int) -> np.ndarray:
         """Sends numbers to all ranks; all ranks must call.
 
         Args:
@@ -127,14 +127,14 @@ class Heartbeats:
         Returns:
             int64 `[world_size, len(mine)]`, the numbers of every rank.
         """
-        told = np.array([[*mine, self._propose()]], np.int64)
+        numbers = np.array([[*mine, self._propose()]], np.int64)
         if self._collectives is not None:
-            told = self._collectives.all_gather(
-                tf.constant(told), "resume/heartbeat"
+            numbers = self._collectives.all_gather(
+                tf.constant(numbers), "resume/heartbeat"
             ).numpy()
-        self._due, self._steps = int(told[0, -1]), 0
+        self._due, self._steps = int(numbers[0, -1]), 0
         self._last = time.monotonic()
-        return told[:, :-1]
+        return numbers[:, :-1]
 
     def _propose(self) -> int:
         """Proposes the number of steps until the next heartbeat.
@@ -214,7 +214,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._keep = keep
         self._deltas = deltas
         self._signals = tuple(signals)
-        self._walk: Walk | None = None
+        self._tracker: DataTracker | None = None
         self.seconds = 0.0
 
     @contextlib.contextmanager
@@ -229,43 +229,44 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         """
         strategy = _strategy_of(model)
         per_call = keras_internals.steps_of_call(model)
-        self._walk = walk = Walk(strategy.collectives, per_call)
+        self._tracker = tracker = DataTracker(strategy.collectives, per_call)
         self._one_iterator = steps_per_epoch is not None
-        self._notice = PreemptionSignals()
+        self._preemption = PreemptionSignals()
         distribute = strategy.experimental_distribute_dataset
 
-        def noting(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            own_data = place_in_data.is_own_data(dataset)
+        def distribute_tracked(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            own_data = data_position.is_own_data(dataset)
             found = distribute(dataset, *args, **kwargs)
-            return walk.watch(found, own_data)  # the first is the training data
+            # The first dataset has the training data.
+            return tracker.watch(found, own_data)
 
-        strategy.experimental_distribute_dataset = noting
+        strategy.experimental_distribute_dataset = distribute_tracked
         self._train: Any = None
         self._run: Any = None
         try:
-            with self._notice.heeding(self._signals):
+            with self._preemption.recording(self._signals):
                 yield
         finally:
             if self._run is not None:
                 self._run.wait(_LAST_WRITE_SECONDS)
                 self._run.close()
-            walk.leave()
+            tracker.stop()
             del strategy.experimental_distribute_dataset
             if self._train is not None:
                 model.train_function = self._train
             keras_internals.start_at_epoch(model, None)
             keras_internals.keep_metrics(model, False)
-            self._walk = None
+            self._tracker = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Restores the last checkpoint, if there is one."""
         model = self.model
         collectives = _strategy_of(model).collectives
-        assert self._walk is not None
+        assert self._tracker is not None
         self._run = saved_run.SavedRun(
             model, self._directory, self._keep, self._deltas, collectives
         )
-        self._beats = Heartbeats(collectives)
+        self._heartbeats = Heartbeats(collectives)
         self._logs: Any = None
         self._saved_step = self._batch = 0
         self._epoch_unsaved = False
@@ -273,18 +274,18 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         model.train_function = self._step
         found = self._run.restore()
         if found is not None:
-            place, self._logs = found
-            self._walk.go_to(place, self.params.get("steps"))
-            self._saved_step = place.step
-            keras_internals.start_at_epoch(model, place.epoch)
+            position, self._logs = found
+            self._tracker.go_to(position, self.params.get("steps"))
+            self._saved_step = position.step
+            keras_internals.start_at_epoch(model, position.epoch)
             # Keras would clear them when it begins the epoch.
-            keras_internals.keep_metrics(model, place.batch > 0)
+            keras_internals.keep_metrics(model, position.batch > 0)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Records the number of the epoch."""
-        assert self._walk is not None
+        assert self._tracker is not None
         keras_internals.keep_metrics(self.model, False)
-        self._walk.begin_epoch(epoch)
+        self._tracker.begin_epoch(epoch)
         self._epoch_unsaved = True
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -293,87 +294,92 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Records how many batches the step has trained."""
-        assert self._walk is not None
-        self._walk.trained(batch - self._batch + 1)
+        assert self._tracker is not None
+        self._tracker.trained(batch - self._batch + 1)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Saves once more, and waits until all is written."""
-        assert self._walk is not None
-        place = self._walk.place
-        noticed = self._beat()
+        assert self._tracker is not None
+        position = self._tracker.position
+        preempted = self._heartbeat()
         self._finish()
-        if place.step != self._run.step:
+        if position.step != self._run.step:
             stopped = self.model.stop_training
             last = 0 if stopped else self.params.get("epochs", 0)
-            self._walk.end(max(place.epoch + 1, last), self._one_iterator)
+            self._tracker.end(max(position.epoch + 1, last), self._one_iterator)
             self._save(whole=True)
         self._finish()
-        if noticed:
-            self._leave()
-        if place.step != self._run.step:
-            raise OSError(f"Resume: {self._run.lost(place.step)}.")
+        if preempted:
+            self._stop()
+        if position.step != self._run.step:
+            raise OSError(f"Resume: {self._run.lost(position.step)}.")
 
     def _step(self, iterator: Any) -> Any:
         """Runs a training step; replaces the model's train function."""
-        walk = self._walk
-        assert walk is not None
-        walk.enter(iterator, self._batch)
+        tracker = self._tracker
+        assert tracker is not None
+        tracker.enter(iterator, self._batch)
         wanted = self._is_due()
-        if self._beats.is_due() or wanted:
-            if self._beat():
+        if self._heartbeats.is_due() or wanted:
+            if self._heartbeat():
                 self._finish()
-                if walk.place.step != self._run.step:
+                if tracker.position.step != self._run.step:
                     self._save()
                     self._finish()
-                self._leave()
+                self._stop()
             if wanted and self._run.phase == saved_run.NOTHING:
                 self._save()
-        self._logs = self._train(walk.iterator)
+        self._logs = self._train(tracker.iterator)
         return self._logs
 
     def _is_due(self) -> bool:
         """Whether a checkpoint is due; it may wait for an unfinished one."""
-        assert self._walk is not None
-        step = self._walk.place.step
+        assert self._tracker is not None
+        step = self._tracker.position.step
         if step == self._saved_step:
             return False
-        if self._every == "epoch":
-            return self._epoch_unsaved
-        assert isinstance(self._every, int)
-        return step // self._every > self._saved_step // self._every
+        due = self._epoch_unsaved
+        if self._every != "epoch":
+            assert isinstance(self._every, int)
+            due = step // self._every > self._saved_step // self._every
+        # To save in a round would end it, and so change what is trained.
+        rounds = _strategy_of(self.model).extended.rounds
+        return due and (rounds is None or rounds.are_complete())
 
     def _save(self, whole: bool = False) -> None:
-        assert self._walk is not None
-        self._run.begin(self._walk.counted(), self._logs, whole)
-        self._saved_step = self._walk.place.step
+        assert self._tracker is not None
+        self._run.begin(self._tracker.counted(), self._logs, whole)
+        self._saved_step = self._tracker.position.step
         self._epoch_unsaved = False
         self.seconds = self._run.seconds
 
-    def _beat(self) -> bool:
+    def _heartbeat(self) -> bool:
         """Makes a heartbeat; returns whether a rank got a preemption signal."""
-        told = self._beats.tell(int(bool(self._notice.signal)), self._run.phase)
-        self._run.hear(told[:, 1].tolist())
-        return bool(np.any(told[:, 0]))
+        numbers = self._heartbeats.exchange(
+            int(bool(self._preemption.signal)), self._run.phase
+        )
+        self._run.advance(numbers[:, 1].tolist())
+        return bool(np.any(numbers[:, 0]))
 
     def _finish(self) -> None:
         """Waits until the current checkpoint is written, in short exchanges."""
         start = time.monotonic()
         while self._run.phase != saved_run.NOTHING:
             self._run.wait(1.0)
-            self._beat()
+            self._heartbeat()
         self._run.seconds += time.monotonic() - start
         self.seconds = self._run.seconds
 
-    def _leave(self) -> None:
-        assert self._walk is not None
-        run, step = self._run, self._walk.place.step
-        name = self._notice.signal
+    def _stop(self) -> None:
+        assert self._tracker is not None
+        run, step = self._run, self._tracker.position.step
+        name = self._preemption.signal
         saved = step == run.step
         code = EXIT_CODE if saved else NOT_SAVED
         done = f"saved '{run.path}'" if saved else run.lost(step)
         if name or not (saved or run.rank):
             got = name or "a signal on another rank"
-            saved_run.say(
+            saved_run.print_line(
                 f"Resume: got {got}; {done}; ends with exit code {code}"
             )
         raise SystemExit(code)
@@ -381,9 +387,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 def without_trained_batches(original: Original, loop: Any) -> Any:
     """Keras's loop over batches, without the batches trained before."""
-    walk = marks.watch(keras_internals.dataset_of(loop))
+    tracker = marks.watch(keras_internals.dataset_of(loop))
     return keras_internals.without_calls(
-        original, loop, walk.skips if walk is not None else None
+        original, loop, tracker.skips if tracker is not None else None
     )
 
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.callbacks.place_in_data import Place
+from tfdist_ext.callbacks.data_position import Position
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.patching import Need
@@ -34,8 +34,8 @@ from tfdist_ext.saving import saver
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Marks
 from tfdist_ext.saving.checkpoint_files import Opened
-from tfdist_ext.saving.checkpoint_reading import agree
-from tfdist_ext.saving.saver import LaterWrite
+from tfdist_ext.saving.checkpoint_reading import raise_on_all_ranks
+from tfdist_ext.saving.saver import BackgroundWrite
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 
@@ -141,8 +141,8 @@ class FolderLock:
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PROGRESS = "progress/.ATTRIBUTES/py_state"
 # Share of changed bytes, above which a warning says that deltas save little.
-_MUCH = 0.5
-NOTHING = -1  # no write is under way; other phases are of `LaterWrite`
+_LARGE_SHARE = 0.5
+NOTHING = -1  # no write is under way; other phases are of `BackgroundWrite`
 
 
 class _Text(tf.train.experimental.PythonState):
@@ -209,9 +209,9 @@ class SavedRun:
         self._keep = keep
         self._deltas = deltas
         self._base = _Base()
-        self._writing: LaterWrite | None = None
+        self._writing: BackgroundWrite | None = None
         self._pending = self._base
-        self._has_said_much = False
+        self._has_warned = False
         self.path = self.failure = ""
         self.step = self._begun_step = 0
         self.seconds = 0.0
@@ -243,7 +243,7 @@ class SavedRun:
         if self._lock is not None:
             self._lock.close()
 
-    def restore(self) -> tuple[Place, dict[str, float]] | None:
+    def restore(self) -> tuple[Position, dict[str, float]] | None:
         """Restores the last complete checkpoint; all ranks must call.
 
         Returns:
@@ -264,13 +264,13 @@ class SavedRun:
                 self._failures_of_index() if self._rank == 0 else [],
             ]
         )
-        told = text_of_first_rank(listed, self._collectives, "resume/steps")
-        steps, failures = json.loads(told)
+        text = text_of_first_rank(listed, self._collectives, "resume/steps")
+        steps, failures = json.loads(text)
         for found in itertools.starmap(checkpoint_files.Checkpoint, steps):
             path = found.path(self._directory)
             try:
                 full = self._open(found)
-                with saver.over(full):
+                with saver.relative_to(full):
                     status = self._checkpoint.read(path)
                 status.assert_existing_objects_matched()
             except tf.errors.UnavailableError:  # a rank has ended
@@ -283,9 +283,9 @@ class SavedRun:
                 )
                 continue
             self.path = path
-            place, logs = self._take_progress()
-            self.step = place.step
-            return place, logs
+            position, logs = self._take_progress()
+            self.step = position.step
+            return position, logs
         if failures:
             raise OSError(
                 f"None of the checkpoints in '{self._directory}' can be read:\n"
@@ -328,39 +328,42 @@ class SavedRun:
                 full = found.full.path(self._directory)
                 if _progress_in(full).get("id") != progress["since"]:
                     raise ValueError(
-                        f"It has what changed since another '{full}' than "
-                        "the one that is there."
+                        f"It is a delta to an earlier '{full}', which has "
+                        "been replaced."
                     )
         except (tf.errors.OpError, ValueError) as error:
             failure = tf.errors.DataLossError(None, None, str(error))
-        agree(failure, self._collectives)
+        raise_on_all_ranks(failure, self._collectives)
         return full
 
-    def _take_progress(self) -> tuple[Place, dict[str, float]]:
+    def _take_progress(self) -> tuple[Position, dict[str, float]]:
         progress = json.loads(self._progress.text)
         every = progress["random"]
         set_random_states(every[self._rank % len(every)])
         if progress["seed"] != internals.global_seed():
             warnings.warn(
                 f"'{self.path}' was made with TensorFlow's seed "
-                f"{progress['seed']}, now it is {internals.global_seed()}: "
-                "shuffled data come in another order, and some samples of the "
-                "epoch twice. Call tf.keras.utils.set_random_seed before the "
-                "strategy is made.",
+                f"{progress['seed']}, but the seed is now "
+                f"{internals.global_seed()}. Shuffled data have another "
+                "order, so some samples of the epoch are read twice. Call "
+                "tf.keras.utils.set_random_seed before you create the "
+                "strategy.",
                 stacklevel=2,
             )
-        return Place(**progress["place"]), progress["logs"]
+        return Position(**progress["place"]), progress["logs"]
 
     @property
     def phase(self) -> int:
         """Phase of this rank's current write, `NOTHING` without one."""
         return self._writing.phase if self._writing else NOTHING
 
-    def begin(self, place: Place, logs: Logs, whole: bool = False) -> None:
+    def begin(
+        self, position: Position, logs: Logs, whole: bool = False
+    ) -> None:
         """Copies the state, which a thread then writes; all ranks must call.
 
         Args:
-            place: position in the data.
+            position: position in the data.
             logs: result of the last step, or None.
             whole: whether the checkpoint must be a full one.
         """
@@ -369,20 +372,20 @@ class SavedRun:
             base = _Base()
         changed = ChangedRows(base.marks) if self._deltas else None
         since = None if base.marks is None else base.step
-        made = checkpoint_files.Checkpoint(place.step, since)
-        self._begun_step = place.step
+        made = checkpoint_files.Checkpoint(position.step, since)
+        self._begun_step = position.step
         own = uuid.uuid4().hex  # the id of rank 0 is written
         self._progress.text = json.dumps(
             {
                 "id": own,
                 "since": base.id,
-                "place": dataclasses.asdict(place),
+                "place": dataclasses.asdict(position),
                 "logs": _numbers(logs),
                 "seed": internals.global_seed(),
                 "random": self._random_states(),
             }
         )
-        self._writing = LaterWrite(
+        self._writing = BackgroundWrite(
             self._checkpoint,
             made.path(self._directory),
             self._collectives,
@@ -395,11 +398,11 @@ class SavedRun:
         self._pending = dataclasses.replace(base, deltas=base.deltas + 1)
         if since is None:
             marks = changed.now if changed is not None else None
-            self._pending = _Base(own, place.step, marks)
+            self._pending = _Base(own, position.step, marks)
         elif changed is not None:
-            self._say_much(changed.share)
+            self._warn_of_large_deltas(changed.share)
 
-    def hear(self, phases: list[int]) -> None:
+    def advance(self, phases: list[int]) -> None:
         """Advances the current write by a phase; all ranks must call.
 
         Args:
@@ -436,11 +439,11 @@ class SavedRun:
             f"{step - self.step} steps are lost"
         )
 
-    def _say_much(self, share: float) -> None:
+    def _warn_of_large_deltas(self, share: float) -> None:
         """Warns once if most of the bytes of the model have changed."""
-        if share <= _MUCH or self._has_said_much or self._rank:
+        if share <= _LARGE_SHARE or self._has_warned or self._rank:
             return
-        self._has_said_much = True
+        self._has_warned = True
         warnings.warn(
             f"{share:.0%} of the model's bytes have changed since the last "
             "full checkpoint, so deltas save little. Optimizers of Keras change"
@@ -484,9 +487,9 @@ def _build(model: Model) -> None:
     optimizer = model.optimizer
     if not model.built:
         raise ValueError(
-            f"Resume needs a model that is built: '{model.name}' gets its "
-            "variables in the first step only. Begin it with keras.Input, or "
-            "call model.build(input_shape)."
+            f"Resume needs a model that is built: '{model.name}' creates its "
+            "variables in the first step. Begin it with keras.Input, or call "
+            "model.build(input_shape)."
         )
     if not hasattr(optimizer, "build"):
         raise ValueError(
@@ -508,7 +511,7 @@ def _numbers(logs: Logs) -> dict[str, float]:
     return found
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Writes a line to standard error."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

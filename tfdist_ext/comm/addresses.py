@@ -47,8 +47,8 @@ def bind_address(address: str) -> str:
     numeric = str(found[0][4][0])
     if ipaddress.ip_address(numeric.split("%")[0]).is_unspecified:
         raise ValueError(
-            f"The address {address!r} stands for all interfaces; give the "
-            "host's own address, by which the other ranks reach it."
+            f"The address {address!r} means all interfaces; give the host's "
+            "own address, which the other ranks can reach."
         )
     return numeric
 

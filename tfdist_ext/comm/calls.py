@@ -137,12 +137,12 @@ class CallLock:
         for graph in internals.functions_of(dataset):
             if graph in self._places:
                 raise ValueError(
-                    f"The dataset looks up in partitioned tables "
-                    f"({self._places[graph]}). tf.data runs ahead of the steps "
-                    "and Keras opens some iterators only to close them, "
-                    "differently on each rank, so ranks would wait for each "
-                    "other for ever. Call the layer in the model, or look up "
-                    "in `strategy.gather_table(layer)`."
+                    "The dataset looks up in partitioned tables "
+                    f"({self._places[graph]}). tf.data runs ahead of the "
+                    "steps, and Keras opens and closes some iterators on some "
+                    "of the ranks only, so ranks would wait for each other "
+                    "forever. Call the layer in the model, or look up in "
+                    "`strategy.gather_table(layer)`."
                 )
 
     def _lock(self, place: str) -> tf.Tensor:

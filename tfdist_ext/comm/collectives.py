@@ -103,7 +103,7 @@ class Collectives:
         self.call_lock = calls.CallLock()
         self._tags = Tags(self.call_lock)
         self.machine: Machine | None = None
-        self.gpus = TableGpus(reason="the ranks were started without")
+        self.gpus = TableGpus(reason="the ranks were started without GPUs")
         self.loop: Loop | None = None
         self.corrects = True
         self.check = "auto"
@@ -152,8 +152,8 @@ class Collectives:
             raise RuntimeError(
                 "Two threads run or trace a step of one strategy at once "
                 f"(`{self._steps[-1].role}`, `{step.role}`). Their exchanges "
-                "would meet in another order on every rank: let one thread "
-                "of the program train, evaluate and predict."
+                "would run in another order on each rank. Let one thread of "
+                "the program train, evaluate and predict."
             )
         self._stepping_thread = me
         if step.graph is not None:
@@ -162,7 +162,7 @@ class Collectives:
             of_graph = self._labels.setdefault(step.graph, {})
             step.labels = of_graph.setdefault(step.role, step.labels)
         # This does nothing in Keras's loops, which are joint calls themselves.
-        with self.together(f"step `{step.role}`", own_first=True):
+        with self.joint_call(f"step `{step.role}`", own_error_first=True):
             self._steps.append(step)
             try:
                 yield step
@@ -205,12 +205,12 @@ class Collectives:
             self._steps.pop()
 
     @contextlib.contextmanager
-    def together(
+    def joint_call(
         self,
         what: str,
-        all_end: bool = False,
+        end_barrier: bool = False,
         steps: bool = True,
-        own_first: bool = False,
+        own_error_first: bool = False,
     ) -> Iterator[None]:
         """A joint call: it ends when all ranks are done or one has failed.
 
@@ -219,7 +219,7 @@ class Collectives:
         usable, and all ranks start the next joint call at the same point. A
         joint call inside of another one has no effect of its own.
 
-            with collectives.together("save 'path'"):
+            with collectives.joint_call("save 'path'"):
                 write_my_part()
                 collectives.barrier("written")
                 if collectives.group.rank == 0:
@@ -228,10 +228,10 @@ class Collectives:
 
         Args:
             what: description of the call, for errors on the other ranks.
-            all_end: whether each rank waits at the end for all others.
+            end_barrier: whether each rank waits at the end for all others.
             steps: whether functions with exchanges may run inside.
-            own_first: whether an error raised on this rank takes precedence
-                over an earlier error of another rank.
+            own_error_first: whether an error raised on this rank takes
+                precedence over an earlier error of another rank.
 
         Raises:
             tf.errors.AbortedError: "rank 1 (host:port): save 'path' failed:
@@ -242,7 +242,7 @@ class Collectives:
         outermost = self._depth == 0
         left = ""
         if outermost:
-            left = self._catch_up(raises=not own_first)
+            left = self._catch_up(raises=not own_error_first)
             if steps:
                 self.group.will_leave(True)
         self._depth += 1
@@ -250,7 +250,7 @@ class Collectives:
             yield
             if left:
                 raise tf.errors.AbortedError(None, None, left)
-            if outermost and all_end:
+            if outermost and end_barrier:
                 self.barrier(f"end of {what}")
         except BaseException as error:
             if outermost:
@@ -279,7 +279,7 @@ class Collectives:
     ) -> contextlib.AbstractContextManager[None]:
         """A context for an exchange; outside of a joint call, it is one."""
         if self._depth == 0 and tf.executing_eagerly():
-            return self.together(label, steps=False)
+            return self.joint_call(label, steps=False)
         return contextlib.nullcontext()
 
     def _catch_up(self, raises: bool) -> str:
@@ -288,14 +288,14 @@ class Collectives:
         If an operation has failed with that error already, it is not raised
         again. If not `raises`, a new error is returned, to be raised later.
         """
-        reason, told = self.group.left()
+        reason, reported = self.group.left()
         if not reason:
             return ""
         text = f"rank {self.group.rank}: {reason}"
-        if not told and not raises:
+        if not reported and not raises:
             return text
         self.group.leave(reason)
-        if not told:
+        if not reported:
             raise tf.errors.AbortedError(None, None, text)
         return ""
 

@@ -185,7 +185,7 @@ class Neighbours:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
             if not self.name or not name:
-                raise OSError("one of the two wants none")
+                raise OSError("one of the two ranks does not share memory")
             with socket.socket(socket.AF_UNIX) as there:
                 there.settimeout(_SEND_SECONDS)
                 _connect(there, f"\0{name}")
@@ -377,6 +377,6 @@ def poll_busily(
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"{BUSY_POLL_VARIABLE}={text}: the system does not allow it "
-                f"({error}); it takes the capability CAP_NET_ADMIN, or no more "
-                "than `sysctl net.core.busy_read`."
+                f"({error}). It needs the capability CAP_NET_ADMIN, or a "
+                "number of at most `sysctl net.core.busy_read`."
             ) from error

@@ -82,7 +82,7 @@ def connect(
             refusal = error
         except OSError as error:
             failure = error
-            if isinstance(error, handshake.StrangerError):
+            if isinstance(error, handshake.ProtocolError):
                 refusal = error
             if listener.are_descriptors_exhausted(error):
                 raise OSError(
@@ -141,7 +141,9 @@ def resolve(address: Address) -> list[_Place]:
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(errno.EINVAL, f"{address[0]!r} is no name") from error
+        raise OSError(
+            errno.EINVAL, f"{address[0]!r} is not a host name"
+        ) from error
     places = [(int(family), where) for family, _, _, _, where in found]
     first = [each for each in places if each[0] == places[0][0]]
     others = [each for each in places if each[0] != places[0][0]]
@@ -226,7 +228,7 @@ class _Attempt:
         self.connection.setblocking(False)
         self._deadline = deadline
         self._limit_to(TCP_SECONDS)
-        self._talk = handshake.connect(job, number)
+        self._protocol = handshake.connect(job, number)
         self._received = b""
         self._wanted = 0
         self._is_taken = False
@@ -242,19 +244,19 @@ class _Attempt:
         if not self._wanted:
             self._check_connection()
             self._limit_to(HANDSHAKE_SECONDS)
-            self._send(next(self._talk))
+            self._send(next(self._protocol))
             return False
         try:
             data = self.connection.recv(self._wanted - len(self._received))
         except BlockingIOError:
             return False
         if not data:
-            raise handshake.StrangerError("it closed the connection")
+            raise handshake.ProtocolError("it closed the connection")
         self._received += data
         if len(self._received) == self._wanted:
             message, self._received = self._received, b""
             try:
-                self._send(self._talk.send(message))
+                self._send(self._protocol.send(message))
             except StopIteration:
                 return True
         return False
@@ -283,17 +285,17 @@ class _Attempt:
         if self.connection.family == socket.AF_UNIX:
             process, user = peer_process(self.connection)
             if user != os.geteuid():
-                raise handshake.StrangerError(
-                    f"process {process} of user {user} listens there, and "
-                    f"this one is of user {os.geteuid()}"
+                raise handshake.ProtocolError(
+                    f"process {process} of user {user} listens there, but "
+                    f"this process is of user {os.geteuid()}"
                 )
         # If no process listens on a port of the system's own range, TCP may
         # connect a socket to itself.
         elif self.connection.getsockname() == self.connection.getpeername():
-            raise handshake.StrangerError("it is this very socket")
+            raise handshake.ProtocolError("the socket is connected to itself")
 
     def _send(self, move: handshake.Move) -> None:
         message, self._wanted = move
         # A few hundred bytes always fit into the buffer of a new connection.
         if self.connection.send(message) < len(message):
-            raise handshake.StrangerError("it does not read")
+            raise handshake.ProtocolError("it does not read")

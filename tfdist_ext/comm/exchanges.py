@@ -15,7 +15,7 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.type_names import TensorLike
 
 
-def agree(collectives: Collectives, lines: Sequence[str]) -> None:
+def check_same(collectives: Collectives, lines: Sequence[str]) -> None:
     """Compares what the ranks are about to do; all ranks must call.
 
     While a step is traced, the lines are added to its exchanges, which are

@@ -44,7 +44,7 @@ class TableGpus:
     memory: float | None = None
     reason: str = ""
 
-    def give(self, size: float) -> None:
+    def reserve(self, size: float) -> None:
         """Subtracts memory that tables use from now on."""
         if self.memory is not None:
             self.memory = max(self.memory - size, 0.0)
@@ -94,7 +94,7 @@ def connect(
         nothing = "there is nothing to exchange between GPUs"
         return nothing, TableGpus(reason="tfdist_ext is built without CUDA")
     files = libraries(environ)
-    gpus = _tell(group, _look(group.rank, files, device))
+    gpus = _exchange(group, _look(group.rank, files, device))
     reason = why_not_nccl(gpus)
     if group.rank == 0 and any(gpu.place for gpu in gpus):
         logger.info(
@@ -181,7 +181,7 @@ def _look(rank: int, files: Sequence[str], device: int | None) -> Gpu:
     )
 
 
-def _tell(group: ProcessGroup, gpu: Gpu) -> list[Gpu]:
+def _exchange(group: ProcessGroup, gpu: Gpu) -> list[Gpu]:
     """Exchanges the descriptions of the ranks' GPUs; returns all by rank."""
     text = json.dumps(dataclasses.astuple(gpu)).encode()
     with tf.init_scope(), tf.device("CPU:0"):

@@ -93,7 +93,7 @@ Move = tuple[bytes, int]
 class Verdict(enum.IntEnum):
     """The listener's decision on a process that has connected."""
 
-    WELCOME = 0
+    ACCEPTED = 0
     OTHER_PROTOCOL = 1
     OTHER_JOB = 2
     TAKEN = 3
@@ -101,7 +101,7 @@ class Verdict(enum.IntEnum):
     UNEXPECTED = 5
 
 
-class StrangerError(ConnectionError):
+class ProtocolError(ConnectionError):
     """The other end does not use this protocol."""
 
 
@@ -184,14 +184,14 @@ def listen(
         The number of the connector, which knows the secret.
 
     Raises:
-        StrangerError: the connector does not use this protocol.
+        ProtocolError: the connector does not use this protocol.
         RefusedError: the connector was rejected.
     """
     magic, protocol, number, digest, theirs = _HELLO.unpack(
         (yield b"", _HELLO.size)
     )
     if magic != _MAGIC:
-        raise StrangerError("it speaks another protocol")
+        raise ProtocolError("it speaks another protocol")
     if protocol != _PROTOCOL:
         verdict = Verdict.OTHER_PROTOCOL
     elif digest != job.digest:
@@ -200,7 +200,7 @@ def listen(
         verdict = check(number)
     ours = os.urandom(_NONCE)
     challenge = _CHALLENGE.pack(_MAGIC, _PROTOCOL, verdict, ours)
-    if verdict != Verdict.WELCOME:
+    if verdict != Verdict.ACCEPTED:
         yield challenge, 0
         raise RefusedError(verdict, number)
     received = yield challenge, _PROOF
@@ -211,7 +211,7 @@ def listen(
     verdict = check(number)  # another process may have connected since
     proof = job.proof(b"listener", number, theirs, ours)
     yield _VERDICT.pack(verdict, proof), 0
-    if verdict != Verdict.WELCOME:
+    if verdict != Verdict.ACCEPTED:
         raise RefusedError(verdict, number)
     return int(number)
 
@@ -227,7 +227,7 @@ def connect(job: Job, number: int) -> Generator[Move, bytes, None]:
         Bytes to send, and the number of bytes to receive and send in here.
 
     Raises:
-        StrangerError: the listener does not use this protocol.
+        ProtocolError: the listener does not use this protocol.
         RefusedError: the listener rejects this process, or does not know the
             secret.
     """
@@ -237,24 +237,24 @@ def connect(job: Job, number: int) -> Generator[Move, bytes, None]:
         (yield hello, _CHALLENGE.size)
     )
     if magic != _MAGIC:
-        raise StrangerError("it speaks another protocol")
+        raise ProtocolError("it speaks another protocol")
     if protocol != _PROTOCOL:
         raise RefusedError(Verdict.OTHER_PROTOCOL, number)
-    _raise_unless_welcome(verdict, number)
+    _raise_unless_accepted(verdict, number)
     proof = job.proof(b"connector", number, ours, theirs)
     verdict, received = _VERDICT.unpack((yield proof, _VERDICT.size))
-    _raise_unless_welcome(verdict, number)
+    _raise_unless_accepted(verdict, number)
     expected = job.proof(b"listener", number, ours, theirs)
     if not hmac.compare_digest(received, expected):
         raise RefusedError(Verdict.WRONG_SECRET, number)
 
 
-def _raise_unless_welcome(verdict: int, number: int) -> None:
+def _raise_unless_accepted(verdict: int, number: int) -> None:
     try:
         found = Verdict(verdict)
     except ValueError:
-        raise StrangerError(f"it gives the verdict {verdict}") from None
-    if found != Verdict.WELCOME:
+        raise ProtocolError(f"it sent the unknown verdict {verdict}") from None
+    if found != Verdict.ACCEPTED:
         raise RefusedError(found, number)
 
 

@@ -41,11 +41,11 @@ _REMEDIES = {
     handshake.Verdict.OTHER_PROTOCOL: "it has another version of tfdist_ext",
     handshake.Verdict.OTHER_JOB: "it has another version of tfdist_ext",
     handshake.Verdict.TAKEN: (
-        "another launcher has come there with this --node-rank. Give every "
+        "another launcher has connected with this --node-rank. Give every "
         "host its own"
     ),
     handshake.Verdict.UNEXPECTED: (
-        "it expects other hosts, --nnodes differs. Give all hosts the same"
+        "it expects other hosts: --nnodes differs. Give all hosts the same"
     ),
     handshake.Verdict.WRONG_SECRET: (
         "it has another secret; set the same TFDIST_SECRET or "
@@ -58,7 +58,7 @@ class RendezvousError(Exception):
     """The hosts are not all connected; the message says what to change."""
 
 
-class Meeting:
+class Rendezvous:
     """The connections between launchers, after the exchange of addresses.
 
     Attributes:
@@ -81,7 +81,7 @@ class Meeting:
         for link in self._links:
             link.watch(False)  # ranks set their own limit for an interruption
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -117,7 +117,7 @@ class Meeting:
         link.close()
 
 
-def meet(
+def exchange_addresses(
     *,
     master: tuple[str, int],
     node_rank: int,
@@ -128,7 +128,7 @@ def meet(
     secret: bytes = b"",
     min_ranks: int | None = None,
     allow_unauthenticated: bool = False,
-) -> Meeting:
+) -> Rendezvous:
     """Exchanges the addresses of all ranks.
 
     Args:
@@ -173,15 +173,15 @@ def meet(
                 raise RendezvousError(
                     f"no answer from {link.name}: {error}"
                 ) from error
-            _say(
-                f"{link.name} has ended before all hosts had come ({error}); "
-                "waiting for its next start"
+            _print(
+                f"{link.name} ended before all hosts had connected ({error}); "
+                "waiting until it starts again"
             )
 
 
 def _exchange(
     link: Link, hello: dict[str, Any], deadline: float, timeout: float
-) -> Meeting:
+) -> Rendezvous:
     """Sends host 0 the addresses of this host, and receives all.
 
     Raises:
@@ -195,10 +195,10 @@ def _exchange(
             answer = link.receive(max(0.0, deadline - time.monotonic()))
             if answer is None:
                 raise TimeoutError(
-                    "it has waited for other hosts longer than "
+                    "it has waited for other hosts for longer than "
                     f"--start-timeout {timeout:g}"
                 )
-            meeting = _meeting(link, answer, len(hello["workers"]))
+            rendezvous = _checked(link, answer, len(hello["workers"]))
         except ConnectionError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -206,10 +206,10 @@ def _exchange(
                 f"no answer from {link.name}: {error}"
             ) from error
         unfinished.pop_all()
-    return meeting
+    return rendezvous
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"tfdist-run: {text}", file=sys.stderr, flush=True)
 
 
@@ -224,14 +224,14 @@ def _check_master(master: tuple[str, int]) -> None:
         host
     ):
         raise RendezvousError(
-            f"cannot listen on --master {addresses_lib.join(host, port)}: this "
-            f"host resolves its name {host!r} to {numeric}, where other hosts "
-            "do not reach it. Give the address by which they do, to all hosts; "
-            f"or correct the line of {host!r} in /etc/hosts"
+            f"cannot listen on --master {addresses_lib.join(host, port)}: "
+            f"this host resolves its name {host!r} to {numeric}, which other "
+            "hosts cannot reach. Give all hosts the address by which they "
+            f"reach this one, or correct the line of {host!r} in /etc/hosts"
         )
 
 
-def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
+def _checked(link: Link, answer: dict[str, Any], ranks: int) -> Rendezvous:
     """Checks the answer of host 0 to a host with `ranks` ranks."""
     if "error" in answer:
         raise RendezvousError(f"{link.name} says: {answer['error']}")
@@ -242,8 +242,8 @@ def _meeting(link: Link, answer: dict[str, Any], ranks: int) -> Meeting:
         and 0 <= first_rank <= len(workers) - ranks
         and type(secret) is str
     ):
-        raise ValueError("it sent no place for this host")
-    return Meeting([link], workers, first_rank, secret)
+        raise ValueError("it sent no ranks for this host")
+    return Rendezvous([link], workers, first_rank, secret)
 
 
 def _receive_hosts(
@@ -254,7 +254,7 @@ def _receive_hosts(
     own: list[str],
     deadline: float,
     min_ranks: int | None,
-) -> Meeting:
+) -> Rendezvous:
     """Waits on host 0 for all others, then sends everyone the list."""
     workers = {0: own}
     links: dict[int, Link] = {}
@@ -272,13 +272,13 @@ def _receive_hosts(
                 # A host whose launcher ends is missing again.
                 with contextlib.suppress(ConnectionError):
                     for node in links.keys() - workers.keys():
-                        workers[node] = _hear(links[node], nnodes)
+                        workers[node] = _receive_addresses(links[node], nnodes)
                     if missing or listener.all_connected():
                         break
         if missing and sum(map(len, workers.values())) < (min_ranks or _ALL):
             refused = refusals and f". Refused: {refusals}"
             raise RendezvousError(
-                f"hosts {missing} of {nnodes} did not come within "
+                f"hosts {missing} of {nnodes} did not connect within "
                 f"--start-timeout{refused}"
             )
         everyone = [
@@ -304,10 +304,10 @@ def _receive_hosts(
                 link.send({"error": str(error)}, _MESSAGE_SECONDS)
             link.close()
         raise RendezvousError(str(error)) from error
-    return Meeting(list(links.values()), everyone, 0, secret)
+    return Rendezvous(list(links.values()), everyone, 0, secret)
 
 
-def _hear(link: Link, nnodes: int) -> list[str]:
+def _receive_addresses(link: Link, nnodes: int) -> list[str]:
     """Receives the addresses of a host's ranks."""
     try:
         hello = link.receive(_MESSAGE_SECONDS)
@@ -317,10 +317,12 @@ def _hear(link: Link, nnodes: int) -> list[str]:
     except ConnectionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RendezvousError(f"{link.name} has come, but: {error}") from error
+        raise RendezvousError(
+            f"{link.name} has connected, but: {error}"
+        ) from error
     if theirs != nnodes:
         raise RendezvousError(
-            f"{link.name} came with --nnodes {theirs}; expected {nnodes}"
+            f"{link.name} connected with --nnodes {theirs}; expected {nnodes}"
         )
     return addresses
 
@@ -373,7 +375,7 @@ def _reach(
     name = f"host 0 ({addresses_lib.join(*master)})"
 
     def report(reason: str) -> None:
-        _say(
+        _print(
             f"host {node_rank} has not reached {name} for "
             f"{connector.REPORT_SECONDS:g} s: {reason}; it goes on trying "
             "until --start-timeout"

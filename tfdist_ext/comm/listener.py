@@ -153,7 +153,7 @@ class _Handshake:
     connection: socket.socket
     name: str
     deadline: float
-    talk: Generator[handshake.Move, bytes, int]
+    protocol: Generator[handshake.Move, bytes, int]
     wanted: int = 0
     received: bytes = b""
 
@@ -283,7 +283,7 @@ class Listener:
                     self._ended.unregister(descriptor)
                     each.connection.close()
                     del self._connected[number]
-                    self._note(f"{each.name} (it came and ended)")
+                    self._add_refusal(f"{each.name} (it connected and ended)")
 
     def _accept(self, job: handshake.Job) -> None:
         try:
@@ -298,14 +298,16 @@ class Listener:
                     f"{error.strerror}: {len(self.missing)} connections are "
                     f"missing, and {shortage_of_files(needed)}",
                 ) from error
-            self._reject(self._handshakes[0], "no descriptor was left")
+            self._reject(
+                self._handshakes[0], "this process had no file descriptor left"
+            )
             return
         connection.setblocking(False)
         if connection.family == socket.AF_UNIX:
             process, user = peer_process(connection)
             name = f"process {process} of user {user}"
             if user != os.geteuid():
-                self._note(f"{name} (another user)")
+                self._add_refusal(f"{name} (another user)")
                 connection.close()
                 return
         else:
@@ -317,10 +319,10 @@ class Listener:
             handshake.listen(job, self.check),
         )
         if len(self._handshakes) >= MAX_HANDSHAKES:
-            self._reject(self._handshakes[0], "too many others came")
+            self._reject(self._handshakes[0], "too many others connected")
         self._handshakes.append(each)
         self._selector.register(connection, selectors.EVENT_READ, each)
-        _, each.wanted = next(each.talk)
+        _, each.wanted = next(each.protocol)
 
     def check(self, number: int) -> handshake.Verdict:
         """Whether a process with this number is accepted now."""
@@ -329,7 +331,7 @@ class Listener:
         self._drop_ended()
         if number in self._connected:
             return handshake.Verdict.TAKEN
-        return handshake.Verdict.WELCOME
+        return handshake.Verdict.ACCEPTED
 
     def _advance(self, each: _Handshake) -> tuple[int, socket.socket] | None:
         """Continues a handshake; returns its connection once accepted."""
@@ -337,14 +339,14 @@ class Listener:
             data = each.connection.recv(each.wanted - len(each.received))
             each.received += data
             if not data:
-                raise handshake.StrangerError("it closed the connection")
+                raise handshake.ProtocolError("it closed the connection")
             if len(each.received) < each.wanted:
                 return None
             message, each.received = each.received, b""
-            self._answer(each, each.talk.send(message))
+            self._answer(each, each.protocol.send(message))
             if each.wanted > 0:
                 return None
-            self._answer(each, next(each.talk))
+            self._answer(each, next(each.protocol))
         except StopIteration as end:
             return self._admit(each, end.value)
         except handshake.RefusedError as error:
@@ -359,7 +361,7 @@ class Listener:
         answer, each.wanted = move
         # A few hundred bytes always fit into the buffer of a new connection.
         if answer and each.connection.send(answer) < len(answer):
-            raise handshake.StrangerError("it does not read")
+            raise handshake.ProtocolError("it does not read")
 
     def _admit(
         self, each: _Handshake, number: int
@@ -371,13 +373,13 @@ class Listener:
         self._ended.register(each.connection, select.EPOLLRDHUP)
         return number, each.connection
 
-    def _note(self, refusal: str) -> None:
+    def _add_refusal(self, refusal: str) -> None:
         if refusal not in self._refusals:
             self._refusals.append(refusal)
 
     def _reject(self, each: _Handshake, reason: str = "") -> None:
         if reason:
-            self._note(f"{each.name} ({reason})")
+            self._add_refusal(f"{each.name} ({reason})")
         self._handshakes.remove(each)
         self._selector.unregister(each.connection)
         each.connection.close()

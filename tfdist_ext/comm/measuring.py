@@ -51,7 +51,7 @@ def measure_machine(
             Setting(1).link_bytes_per_second, _read_speed(None), _cores(None)
         )
     else:
-        with collectives.together("measure_machine"):
+        with collectives.joint_call("measure_machine"):
             machine = Machine(
                 _link_speed(collectives),
                 _read_speed(collectives),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects every rank to every other rank, by two connections.
 
-The ranks exchange their listening addresses at rank 0 (`ranks.meeting`). Then
-each rank connects to the ranks before it and accepts the ranks after it. Both
-ends of a connection prove that they know the secret of the job. When all ranks
-are connected, all stop listening. Ranks of one host then agree on shared
+The ranks exchange their listening addresses at rank 0 (`ranks.rendezvous`).
+Then each rank connects to the ranks before it and accepts the ranks after it.
+Both ends of a connection prove that they know the secret of the job. When all
+ranks are connected, all stop listening. Ranks of one host then set up shared
 memory. If a rank ends meanwhile, all others raise an error that names it within
 seconds.
 """
@@ -87,8 +87,8 @@ def connect(
         neighbours = stack.enter_context(Neighbours(share_memory))
         # A rank that sends no host is reached at the host of its address.
         host = listener.address[0] if listening.interface else ""
-        met = stack.enter_context(
-            ranks.meeting(
+        rendezvous = stack.enter_context(
+            ranks.rendezvous(
                 rank,
                 addresses,
                 f"{host} {listener.address[1]} {neighbours.name}".encode(),
@@ -98,28 +98,32 @@ def connect(
                 allow_unauthenticated=allow_unauthenticated,
             )
         )
-        return _join(start, listener, neighbours, met, secret or met.secret)
+        return _join(
+            start, listener, neighbours, rendezvous, secret or rendezvous.secret
+        )
 
 
 def _join(
     start: _Start,
     listener: Listener,
     neighbours: Neighbours,
-    met: ranks.Meeting,
+    rendezvous: ranks.Rendezvous,
     secret: bytes,
 ) -> list[Connection | None]:
     """Connects this rank to those that have exchanged addresses."""
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as unfinished:
-        for number, connection in _connections(start, listener, met, secret):
+        for number, connection in _connections(
+            start, listener, rendezvous, secret
+        ):
             unfinished.callback(connection.close)
             found[number] = connection
-        shared = _share(start, neighbours, met, found)
+        shared = _share(start, neighbours, rendezvous, found)
         for memory in shared.values():
             unfinished.callback(memory.close)
         # Rank 0 gives up first, and reports which ranks are missing.
         patience = _REASON_SECONDS if start.rank else 0.0
-        met.finish(start.deadline + patience)
+        rendezvous.finish(start.deadline + patience)
         unfinished.pop_all()
     connections: list[Connection | None] = [None] * len(start.addresses)
     for peer in start.others:
@@ -182,8 +186,8 @@ def _allow_descriptors(start: _Start, share_memory: bool) -> bool:
         )
     if allowed < needed + more:
         _LOG.warning(
-            "tfdist_ext: %s shares no memory with ranks of this host, which "
-            "talk by TCP: %s.",
+            "tfdist_ext: %s shares no memory with ranks of this host and uses "
+            "TCP for them: %s.",
             start.name(start.rank),
             listener.shortage_of_files(needed + more),
         )
@@ -192,40 +196,44 @@ def _allow_descriptors(start: _Start, share_memory: bool) -> bool:
 
 
 def _connections(
-    start: _Start, listener: Listener, met: ranks.Meeting, secret: bytes
+    start: _Start,
+    listener: Listener,
+    rendezvous: ranks.Rendezvous,
+    secret: bytes,
 ) -> Iterator[tuple[int, socket.socket]]:
     """All connections of this rank, by `_KINDS` times rank plus kind."""
     for peer in start.earlier:
-        host, port, _ = met.blobs[peer].decode().split(" ")
+        host, port, _ = rendezvous.blobs[peer].decode().split(" ")
         host = host or addresses_lib.split(start.addresses[peer])[0]
         job = start.job(peer, secret)
         for kind in range(_KINDS):
             number = _KINDS * start.rank + kind
             connection = _reach(
-                start, peer, (host, int(port)), job, number, met.check
+                start, peer, (host, int(port)), job, number, rendezvous.check
             )
             yield _KINDS * peer + kind, connection
     own = start.job(start.rank, secret)
-    yield from listener.accept(own, start.deadline, met.check)
+    yield from listener.accept(own, start.deadline, rendezvous.check)
     if listener.missing:
         missing = sorted({number // _KINDS for number in listener.missing})
         raise RuntimeError(
-            f"{start.name(start.rank)}: ranks {missing} have met it, but do "
-            f"not connect within startup_timeout={start.timeout:g} s. Are the "
-            "ports of this host open for them?"
+            f"{start.name(start.rank)}: ranks {missing} are connected to rank "
+            "0, but did not connect to this rank within "
+            f"startup_timeout={start.timeout:g} s. Are the ports of this host "
+            "open for them?"
         )
 
 
 def _share(
     start: _Start,
     neighbours: Neighbours,
-    met: ranks.Meeting,
+    rendezvous: ranks.Rendezvous,
     found: Mapping[int, socket.socket],
 ) -> dict[int, SharedMemory]:
     """Memory shared with ranks of this host, by rank."""
     control = {peer: found[_KINDS * peer + _CONTROL] for peer in start.others}
     earlier = {
-        peer: (control[peer], met.blobs[peer].decode().split(" ")[2])
+        peer: (control[peer], rendezvous.blobs[peer].decode().split(" ")[2])
         for peer in start.earlier
     }
     later = {peer: control[peer] for peer in start.later}
@@ -233,13 +241,13 @@ def _share(
         on_host = sum(map(start.shares_host_with, range(len(start.addresses))))
         ring = connection.ring_bytes(on_host)
         shared = neighbours.share(
-            earlier, later, start.deadline, met.check, ring
+            earlier, later, start.deadline, rendezvous.check, ring
         )
     except OSError as error:
-        met.check(_REASON_SECONDS)
+        rendezvous.check(_REASON_SECONDS)
         raise RuntimeError(
-            f"{start.name(start.rank)}: a rank that had connected has failed "
-            f"then: {error}"
+            f"{start.name(start.rank)}: a rank failed after it had connected: "
+            f"{error}"
         ) from error
     without = [
         peer
@@ -249,7 +257,7 @@ def _share(
     if without and neighbours.name:
         _LOG.warning(
             "tfdist_ext: rank %d shares no memory with ranks %s of this host "
-            "(%s): they talk by TCP.",
+            "(%s) and uses TCP for them.",
             start.rank,
             without,
             neighbours.failure or "they have not received it",

@@ -49,11 +49,11 @@ _REMEDIES = {
     ),
     handshake.Verdict.OTHER_JOB: (
         "it belongs to another job: its TF_CONFIG or launcher names other "
-        "ranks, or its tfdist_ext is another version. All ranks need the same "
-        "list of addresses, and two jobs different ports"
+        "ranks, or its version of tfdist_ext differs. Give all ranks the same "
+        "list of addresses, and every job ports of its own"
     ),
     handshake.Verdict.TAKEN: (
-        "another process has come there with the number of this rank. Give "
+        "another process has connected with the number of this rank. Give "
         "every process its own task index"
     ),
     handshake.Verdict.UNEXPECTED: "it expects no rank with this number",
@@ -64,7 +64,7 @@ _REMEDIES = {
 }
 
 
-class Meeting:
+class Rendezvous:
     """The connections to rank 0, while ranks connect to each other.
 
     Attributes:
@@ -118,7 +118,7 @@ class Meeting:
                 message = self._links[rank].receive(0.0)
             except (OSError, ValueError) as error:
                 self._fail(
-                    f"{self._links[rank].name} has ended while the ranks "
+                    f"{self._links[rank].name} ended while the ranks "
                     f"connected to each other ({error}). See its output"
                 )
             if message is None:
@@ -138,14 +138,14 @@ class Meeting:
         """
         is_first = 0 not in self._links
         if not is_first:
-            self._tell({"connected": True})
+            self._send_all({"connected": True})
         while missing := self._links.keys() - self._connected:
             if time.monotonic() >= deadline:
                 names = ", ".join(self._links[r].name for r in sorted(missing))
                 self._fail(f"{names} did not connect to all ranks in time")
             self.check(_CHECK_SECONDS)
         if is_first:
-            self._tell({"connected": True})
+            self._send_all({"connected": True})
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes the connections.
@@ -154,37 +154,37 @@ class Meeting:
             error: why this rank fails; it is sent to the others.
         """
         if isinstance(error, Exception) and not self._has_failed:
-            self._tell({"error": f"{self._name} failed: {error}"})
+            self._send_all({"error": f"{self._name} failed: {error}"})
         for link in self._links.values():
             link.close()
 
     def _fail(self, reason: str) -> NoReturn:
         self._has_failed = True
         if 0 not in self._links:
-            self._tell({"error": reason})
+            self._send_all({"error": reason})
         raise RuntimeError(f"{self._name}: {reason}")
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        _tell(self._links, message)
+    def _send_all(self, message: dict[str, Any]) -> None:
+        _send_all(self._links, message)
 
 
-def meet(
+def exchange_bytes(
     rank: int, addresses: Sequence[str], blob: bytes, **options: Any
 ) -> list[bytes]:
-    """Gives every rank the bytes of all; see `meeting` for the arguments.
+    """Gives every rank the bytes of all; see `rendezvous` for the arguments.
 
     Returns:
         The bytes of all ranks, in rank order.
 
     Raises:
-        RuntimeError: see `meeting`.
+        RuntimeError: see `rendezvous`.
     """
-    with meeting(rank, addresses, blob, **options) as met:
-        return met.blobs
+    with rendezvous(rank, addresses, blob, **options) as found:
+        return found.blobs
 
 
 @contextlib.contextmanager
-def meeting(
+def rendezvous(
     rank: int,
     addresses: Sequence[str],
     blob: bytes,
@@ -194,7 +194,7 @@ def meeting(
     reuse_port: bool = False,
     patience: float = 5.0,
     allow_unauthenticated: bool = False,
-) -> Iterator[Meeting]:
+) -> Iterator[Rendezvous]:
     """Gives every rank the bytes of all, and stays connected to rank 0.
 
     Args:
@@ -225,25 +225,25 @@ def meeting(
     deadline = time.monotonic() + timeout
     if rank == 0:
         listener = _listen(addresses, where, reuse_port)
-        met = _receive_all(listener, addresses, blob, job, deadline, timeout)
+        found = _receive_all(listener, addresses, blob, job, deadline, timeout)
     else:
         deadline += patience
-        met = _come(rank, addresses, where, blob, job, deadline, timeout)
+        found = _connect(rank, addresses, where, blob, job, deadline, timeout)
     error: BaseException | None = None
     try:
-        yield met
+        yield found
     except BaseException as raised:
         error = raised
         raise
     finally:
-        met.close(error)
+        found.close(error)
 
 
 def _name(rank: int, addresses: Sequence[str]) -> str:
     return f"rank {rank} ({addresses[rank]})"
 
 
-def _come(
+def _connect(
     rank: int,
     addresses: Sequence[str],
     where: addresses_lib.Address,
@@ -251,7 +251,7 @@ def _come(
     job: handshake.Job,
     deadline: float,
     timeout: float,
-) -> Meeting:
+) -> Rendezvous:
     """Connects another rank to rank 0; does so again if rank 0 restarts."""
     own, first = _name(rank, addresses), _name(0, addresses)
 
@@ -291,8 +291,8 @@ def _come(
                     f"{own} has reached {first}, which then ended: {error}"
                 ) from error
             _LOG.warning(
-                "tfdist_ext: %s: %s has ended before all ranks had come (%s). "
-                "This rank waits for its next start.",
+                "tfdist_ext: %s: %s ended before all ranks had connected "
+                "(%s). This rank waits until it starts again.",
                 own,
                 first,
                 error,
@@ -304,7 +304,7 @@ def _come(
 
 def _exchange(
     link: Link, own: str, blob: bytes, deadline: float, timeout: float
-) -> Meeting:
+) -> Rendezvous:
     """Sends the bytes of this rank, and receives the bytes of all.
 
     Raises:
@@ -319,7 +319,7 @@ def _exchange(
         if "error" not in answer:
             blobs = [bytes.fromhex(text) for text in answer["blobs"]]
             secret = str(answer["secret"]).encode()
-            return Meeting(own, {0: link}, blobs, secret)
+            return Rendezvous(own, {0: link}, blobs, secret)
     except ConnectionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -336,7 +336,7 @@ def _receive_all(
     job: handshake.Job,
     deadline: float,
     timeout: float,
-) -> Meeting:
+) -> Rendezvous:
     """Waits on rank 0 for all other ranks, then sends them the list."""
     links: dict[int, Link] = {}
     timer = threading.Timer(
@@ -356,16 +356,16 @@ def _receive_all(
                 )
             timer.cancel()
         except (OSError, RuntimeError) as error:
-            _tell(links, {"error": str(error)})
+            _send_all(links, {"error": str(error)})
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(f"{_name(0, addresses)}: {error}") from error
         secret = "" if job.secret else secrets.token_hex(32)
         everyone = [blob, *(blobs[rank] for rank in sorted(blobs))]
         texts = [each.hex() for each in everyone]
-        _tell(links, {"blobs": texts, "secret": secret})
+        _send_all(links, {"blobs": texts, "secret": secret})
         unfinished.pop_all()
-    return Meeting(_name(0, addresses), links, everyone, secret.encode())
+    return Rendezvous(_name(0, addresses), links, everyone, secret.encode())
 
 
 def _listen(
@@ -379,9 +379,9 @@ def _listen(
     except OSError as error:
         raise RuntimeError(
             f"rank 0 cannot listen at its address {addresses[0]!r}: {error}. "
-            "Perhaps another process has the port: one of an earlier run, or "
-            "one with the same task index. Give every process its own index, "
-            "and every job a free port, in TF_CONFIG or as MASTER_PORT."
+            "Another process may use the port: one of an earlier run, or one "
+            "with the same task index. Give every process its own index, and "
+            "every job a free port, in TF_CONFIG or as MASTER_PORT."
         ) from error
 
 
@@ -397,8 +397,8 @@ def _missing(
     refused = f" Refused: {listener.refusals}." if listener.refusals else ""
     return (
         f"{_named(listener.missing, addresses)} of {len(addresses)} ranks did "
-        f"not come to {addresses[0]} within startup_timeout={timeout:g} s."
-        f"{refused}"
+        f"not connect to {addresses[0]} within startup_timeout={timeout:g} "
+        f"s.{refused}"
     )
 
 
@@ -475,9 +475,9 @@ def _blob_of(link: Link) -> bytes:
     except ConnectionError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(f"{link.name} has come and failed: {error}") from (
-            error
-        )
+        raise RuntimeError(
+            f"{link.name} connected and failed: {error}"
+        ) from error
 
 
 def _close(links: Mapping[int, Link]) -> None:
@@ -485,7 +485,7 @@ def _close(links: Mapping[int, Link]) -> None:
         link.close()
 
 
-def _tell(links: Mapping[int, Link], message: dict[str, Any]) -> None:
+def _send_all(links: Mapping[int, Link], message: dict[str, Any]) -> None:
     for link in links.values():
         # A rank that has ended meanwhile is noticed when the ranks connect.
         with contextlib.suppress(OSError):

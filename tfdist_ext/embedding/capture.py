@@ -8,7 +8,6 @@ are copied from it, to run before the model.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -24,9 +23,6 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.thread_context import current
-
-_LOG = logging.getLogger("tfdist_ext")
-
 
 # Stateful ops that may run twice, or earlier, because they change nothing.
 _HARMLESS = {
@@ -114,7 +110,7 @@ class Subgraph:
             return_elements=list(wanted),
             name="shared_lookup",
         )
-        marks.keep(here, self._graph)
+        marks.keep_alive(here, self._graph)
         return imported
 
     def _ops_for(self, tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
@@ -170,13 +166,15 @@ class _Capture:
 
     def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
+        self.refused = ""  # why this capture must be discarded
         self.lookups: list[Lookup] = []
         self.zeros: list[tf.Tensor] = []
 
     def answer(self, lookup: Lookup) -> Answers:
         if tf.compat.v1.get_default_graph() is not self._graph:
             # TensorFlow would cache the inner tf.function with these zeros.
-            raise _CannotShareError(f"'{lookup.wire.label}' in a tf.function")
+            self.refused = f"a tf.function calls layer '{lookup.wire.label}'"
+            raise _CannotShareError(self.refused)
         self.lookups.append(lookup)
         answers = [
             tf.zeros([tf.size(lists[0].row_splits) - 1, feature.spec.dim])
@@ -243,11 +241,11 @@ def shared(
     collectives: Collectives,
     look_up: Callable[[Sequence[Lookup]], list[Answers]],
     forget: Callable[[tf.Graph], None],
+    failed: Callable[[str], None],
 ) -> T:
     """Returns the result of `call`, whose lookups share exchanges if possible.
 
-    If the capture fails, each lookup has an exchange of its own. The reason is
-    logged at debug level.
+    If the capture fails, each lookup has an exchange of its own.
 
     Args:
         call: calls a model, while a step is traced.
@@ -255,6 +253,7 @@ def shared(
         look_up: answers lookups of equal wire formats in one exchange.
         forget: removes tensors of the capture's graph, its argument, from
             layers. It is called after the capture.
+        failed: receives the reason of a failed capture.
     """
     graph = tf.__internal__.FuncGraph("capture")
     capture = _Capture(graph)
@@ -267,11 +266,12 @@ def shared(
         ):
             call()
     except Exception as error:  # if the call is wrong, it raises again below
-        reason = f"{type(error).__name__}: {error}"
+        # Keras adds lines to the text of an error.
+        reason = capture.refused or f"{type(error).__name__}: {error}"
     finally:
         forget(graph)
     if reason is not None:
-        _LOG.debug("Layers of a model share no exchange: %s", reason)
+        failed(reason)
         return call()
     answers: dict[int, Answers] = {}
     for indices in _groups(capture, graph):
@@ -291,8 +291,8 @@ def _groups(capture: _Capture, graph: tf.Graph) -> list[list[int]]:
     subgraph = Subgraph(graph, forbidden=capture.zeros)
     for index, lookup in enumerate(capture.lookups):
         if subgraph.can_be_copied(lookup.tensors):
-            alike = dataclasses.replace(lookup.wire, label="")
-            groups.setdefault(alike, []).append(index)
+            wire = dataclasses.replace(lookup.wire, label="")
+            groups.setdefault(wire, []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 

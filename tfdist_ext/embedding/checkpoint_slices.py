@@ -75,8 +75,9 @@ def _check_rows(table: str, rows: int, saved: int) -> None:
     if saved > rows:
         raise ValueError(
             f"Table '{table}' has {rows} rows; the checkpoint holds {saved}. "
-            "A vocabulary may grow, but not shrink: give DynamicVocabulary a "
-            f"capacity of at least {saved - 1}. Nothing was restored."
+            "The capacity of a dynamic vocabulary cannot become smaller: give "
+            f"DynamicVocabulary a capacity of at least {saved - 1}. Nothing "
+            "was restored."
         )
 
 
@@ -129,7 +130,7 @@ class _SavedShard:
         if isinstance(value, dict):
             (value,) = value.values()
         if self._saved_rows < self._spec.rows:
-            value = self._with_room(value)
+            value = self._padded_to_rows(value)
         if not self._by_column:
             value = self._pick(value) if self._whole else self._spread(value)
         if self._saved_rows < self._spec.rows:
@@ -163,7 +164,7 @@ class _SavedShard:
             return f"{rows} {first},{size}"
         return f"{rows} {spec.dim} {first},{size}:0,{spec.dim}"
 
-    def _with_room(self, value: tf.Tensor) -> tf.Tensor:
+    def _padded_to_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Pads the values of fewer rows to the number of rows here."""
         first, end = self._rows_of(self._spec.rank)
         if self._whole or self._by_column:

@@ -74,7 +74,7 @@ def for_shard(
             "ranks; its initializer must be zeros, ones, constant, "
             "(truncated) normal, uniform or a variance scaling one, so that "
             f"every rank can make its own rows. Received: {initializer!r}. "
-            "For any other use sharding='data_parallel' "
+            "With any other initializer use sharding='data_parallel' "
             "(FullSparse) or placement='data_parallel' (TableConfig)."
         )
     distribution, first, second = described
@@ -146,11 +146,11 @@ def describe_rows(
     described = None if of_matrix else _describe(initializer, spec)
     if described is None:
         raise ValueError(
-            f"Table '{spec.table}' gives rows of evicted keys to other ones, "
-            "with their initial values. Its initializer must be zeros, ones, "
-            "constant, (truncated) normal, uniform or a variance scaling one. "
-            f"Received: {initializer!r}. With any other leave out `evict` and "
-            "`steps_to_live`."
+            f"Table '{spec.table}' gives the rows of evicted keys to new "
+            "keys, and sets them to initial values. Its initializer must be "
+            "zeros, ones, constant, (truncated) normal, uniform or a variance "
+            f"scaling one. Received: {initializer!r}. With any other "
+            "initializer leave out `evict` and `steps_to_live`."
         )
     return described
 

@@ -83,7 +83,7 @@ class KeyShard(tf.Module):
         first_rank = order % world_size
         self.slices = KeySlices(config, rank, world_size, first_rank)
         self._initial: tuple[str, float, float] | None = None
-        if config.takes_back:
+        if config.reuses_rows:
             self._initial = initial_rows.describe_rows(initializer, spec)
         with tf.init_scope():
             numbers = tf.constant(
@@ -147,7 +147,7 @@ class KeyShard(tf.Module):
 
         An optimizer calls it before it updates the table.
         """
-        if self.config.takes_back:
+        if self.config.reuses_rows:
             rows = vocabulary_ops.take_resets(self.handle)
             for slot, value in self._slots.all:
                 self.reset(slot, rows, value)

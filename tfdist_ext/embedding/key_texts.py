@@ -166,14 +166,14 @@ class KeyTexts:
         )
         # Deleted only after the exchange, so that an error loses no text.
         self.keep(got)
-        vocabulary_ops.shorten_texts(
+        vocabulary_ops.release_texts(
             self._handle, tf.constant(rows[theirs], tf.int32)
         )
         return self.all()
 
     def all(self) -> Texts:
         """Returns all texts that are stored on this rank."""
-        rows, texts = vocabulary_ops.kept_texts(self._handle)
+        rows, texts = vocabulary_ops.stored_texts(self._handle)
         return rows.numpy().astype(np.int64), texts.numpy().tolist()
 
     def keep(self, texts: Texts) -> None:
@@ -182,7 +182,7 @@ class KeyTexts:
         Args:
             texts: rows and their texts.
         """
-        vocabulary_ops.keep_texts(
+        vocabulary_ops.store_texts(
             self._handle,
             tf.constant(texts[0], tf.int32),
             tf.constant(texts[1], tf.string, [len(texts[1])]),

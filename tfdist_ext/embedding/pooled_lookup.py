@@ -55,8 +55,8 @@ def refuse_gradient(
         if each.weights.shape.num_elements() != 0:
             weights = tf.raw_ops.PreventGradient(
                 input=each.weights,
-                message=f"the weights of the ids of '{feature}' are data, and "
-                "what computes them is not trained: use "
+                message=f"the weights of the ids of '{feature}' have no "
+                "gradient, so what computes them would not be trained. Use "
                 "tf.stop_gradient(weights), or multiply looked-up rows.",
             )
             result = _connected(result, weights)
@@ -285,7 +285,7 @@ def pooled_lookup(
         return known
     ids = rows_of_keys(asked, collectives, learn)
     results: dict[int, tf.Tensor] = {}
-    for (partitioned, storage), chosen in sorted(_together(features).items()):
+    for (partitioned, storage), chosen in sorted(_grouped(features).items()):
         arguments = [ids[i] for i in chosen], [features[i] for i in chosen]
         if partitioned:
             assert collectives is not None
@@ -309,7 +309,7 @@ def pooled_lookup(
     ]
 
 
-def _together(
+def _grouped(
     features: Sequence[Feature],
 ) -> dict[tuple[bool, Storage], list[int]]:
     """Groups features by whether their tables are partitioned, and storage."""
@@ -353,7 +353,7 @@ def look_up_together(
     return [[next(found) for _ in each.features] for each in lookups]
 
 
-def _rely_on_places(tables: Sequence[Variable]) -> None:
+def _fix_placements(tables: Sequence[Variable]) -> None:
     """Marks tables as fixed, because a graph relies on their placement.
 
     Graphs that only infer shapes do not, because they never run.
@@ -368,8 +368,8 @@ def _refuse_xla(name: str) -> None:
         raise ValueError(
             f"Layer '{name}' is called in a tf.function(jit_compile=True), or "
             "a model compiled with jit_compile=True. XLA cannot compile "
-            "lookups and exchanges. Leave jit_compile out there, and put "
-            "the dense layers alone, without this layer, into a "
+            "lookups and exchanges. Leave jit_compile out there, and call "
+            "only the dense layers, without this layer, in a "
             "tf.function(jit_compile=True)."
         )
 
@@ -399,7 +399,7 @@ class _Exchange:
         tables: Sequence[Variable],
         ahead: Ahead | None,
     ) -> list[tf.Tensor]:
-        _rely_on_places(tables)
+        _fix_placements(tables)
         asked = self.ask(ids) if ahead is None else self.ask_ahead(ids, ahead)
         return self.answer(asked, tables)
 
@@ -441,13 +441,13 @@ class _Exchange:
         label: str,
         weight: tf.Tensor | None = None,
     ) -> Asked:
-        lists, poolings = self._travelling(ids)
+        lists, poolings = self._without_duplicates(ids)
         owned, route = input_dist(
             lists, self.features, self.collectives, label, weight
         )
         return Asked(owned, route, poolings)
 
-    def _travelling(
+    def _without_duplicates(
         self, ids: Sequence[Sequence[Ids]]
     ) -> tuple[list[Sequence[Ids]], list[exchange.Pooling]]:
         """Replaces the ids of features with unique rows by unique ids."""
@@ -455,8 +455,8 @@ class _Exchange:
         poolings = []
         for index, feature in enumerate(self.features):
             if feature.unique:
-                travel, pooling = exchange.ask_once(lists[index], feature)
-                lists[index] = [travel]
+                sent, pooling = exchange.ask_once(lists[index], feature)
+                lists[index] = [sent]
                 poolings.append(pooling)
         return lists, poolings
 

@@ -185,7 +185,7 @@ def rows_of_keys(
             collectives.step.checks.append(rows[0])
     if learn:
         _reset(resets, asked, lookup)
-        _keep_texts(rows, asked, [part for f in places for part in ids[f]])
+        _store_texts(rows, asked, [part for f in places for part in ids[f]])
     parts = iter(rows)
     for f in places:
         found[f] = [
@@ -258,16 +258,16 @@ def _reset(
 ) -> None:
     """Resets rows that have lost their keys, before they are read."""
     for keys, rows in zip(asked.keys, resets, strict=True):
-        if keys.config.takes_back:
+        if keys.config.reuses_rows:
             (table,) = {f.table for f in lookup.features if f.keys is keys}
             keys.reset(value_of(lookup.tables[table]), rows)
 
 
-def _keep_texts(
+def _store_texts(
     rows: Sequence[tf.Tensor], asked: _Asked, lists: Sequence[Ids]
 ) -> None:
     """Stores texts of keys, for vocabularies with `keep_text`."""
     for found, which, part in zip(rows, asked.of_list, lists, strict=True):
         keys = asked.keys[which]
         if keys.config.keep_text:
-            vocabulary_ops.keep_texts(keys.handle, found, part.values)
+            vocabulary_ops.store_texts(keys.handle, found, part.values)

@@ -61,11 +61,11 @@ def _checked(
             spec = shard_spec(variable)
             assert spec is not None
             raise ValueError(
-                f"Table '{spec.table}' is partitioned: of {spec.rows} x "
-                f"{spec.dim} numbers its kernel holds rank {spec.rank}'s "
-                f"{spec.local_shape[0]} x {spec.local_shape[1]}, by local row "
-                "numbers, and cannot stand for the table in an op, an index "
-                "or a loss. Read the whole table, on all ranks: "
+                f"Table '{spec.table}' is partitioned: its kernel holds rank "
+                f"{spec.rank}'s {spec.local_shape[0]} x {spec.local_shape[1]} "
+                f"of {spec.rows} x {spec.dim} numbers, by local row numbers, "
+                "and cannot be used for the whole table in an op, an index or "
+                "a loss. Read the whole table, on all ranks: "
                 "strategy.gather_table(layer), or get_embedding_tables() of a "
                 "DistributedEmbedding. kernel.numpy() is this rank's part."
             )
@@ -203,23 +203,24 @@ class _Routes:
 
     def __init__(self, old: ShardSpec, new: ShardSpec, ids: TensorLike) -> None:
         self.old, self.new, self.ids = old, new, ids
-        self._givers = placement.part_of(ids, old.row_parts)
-        self._takers = placement.part_of(ids, new.row_parts)
+        self._senders = placement.part_of(ids, old.row_parts)
+        self._receivers = placement.part_of(ids, new.row_parts)
 
-    def given_by(self, rank: int) -> Any:
+    def sent_by(self, rank: int) -> Any:
         """Returns the ids of the rows of which a rank has columns."""
         cell = self.old.at(rank).cell
-        return self.ids[self._givers == cell[0]] if cell else self.ids[:0]
+        return self.ids[self._senders == cell[0]] if cell else self.ids[:0]
 
-    def piece(self, giver: int, taker: int) -> tuple[Any, slice]:
+    def piece(self, sender: int, receiver: int) -> tuple[Any, slice]:
         """Returns ids and columns that one rank sends to another."""
-        old, new = self.old.at(giver), self.new.at(taker)
+        old, new = self.old.at(sender), self.new.at(receiver)
         first = max(old.columns[0], new.columns[0])
         end = min(old.columns[1], new.columns[1])
         if old.cell is None or new.cell is None or first >= end:
             return self.ids[:0], slice(0, 0)
-        mine = self._givers == old.cell[0]
-        return self.ids[mine & (self._takers == new.cell[0])], slice(first, end)
+        mine = self._senders == old.cell[0]
+        theirs = self._receivers == new.cell[0]
+        return self.ids[mine & theirs], slice(first, end)
 
 
 def _move_rows(
@@ -228,12 +229,12 @@ def _move_rows(
     """Exchanges rows and writes those that this rank receives to `part`."""
     old, new = routes.old, routes.new
     ranks = range(old.world_size)
-    given = routes.given_by(old.rank)
-    rows = _rows(native, placement.local_row(given, old.row_parts))
+    sent = routes.sent_by(old.rank)
+    rows = _rows(native, placement.local_row(sent, old.row_parts))
     pieces = []
-    for taker in ranks:
-        ids, columns = routes.piece(old.rank, taker)
-        chosen = rows[np.searchsorted(given, ids)]
+    for receiver in ranks:
+        ids, columns = routes.piece(old.rank, receiver)
+        chosen = rows[np.searchsorted(sent, ids)]
         start = old.columns[0]
         pieces.append(
             chosen[:, max(columns.start - start, 0) : columns.stop - start]
@@ -246,8 +247,8 @@ def _move_rows(
         f"{old.table}/move",
     )
     received, place = flat.numpy(), 0
-    for giver in ranks:
-        ids, columns = routes.piece(giver, new.rank)
+    for sender in ranks:
+        ids, columns = routes.piece(sender, new.rank)
         size = len(ids) * (columns.stop - columns.start)
         local = placement.local_row(ids, new.row_parts)
         start = new.columns[0]
@@ -274,7 +275,8 @@ def _check(variable: Variable, old: ShardSpec | None, new: ShardSpec) -> None:
     ):
         raise ValueError(
             f"{old or 'A variable that is no part of a table'} cannot become "
-            f"{new}: only a partitioned table is moved, among the same ranks."
+            f"{new}: only a partitioned table can be moved, among the same "
+            "ranks."
         )
     if is_fixed(variable):
         raise ValueError(

@@ -238,7 +238,9 @@ def _writing(
     """Makes an error of one rank inside the context an error on all ranks."""
     if collectives is None:
         return contextlib.nullcontext()
-    return collectives.together(f"write '{os.fspath(path)}'", all_end=True)
+    return collectives.joint_call(
+        f"write '{os.fspath(path)}'", end_barrier=True
+    )
 
 
 def _write(

@@ -18,16 +18,17 @@ from tfdist_ext.saving import exporting
 from tfdist_ext.saving import keras_files
 from tfdist_ext.saving import saver
 from tfdist_ext.saving import shared_files
+from tfdist_ext.strategy import round_ends
 
 keras = tf.keras
 
 STRATEGY, RANKS, TABLES = Need.STRATEGY, Need.RANKS, Need.TABLES
 
 # Changes of Keras or TensorFlow that would replace a hook.
-_SAVING = "a hook of Keras around what writes and reads files, for strategies"
+_SAVING = "a hook of Keras around files, for strategies"
 _CHECKPOINT = "a hook of TensorFlow's checkpoints, for partitioned variables"
-_EXPORT = "a hook of SavedModels for what cannot be served as it is"
-_CALLBACKS = "callbacks of Keras 3 that know of several workers"
+_EXPORT = "a hook of SavedModels for objects that need this package"
+_CALLBACKS = "callbacks of Keras 3 that support several workers"
 
 
 def rows() -> list[Hook]:
@@ -70,7 +71,11 @@ def _writers() -> list[Hook]:
             stage(keras_files.ask_user, RANKS),
         ),
         *(
-            hook(owner, name, why, _SAVING, stage(call, RANKS))
+            hook(
+                *(owner, name, why, _SAVING),
+                stage(round_ends.before, STRATEGY),
+                stage(call, RANKS),
+            )
             for owner, name, call in written
         ),
     ]
@@ -121,7 +126,7 @@ def _copies() -> list[Hook]:
             owner,
             name,
             "A copy would have one rank's part of the tables.",
-            "copies of Keras that ask layers",
+            "a hook of Keras for copies of layers",
             copy,
         )
         for owner, name in copied
@@ -131,14 +136,15 @@ def _copies() -> list[Hook]:
 def _checkpoints() -> list[Hook]:
     """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
-    why = "Each rank writes and reads its shards; all end alike."
+    why = "Each rank writes and reads its shards. All succeed or all fail."
+    ends = stage(round_ends.before_checkpoint(saver.objects_of), STRATEGY)
     rows = []
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save", "read", "restore"):
             if hasattr(owner, name):
                 verb = "restore" if name in ("read", "restore") else "save"
                 call = stage(saver.on_all_ranks(verb), *needs)
-                rows.append(hook(owner, name, why, _CHECKPOINT, call))
+                rows.append(hook(owner, name, why, _CHECKPOINT, ends, call))
     old = tf.compat.v1.train.Saver
     for owner, name, function in (
         (tf.train.CheckpointManager, "save", saver.save_managed),
@@ -209,9 +215,12 @@ def _exports() -> list[Hook]:
     """Hooks of exports as SavedModels and TFLite models."""
     module = internals.saved_model_save
     served = "Models with tables are exported with ops of TensorFlow only."
-    export = [stage(exporting.export_archive, TABLES)]
+    export = [
+        stage(round_ends.before, STRATEGY),
+        stage(exporting.export_archive, TABLES),
+    ]
     if KERAS_3:
-        export.insert(0, stage(keras_files.export_archive, RANKS))
+        export.insert(1, stage(keras_files.export_archive, RANKS))
     save = stage(exporting.save_model, TABLES)
     return [
         hook(keras.Model, "export", served, _EXPORT, *export),
@@ -220,7 +229,8 @@ def _exports() -> list[Hook]:
         hook(
             module,
             internals.VERIFY_OPS,
-            "Ops of ours in a SavedModel are refused, unless they are allowed.",
+            "Ops of this package in a SavedModel are refused, unless they are "
+            "allowed.",
             _EXPORT,
             stage(exporting.verify_ops, TABLES),
         ),
@@ -234,7 +244,7 @@ def _exports() -> list[Hook]:
         hook(
             tf.lite.TFLiteConverter,
             "from_keras_model",
-            "TFLite takes no parts of tables.",
+            "TFLite cannot convert parts of tables.",
             _EXPORT,
             stage(shared_files.refuse_for_lite, RANKS, TABLES),
         ),

@@ -36,6 +36,8 @@ from tfdist_ext.strategy import loops
 from tfdist_ext.strategy import on_batch
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
+from tfdist_ext.strategy import round_ends
+from tfdist_ext.strategy import rounds
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy import steps
 from tfdist_ext.strategy import whole_values
@@ -80,6 +82,7 @@ def _loops() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     compare_settings = stage(loops.compare_settings, STRATEGY)
+    end_round = stage(round_ends.before, STRATEGY)
     place_first = stage(_place_first, STRATEGY)
     in_scope = stage(before_training.in_scope, STRATEGY)
     in_loop = (
@@ -90,15 +93,16 @@ def _loops() -> list[Hook]:
         hook(
             model,
             "fit",
-            "Ranks begin, place tables and end together; what a rank cannot "
-            "train as one process does is refused or named.",
+            "Ranks start, place tables and end together. What a rank cannot "
+            "train as in one process is refused or reported.",
             _LOOP,
             stage(update_watch.end_watch, Need.UPDATE_WATCH),
             stage(resume.skip_trained_batches, STRATEGY),
             stage(model_state.compare_after_epochs, RANKS),
+            stage(round_ends.after_epochs, STRATEGY),
             on_all_ranks,
             compare_settings,
-            stage(before_training.shuffle_alike, RANKS),
+            stage(before_training.shuffle_equally, RANKS),
             place_first,
             *in_loop,
             in_scope,
@@ -108,6 +112,7 @@ def _loops() -> list[Hook]:
             "evaluate",
             "As `fit`.",
             _LOOP,
+            end_round,
             on_all_ranks,
             compare_settings,
             place_first,
@@ -119,6 +124,7 @@ def _loops() -> list[Hook]:
             "predict",
             "As `fit`; every rank returns what one process does.",
             _LOOP,
+            end_round,
             on_all_ranks,
             compare_settings,
             place_first,
@@ -137,8 +143,9 @@ def _functions() -> list[Hook]:
         hook(
             compiles,
             "compile",
-            "XLA compiles no exchange between ranks and no lookup of ours.",
-            "a strategy's word in Keras's choice of `jit_compile`",
+            "XLA cannot compile exchanges between ranks and lookups of this "
+            "package.",
+            "a way for strategies to set `jit_compile`",
             stage(refused.compile_without_xla, STRATEGY),
         ),
         hook(
@@ -151,13 +158,13 @@ def _functions() -> list[Hook]:
         hook(
             *names.batch_loop(),
             "Batches that were trained before a restart call no callback.",
-            "`fit(initial_step=)` beside `initial_epoch`",
+            "`fit(initial_step=)`, like `initial_epoch`",
             stage(resume.without_trained_batches, STRATEGY),
         ),
         hook(
             *names.concatenation(),
-            "What ranks predict is in order already.",
-            "a hook of Keras around what replicas predict",
+            "The predictions of ranks are in order already.",
+            "a hook of Keras around predictions of replicas",
             stage(predictions.concatenate, RANKS),
         ),
     ]
@@ -168,15 +175,18 @@ def _batches() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     in_scope = stage(before_training.in_scope, STRATEGY)
+    end_round = stage(round_ends.before, STRATEGY)
     on_batch_steps = [stage(on_batch.step_on_batch, RANKS)] if KERAS_3 else []
     rows = []
     for name in ("train_on_batch", "test_on_batch"):
+        ends = [end_round] if name == "test_on_batch" else []
         rows.append(
             hook(
                 model,
                 name,
                 "As `fit`, for one batch, of which each rank takes its part.",
                 _LOOP,
+                *ends,
                 on_all_ranks,
                 *on_batch_steps,
                 in_scope,
@@ -191,35 +201,40 @@ def _batches() -> list[Hook]:
             "predict_on_batch",
             "As `predict`, for one batch.",
             _LOOP,
+            end_round,
             on_all_ranks,
             *predict_on_batch,
         )
     )
-    if KERAS_3:
-        rows += [
-            hook(
-                model,
-                "make_predict_function",
-                "`predict` is traced once for batches of all sizes.",
-                _LOOP,
-                stage(predictions.make_predict_function, STRATEGY),
-            ),
-            hook(
-                model,
-                names.BUILD_BY_SHAPES,
-                "A model is built with the shapes of a rank's batch.",
-                _LOOP,
-                stage(before_training.build, STRATEGY),
-            ),
-            hook(
-                names.array_adapter(),
-                "get_tf_dataset",
-                "The number of samples of arrays is known to the ranks.",
-                "datasets of arrays that know their number of samples",
-                stage(before_training.keep_lengths, STRATEGY),
-            ),
-        ]
-    return rows
+    return rows + (_builders() if KERAS_3 else [])
+
+
+def _builders() -> list[Hook]:
+    """Hooks of Keras 3 before a first batch."""
+    model = keras.Model
+    return [
+        hook(
+            model,
+            "make_predict_function",
+            "`predict` is traced once for batches of all sizes.",
+            _LOOP,
+            stage(predictions.make_predict_function, STRATEGY),
+        ),
+        hook(
+            model,
+            names.BUILD_BY_SHAPES,
+            "A model is built with the shapes of a rank's batch.",
+            _LOOP,
+            stage(before_training.build, STRATEGY),
+        ),
+        hook(
+            names.array_adapter(),
+            "get_tf_dataset",
+            "Ranks know the number of samples of arrays.",
+            "datasets of arrays that know their number of samples",
+            stage(before_training.keep_lengths, STRATEGY),
+        ),
+    ]
 
 
 def _steps() -> list[Hook]:
@@ -231,7 +246,8 @@ def _steps() -> list[Hook]:
         hook(
             keras.layers.Layer,
             "__call__",
-            "A layer computes the samples of its own rank, also none.",
+            "A layer computes the samples of its rank, of which there may be "
+            "none.",
             "a mark of Keras for code that looks at samples together",
             stage(steps.call_layer, STRATEGY),
             plain=True,
@@ -255,7 +271,7 @@ def _steps() -> list[Hook]:
         hook(
             keras.losses.Loss,
             "__call__",
-            "Means and sums over the batch are those of all ranks.",
+            "Means and sums over the batch include all ranks.",
             _STEP,
             *loss,
             plain=True,
@@ -271,7 +287,8 @@ def _steps() -> list[Hook]:
         hook(
             tf.distribute.ReplicaContext,
             "all_reduce",
-            "Sums over ranks in a model are told from those of gradients.",
+            "Sums over ranks in a model are distinguished from sums of "
+            "gradients.",
             "none: an all-reduce does not say what it is for",
             stage(steps.tell_forward_sums, STRATEGY),
             plain=True,
@@ -324,7 +341,7 @@ def _of_metrics() -> list[Hook]:
         hook(
             metrics.Metric,
             add_state,
-            "States of metrics that all ranks have are not summed.",
+            "States of metrics that are equal on all ranks are not summed.",
             _STEP,
             stage(whole_values.add_state, STRATEGY),
         ),
@@ -343,7 +360,7 @@ def _norms() -> list[Hook]:
                 owner,
                 name,
                 "The norm of a table's gradient counts all shards once.",
-                "norms of TensorFlow that know of partitioned variables",
+                "norms of TensorFlow that support partitioned variables",
                 stage(call, STRATEGY),
                 plain=True,
             )
@@ -375,19 +392,21 @@ def _optimizers() -> list[Hook]:
             _OPTIMIZER,
             stage(loops.build_on_all_ranks, RANKS),
             *([stage(_place_built, STRATEGY)] if KERAS_3 else []),
+            stage(rounds.build, STRATEGY),
             stage(row_optimizer.refuse_norms_at_build, Need.MAX_NORM),
         ),
         hook(
             optimizer,
             names.UPDATE_AVERAGES,
-            "Averages of tables are those of the rows of this rank.",
+            "The moving average of a table is over the rows of this rank.",
             _OPTIMIZER,
             stage(sharded_variable.read_parts, RANKS),
             *([stage(loops.average_of_rows, RANKS)] if KERAS_3 else []),
         ),
     ]
     why = (
-        "Rows of a table are updated once; what cannot update them is refused."
+        "Rows of a table are updated once. Optimizers that cannot do this are "
+        "refused."
     )
     if KERAS_3:
         scaled = keras.optimizers.LossScaleOptimizer
@@ -401,13 +420,14 @@ def _optimizers() -> list[Hook]:
                 _OPTIMIZER,
                 end_steps,
                 apply,
+                stage(rounds.apply, STRATEGY),
                 stage(row_gradients.sum_repeated_rows, TABLES),
             ),
             hook(scaled, "apply", why, _OPTIMIZER, apply),
             hook(
                 scaled,
                 "check_finite",
-                "A step is left out on all ranks or on none.",
+                "A step is skipped on all ranks or on none.",
                 _OPTIMIZER,
                 stage(loops.finite_on_all_ranks, RANKS),
             ),
@@ -416,9 +436,10 @@ def _optimizers() -> list[Hook]:
     refuse = stage(row_optimizer.refuse_norms_at_apply, Need.MAX_NORM)
     legacy = keras.optimizers.legacy.Optimizer
     name = "apply_gradients"
+    in_rounds = stage(rounds.apply_gradients, STRATEGY)
     return [
         *rows,
-        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply),
+        hook(optimizer, name, why, _OPTIMIZER, end_steps, apply, in_rounds),
         hook(legacy, name, why, _OPTIMIZER, refuse, end_steps, apply),
     ]
 
@@ -428,7 +449,7 @@ def _variables() -> list[Hook]:
         hook(
             internals.MirroredVariable,
             internals.WRITE_IN_REPLICA,
-            "State that a step assigns is that of the whole batch.",
+            "State assigned in a step is computed from the whole batch.",
             "a hook of strategies around assignments in a step",
             stage(state.write, RANKS),
         )
@@ -438,8 +459,8 @@ def _variables() -> list[Hook]:
             hook(
                 keras.Variable,
                 name,
-                "What ranks add to a summed variable is added once.",
-                "`assign_add` of Keras 3 that heeds the aggregation",
+                "Values that ranks add to a summed variable are added once.",
+                "`assign_add` of Keras 3 that respects the aggregation",
                 stage(state.change_sum, RANKS),
             )
             for name in ("assign_add", "assign_sub")
@@ -469,7 +490,7 @@ def _layers() -> list[Hook]:
             hook(
                 layer,
                 names.SKIPS_EMPTY,
-                "A rank without samples counts none.",
+                "A rank without samples counts zero samples.",
                 upstream,
                 stage(steps.skips_empty, RANKS),
             )

@@ -44,7 +44,11 @@ def run_with_restarts(options: argparse.Namespace, attempt: Attempt) -> int:
     restarts = 0
     while True:
         ended = attempt(_options_of(options, restarts))
-        if ended.code == 0 or ended.told or restarts >= options.max_restarts:
+        if (
+            ended.code == 0
+            or ended.by_signal
+            or restarts >= options.max_restarts
+        ):
             return ended.code
         restarts += 1
         print(
@@ -160,16 +164,16 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
     where = addresses_lib.of_this_user(*options.master)
     if not (secret or options.allow_unauthenticated or isinstance(where, str)):
         raise hosts.RendezvousError(
-            "anybody who reaches --master "
-            f"{addresses_lib.join(*options.master)} would join this job: there "
-            f"is no secret. Set the same {secret_lib.SECRET} on all hosts, "
-            f"or {secret_lib.SECRET_FILE} to the path of a file that only "
-            "you can read, with the output of `openssl rand -hex 32`. In a "
-            "network that you trust, --allow-unauthenticated does without"
+            "this job has no secret, so anybody who reaches --master "
+            f"{addresses_lib.join(*options.master)} could join it. Set the "
+            f"same {secret_lib.SECRET} on all hosts, or "
+            f"{secret_lib.SECRET_FILE} to the path of a file that only you "
+            "can read, with the output of `openssl rand -hex 32`. In a "
+            "network that you trust, pass --allow-unauthenticated instead"
         )
     # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(options.n, "", own_ports(options)) as reserved:
-        meeting = hosts.meet(
+        rendezvous = hosts.exchange_addresses(
             master=options.master,
             node_rank=options.node_rank,
             nnodes=options.nnodes,
@@ -180,11 +184,14 @@ def _run_on_several_hosts(options: argparse.Namespace) -> local_ranks.Ended:
             min_ranks=options.min_ranks if options.restarts else None,
             allow_unauthenticated=options.allow_unauthenticated,
         )
-        with meeting:
+        with rendezvous:
             ranks = ranks_of_host(
-                options, meeting.workers, meeting.first_rank, meeting.secret
+                options,
+                rendezvous.workers,
+                rendezvous.first_rank,
+                rendezvous.secret,
             )
-            return _run_ranks(ranks, options, meeting)
+            return _run_ranks(ranks, options, rendezvous)
 
 
 def own_ports(options: argparse.Namespace) -> range:

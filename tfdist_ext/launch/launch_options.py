@@ -110,8 +110,8 @@ def _login(word: str) -> str:
         if _NAME.fullmatch(host):
             return word
     raise ValueError(
-        f"{word!r} is no name or address of a host, such as node1, 10.0.0.1, "
-        "[fd00::1] or me@node1; slots=N follows it after a space"
+        f"{word!r} is not a name or address of a host, such as node1, "
+        "10.0.0.1, [fd00::1] or me@node1; slots=N follows it after a space"
     )
 
 
@@ -150,13 +150,13 @@ Several hosts: the same command on each, with its own --node-rank.
   host0$ tfdist-run -n 4 --nnodes 2 --node-rank 0 --master host0:7000 train.py
   host1$ tfdist-run -n 4 --nnodes 2 --node-rank 1 --master host0:7000 train.py
 
-Or once, where ssh comes to all of them without a password: FILE has a line
-"host slots=4" for each.
+Or once, if ssh reaches all of them without a password. FILE has a line
+"host slots=4" for each host.
 
   $ tfdist-run --hostfile FILE train.py
 
-Where a cluster manager has set TF_CONFIG, or srun, mpirun and such have started
-tfdist-run for every rank, one rank is started, which is told so itself."""
+If a cluster manager has set TF_CONFIG, or srun, mpirun or the like has started
+tfdist-run for every rank, it starts one rank, which keeps these variables."""
 
 # Most ranks per host, and most hosts: a message cannot have the addresses of
 # more.
@@ -220,8 +220,8 @@ def _check(
     if placed and options.max_restarts:
         parser.error(
             f"{placed}: --max-restarts is for ranks that tfdist-run -n, "
-            "--nnodes or --hostfile starts. Let what has started them start "
-            "them again, with callbacks.Resume they go on"
+            "--nnodes or --hostfile starts. Let the launcher that started "
+            "these ranks start them again; callbacks.Resume continues then"
         )
     if options.min_ranks is not None and not (options.max_restarts and several):
         parser.error(
@@ -364,8 +364,8 @@ def _add_stats_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="MODE",
         help="compare the first step of each fit with that of one process: "
-        "always, error (raise where they differ) or off; what the program "
-        "gives its strategy counts more",
+        "always, error (raise where they differ) or off; the program's "
+        "own argument of its strategy takes precedence",
     )
 
 
@@ -391,8 +391,7 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long hosts that have not come back are waited for "
-        "(default 60)",
+        help="how long to wait for hosts that have not come back (default 60)",
     )
 
 
@@ -430,16 +429,16 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         "--master",
         type=_address,
         metavar="HOST:PORT",
-        help="where the hosts meet before the start: an address of host 0 that "
-        "the others reach, and any free port on it. Ranks use other ports, "
-        "which are chosen and exchanged there",
+        help="address for the start: one of host 0 that the other hosts reach, "
+        "and any free port on it. The ranks use other ports, which "
+        "tfdist-run chooses",
     )
     add(
         "--host",
         type=_host,
         metavar="HOST",
-        help="address of this host for the others (default: the one it reaches "
-        "the master with)",
+        help="address of this host for the others (default: the one from which "
+        "it connects to the master)",
     )
     add(
         "--start-timeout",

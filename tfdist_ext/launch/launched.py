@@ -140,7 +140,7 @@ def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
     for part in environment.get(SLURM.local_size, "").split(","):
         count, _, times = part.rstrip(")").partition("(x")
         if not count.isdecimal() or not (times or "1").isdecimal():
-            why = f"{SLURM.local_size} is no list of numbers like 2(x3),1"
+            why = f"{SLURM.local_size} is not a list of numbers like 2(x3),1"
             raise variables_lib.unusable(
                 environment, SLURM, why, SLURM.local_size
             )

@@ -193,11 +193,11 @@ class Ended:
 
     Attributes:
         code: exit code for the launcher.
-        told: whether a signal told the launcher to stop.
+        by_signal: whether a signal stopped the launcher.
     """
 
     code: int
-    told: bool = False
+    by_signal: bool = False
 
 
 class Nodes(Protocol):
@@ -325,7 +325,7 @@ def run(
             nodes.report(end.message)
         _announce(processes, end, grace, lock)
         _stop(processes, end.stop_signal, grace, lock)
-        return Ended(_finish(processes, end), end.told)
+        return Ended(_finish(processes, end), end.by_signal)
 
 
 def _live_stats(
@@ -362,7 +362,7 @@ class _End:
     message: str | None
     stop_signal: int
     culprit: _Process | None = None
-    told: bool = False
+    by_signal: bool = False
 
 
 def _show(line: str, lock: threading.Lock) -> None:
@@ -384,7 +384,10 @@ def _wait(
         if info is not None and info.si_signo in STOP_SIGNALS:
             name = signal.Signals(info.si_signo).name
             return _End(
-                128 + info.si_signo, f"got {name}", info.si_signo, told=True
+                128 + info.si_signo,
+                f"got {name}",
+                info.si_signo,
+                by_signal=True,
             )
         for process in list(running):
             code = process.poll()
@@ -469,7 +472,7 @@ def _finish(processes: Sequence[_Process], end: _End) -> int:
     if end.message is None:
         return 0
     code = end.code
-    if end.told:
+    if end.by_signal:
         for process in processes:
             if process.poll() == NOT_SAVED:
                 code = NOT_SAVED

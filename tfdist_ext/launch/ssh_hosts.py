@@ -150,7 +150,7 @@ def run(
             end = _wait(connections, options.grace)
     if end.message:
         print(f"tfdist-run: {end.message}", file=sys.stderr, flush=True)
-    return local_ranks.Ended(end.code, end.told)
+    return local_ranks.Ended(end.code, end.by_signal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _End:
 
     code: int
     message: str
-    told: bool = False
+    by_signal: bool = False
 
 
 def _command(
@@ -226,7 +226,7 @@ def _reach(
     while missing := [each for each in connections if each.ports is None]:
         number = _stop_signal(0.05)
         if number:
-            return _told(number)
+            return _end_by_signal(number)
         failed = [each for each in missing if each.poll() is not None]
         for each in failed:
             if each.ports is not None:
@@ -288,7 +288,7 @@ def _wait(connections: Sequence[_Connection], grace: float) -> _End:
             # After a failure, the failure stays the result; nothing is
             # restarted.
             end = dataclasses.replace(
-                end if end.code else _told(number), told=True
+                end if end.code else _end_by_signal(number), by_signal=True
             )
             deadline = min(deadline, time.monotonic() + patience)
         elif failed is not None and not end.code:
@@ -304,14 +304,14 @@ def _wait(connections: Sequence[_Connection], grace: float) -> _End:
         if not running:
             break
     codes = [each.poll() for each in connections]
-    if end.told and local_ranks.NOT_SAVED in codes:
+    if end.by_signal and local_ranks.NOT_SAVED in codes:
         return dataclasses.replace(end, code=local_ranks.NOT_SAVED)
     return end
 
 
-def _told(number: int) -> _End:
+def _end_by_signal(number: int) -> _End:
     name = signal.Signals(number).name
-    return _End(128 + number, f"got {name}", told=True)
+    return _End(128 + number, f"got {name}", by_signal=True)
 
 
 def _failed(connections: Sequence[_Connection]) -> _Connection | None:

@@ -96,7 +96,7 @@ def read(path: str | os.PathLike[str]) -> list[Event]:
         whole = json.load(file)
     if not isinstance(whole, dict) or "clock_errors_us" not in whole:
         raise ValueError(
-            f"'{os.fspath(path)}' is no trace of callbacks.Timeline."
+            f"'{os.fspath(path)}' is not a trace of callbacks.Timeline."
         )
     return [
         Event(
@@ -255,9 +255,9 @@ def _verdict(
         }
         why = max(own, key=lambda name: own[name] - least[name])
         return (
-            f"Bound by rank {slowest}, for which the others wait "
-            f"{late[slowest] / 1e3:.2f} ms of {step / 1e3:.2f}; it spends most "
-            f"more than they in: {why}."
+            f"Bound by rank {slowest}: the others wait for it "
+            f"{late[slowest] / 1e3:.2f} ms of {step / 1e3:.2f} per "
+            f"step. It spends more time than they do in: {why}."
         )
     return (
         f"Bound by {most}: {work[most] / 1e3:.2f} ms of {step / 1e3:.2f} per "
@@ -336,7 +336,7 @@ def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
         The microseconds and the rank that came last, by the id of the event.
     """
     found = {}
-    for group in _together(events):
+    for group in _grouped(events):
         last = max(group, key=lambda event: event.start)
         for event in group:
             waited = min(last.start, event.end) - event.start
@@ -344,7 +344,7 @@ def waits(events: Sequence[Event]) -> dict[int, tuple[float, int]]:
     return found
 
 
-def _together(events: Sequence[Event]) -> list[list[Event]]:
+def _grouped(events: Sequence[Event]) -> list[list[Event]]:
     """Groups of events, on all ranks, that are one exchange each.
 
     An exchange that began before the trace is left out: on some ranks it may
@@ -365,7 +365,7 @@ def _lateness(events: Sequence[Event], steps: int) -> dict[int, float]:
     """
     spans: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
     ranks = {event.rank for event in events}
-    for group in _together(events):
+    for group in _grouped(events):
         ordered = sorted(group, key=lambda event: event.start)
         if len(ordered) > 1:
             # The last but one has begun, and only waits for the last.
@@ -385,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parser = argparse.ArgumentParser(
-        prog="tfdist-report", description="Says what a run has been like."
+        prog="tfdist-report", description="Reports on a finished run."
     )
     kinds = parser.add_subparsers(dest="what", required=True)
     of_trace = kinds.add_parser(

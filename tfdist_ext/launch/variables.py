@@ -170,7 +170,7 @@ def number(
     if not text:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-        why = f"{name} is no number of processes"
+        why = f"{name} is not a number of processes"
         raise unusable(environment, variables, why, name)
     return int(text)
 
@@ -201,10 +201,11 @@ def no_master(
     return unusable(
         environment,
         variables,
-        f"{why}, and nothing tells where rank 0 runs. Set {MASTER_VARIABLE} to "
-        "the address by which the others reach the host of rank 0, the same "
-        f"for all, as by `export {MASTER_VARIABLE}=HOST` and `mpirun -x "
-        f"{MASTER_VARIABLE}` ({PORT_VARIABLE} may name a free port there)",
+        f"{why}, and no variable says where rank 0 runs. Set "
+        f"{MASTER_VARIABLE}, on all ranks, to the address by which the others "
+        "reach the host of rank 0, for example by `export "
+        f"{MASTER_VARIABLE}=HOST` and `mpirun -x {MASTER_VARIABLE}` "
+        f"({PORT_VARIABLE} may name a free port there)",
         *names,
     )
 
@@ -231,8 +232,9 @@ def unusable(
     shown = ", ".join(f"{name}={text}" for name, text in received.items())
     return LaunchError(
         f"{variables.launcher} has started this process as one of several, "
-        f"but they cannot meet: {why}. Received: {shown}. Or start the program "
-        "by `tfdist-run -n RANKS train.py`, on several hosts once on each with "
-        "--nnodes, --node-rank and --master; or set TF_CONFIG for every "
-        f"process. To train alone on purpose, unset {next(iter(received))}."
+        f"but they cannot find each other: {why}. Received: {shown}. Correct "
+        "these variables, or start the program by `tfdist-run -n RANKS "
+        "train.py`, on several hosts once on each with --nnodes, --node-rank "
+        "and --master, or set TF_CONFIG for every process. To train in one "
+        f"process, unset {next(iter(received))}."
     )

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.embedding import pooled_lookup
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.embedding import whole_tables
@@ -84,7 +84,9 @@ def best_candidates(
         return _best_here(queries, part, k)
     world_size = collectives.group.world_size
     dim, dtype = queries.shape[-1], queries.dtype.name
-    agree(collectives, [f"search {label}: k={k}, queries {dtype} [n, {dim}]"])
+    check_same(
+        collectives, [f"search {label}: k={k}, queries {dtype} [n, {dim}]"]
+    )
     everyone, sizes = collectives.all_gather_parts(queries, f"{label}/queries")
     answers = _best_here(everyone, part, k)
     names = ("scores", "positions")
@@ -206,7 +208,9 @@ class OwnRows:
         sizes = [int(batch.shape[0]) for batch in batches]
         if collectives is not None:
             kind = f"{rows.dtype.name} [n, {rows.shape[1]}]"
-            agree(collectives, [f"candidates, {len(sizes)} batches of {kind}"])
+            check_same(
+                collectives, [f"candidates, {len(sizes)} batches of {kind}"]
+            )
         positions, self.count = _positions(sizes, collectives)
         self.dim = int(rows.shape[1])
         self.ids = None
@@ -373,8 +377,8 @@ def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
     """
     if candidates.shape.rank != 2 or not candidates.dtype.is_floating:
         raise ValueError(
-            "Candidates must be rows [n, dim] of floating numbers. Received: "
-            f"shape {candidates.shape}, dtype {candidates.dtype.name} (layer "
+            "Candidates must be floating-point rows [n, dim]. Received: shape "
+            f"{candidates.shape}, dtype {candidates.dtype.name} (layer "
             f"'{name}')."
         )
     check_ids(int(candidates.shape[0]), identifiers, name)
@@ -391,8 +395,8 @@ def check_ids(count: int, identifiers: Any, name: str) -> None:
     shape = tuple(tf.convert_to_tensor(identifiers).shape)
     if shape != (count,):
         raise ValueError(
-            f"Identifiers must be one for each of the {count} candidates. "
-            f"Received: shape {shape} (layer '{name}')."
+            f"There must be one identifier for each of the {count} "
+            f"candidates. Received: shape {shape} (layer '{name}')."
         )
 
 
@@ -424,8 +428,8 @@ class TableRows:
             wrong = self.rows[(self.rows < 0) | (self.rows >= size)]
             if self.rows.ndim != 1 or wrong.size:
                 raise ValueError(
-                    f"Argument `rows` must be [n] numbers of rows in [0, "
-                    f"{size}). Received: shape {self.rows.shape}, with "
+                    f"Argument `rows` must be row numbers [n] in [0, {size}). "
+                    f"Received: shape {self.rows.shape}, with "
                     f"{wrong[:5].tolist()} (layer '{name}')."
                 )
 
@@ -547,8 +551,8 @@ def _variable_of(given: Any, table: str | None) -> Any:
         return given
     if not given.built:
         raise ValueError(
-            f"Layer '{given.name}', whose rows are candidates, is not built: "
-            "call it before, or build it in `strategy.scope()`."
+            f"Layer '{given.name}', whose rows are the candidates, is not "
+            "built. Call it first, or build it in `strategy.scope()`."
         )
     if not hasattr(given, "get_embedding_tables"):
         return whole_tables.kernel_of(given)
@@ -568,7 +572,7 @@ def _variable_of(given: Any, table: str | None) -> Any:
 def _refuse_growing(variable: Variable) -> None:
     if marks.keys_of(variable) is not None:
         raise ValueError(
-            f"Table '{variable.name}' has a vocabulary that grows: rows "
-            "without a key would be candidates too. Give the rows of its keys "
+            f"Table '{variable.name}' has a dynamic vocabulary: rows without "
+            "a key would be candidates too. Pass the rows of its keys "
             "(`get_vocabularies`) as a tensor."
         )

@@ -137,7 +137,7 @@ class DistributedEmbedding(DynamicTables):
             self._feature(config, specs, placements)
             for config in self._configs.features
         ]
-        self._agree(features)
+        self._check_same_features(features)
         tables = self._configs.tables
         initializers = [
             keras.initializers.get(table.initializer) for table in tables
@@ -202,7 +202,7 @@ class DistributedEmbedding(DynamicTables):
             self.plan = self.plan.at(world_size)
         for table in self._configs.tables:
             self.plan.check_fits(table)
-        self._collectives.gpus.give(self.plan.device_memory)
+        self._collectives.gpus.reserve(self.plan.device_memory)
         return [
             self.plan.placement_of(table.name) for table in self._configs.tables
         ]
@@ -215,7 +215,7 @@ class DistributedEmbedding(DynamicTables):
         """Returns this rank's part of each table, by its `Feature.table`."""
         return self._variables
 
-    def take_places(
+    def set_placements(
         self, features: Mapping[int, Feature], plan: ShardingPlan
     ) -> None:
         """Takes the new placements of tables that a plan has moved.

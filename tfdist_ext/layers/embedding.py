@@ -42,11 +42,11 @@ _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 # Keras's arguments that a partitioned table does not support, and what to do.
 _REFUSED = {
-    "lora_rank": "Train a small layer behind this one instead.",
-    "lora_alpha": "Train a small layer behind this one instead.",
+    "lora_rank": "Train a small layer after this one instead.",
+    "lora_alpha": "Train a small layer after this one instead.",
     "quantization_config": "Use dtype='bfloat16' for a smaller table.",
-    "sparse": "Use ragged ids where samples have few.",
-    "use_one_hot_matmul": "Rows are looked up.",
+    "sparse": "Use ragged ids if samples have few ids.",
+    "use_one_hot_matmul": "Leave it out: the layer looks rows up.",
 }
 
 
@@ -320,7 +320,7 @@ def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
     if KERAS_3:
         if input_length is not None:
             warnings.warn(
-                "Argument `input_length` is without effect in Keras 3.",
+                "Argument `input_length` has no effect in Keras 3.",
                 stacklevel=3,
             )
     elif "input_shape" not in kwargs:

@@ -71,9 +71,9 @@ class FeatureConfigs:
                 )
         if isinstance(nest, dict) and set(nest) == {"ids", "weights"}:
             raise ValueError(
-                "Argument `feature_configs` must not be a dict of 'ids' and "
-                "'weights' alone: such a dict is what `preprocess` makes of "
-                "ids and their weights. Name one of them otherwise."
+                "Argument `feature_configs` must not be a dict with only "
+                "'ids' and 'weights': `preprocess` returns such a dict for "
+                "ids with weights. Rename one of them."
             )
         by_name: dict[str, TableConfig] = {}
         for feature in features:
@@ -82,7 +82,7 @@ class FeatureConfigs:
                 raise ValueError(
                     f"Two tables are named '{known.name}': {known} and "
                     f"{feature.table}. Give features that share a table the "
-                    "same TableConfig, others another name."
+                    "same TableConfig, and other tables other names."
                 )
         checks.distinct("features", [feature.name for feature in features])
         # Created here, because Keras 3 forbids new variables in `build`.
@@ -121,7 +121,7 @@ class FeatureConfigs:
         except (TypeError, ValueError) as error:
             names = self.pack([config.name for config in self.features])
             raise ValueError(
-                f"Layer '{layer}': `{argument}` must have the nest of "
+                f"Layer '{layer}': `{argument}` must have the structure of "
                 f"`feature_configs`, {names}. Received: {values}."
             ) from error
         flat: list[Any] = tf.nest.flatten(values)
@@ -314,10 +314,10 @@ class DynamicTables(SparseLayer):
         growing = [table.name for table in tables if table.vocabulary]
         if self.prefetch_ids and growing:
             raise ValueError(
-                f"Layer '{self.name}': prefetch_ids=True asks for rows a step "
-                "ahead, which a vocabulary that grows may give to other keys "
-                f"meanwhile. Leave it out, or put the tables {growing} into a "
-                "layer of their own."
+                f"Layer '{self.name}': prefetch_ids=True asks for rows one "
+                "step ahead, and a dynamic vocabulary may give these rows to "
+                "other keys before they are looked up. Leave it out, or put "
+                f"the tables {growing} into a layer of their own."
             )
 
     def _add_keys(

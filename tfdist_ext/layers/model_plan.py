@@ -217,7 +217,7 @@ def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
     as_it_is = ShardingPlan(planned.problem, now)
     best = planned if _is_worthwhile(planned, as_it_is) else as_it_is
     moved = [t for t in tables if best.placements[t.config.name] != t.placement]
-    _tell(best, as_it_is, len(moved), collectives)
+    _log_move(best, as_it_is, len(moved), collectives)
     features = _features_after(tables, best, collectives)
     with tf.init_scope():
         collectives.group.check_same([str(f.spec) for f in features.values()])
@@ -231,7 +231,7 @@ def _place_together(tables: Sequence[_Table], collectives: Collectives) -> None:
             for table in tables
             if table.layer is layer
         }
-        layer.take_places(own, best)
+        layer.set_placements(own, best)
 
 
 def _is_worthwhile(planned: ShardingPlan, now: ShardingPlan) -> bool:
@@ -268,7 +268,7 @@ def _features_after(
     return features
 
 
-def _tell(
+def _log_move(
     best: ShardingPlan,
     now: ShardingPlan,
     moved: int,

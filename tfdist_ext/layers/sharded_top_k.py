@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
@@ -45,15 +45,15 @@ def on_all_ranks(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def together(layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    def in_joint_call(layer: Layer, *args: Any, **kwargs: Any) -> Any:
         collectives = layer._collectives or collectives_lib.active()
         if collectives is None:
             return method(layer, *args, **kwargs)
         what = f"{method.__name__} of '{layer.name}'"
-        with collectives.together(what, own_first=True):
+        with collectives.joint_call(what, own_error_first=True):
             return method(layer, *args, **kwargs)
 
-    return together  # type: ignore[return-value]
+    return in_joint_call  # type: ignore[return-value]
 
 
 def check_index(
@@ -82,7 +82,7 @@ def check_index(
     if isinstance(candidates, tf.Tensor):
         kind = f"rows {candidates.dtype.name} {candidates.shape}"
     lines = [f"{key}: {_brief(value)}" for key, value in given.items()]
-    agree(collectives, [f"index '{name}' of {kind}", *lines])
+    check_same(collectives, [f"index '{name}' of {kind}", *lines])
 
 
 def _brief(given: Any) -> str:
@@ -448,8 +448,8 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         exclusions = tf.convert_to_tensor(exclusions)
         if exclusions.shape.rank != 2 or exclusions.shape[1] is None:
             raise ValueError(
-                "Argument `exclusions` must be [n, m], with as many for each "
-                f"query. Received: shape {exclusions.shape} (layer "
+                "Argument `exclusions` must be [n, m], with m identifiers for "
+                f"each query. Received: shape {exclusions.shape} (layer "
                 f"'{self.name}')."
             )
         k = self.k if k is None else k

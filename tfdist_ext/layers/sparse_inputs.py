@@ -88,8 +88,9 @@ def of_length(ids: TensorLike, length: Sizes, layer: str) -> Any:
     ids = tf.convert_to_tensor(ids)
     if not ids.shape[1:].is_compatible_with(length):
         raise ValueError(
-            f"Layer '{layer}' takes ids (batch, {', '.join(map(str, length))})"
-            f", as its `output_shape` tells. Received: shape {ids.shape}."
+            f"Layer '{layer}' takes ids (batch, "
+            f"{', '.join(map(str, length))}), as its `output_shape` says. "
+            f"Received: shape {ids.shape}."
         )
     return tf.ensure_shape(ids, [None, *length])
 
@@ -211,10 +212,9 @@ def width_of(inputs: Nested, layer: str) -> int:
     width = widths.pop()
     if widths or width is None:
         raise ValueError(
-            f"Layer '{layer}' cannot tell `input_dim`, the number of rows of "
-            "its kernel, from its inputs: only SparseTensors of equal, "
-            "statically known width tell it. Pass "
-            "FullSparse(units, input_dim=...)."
+            f"Layer '{layer}' cannot infer `input_dim`, the number of rows of "
+            "its kernel, from its inputs: this needs SparseTensors of equal, "
+            "statically known width. Pass FullSparse(units, input_dim=...)."
         )
     return int(width)
 
@@ -281,8 +281,8 @@ def ids_of(
         same_kind = weights.shape.rank in (1, 2, value.shape.rank)
     if not (same_kind and (_is_float(weights) or weights.dtype.is_integer)):
         raise ValueError(
-            f"Layer '{layer}': weights must be floats or integers of the same "
-            f"kind as their ids, {type(value).__name__}. Received: {weights}."
+            f"Layer '{layer}': weights must be floats or integers in a "
+            f"{type(value).__name__}, as their ids are. Received: {weights}."
         )
     flat, places, others = _placed(value, weights)
     return dataclasses.replace(
@@ -344,10 +344,10 @@ def _matrix(value: Any, layer: str) -> tf.SparseTensor:
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating and value.shape[-1] > 1:
         raise ValueError(
-            f"Layer '{layer}' cannot tell whether {value.dtype.name} of shape "
-            f"{value.shape}, as wide as the kernel has rows, are ids or the "
-            "counts of a matrix. Cast a matrix, of a `multi_hot` for example, "
-            "to float32; give ids as `tf.RaggedTensor.from_tensor(ids)`."
+            f"Layer '{layer}' cannot tell ids from a matrix of counts: it got "
+            f"{value.dtype.name} values of shape {value.shape}, as wide as "
+            "the kernel has rows. Cast a matrix, such as one of `multi_hot`, "
+            "to float32; pass ids as `tf.RaggedTensor.from_tensor(ids)`."
         )
     return tf.sparse.from_dense(value)
 
@@ -397,8 +397,8 @@ def _aligned(
     same = tf.debugging.assert_equal(
         tf.cast(places, tf.int64),
         tf.cast(others, tf.int64),
-        f"Layer '{layer}': weights must lie where their ids do, as many in "
-        "every sample.",
+        f"Layer '{layer}': ids and weights must have the same positions, with "
+        "one weight for each id of a sample.",
     )
     with tf.control_dependencies([] if same is None else [same]):
         return tf.cast(weights, tf.float32)

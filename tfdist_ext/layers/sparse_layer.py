@@ -130,10 +130,9 @@ def _check_gpu(table: TableConfig, collectives: Collectives | None) -> None:
     reason = _why_no_gpu(collectives)
     if reason:
         raise ValueError(
-            f"Table {table.name!r} is to lie on a GPU, and there is none for "
-            f"it: {reason}. Received: storage={table.storage!r}. Leave "
-            "`storage` out, or use storage='host'; make a plan without "
-            "`device_memory`."
+            f"Table {table.name!r} cannot be placed on a GPU: {reason}. "
+            f"Received: storage={table.storage!r}. Leave `storage` out, or "
+            "use storage='host'; make a plan without `device_memory`."
         )
 
 
@@ -236,9 +235,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         if any(keras_internals.value_of(table) is None for table in tables):
             raise ValueError(
                 f"Layer '{self.name}' is first called in a tf.function of "
-                "yours while Keras builds the model, where variables cannot be "
-                "made. Call or build it before: "
-                "`with strategy.scope(): layer.build(input_shape)`."
+                "yours while Keras builds the model. Variables cannot be "
+                "created there. Call or build the layer before: `with "
+                "strategy.scope(): layer.build(input_shape)`."
             )
         return tables
 
@@ -271,7 +270,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             return 0, 1
         return self._collectives.group.rank, self._collectives.group.world_size
 
-    def _agree(self, features: Sequence[Feature]) -> None:
+    def _check_same_features(self, features: Sequence[Feature]) -> None:
         """Checks that all ranks place the tables equally; a joint call.
 
         Raises:
@@ -465,7 +464,7 @@ class OneTable(SparseLayer):
             unique=sharding.deduplicate,
         )
         self._features = [self.feature]
-        self._agree(self._features)
+        self._check_same_features(self._features)
         return self.spec
 
     def _placement(self) -> TablePlacement:
@@ -479,14 +478,14 @@ class OneTable(SparseLayer):
             self.plan = make_plan(
                 [self._described], self.wire, self._collectives
             )
-            self._collectives.gpus.give(self.plan.device_memory)
+            self._collectives.gpus.reserve(self.plan.device_memory)
         return self.plan.placement_of(self.name)
 
     def lookups(self) -> list[tuple[FeatureConfig, Feature]]:
         """Returns the feature config with the feature that is looked up."""
         return [(self._described, self.feature)]
 
-    def take_places(
+    def set_placements(
         self, features: Mapping[int, Feature], plan: ShardingPlan
     ) -> None:
         """Takes the new placement of a table that a plan has moved.

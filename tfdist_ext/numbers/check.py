@@ -270,9 +270,10 @@ def _warn_of_normalization(model: Model) -> None:
     if names:
         warnings.warn(
             f"BatchNormalization of {', '.join(names[:3])}"
-            f"{' and others' if len(names) > 3 else ''} normalizes by the "
-            "samples of each rank, which is not what one process trains. Pass "
-            "synchronized=True to normalize by the whole batch.",
+            f"{' and others' if len(names) > 3 else ''} "
+            "normalizes by the samples of each rank, while one process "
+            "normalizes by all samples. Pass synchronized=True to normalize "
+            "by the whole batch.",
             stacklevel=2,
         )
 

@@ -296,7 +296,9 @@ def _of_all_ranks(
 
 def _squares(item: _Item) -> list[float]:
     """Squared norms of both, their difference, noise; product; squared size."""
-    whole, again, ranks = _alike(item.whole, item.again, item.ranks)
+    whole, again, ranks = _vectors_of_equal_size(
+        item.whole, item.again, item.ranks
+    )
     return [
         float(whole @ whole),
         float(ranks @ ranks),
@@ -307,7 +309,7 @@ def _squares(item: _Item) -> list[float]:
     ]
 
 
-def _alike(*values: Any) -> list[np.ndarray]:
+def _vectors_of_equal_size(*values: Any) -> list[np.ndarray]:
     """Vectors of equal sizes; of rows, all that occur in any of the values."""
     rows = [value for value in values if isinstance(value, Rows)]
     if not rows:
@@ -340,32 +342,32 @@ _ROUNDING = 1e-6
 _NEAR, _PARALLEL = 0.15, 0.95
 
 _SUM_OR_MEAN = (
-    "a sum over the samples counts as a mean, or a mean as a sum",
-    "write it as tfdist_ext.losses.batch_mean or batch_sum",
+    "a sum over the samples is treated as a mean, or a mean as a sum",
+    "compute it by tfdist_ext.losses.batch_mean or batch_sum",
 )
 _OF_A_LOOP = (
-    "gradients of a loop of your own are summed over the ranks",
+    "the loop sums gradients over the ranks",
     "divide losses by the samples of all ranks "
     "(tf.nn.compute_average_loss), or by strategy.num_replicas_in_sync, "
     "within the step",
 )
 _NORMALIZED = (
-    "BatchNormalization sees the samples of its rank only",
+    "BatchNormalization normalizes by the samples of its rank only",
     "BatchNormalization(synchronized=True)",
 )
 _STATE = (
-    "state that the step updates by the samples of its rank",
+    "the step updates a state from the samples of its rank only",
     "update it by tfdist_ext.losses.batch_mean or batch_sum, or give "
     "add_weight an aggregation=",
 )
 _METRIC = (
     "the states of this metric do not add up over the ranks",
-    "give its states an aggregation=, or update it by what "
-    "tfdist_ext.losses.gather_batch returns",
+    "give its states an aggregation=, or update it from the result of "
+    "tfdist_ext.losses.gather_batch",
 )
 _JOINT = (
-    "computed of all samples jointly, not by sample",
-    "compute it of what tfdist_ext.losses.gather_batch returns",
+    "it is computed from all samples jointly, not for each sample",
+    "compute it from the result of tfdist_ext.losses.gather_batch",
 )
 
 
@@ -422,7 +424,7 @@ def findings(
         norm = max(each.whole, min(each.ranks, 2 * each.whole))
         allowed = known.tolerance * norm + _ROUNDING * floor + 1e-12
         if known.is_random:
-            noise = max(each.noise, _loudness(compared, each.kind) * norm)
+            noise = max(each.noise, _noise_level(compared, each.kind) * norm)
             allowed += _RANDOM_TIMES * noise
         if not each.apart <= allowed:  # Also if it is NaN.
             found.append(Finding(each, *_cause(each, known)))
@@ -440,7 +442,7 @@ def _relative(compared: Compared) -> float:
     return compared.apart / (compared.whole + 1e-30)
 
 
-def _loudness(compared: Sequence[Compared], kind: str) -> float:
+def _noise_level(compared: Sequence[Compared], kind: str) -> float:
     """Median relative change of a kind of values by random ops.
 
     A single number may be the same in two runs by chance.

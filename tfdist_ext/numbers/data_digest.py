@@ -30,13 +30,13 @@ _DRAWS = ("Random", "Rng", "Stateful", "Multinomial", "SampleDistorted")
 _DRAWS_TOO = ("TruncatedNormal", "ParameterizedTruncatedNormal")
 _ORDERS = ("RandomShuffle", "StatefulPartitionedCall")
 REMEDY = (
-    "Every rank keeps its slice of every batch, so all must read the same "
-    "data in the same order. Give shuffles and random generators one seed "
-    "(tf.keras.utils.set_random_seed after the strategy, or seed=...), and "
-    "leave `deterministic=False` out of maps, interleaves and options, which "
-    "lets elements come in the order in which they are ready. For "
-    "data of each rank's own set the dataset's options."
-    "experimental_distribute.auto_shard_policy to OFF, or use "
+    "Every rank takes its slice of every batch, so all must read the same "
+    "data in the same order. Give shuffles and random generators the same "
+    "seed (tf.keras.utils.set_random_seed after the strategy, or seed=...), "
+    "and remove `deterministic=False` from maps, interleaves and options, "
+    "because it does not keep the order of elements. If each rank reads its "
+    "own data, set the dataset's "
+    "options.experimental_distribute.auto_shard_policy to OFF, or use "
     "strategy.distribute_datasets_from_function."
 )
 
@@ -231,8 +231,10 @@ def _digest(
         of_feature = [next(rest) for _ in range(count)]
         blob = b"".join(part.tobytes() for part in of_feature)
         known = hashlib.blake2b(blob, digest_size=8).digest()
-        alike = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
-        rows.append((int.from_bytes(known, "little", signed=True), int(alike)))
+        repeats = has_rows and _repeats(blob, len(np.atleast_1d(of_feature[0])))
+        rows.append(
+            (int.from_bytes(known, "little", signed=True), int(repeats))
+        )
     return np.array(rows, np.int64)
 
 
@@ -257,23 +259,23 @@ def _judge(
             f"The ranks read different data: {what} have "
             f"{_by_rank(samples.tolist())} samples. {REMEDY}"
         )
-    hashes, alike = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
+    hashes, repeats = rows[:, 1:, 0], rows[:, 1:, 1].any(axis=0)
     differ = (hashes != hashes[0]).any(axis=0)
     ranks = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
     listed = ", ".join(f"'{names[i]}'" for i in np.flatnonzero(differ)[:8])
     # A feature whose rows are all equal shows nothing about their order.
-    if may_differ or (~differ & ~alike).any():
+    if may_differ or (~differ & ~repeats).any():
         warnings.warn(
-            f"The ranks read different values in {what}: "
-            f"{listed} of rank(s) {ranks} differ from rank 0's. That is "
-            "right where the input pipeline changes samples at random, and "
-            "wrong where ranks read samples in another order.",
+            f"The ranks read different values in {what}: {listed} of rank(s) "
+            f"{ranks} differ from rank 0's. This is correct if the input "
+            "pipeline changes samples at random, and wrong if ranks read "
+            "samples in different orders.",
             stacklevel=1,
         )
         return
     raise ValueError(
-        f"The ranks read different data: in {what} no feature "
-        f"agrees. {listed} of rank(s) {ranks} differ from rank 0's. {REMEDY}"
+        f"The ranks read different data: in {what} no feature is equal. "
+        f"{listed} of rank(s) {ranks} differ from rank 0's. {REMEDY}"
     )
 
 

@@ -264,8 +264,8 @@ def compare_replicas(
     if not new:
         return
     lines = [
-        f"The ranks have different values {when} of variables that are to be "
-        "equal on all of them:",
+        "Variables that must be equal on all ranks have different values "
+        f"{when}:",
         *(
             _line(*replicas[i], digests[:, i], collectives)
             for i in new[:_MOST_LINES]
@@ -274,8 +274,8 @@ def compare_replicas(
     if len(new) > _MOST_LINES:
         lines.append(f"  and {len(new) - _MOST_LINES} more")
     lines.append(
-        "Every rank trains its own model from here on. Assign variables on "
-        "all ranks alike, from what all ranks know."
+        "From here on, every rank trains a different model. Assign equal "
+        "values on all ranks, computed from what all ranks have."
     )
     if collectives.check == "error":
         raise ValueError("\n".join(lines))
@@ -332,7 +332,7 @@ def _digests_of_ranks(
         raise ValueError(
             "The ranks have different numbers of variables: "
             f"{', '.join(map(str, counts))}, by rank. All ranks train one "
-            "model: build it alike on each."
+            "model: build the same model on each."
         )
     flat = np.ascontiguousarray(gathered.numpy())
     return flat.view(np.uint64).reshape(len(counts), len(replicas))

@@ -19,7 +19,7 @@ from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm import exchanges
 from tfdist_ext.comm.calls import Step
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.comm.exchanges import agree
+from tfdist_ext.comm.exchanges import check_same
 from tfdist_ext.numbers.dependence import QUOTIENTS
 from tfdist_ext.numbers.dependence import BatchDependence
 from tfdist_ext.numbers.kinds import COUNT
@@ -51,7 +51,7 @@ def line_of(op: tf.Operation) -> str:
         parts = pathlib.PurePath(frame.filename).parts
         if not _LIBRARIES.intersection(parts):
             return f"{parts[-1]}:{frame.lineno}"
-    return "no line of the program is known"
+    return "unknown line"
 
 
 def is_of_keras(op: tf.Operation) -> bool:
@@ -104,7 +104,7 @@ def share_of_rank() -> tf.Tensor:
     return known[graph]
 
 
-def know_share(value: tf.Tensor) -> None:
+def store_share(value: tf.Tensor) -> None:
     """Stores the value of `share_of_rank` if an exchange has computed it."""
     step = keras_loop_step()
     assert step is not None
@@ -287,7 +287,7 @@ def warn_of_constants(step: Step) -> None:
         _warn_once(
             op,
             f"Op '{op.name}' ({line_of(op)}) {what} the number of this rank's "
-            f"samples or elements. It is taken for {taken}. {_REMEDY}",
+            f"samples or elements. It is treated as {taken}. {_REMEDY}",
         )
 
 
@@ -309,18 +309,19 @@ def warn_of_shard(value: tf.Tensor) -> None:
     """Warns of an op that computes a gradient from a shard's gradient."""
     _warn_once(
         value.op,
-        f"Op '{value.op.name}' ({line_of(value.op)}) makes a gradient from the "
-        "gradient of a partitioned table, of which each rank has its shard, so "
-        "the result may differ from one process. Use tf.linalg.global_norm, "
-        "tf.clip_by_global_norm or tf.clip_by_norm on the gradients, which "
-        "count all shards, or `clipnorm`, `global_clipnorm` or `clipvalue` of "
-        "an optimizer of tfdist_ext.optimizers.",
+        f"Op '{value.op.name}' ({line_of(value.op)}) computes a gradient from "
+        "the gradient of a partitioned table, of which each rank has its "
+        "shard, so the result may differ from one process. Use "
+        "tf.linalg.global_norm, tf.clip_by_global_norm or tf.clip_by_norm on "
+        "the gradients, which count all shards, or `clipnorm`, "
+        "`global_clipnorm` or `clipvalue` of an optimizer of "
+        "tfdist_ext.optimizers.",
     )
 
 
 _KNOWN_LAYERS = ("keras", "keras_rs", "tf_keras", "tfdist_ext")
 _REMEDY = (
-    "Write it with tf.reduce_mean, or with tfdist_ext.losses.batch_mean, "
+    "Compute it by tf.reduce_mean, or by tfdist_ext.losses.batch_mean, "
     "batch_sum or gather_batch, which are exact over the whole batch."
 )
 
@@ -332,9 +333,12 @@ def _warn(what: str, value: tf.Tensor, kind: Kind) -> None:
         op = value.op
     reason = "has no rule for sums over a batch that is split over ranks"
     if kind.name in (ROWS, SIZES) or kind.axis is not None:
-        reason = "gives a value for each sample, of which a rank has a part"
+        reason = (
+            "returns a value for each sample, and each rank has those of its "
+            "samples only"
+        )
     elif kind.cause is value.op:
-        reason = "cannot be told to be a sum or a mean over the samples"
+        reason = "is not known to be a sum or a mean over the samples"
     _warn_once(
         op,
         f"{what} ('{value.name}') is averaged over the ranks, which may "
@@ -396,7 +400,7 @@ def gather(
     Returns:
         The gathered rows of each tensor, in order.
     """
-    agree(collectives, [f"{label} of {_kinds(tensors)}"])
+    check_same(collectives, [f"{label} of {_kinds(tensors)}"])
     packed = [i for i, x in enumerate(tensors) if _is_packed(x)]
     found: dict[int, tuple[Rows, tf.Tensor]] = {}
     if packed:

@@ -99,10 +99,10 @@ def group_leaves(handle: int, leaves: bool) -> None:
 def group_left(handle: int) -> tuple[str, bool]:
     """Returns why another rank left, and whether an operation reported it."""
     with tf.init_scope(), tf.device("CPU:0"):
-        reason, told = library().tfdist_group_left(
+        reason, reported = library().tfdist_group_left(
             group=tf.constant(handle, tf.int64)
         )
-    return reason.numpy().decode(errors="replace"), bool(told)
+    return reason.numpy().decode(errors="replace"), bool(reported)
 
 
 def group_insert_key(handle: int, key: str, value: str) -> None:

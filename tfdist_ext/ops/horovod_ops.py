@@ -179,7 +179,7 @@ class HorovodOps:
         self,
         kind: str,
         tag: int,
-        met: tf.Tensor,
+        arrived: tf.Tensor,
         x: tf.Tensor,
         *splits: tf.Tensor,
     ) -> tf.Tensor:
@@ -188,7 +188,7 @@ class HorovodOps:
         Args:
             kind: the kind of the operation.
             tag: the tag, which is part of its name.
-            met: see `_after`.
+            arrived: see `_after`.
             x: the tensor to send.
             *splits: the splits of x, for "all_to_all".
         """
@@ -197,13 +197,13 @@ class HorovodOps:
             "all_gather": self._gather,
             "all_reduce": self._sum,
         }
-        carry = kinds[kind]
+        call = kinds[kind]
 
         def operation(x: tf.Tensor, *splits: tf.Tensor) -> tf.Tensor:
-            return carry(f"tfdist_{kind}_{tag}", x, *splits)
+            return call(f"tfdist_{kind}_{tag}", x, *splits)
 
         # Nothing may be computed from `x` between this and the operation.
-        arguments = (_after(met, x), *splits)
+        arguments = (_after(arrived, x), *splits)
         if not tf.executing_eagerly():
             return operation(*arguments)
         # Eagerly, all operations of a kind would have the same name. The number
@@ -250,7 +250,7 @@ def _restored(output: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(output, [None, *x.shape[1:]])
 
 
-def _after(met: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+def _after(arrived: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Returns `x`, which is available only after all ranks have arrived.
 
     TensorFlow treats Horovod's operations as pure computation. It would run an
@@ -259,11 +259,11 @@ def _after(met: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     exchanged values, and that is always 0.
 
     Args:
-        met: `[world_size]`, nonnegative values of an exchange of the group.
+        arrived: `[world_size]`, nonnegative values of an exchange of the group.
         x: any tensor.
     """
     if x.shape.rank == 0:
-        return tf.reshape(_after(met, x[None]), [])
-    first = tf.minimum(tf.cast(met[0], tf.int32), 0)
+        return tf.reshape(_after(arrived, x[None]), [])
+    first = tf.minimum(tf.cast(arrived[0], tf.int32), 0)
     begin = first * tf.constant([1] + [0] * (x.shape.rank - 1))
     return tf.ensure_shape(tf.slice(x, begin, [-1] * x.shape.rank), x.shape)

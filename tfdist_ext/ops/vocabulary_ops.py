@@ -240,29 +240,29 @@ def take_resets(handle: tf.Tensor) -> tf.Tensor:
     return library().tfdist_take_resets(handle)
 
 
-def keep_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
+def store_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
     """Stores texts of keys on this rank, until their rows get other keys.
 
     Args:
         handle: the handle of a vocabulary.
         rows: int32 `[n]`, rows of the entire table. Rows below 1 are ignored,
-            and rows whose text is stored already or was shortened.
+            and rows whose text is stored already or was released.
         texts: string `[n]`.
     """
-    return library().tfdist_keep_texts(handle, rows, texts)
+    return library().tfdist_store_texts(handle, rows, texts)
 
 
-def shorten_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
+def release_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
     """Replaces texts by a mark that other ranks store them.
 
     Args:
         handle: the handle of a vocabulary.
         rows: int32 `[n]`, rows of the entire table.
     """
-    return library().tfdist_shorten_texts(handle, rows)
+    return library().tfdist_release_texts(handle, rows)
 
 
-def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def stored_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the texts that are stored on this rank.
 
     Args:
@@ -271,7 +271,7 @@ def kept_texts(handle: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Returns:
         The rows in ascending order, int32 `[n]`, and their texts, string `[n]`.
     """
-    rows, texts = library().tfdist_kept_texts(handle)
+    rows, texts = library().tfdist_stored_texts(handle)
     return rows, texts
 
 

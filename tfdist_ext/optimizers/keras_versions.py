@@ -82,7 +82,7 @@ class _Keras3Differences(_Optimizer):
             name: the name of the slot.
             initializer: a Keras initializer or its name.
         """
-        if self._hands_on(reference_variable):
+        if self._has_own_optimizer(reference_variable):
             return None
         value = getattr(initializer, "value", None)
         if isinstance(value, float | int):
@@ -91,7 +91,7 @@ class _Keras3Differences(_Optimizer):
                 return tf.fill(shape, tf.cast(value, dtype))
 
         if is_bfloat16_table(reference_variable):
-            slot = self._add_beside(
+            slot = self._add_slot_of_shape(
                 reference_variable,
                 name or "var",
                 initializer,
@@ -107,19 +107,19 @@ class _Keras3Differences(_Optimizer):
         self, variable: Variable, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot of a variable's shape, or with one value per row."""
-        if self._hands_on(variable):
+        if self._has_own_optimizer(variable):
             return None
         initializer = tf.keras.initializers.Constant(value)
         if not per_row:
             return self.add_variable_from_reference(
                 variable, name=name, initializer=initializer
             )
-        slot = self._add_beside(
+        slot = self._add_slot_of_shape(
             variable, name, initializer, (variable.shape[0],)
         )
         return self._note_slot(variable, slot, value)
 
-    def _add_beside(
+    def _add_slot_of_shape(
         self,
         variable: Variable,
         name: str,
@@ -221,7 +221,7 @@ class _LegacyDifferences(_Optimizer):
         self, variable: Variable, name: str, value: float, per_row: bool
     ) -> Any:
         """Adds a slot of a variable's shape, or with one value per row."""
-        if self._hands_on(variable):
+        if self._has_own_optimizer(variable):
             return None
         shape = variable.shape[:1] if per_row else variable.shape
         initializer = tf.keras.initializers.Constant(value)
@@ -249,7 +249,7 @@ class _LegacyDifferences(_Optimizer):
             shape: the shape of the slot; None for the variable's shape.
             initial_value: the initial value; None for zeros.
         """
-        if self._hands_on(model_variable):
+        if self._has_own_optimizer(model_variable):
             return None
         if initial_value is None and marks.keys_of(model_variable):
             slot = self.add_variable_from_reference(

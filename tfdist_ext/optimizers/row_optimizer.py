@@ -187,36 +187,37 @@ class RowOptimizer(KerasDifferences):
         for variable in variables:
             if marks.keys_of(variable) and getattr(self, "use_ema", None):
                 raise ValueError(
-                    "Argument `use_ema` is not supported with a vocabulary "
-                    f"that grows: the average of '{variable.name}' would mix "
+                    "Argument `use_ema` is not supported with a dynamic "
+                    f"vocabulary: the average of '{variable.name}' would mix "
                     "keys that had the same row. Leave it out."
                 )
             if is_bfloat16_table(variable) and getattr(self, "use_ema", None):
                 raise ValueError(
                     "Argument `use_ema` is not supported with tables of "
                     f"bfloat16: the average of '{variable.name}' would lose "
-                    "most of its moves. Use float32 tables, or leave it out."
+                    "most of its changes to rounding. Use float32 tables, or "
+                    "leave it out."
                 )
         tables: dict[int, tuple[Any, list[Any]]] = {}
         for variable in variables:
-            if self._hands_on(variable):
+            if self._has_own_optimizer(variable):
                 own = own_optimizer(variable)
                 tables.setdefault(id(own), (own, []))[1].append(variable)
         # Keras tracks this attribute, and saves the optimizers' variables.
         self.table_optimizers = [own for own, _ in tables.values()]
         for own, mine in tables.values():
-            self._refuse_beside(own)
+            self._refuse_with_own_optimizer(own)
             own.build(mine)
             own._require_known(mine)
 
-    def _refuse_beside(self, own: Any) -> None:
+    def _refuse_with_own_optimizer(self, own: Any) -> None:
         """Refuses options that need the slots of every variable here."""
         refused = {"gradient_accumulation_steps": True, "use_ema": not KERAS_3}
         for option, wrong in refused.items():
             if wrong and getattr(self, option, None):
                 raise ValueError(
                     f"Argument `{option}` of {type(self).__name__} is not "
-                    "supported where a table has an optimizer for itself "
+                    "supported if a table has an optimizer of its own "
                     f"({type(own).__name__}). Leave one of them out."
                 )
 
@@ -232,7 +233,7 @@ class RowOptimizer(KerasDifferences):
                     "Make a new one, and a new TableConfig, for every model."
                 ) from None
 
-    def _hands_on(self, variable: Variable) -> bool:
+    def _has_own_optimizer(self, variable: Variable) -> bool:
         return own_optimizer(variable) not in (None, self)
 
     def update_step(
@@ -246,7 +247,7 @@ class RowOptimizer(KerasDifferences):
                 replica.
             *learning_rate: the learning rate in Keras 3, nothing in tf_keras.
         """
-        if self._hands_on(variable):
+        if self._has_own_optimizer(variable):
             own = own_optimizer(variable)
             own.update_step(gradient, variable, *own.rate_argument())
             return

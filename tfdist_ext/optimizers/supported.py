@@ -88,7 +88,7 @@ def why_not_element_wise(optimizer: Any) -> str | None:
         changed = _overridden(kind, optimizer)
         if changed and isinstance(optimizer, _CLASSES):
             return f"{kind.__name__} overrides `{changed[0]}`"
-    return "it is none of those of Keras that do so"
+    return "it is not an optimizer of Keras that does so"
 
 
 def _overridden(kind: type, optimizer: Any) -> list[str]:
@@ -129,8 +129,9 @@ def check_supported(optimizer: Any) -> None:
     _refuse(
         optimizer,
         "gradient_accumulation_steps",
-        "it would keep a dense gradient of the whole table. Use a larger "
-        f"batch, or {_WHOLE}.",
+        "it would keep a dense gradient of the whole table. Leave it out, and "
+        "pass consistency=tfdist_ext.consistency.Accumulate(k) to the "
+        "strategy, which keeps the rows that steps touch.",
     )
     if marks.does_work_over_ranks(optimizer):
         return
@@ -146,18 +147,18 @@ def check_supported(optimizer: Any) -> None:
         raise ValueError(
             f"Optimizer {name} cannot train a partitioned table, of which "
             "each rank holds a part: it is not known to update every element "
-            f"by itself ({reason}). Use an optimizer of "
+            f"independently ({reason}). Use an optimizer of "
             f"tfdist_ext.optimizers, or {_WHOLE}. If it needs no norm, mean "
-            "or other value of the whole variable, say so: "
+            "or other value of the whole variable, declare that by "
             f"@tfdist_ext.optimizers.element_wise above class {name}."
         )
     for option in _CLIPPING:
         _refuse(
             optimizer,
             option,
-            "Keras would clip the part of every rank by itself. Use the "
-            "optimizer of this kind in tfdist_ext.optimizers, which clips as "
-            f"one process would, or {_WHOLE}.",
+            "Keras would clip each rank's part separately. Use the optimizer "
+            "of this kind in tfdist_ext.optimizers, which clips as one "
+            f"process would, or {_WHOLE}.",
         )
     _refuse(
         optimizer,
@@ -182,9 +183,11 @@ def check_accumulation(optimizer: Any) -> None:
     if steps:
         raise ValueError(
             f"Optimizer {type(optimizer).__name__}: argument "
-            "`gradient_accumulation_steps` is not supported by the strategy:"
-            " Keras would sum over the ranks what each has accumulated, within"
-            " a condition. Use a larger batch. Received: "
+            "`gradient_accumulation_steps` is not supported by the strategy: "
+            "Keras would sum the accumulated gradients over the ranks within "
+            "a condition. Leave it out, and pass "
+            f"consistency=tfdist_ext.consistency.Accumulate({steps}) to the "
+            "strategy. Received: "
             f"gradient_accumulation_steps={steps}."
         )
 
@@ -202,17 +205,17 @@ def check_table_optimizer(optimizer: Any, variable: Variable) -> None:
     """
     keys = marks.keys_of(variable)
     by_rows = marks.does_work_over_ranks(optimizer)
-    if keys is not None and keys.config.takes_back and not by_rows:
+    if keys is not None and keys.config.reuses_rows and not by_rows:
         raise ValueError(
-            f"Table '{variable.name}' gives rows of evicted keys to other "
-            f"ones, and {type(optimizer).__name__} would go on with the slots "
-            "of the former. Give the model an optimizer of "
+            f"Table '{variable.name}' gives the rows of evicted keys to new "
+            f"keys, and {type(optimizer).__name__} would keep the slots of "
+            "the evicted ones. Give the model an optimizer of "
             "tfdist_ext.optimizers, or leave out `evict` and `steps_to_live`."
         )
     has_own = marks.own_optimizer(variable) is not None
     if has_own and not marks.does_work_over_ranks(optimizer):
         raise ValueError(
-            f"Table '{variable.name}' has an optimizer for itself, which "
+            f"Table '{variable.name}' has an optimizer of its own, which "
             f"{type(optimizer).__name__} would ignore. Give the model an "
             "optimizer of tfdist_ext.optimizers, or leave out the table's "
             "`optimizer`."

@@ -128,7 +128,7 @@ def keep_last(folder: str, most: int, last: int) -> None:
     for each in all_:
         if each not in left:
             _remove(each.path(folder))
-    _say_last(folder, [each.name for each in reversed(full)])
+    _write_latest(folder, [each.name for each in reversed(full)])
 
 
 def remove_unfinished(folder: str) -> None:
@@ -149,7 +149,7 @@ def _remove(path: str) -> None:
         gfile.remove(data)
 
 
-def _say_last(folder: str, names: list[str]) -> None:
+def _write_latest(folder: str, names: list[str]) -> None:
     """Writes the file for `tf.train.latest_checkpoint`; full ones only."""
     if not names:
         return

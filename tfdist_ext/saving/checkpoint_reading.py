@@ -69,14 +69,16 @@ def restore(
             _read_over(original, saver, path, options, collectives, read, full)
     except Exception as error:
         failure = error
-    agree(failure, collectives)
+    raise_on_all_ranks(failure, collectives)
     while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
     return {}
 
 
-def agree(failure: Exception | None, collectives: Collectives | None) -> None:
+def raise_on_all_ranks(
+    failure: Exception | None, collectives: Collectives | None
+) -> None:
     """Raises on all ranks if one has failed; all ranks must call.
 
     It also works outside of joint calls, as in Keras's `fit`.
@@ -178,7 +180,7 @@ def _read(
     """Reads all that this rank needs into a list of functions and values."""
     functions = saver._keys_to_restore_fn
     counted = saver._restore_fn_to_keys
-    later = {fn: _Later(fn, read) for fn in counted}
+    later = {fn: _DeferredCall(fn, read) for fn in counted}
     _name_own_states(saver, file_prefix, collectives)
     _fit_slices(saver, file_prefix)
     saver._keys_to_restore_fn = {k: later[fn] for k, fn in functions.items()}
@@ -201,7 +203,7 @@ def _text(file_prefix: Any) -> str:
     return path.decode()
 
 
-class _Later:
+class _DeferredCall:
     """Records the tensors read for a function, instead of calling it."""
 
     def __init__(self, fn: Any, read: list[tuple[Any, Any]]) -> None:

@@ -169,13 +169,16 @@ def check(
         for good, message in (
             (
                 tf.equal(header["format"], FORMAT),
-                [f"The file is no '{FORMAT}', but:", header["format"]],
+                [
+                    f"The file is not a '{FORMAT}'. Its format:",
+                    header["format"],
+                ],
             ),
             (
                 tf.equal(header["export_id"], export_id),
                 [
-                    f"This model is of export {export_id}; the delta is for "
-                    "another one, load that:",
+                    f"The model is of export {export_id}. The delta is for "
+                    "another export, load that one:",
                     header["export_id"],
                 ],
             ),

@@ -104,15 +104,16 @@ def export_delta(model: Model, path: str | os.PathLike[str]) -> int:
     exported = marks.exported(model)
     if exported is None:
         raise ValueError(
-            f"Model '{model.name}' was not exported, so nothing is known to "
-            "have changed. Call tfdist_ext.export(model, folder, deltas=True) "
-            "before."
+            f"Model '{model.name}' was not exported, so its changes are not "
+            "known. Call tfdist_ext.export(model, folder, deltas=True) first."
         )
     collectives = shared_files.collectives_of(model)
     path = os.fspath(path)
     if collectives is None:
         return _export_delta(exported, path, None)
-    with collectives.together(f"export a delta to '{path}'", all_end=True):
+    with collectives.joint_call(
+        f"export a delta to '{path}'", end_barrier=True
+    ):
         return _export_delta(exported, path, collectives)
 
 
@@ -207,10 +208,10 @@ def _changed_on_peers(
     """Local rows that have changed in any column part."""
     part = spec.cell[0] if spec.cell else -1
     mine = np.stack([np.full_like(changed, part), changed], 1)
-    told = collectives.all_gather(
+    gathered = collectives.all_gather(
         tf.constant(mine, tf.int64), f"{spec.table}/delta rows"
     ).numpy()
-    return np.unique(told[told[:, 0] == part, 1])
+    return np.unique(gathered[gathered[:, 0] == part, 1])
 
 
 def apply_delta(served: Any, path: str | os.PathLike[str]) -> dict[str, int]:
@@ -239,7 +240,7 @@ def apply_delta(served: Any, path: str | os.PathLike[str]) -> dict[str, int]:
     """
     if not hasattr(served, "apply_delta"):
         raise ValueError(
-            "The model takes no deltas. Export it with "
+            "The model was exported without deltas. Export it with "
             "tfdist_ext.export(model, folder, deltas=True)."
         )
     found = served.apply_delta(tf.constant(os.fspath(path)))

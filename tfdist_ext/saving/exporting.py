@@ -55,7 +55,7 @@ def write_model(
         collectives: collectives of the strategy; None in one process.
     """
     rank = 0 if collectives is None else collectives.group.rank
-    folder = _beside(path, "writing")
+    folder = _hidden_path(path, "writing")
     parts = f"{folder}/{_PARTS}"
     try:
         if rank == 0:
@@ -81,7 +81,7 @@ def _barrier(collectives: Collectives | None, label: str) -> None:
         collectives.barrier(f"export/{label}")
 
 
-def _beside(path: str, what: str) -> str:
+def _hidden_path(path: str, what: str) -> str:
     folder, name = os.path.split(path.rstrip("/"))
     return os.path.join(folder, f".{what}-{name}")
 
@@ -91,15 +91,15 @@ def _check_target(path: str, is_new: bool) -> None:
         return
     if is_new:
         raise FileExistsError(
-            f"'{path}' is there, and a model whose tables are files is not "
-            "replaced: a server would find others than it has read. Export "
-            "to a new folder."
+            f"'{path}' exists, and a model whose tables are files is not "
+            "replaced, because servers may be using these files. Export to a "
+            "new folder."
         )
     if not gfile.isdir(path) or (
         gfile.listdir(path) and not gfile.exists(f"{path}/saved_model.pb")
     ):
         raise FileExistsError(
-            f"'{path}' is there and is no SavedModel, so it is not replaced. "
+            f"'{path}' exists and is not a SavedModel, so it is not replaced. "
             "Export to a new folder."
         )
 
@@ -161,7 +161,7 @@ def _write_tables(
     if min(counts) < 0:
         raise OSError(
             f"Rank {counts.index(-1)} does not see the folder '{folder}' that "
-            "rank 0 has made. All ranks must share the folder that a model "
+            "rank 0 has created. All ranks must share the folder that a model "
             "is exported to."
         )
     return [
@@ -218,7 +218,7 @@ def _merge(
         )
     variables = f"{folder}/variables/variables"
     others = {
-        **_values_beside_tables(served, variables),
+        **_values_without_tables(served, variables),
         **{f"dense/{i}/{_VALUE}": value for i, value in enumerate(dense)},
     }
     with tf.device("CPU:0"):
@@ -238,7 +238,7 @@ def _merge(
     _remove(f"{folder}/{_PARTS}")
 
 
-def _values_beside_tables(
+def _values_without_tables(
     served: ServedModel, variables: str
 ) -> dict[str, tf.Tensor]:
     """The saved values of everything but the tables, by name."""
@@ -257,7 +257,7 @@ def _place(folder: str, path: str) -> None:
     if not gfile.exists(path):
         gfile.rename(folder, path)
         return
-    old = _beside(path, "replaced")
+    old = _hidden_path(path, "replaced")
     _remove(old)
     gfile.rename(path, old)
     gfile.rename(folder, path)
@@ -320,7 +320,7 @@ def export(
     with (
         contextlib.nullcontext()
         if collectives is None
-        else collectives.together(f"export to '{path}'", all_end=True)
+        else collectives.joint_call(f"export to '{path}'", end_barrier=True)
     ):
         place = None
         if tables == "files":
@@ -410,8 +410,8 @@ def _one_input(signature: Any) -> Any:
     if isinstance(signature, Sequence):
         if len(signature) != 1:
             raise ValueError(
-                "Argument `input_signature` must have one element, the nest "
-                f"that the model takes. Received: {signature}."
+                "Argument `input_signature` must have one element, the "
+                f"structure of the model's input. Received: {signature}."
             )
         return signature[0]
     return signature
@@ -444,10 +444,11 @@ def verify_ops(original: Original, graph_def: Any, allowed: Any) -> Any:
         ours = our_ops(graph_def)
         if ours:
             raise ValueError(
-                "What is saved runs lookups in tables of tfdist_ext "
-                f"({', '.join(ours)}), and nothing without this package "
-                "could load it. Make it a keras.Model and call tfdist_ext."
-                "export(model, path). To save it all the same, pass options="
-                "tf.saved_model.SaveOptions(namespace_whitelist=['Tfdist'])."
+                "The saved object looks up in tables of tfdist_ext "
+                f"({', '.join(ours)}), so it could only be loaded with this "
+                "package. Make it a keras.Model and call "
+                "tfdist_ext.export(model, path). To save it anyway, pass "
+                "options=tf.saved_model.SaveOptions("
+                "namespace_whitelist=['Tfdist'])."
             )
     return original(graph_def, allowed)

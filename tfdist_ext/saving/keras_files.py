@@ -96,8 +96,8 @@ def ask_user(original: Callable[[str], str], question: str) -> str:
 def _refuse_to_ask(question: str) -> None:
     # Ranks share one terminal or have none.
     raise FileExistsError(
-        f"{question.strip()} With several ranks nobody is asked, and nothing "
-        "was written. Pass overwrite=True, or another path."
+        f"{question.strip()} With several ranks there is no prompt, and "
+        "nothing was written. Pass overwrite=True, or another path."
     )
 
 
@@ -142,7 +142,7 @@ def write_tf_keras(save: _Save) -> None:
         make_folder=True,
         # A model is copied through a file, which each rank writes in a folder
         # of its own.
-        stays=shared_files.is_first_with(save.filepath, save.collectives),
+        keep=shared_files.is_first_with(save.filepath, save.collectives),
     )
 
 
@@ -204,7 +204,7 @@ def read_on_all_ranks(original: Original, *args: Any, **kwargs: Any) -> Any:
     outer = current.reading_files
     with (
         thread_context.setting(reading_files=outer + 1),
-        collectives.together("load a file of Keras", all_end=True),
+        collectives.joint_call("load a file of Keras", end_barrier=True),
     ):
         if not outer and "filepath" in bound.arguments:
             path = path_to_read(bound.arguments["filepath"], collectives)

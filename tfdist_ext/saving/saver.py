@@ -53,7 +53,7 @@ def copying(
         yield copies
 
 
-def over(full: str | None) -> AbstractContextManager[None]:
+def relative_to(full: str | None) -> AbstractContextManager[None]:
     """What is restored inside has changed since another checkpoint.
 
     Args:
@@ -69,7 +69,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
     def call(
         original: Original, checkpoint: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        collectives = collectives_of(_objects(checkpoint))
+        collectives = collectives_of(objects_of(checkpoint))
         with thread_context.setting(savers=collectives):
             if collectives is None:
                 return original(checkpoint, *args, **kwargs)
@@ -77,7 +77,7 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
             _check_eager(verb, path)
             args = tuple(map(_synchronous, args))
             kwargs = {name: _synchronous(arg) for name, arg in kwargs.items()}
-            with collectives.together(f"{verb} '{path}'"):
+            with collectives.joint_call(f"{verb} '{path}'"):
                 if verb == "restore":
                     args, kwargs = _from_first(args, kwargs, collectives)
                 if verb == "save":
@@ -103,13 +103,18 @@ def _from_first(
 
 def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
     model_state.compare_replicas(
-        map(variable_of, _objects(checkpoint)),
+        map(variable_of, objects_of(checkpoint)),
         collectives,
         "before a checkpoint is saved",
     )
 
 
-def _objects(checkpoint: Any) -> list[Any]:
+def objects_of(checkpoint: Any) -> list[Any]:
+    """All objects that a checkpoint saves and restores.
+
+    Args:
+        checkpoint: `tf.train.Checkpoint`.
+    """
     objects: list[Any] = checkpoint._saver._graph_view.descendants()
     return objects
 
@@ -168,10 +173,10 @@ def restore_parts(
 def save_managed(
     original: Original, manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    collectives = collectives_of(_objects(manager.checkpoint))
+    collectives = collectives_of(objects_of(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
-    with collectives.together(f"save into '{manager.directory}'"):
+    with collectives.joint_call(f"save into '{manager.directory}'"):
         first = _state_of_first_rank(manager, collectives)
         if _is_first(collectives) or not _same_folder(manager, first):
             saved = original(manager, *args, **kwargs)
@@ -207,8 +212,8 @@ def _state_of_first_rank(
             "preserved": manager._last_preserved_timestamp,
         }
     )
-    told = text_of_first_rank(state, collectives, "checkpoint/manager")
-    found: dict[str, Any] = json.loads(told)
+    text = text_of_first_rank(state, collectives, "checkpoint/manager")
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
@@ -226,8 +231,8 @@ def refuse_by_name(
 ) -> Any:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
-            "tf.compat.v1.train.Saver knows neither ranks nor parts of a "
-            "table. Use tf.train.Checkpoint."
+            "tf.compat.v1.train.Saver supports neither several ranks nor "
+            "partitioned tables. Use tf.train.Checkpoint."
         )
     return original(saver, *args, **kwargs)
 
@@ -241,7 +246,7 @@ class Phase(enum.IntEnum):
     FAILED = 3
 
 
-class LaterWrite:
+class BackgroundWrite:
     """Writes one checkpoint in a thread; all ranks create and advance it.
 
     Args:

@@ -53,7 +53,7 @@ def inputs_of(model: Model, given: Nest = None) -> Nest:
         given = _known_inputs(model)
     if given is None:
         raise ValueError(
-            f"Model '{model.name}' does not say what it takes. Pass "
+            f"The inputs of model '{model.name}' are not known. Pass "
             "`inputs`: a batch as you give it to predict(), or a nest of "
             "tf.TensorSpec, tf.RaggedTensorSpec and tf.SparseTensorSpec."
         )
@@ -302,12 +302,12 @@ class ServedModel(tf.Module):
                 return ServedTable(name, spec, table_dtype, source)
             return MappedTable(name, spec, table_dtype, source, folder)
 
-        grown: dict[int, ServedKeys] = {}
+        dynamic: dict[int, ServedKeys] = {}
 
         def answer(lookup: Lookup) -> list[tf.Tensor]:
             return [
                 pooled_lookup.look_up(
-                    _with_rows(grown, lists, feature),
+                    _with_rows(dynamic, lists, feature),
                     feature,
                     _table(made, lookup, feature, make).rows_of,
                 )
@@ -327,7 +327,7 @@ class ServedModel(tf.Module):
         traced = out_of_scopes(self.serve.get_concrete_function)
         _check_ops(model, traced.graph)
         self.tables = {table.table_name: table for table in made.values()}
-        self.keys = list(grown.values())
+        self.keys = list(dynamic.values())
         self.texts = {
             each.table_name: each.texts
             for each in self.keys
@@ -384,8 +384,8 @@ class ServedModel(tf.Module):
                 cleaned = [keys.clean() for keys in self.keys]
             with tf.control_dependencies(cleaned):
                 last.assign(header["number"])
-            told = ("number", "microseconds")
-            return {"rows": rows, **{name: header[name] for name in told}}
+            names = ("number", "microseconds")
+            return {"rows": rows, **{name: header[name] for name in names}}
 
         spec = tf.TensorSpec([], tf.string, "path")
         self.apply_delta = tf.function(
@@ -416,18 +416,18 @@ class ServedModel(tf.Module):
 
 
 def _with_rows(
-    grown: dict[int, ServedKeys], lists: Sequence[Ids], feature: Feature
+    dynamic: dict[int, ServedKeys], lists: Sequence[Ids], feature: Feature
 ) -> Sequence[Ids]:
     """Lists of ids; for a dynamic vocabulary, lists of rows."""
     keys = feature.keys
     if keys is None:
         return lists
-    if id(keys) not in grown:
+    if id(keys) not in dynamic:
         with tf.init_scope():
-            known = {each.table_name for each in grown.values()}
+            known = {each.table_name for each in dynamic.values()}
             name = _new_name(feature.spec.table, known)
-            grown[id(keys)] = ServedKeys(keys, name)
-    rows_of = grown[id(keys)].rows_of
+            dynamic[id(keys)] = ServedKeys(keys, name)
+    rows_of = dynamic[id(keys)].rows_of
     return [
         dataclasses.replace(part, values=rows_of(part.values)) for part in lists
     ]
@@ -484,9 +484,9 @@ def _check_ops(model: Model, graph: tf.Graph) -> None:
     if found:
         raise ValueError(
             f"Model '{model.name}' cannot be exported: its call runs "
-            f"{', '.join(found)}, which nothing but this package can. Only "
-            "lookups of layers become stock ops. Take exchanges between ranks "
-            "out of what the model does with training=False."
+            f"{', '.join(found)}, which need this package. Only lookups of "
+            "layers become stock ops. Do not exchange values between ranks in "
+            "a call with training=False."
         )
 
 

@@ -105,7 +105,7 @@ def write_once(
     filepath: Any,
     write: Callable[[Any], Any],
     make_folder: bool = False,
-    stays: bool | None = None,
+    keep: bool | None = None,
 ) -> Any:
     """Makes all ranks write, and keeps only what rank 0 wrote.
 
@@ -115,7 +115,7 @@ def write_once(
             value of rank 0 is used; the objects of other ranks get no data.
         write: called with the path or object to write to instead.
         make_folder: whether to create the parent folder of the path.
-        stays: whether to keep what this rank wrote; by default on rank 0 only.
+        keep: whether to keep what this rank wrote; by default on rank 0 only.
 
     Returns:
         The result of `write`.
@@ -124,12 +124,12 @@ def write_once(
         OSError: rank 0 cannot write. An error on any rank ends the call on all
             of them, with nothing changed.
     """
-    if stays is None:
-        stays = collectives.group.rank == 0
+    if keep is None:
+        keep = collectives.group.rank == 0
     is_path = isinstance(filepath, str | os.PathLike)
     what = f"'{os.fspath(filepath)}'" if is_path else "a file object"
-    with collectives.together(f"save {what}"):
-        with _place(filepath, make_folder, stays) as (own, put):
+    with collectives.joint_call(f"save {what}"):
+        with _place(filepath, make_folder, keep) as (own, put):
             result = write(own)
             collectives.barrier("file/written")
             put()
@@ -140,16 +140,16 @@ def write_once(
 
 @contextlib.contextmanager
 def _place(
-    filepath: Any, make_folder: bool, stays: bool
+    filepath: Any, make_folder: bool, keep: bool
 ) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Where this rank writes, and a function that moves it into place."""
     if isinstance(filepath, io.IOBase):
-        yield filepath if stays else io.BytesIO(), _nothing
-    elif stays and is_remote(filepath):
+        yield filepath if keep else io.BytesIO(), _nothing
+    elif keep and is_remote(filepath):
         # Nothing is renamed there: Keras and TensorFlow write to such file
         # systems only at the end, when they have everything.
         yield str(filepath), _nothing
-    elif stays:
+    elif keep:
         path = pathlib.Path(filepath)
         _check_folder(path, make_folder)
         with tempfile.TemporaryDirectory(
@@ -231,7 +231,7 @@ def save_once(
                 export_dir,
                 lambda path: original(obj, path, *args, **kwargs),
                 make_folder=True,
-                stays=is_first_with(export_dir, collectives),
+                keep=is_first_with(export_dir, collectives),
             )
     return original(obj, export_dir, *args, **kwargs)
 
@@ -307,7 +307,7 @@ def back_up(collectives: Collectives, call: Any, callback: Callback) -> None:
         call() if first else callback.model.save_weights(backup.weights)
         return
     following = os.path.join(callback.backup_dir, "next.weights.h5")
-    with collectives.together(f"back up to '{callback.backup_dir}'"):
+    with collectives.joint_call(f"back up to '{callback.backup_dir}'"):
         if first:
             os.makedirs(callback.backup_dir, exist_ok=True)
         callback.model.save_weights(following, overwrite=True)
@@ -408,8 +408,8 @@ def refuse_orbax(
     collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
 ) -> None:
     raise ValueError(
-        "OrbaxCheckpoint would write each rank's part of the model to one "
-        f"place. Received: a strategy of {collectives.group.world_size} "
+        "OrbaxCheckpoint would write each rank's part of the model to the "
+        f"same path. Received: a strategy of {collectives.group.world_size} "
         "ranks. Use ModelCheckpoint, or tf.train.CheckpointManager."
     )
 

@@ -49,7 +49,7 @@ def keep_lengths(original: Original, adapter: Any) -> tf.data.Dataset:
     return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 
 
-def shuffle_alike(
+def shuffle_equally(
     original: Original, model: Model, *args: Any, **kwargs: Any
 ) -> Any:
     collectives = getattr(model.distribute_strategy, "collectives", None)

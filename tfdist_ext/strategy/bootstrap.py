@@ -57,8 +57,8 @@ def take_share_of_host(launched: Launched) -> None:
         _take_cores(launched)
     except RuntimeError as error:  # TensorFlow has initialized its devices.
         _LOG.warning(
-            "tfdist_ext: rank %d cannot take its share of GPUs and cores, "
-            "which %d ranks of this host use (%s). Create the strategy before "
+            "tfdist_ext: rank %d cannot take its share of the GPUs and cores "
+            "that %d ranks of this host use (%s). Create the strategy before "
             "the first tensor, or set CUDA_VISIBLE_DEVICES and %s.",
             launched.rank,
             launched.local_size,
@@ -119,9 +119,9 @@ def get_text(store: tuple[str, int], timeout: float) -> str:
     while (text := _request(store, "GET")) is None:
         if time.monotonic() >= deadline:
             raise RuntimeError(
-                f"rank 0 has not told the store of horovodrun at {store[0]}, "
-                f"port {store[1]}, where it runs, within startup_timeout="
-                f"{timeout:g} s. Is it running?"
+                "rank 0 did not write its address to the store of horovodrun "
+                f"at {store[0]}, port {store[1]}, within "
+                f"startup_timeout={timeout:g} s. Is it running?"
             )
         time.sleep(connector.pause(time.monotonic() - began))
     return text
@@ -143,9 +143,9 @@ def _request(
             raise OSError(f"it answers {answer.status} to {method}")
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise RuntimeError(
-            f"the store of horovodrun at {store[0]}, port {store[1]}, by which "
-            f"ranks learn where rank 0 runs, cannot be used: {error}. Set "
-            "MASTER_ADDR to the host of rank 0 to do without."
+            f"the store of horovodrun at {store[0]}, port {store[1]}, which "
+            f"has the address of rank 0, cannot be used: {error}. Set "
+            "MASTER_ADDR to the host of rank 0 instead."
         ) from error
     finally:
         connection.close()
@@ -251,8 +251,8 @@ def check_secret(
         f"Set {secret_lib.SECRET} to the same text for all ranks, or "
         f"{secret_lib.SECRET_FILE} to the path of a file that only you can "
         "read, with the output of `openssl rand -hex 32`. In a network that "
-        "you trust, HybridParallelStrategy(allow_unauthenticated=True) does "
-        "without."
+        "you trust, use HybridParallelStrategy(allow_unauthenticated=True) "
+        "instead."
     )
 
 
@@ -299,7 +299,7 @@ def locate(
     own_host = _own_host(launched, timeout)
     secret = secret_lib.find_secret(os.environ)
     check_secret(launched.master, secret, allow_unauthenticated)
-    hosts = ranks.meet(
+    hosts = ranks.exchange_bytes(
         launched.rank,
         launched.names,
         own_host.encode(),
@@ -323,7 +323,7 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
     """Gets the host of rank 0, which rank 0 stores in horovodrun's store."""
     store = addresses_lib.split(launched.store)
     if launched.rank == 0:
-        host = _way_to(launched.store, timeout)
+        host = _source_address(launched.store, timeout)
         put_text(store, host)
     else:
         host = get_text(store, timeout)
@@ -334,13 +334,13 @@ def _ask_store(launched: Launched, timeout: float) -> Launched:
 def _own_host(launched: Launched, timeout: float) -> str:
     """Numeric address of this host from which rank 0 is reached."""
     if launched.rank != 0:
-        return _way_to(launched.master, timeout)
+        return _source_address(launched.master, timeout)
     numeric = addresses_lib.bind_address(launched.master)
     _check_first(launched, numeric)
     return numeric
 
 
-def _way_to(address: str, timeout: float) -> str:
+def _source_address(address: str, timeout: float) -> str:
     """Numeric address of this host from which an address is reached.
 
     Args:
@@ -378,8 +378,8 @@ def _check_first(launched: Launched, numeric: str) -> None:
     alone = launched.local_size == launched.size
     if addresses_lib.is_loopback(numeric) and not (named_so or alone):
         raise ValueError(
-            f"Rank 0 of {launched.launcher} runs on {host!r}, which to itself "
-            f"is {numeric}: only processes of this host would reach it. "
+            f"Rank 0 of {launched.launcher} runs on {host!r}, which resolves "
+            f"to {numeric} there: only processes of this host could reach it. "
             f"{remedy}"
         )
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
@@ -388,9 +388,9 @@ def _check_first(launched: Launched, numeric: str) -> None:
             probe.bind((numeric, 0))
     except OSError as error:
         raise ValueError(
-            f"Rank 0 of {launched.launcher} shall listen at "
-            f"{launched.master!r}, but {numeric} is no address of its host: "
-            f"{error}. {remedy}"
+            f"Rank 0 of {launched.launcher} must listen at "
+            f"{launched.master!r}, but {numeric} is not an address of its "
+            f"host: {error}. {remedy}"
         ) from error
 
 
@@ -412,17 +412,21 @@ def start_horovod(collectives: Collectives) -> None:
         tf.errors.AbortedError: another rank raised one of these errors.
     """
     group = collectives.group
-    with collectives.together("load Horovod", all_end=True, own_first=True):
+    with collectives.joint_call(
+        "load Horovod", end_barrier=True, own_error_first=True
+    ):
         hvd = _load()
-    with collectives.together("start Horovod", all_end=True, own_first=True):
+    with collectives.joint_call(
+        "start Horovod", end_barrier=True, own_error_first=True
+    ):
         hvd.init()
         if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
             raise RuntimeError(
                 f"engine='horovod': this is rank {group.rank} of "
-                f"{group.world_size}, but rank {hvd.rank()} of {hvd.size()} to "
-                "Horovod, which knows ranks that horovodrun has started, or "
-                "mpirun if it is built with MPI. Start the program by one of "
-                "them, or leave `engine` out."
+                f"{group.world_size}, but Horovod has rank {hvd.rank()} of "
+                f"{hvd.size()}. Horovod supports ranks that horovodrun has "
+                "started, or mpirun if it is built with MPI. Start the "
+                "program by one of them, or leave `engine` out."
             )
     collectives.ops = HorovodOps(hvd)
 

@@ -186,10 +186,10 @@ def _check_own_host(cluster: Cluster) -> None:
     except OSError as error:
         raise ValueError(
             f"TF_CONFIG says that this process is task {cluster.index} of "
-            f"{cluster.job!r} at {address!r}, but {numeric} is no address of "
-            f"this host: {error}. Is the index that of another host's task? "
-            "Give every process its own, and every task the address by which "
-            "others reach it."
+            f"{cluster.job!r} at {address!r}, but {numeric} is not an address "
+            f"of this host: {error}. Is the index that of another host's "
+            "task? Give every process its own, and every task the address by "
+            "which others reach it."
         ) from error
 
 
@@ -214,8 +214,9 @@ def _check_loopback(cluster: Cluster, numeric: str) -> None:
                 else f"; or correct the line of {own!r} in its /etc/hosts"
             )
             raise ValueError(
-                f"TF_CONFIG names this host {own!r}, which to itself is "
-                f"{numeric}: only its own processes reach that, and "
-                f"{host!r} is another host. Name this host in TF_CONFIG, for "
-                f"all ranks, by the address by which others reach it{remedy}."
+                f"TF_CONFIG names this host {own!r}, which resolves to "
+                f"{numeric} here: only processes of this host can reach that "
+                f"address, and {host!r} is another host. Name this host in "
+                "TF_CONFIG, for all ranks, by the address by which others "
+                f"reach it{remedy}."
             )

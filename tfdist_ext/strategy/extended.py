@@ -27,6 +27,7 @@ from tfdist_ext.strategy import input as input_lib
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
+from tfdist_ext.strategy.rounds import Rounds
 from tfdist_ext.type_names import Variable
 
 Nest = Any
@@ -55,6 +56,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self.collectives = collectives
         self.error_feedback: ErrorFeedback | None = None
         self.sparse_sums: BucketSums | None = None
+        self.rounds: Rounds | None = None  # None for `BSP`
         self._cluster = cluster
         super().__init__(
             container_strategy,
@@ -91,18 +93,18 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> Any:
         # Called in a single process only; with several ranks the strategy
         # overrides the public method.
-        if self._stays_here(options) or input_lib.has_optional(dataset):
+        if self._needs_no_copy(options) or input_lib.has_optional(dataset):
             return input_lib.read_ahead(dataset)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], tf.data.Dataset], options: Any
     ) -> Any:
-        if self._stays_here(options):
+        if self._needs_no_copy(options):
             return input_lib.read_ahead(dataset_fn(self._make_input_context()))
         return super()._distribute_datasets_from_function(dataset_fn, options)
 
-    def _stays_here(self, options: Any) -> bool:
+    def _needs_no_copy(self, options: Any) -> bool:
         """Whether no batch is copied to a device."""
         return options is None and "CPU" in self.worker_devices[0]
 
@@ -117,8 +119,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             kwargs.get("synchronization") == tf.VariableSynchronization.NONE
         )
         local = spec is not None or unsynchronized
-        on_host = (
-            unsynchronized or sharded_variable.storage_for(owner) == "host"
+        on_host = (unsynchronized and owner is None) or (
+            sharded_variable.storage_for(owner) == "host"
         )
         creator = self._on_host(next_creator) if on_host else next_creator
         if not (local and (unsynchronized or self.collectives)):
@@ -198,8 +200,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         if not self.variable_created_in_scope(variable):
             raise ValueError(
                 f"Variable {variable.name!r} {variable.shape} was created "
-                "outside of strategy.scope(). A layer makes its variables "
-                "when it is built or called first: do that, too, inside of "
+                "outside of strategy.scope(). A layer creates its variables "
+                "when it is built or first called: build or call it inside of "
                 "`with strategy.scope():`."
             )
 
@@ -297,13 +299,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             for value in values:
                 if isinstance(value, tf.IndexedSlices):
                     mark_unique_rows(value)
+        if self.rounds is not None and self.rounds.defer:
+            return self._sum_rows_of_shards(values)
 
         def reduce(parts: list[Any]) -> list[Any]:
-            return gradients.reduce_values(
-                *(collectives, parts, "gradients", True),
-                collectives.gradient_dtype,
-                self._sums(of_optimizer=True),
-            )
+            return self.sum_gradients(parts, weighted=True)
 
         if internals.is_recording():
             result = gradients.differentiable(reduce, values, collectives)
@@ -330,6 +330,41 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             return self.sparse_sums
         return self.error_feedback
 
+    def sum_gradients(
+        self, values: list[Any], weighted: bool = False
+    ) -> list[Any]:
+        """Sums gradients over the ranks; see `gradients.reduce_values`."""
+        assert self.collectives is not None
+        return gradients.reduce_values(
+            *(self.collectives, values, "gradients", weighted),
+            self.collectives.gradient_dtype,
+            self._sums(of_optimizer=True),
+        )
+
+    def sum_deferred(self, values: list[Any]) -> list[Any]:
+        """Sums gradients of this rank, which no optimizer sums again.
+
+        Args:
+            values: parts of a sum over the ranks; those of shards are
+                complete already.
+        """
+        result = self.sum_gradients(values)
+        for value in result:
+            if marks.gradient_spec(value) is None:
+                marks.set_reduced(getattr(value, "values", value))
+            else:
+                marks.set_dependence(value.values, SHARD)
+        return result
+
+    def _sum_rows_of_shards(self, values: list[Any]) -> list[Any]:
+        """Gradients of which only those of shards are of all ranks."""
+        result = list(values)
+        for i, value in enumerate(values):
+            if marks.gradient_spec(value) is not None:
+                (result[i],) = self.sum_gradients([value])
+                marks.set_dependence(result[i].values, SHARD)
+        return result
+
     def _is_whole(self, value: Any) -> bool:
         """Whether a value of a Keras step is that of the global batch."""
         current = whole_batch.keras_step()
@@ -352,6 +387,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
     ) -> list[Any]:
         """Reduces values over the ranks, except those of the global batch."""
         result = list(values)
+        if self.rounds is not None and self.rounds.local:
+            return result
         parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
         reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
         for i, value in zip(parts, reduced, strict=True):

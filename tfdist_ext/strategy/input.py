@@ -71,8 +71,8 @@ def compare_pipelines(
         str(pathlib.Path(name).absolute())
         for name in internals.cache_files(dataset)
     ]
-    told = [socket.gethostname(), files, may_part]
-    text = json.dumps(told).encode() + b"\n"
+    info = [socket.gethostname(), files, may_part]
+    text = json.dumps(info).encode() + b"\n"
     own = tf.constant(np.frombuffer(text, np.uint8))
     gathered = collectives.all_gather(own, "dataset").numpy().tobytes()
     ranks = [json.loads(line) for line in gathered.splitlines()]

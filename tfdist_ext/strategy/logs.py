@@ -93,9 +93,9 @@ def states_of(metric: Metric) -> list[tf.Tensor] | None:
     if numbers > _MOST_NUMBERS:
         warnings.warn(
             f"Metric '{metric.name}' has states of {numbers} numbers, too "
-            "many to be exchanged in every step. What a step logs of it is "
-            "the average of the ranks' results; at the end of an epoch, and "
-            "of `model.get_metrics_result()`, it is that of all samples.",
+            "many to be exchanged in every step. The log of a step has the "
+            "average of the ranks' results. The log of an epoch, and "
+            "`model.get_metrics_result()`, have the result of all samples.",
             stacklevel=2,
         )
         return None
@@ -340,18 +340,18 @@ def _of_constant(
         _warn_of_integer(
             value, name, "that of rank 0, or the sum if they differ"
         )
-    alike = tf.reduce_all(everyone == everyone[0])
-    whole = tf.where(alike, everyone[0], tf.reduce_sum(everyone))
+    equal = tf.reduce_all(everyone == everyone[0])
+    whole = tf.where(equal, everyone[0], tf.reduce_sum(everyone))
     return tf.cast(whole, value.dtype)
 
 
 def _warn_of_integer(value: tf.Tensor, name: str, logged: str) -> None:
     warnings.warn(
-        f"{name} is of dtype {value.dtype.name}, and cannot be told to be a "
-        "sum over the samples or the same for every part of the batch. What "
-        f"is logged is {logged}. Return a float that is a mean or a sum over "
-        "the samples (tf.cast first, then tf.reduce_mean or tf.reduce_sum), "
-        "or the result of a metric of Keras.",
+        f"{name} is of dtype {value.dtype.name}, and is not known to be a sum "
+        "over the samples or the same for every part of the batch. The log "
+        f"has {logged}. Return a float that is a mean or a sum over the "
+        "samples (tf.cast first, then tf.reduce_mean or tf.reduce_sum), or "
+        "the result of a metric of Keras.",
         stacklevel=2,
     )
 

@@ -59,7 +59,7 @@ def place_first(find: Find, place: Place) -> Callable[..., Any]:
         given = inspect.signature(original).bind(self, *args, **kwargs)
         x, batch_size = map(given.arguments.get, ("x", "batch_size"))
         samples = samples_of(x, batch_size, collectives.group.world_size)
-        collectives.loop = Loop(self, _agreed(samples, collectives))
+        collectives.loop = Loop(self, _largest(samples, collectives))
         try:
             with self.distribute_strategy.scope():
                 if not all(layer.built for layer in layers):
@@ -110,7 +110,7 @@ def samples_of(x: TensorLike, batch_size: int | None, world_size: int) -> int:
     return -(-batch // world_size)
 
 
-def _agreed(samples: int, collectives: Collectives) -> int | None:
+def _largest(samples: int, collectives: Collectives) -> int | None:
     """Largest number of samples that a rank knows; None if no rank does."""
     everyone = collectives.all_gather(
         tf.constant([samples], tf.int64), "samples of a step"
@@ -195,7 +195,7 @@ def on_all_ranks(
     # If a loop fails on one rank, it ends on all ranks. The functions of one
     # batch are too short for that.
     loop = name in keras_internals.LOOPS
-    with collectives.together(name, all_end=loop, own_first=True):
+    with collectives.joint_call(name, end_barrier=loop, own_error_first=True):
         return original(model, *args, **kwargs)
 
 
@@ -204,10 +204,10 @@ def _warn_of_eager_steps(model: Model) -> None:
     own = type(model).train_step is not keras.Model.train_step
     if own and model.run_eagerly:
         warnings.warn(
-            "With run_eagerly=True ranks cannot tell a sum over the samples "
-            "from a mean. A loss that `train_step` sums by hand would train "
-            "with too small gradients: use means (tf.reduce_mean, a loss of "
-            "Keras), or leave run_eagerly off.",
+            "With run_eagerly=True a sum over the samples cannot be told from "
+            "a mean. A loss that `train_step` sums by hand would train with "
+            "gradients that are too small: use means (tf.reduce_mean, a loss "
+            "of Keras), or leave run_eagerly off.",
             stacklevel=4,
         )
 

@@ -135,11 +135,11 @@ def _with_a_row_each(value: tf.Tensor, name: str) -> tf.Tensor:
 
 def _no_rows(value: tf.Tensor, name: str) -> str:
     return (
-        f"`predict` gets an output '{name}' of shape {value.shape} whose first "
-        "dimension is not that of the samples, so the ranks cannot make that "
-        "of the whole batch of theirs. Return one row for each sample from "
-        "`call` (tf.transpose, tf.expand_dims), or call the model itself on "
-        "the whole batch: `model(x)`."
+        f"`predict` gets an output '{name}' of shape {value.shape} whose "
+        "first dimension is not that of the samples, so the ranks' outputs "
+        "cannot be joined. Return one row for each sample from `call` "
+        "(tf.transpose, tf.expand_dims), or call the model itself on the "
+        "whole batch: `model(x)`."
     )
 
 

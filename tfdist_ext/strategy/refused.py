@@ -9,6 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.consistency import Accumulate
+from tfdist_ext.consistency import Consistency
+from tfdist_ext.consistency import LocalSteps
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.optimizers import supported
 from tfdist_ext.type_names import Model
@@ -33,8 +36,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             "hvd.DistributedOptimizer exchanges gradients that the strategy "
             "has exchanged already (or, with Keras 3, does nothing). Give "
-            f"`compile` the {type(inner).__name__} itself; engine='horovod' "
-            "lets Horovod carry the exchanges."
+            f"`compile` the {type(inner).__name__} itself; with "
+            "engine='horovod' Horovod runs the exchanges."
         )
 
 
@@ -51,7 +54,7 @@ def check_callbacks(callbacks: Any) -> None:
     for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
         if _of_horovod(callback):
             raise ValueError(
-                f"Callback hvd.callbacks.{type(callback).__name__} does again "
+                f"Callback hvd.callbacks.{type(callback).__name__} repeats "
                 "what the strategy does: it gives all ranks the same initial "
                 "values, averages metrics, and needs no larger learning rate. "
                 "Leave it out."
@@ -78,12 +81,12 @@ def check_recurrent(model: Model, ranks: int) -> None:
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"Layer '{layer.name}' ({type(layer).__name__}) has "
-                "stateful=True: it keeps a state for each sample of a batch of "
-                f"fixed size. Each of the {ranks} ranks has a part of every "
-                "batch only, so the states of one rank are not those of the "
+                "stateful=True: it has a state for each sample of a batch of "
+                f"fixed size. Each of the {ranks} ranks has only a part of "
+                "every batch, so the states of one rank are not those of the "
                 "batch. Use stateful=False (and pass states on by "
-                "return_state=True and initial_state=...), or train this model "
-                "in one process."
+                "return_state=True and initial_state=...), or train this "
+                "model in one process."
             )
 
 
@@ -109,6 +112,49 @@ def _is_beyond_xla(model: Model) -> bool:
         getattr(layer, "supports_jit", True)
         for layer in keras_internals.layers_of(model)
     )
+
+
+def check_consistency(model: Model, mode: Consistency) -> None:
+    """Rejects what a mode of `consistency` would train wrongly.
+
+    Args:
+        model: see `check_model`.
+        mode: the strategy's `consistency`, not `BSP`.
+
+    Raises:
+        ValueError: the error says what to do instead.
+    """
+    name = type(mode).__name__
+    optimizer = getattr(model, "optimizer", None)
+    legacy = ".optimizers.legacy." in type(optimizer).__module__
+    scaled = not keras_internals.KERAS_3 and hasattr(
+        optimizer, "inner_optimizer"
+    )
+    if legacy or (scaled and isinstance(mode, LocalSteps)):
+        kind = "tf_keras.optimizers.legacy" if legacy else "tf_keras"
+        remedy = (
+            "Use the optimizer of this kind in tfdist_ext.optimizers."
+            if legacy
+            else "Use mixed_bfloat16, which needs no loss scale."
+        )
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__} of {kind} sums gradients "
+            f"over the ranks by itself in every step, which {name} must not "
+            f"do. {remedy}"
+        )
+    if not isinstance(mode, Accumulate):
+        return
+    losses = keras_internals.compile_config(model).get("loss")
+    losses = losses or getattr(model, "loss", None)
+    for loss in tf.nest.flatten(losses):
+        if getattr(loss, "reduction", None) == "sum":
+            raise ValueError(
+                f"Loss '{loss.name}' ({type(loss).__name__}) has "
+                "reduction='sum', but Accumulate takes the mean of its steps "
+                "by their samples, which is that of a larger batch only for a "
+                "loss that is a mean. Use reduction='sum_over_batch_size', "
+                "and a learning rate that is larger by the batch size."
+            )
 
 
 def check_model(model: Model) -> None:

@@ -76,7 +76,9 @@ class Reporter:
                 if self._end.wait(live_stats.SECONDS):
                     return
         except (OSError, tf.errors.OpError) as error:
-            _LOG.warning("--stats hears no more of this rank: %s", error)
+            _LOG.warning(
+                "this rank sends no more numbers to --stats: %s", error
+            )
 
     def _figures(self) -> live_stats.Figures:
         sent = 0

@@ -184,11 +184,11 @@ class _Writing:
         second = _as_argument(_Aggregation.ONLY_FIRST_REPLICA)
         raise ValueError(
             f"Variable '{self._variable.name}' ({dtype.name}) is assigned in "
-            "a step, where each rank has a value of its own, and nothing "
-            "says how they become one. Pass "
-            f"aggregation={first} to add_weight if the ranks' values are to "
-            f"be added up, aggregation={second} if they are equal, or use "
-            f"float32, which is averaged. Received: aggregation={given}."
+            "a step, where each rank has a value of its own, and it is not "
+            f"known how to combine them. Pass aggregation={first} to "
+            "add_weight if the ranks' values are to be added up, "
+            f"aggregation={second} if they are equal, or use float32, which "
+            f"is averaged. Received: aggregation={given}."
         )
 
     def _is_later(self, value: Any) -> bool:

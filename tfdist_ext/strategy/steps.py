@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from tfdist_ext.optimizers.row_gradients import square_norms
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
+from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Loss
@@ -503,7 +506,20 @@ def share_exchanges(
         collectives,
         functools.partial(look_up_together, collectives=collectives),
         functools.partial(_forget, model),
+        functools.partial(_share_nothing, model),
     )
+
+
+def _share_nothing(model: Model, reason: str) -> None:
+    """Logs why a model's lookups share no exchange, and notes it in plans."""
+    note = f"The layers of model '{model.name}' share no exchange: {reason}"
+    logging.getLogger("tfdist_ext").debug("%s", note)
+    noted: dict[int, ShardingPlan] = {}  # layers with one plan keep one plan
+    for layer in keras_internals.layers_of(model):
+        plan = vars(layer).get("plan")
+        if isinstance(plan, ShardingPlan):
+            noted.setdefault(id(plan), dataclasses.replace(plan, note=note))
+            layer.plan = noted[id(plan)]
 
 
 def _sparse_layers(layer: Layer) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import consistency as consistency_lib
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
@@ -19,6 +21,7 @@ from tfdist_ext.comm import measuring
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.process_group import ProcessGroup
 from tfdist_ext.compression import Compression
+from tfdist_ext.consistency import Consistency
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.numbers import check
 from tfdist_ext.numbers import check_report
@@ -39,6 +42,7 @@ from tfdist_ext.strategy import sparse_sums
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
+from tfdist_ext.strategy.rounds import Rounds
 from tfdist_ext.tables import checks
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
@@ -106,6 +110,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             one process by design; comparisons of steps (`check`) use complete
             gradients. Errors for the next step are not saved in checkpoints.
             It has no effect on tables, on other dtypes, and in one process.
+        consistency: when ranks exchange what they train, an object of
+            `tfdist_ext.consistency`; None means `BSP()`, which exchanges the
+            gradients of every step.
 
     Raises:
         ValueError: TF_CONFIG is malformed or has tasks other than chief and
@@ -119,6 +126,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         RuntimeError: another launcher started several processes and did not
             say how they connect, rank 0's port is in use, ranks are missing
             after `startup_timeout`, or Horovod has other ranks.
+        TypeError: `consistency` is no object of `tfdist_ext.consistency`.
         ImportError: engine="horovod" and it is not built for this TensorFlow.
     """
 
@@ -137,6 +145,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         check: checks.Check = "auto",
         allow_unauthenticated: bool = False,
         compression: Compression | None = None,
+        consistency: Consistency | None = None,
     ) -> None:
         where = type(self).__name__
         dtypes = checks.GRADIENT_DTYPES
@@ -145,13 +154,14 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checks.one_of("engine", engine, checks.ENGINES, where)
         checks.one_of("check", check, checks.CHECKS, where)
         mode = check_report.mode_of(check, os.environ)
+        self._consistency = consistency_lib.checked(consistency)
+        sparse_sums.check(compression, gradient_dtype, self._consistency, where)
         if error_feedback and gradient_dtype == "float32":
             raise ValueError(
                 "Argument `error_feedback` is for gradients that are rounded."
                 " Received: error_feedback=True with gradient_dtype="
                 "'float32'. Set gradient_dtype='bfloat16', or leave it out."
             )
-        sparse_sums.check(compression, gradient_dtype, where)
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
         )
@@ -188,6 +198,11 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self, resolver, cluster, self.collectives
         )
         tf.distribute.Strategy.__init__(self, extended)
+        if not isinstance(self._consistency, consistency_lib.BSP):
+            extended.rounds = Rounds(
+                *(self, self._consistency, self.collectives),
+                extended.sum_deferred,
+            )
         self._names = DatasetNames()
         hold(Need.STRATEGY, self)
         hold(Need.VARIABLES, extended)
@@ -300,9 +315,12 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if trial is None:
             self._reporter.count_step()
         model = getattr(fn, "__self__", None)
+        if self.extended.rounds is not None:
+            refused.check_consistency(model, self._consistency)
         if self.collectives is None:
             refused.check_in_one_process(model)
-            return super().run(fn, args, kwargs, options)
+            with self._stepping_alone(fn, args, kwargs):
+                return super().run(fn, args, kwargs, options)
         if trial is None:  # A model of tf_keras may not be built yet.
             refused.check_model(model)
         whole = trial is not None and trial.whole
@@ -328,6 +346,28 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 return outputs
             with self.scope():
                 return predictions.outputs_of(fn, outputs, self.collectives)
+
+    def _stepping_alone(
+        self, fn: Callable[..., Nest], args: Sequence[Any], kwargs: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context that makes a step of one process known to its rounds."""
+        rounds = self.extended.rounds
+        if rounds is None:
+            return contextlib.nullcontext()
+        samples = calls.count_samples((args, kwargs or {}))
+        return rounds.stepping(calls.Step(samples, calls.is_keras_loop(fn)))
+
+    def synchronize(self) -> None:
+        """Ends the current round of `consistency`; all ranks must call this.
+
+        `Accumulate` applies the gradients that it has summed, `LocalSteps`
+        takes the mean of the ranks' weights. `fit` does so at the end of
+        every epoch, and so do methods that evaluate, save and export models.
+        A custom training loop should call it where its epochs end. With `BSP`
+        it does nothing.
+        """
+        if self.extended.rounds is not None:
+            self.extended.rounds.end()
 
     def reduce(
         self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any
@@ -378,7 +418,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if marks.is_distributed(dataset):
             return dataset
-        with self.collectives.together("distribute a dataset", own_first=True):
+        with self.collectives.joint_call(
+            "distribute a dataset", own_error_first=True
+        ):
             self.collectives.call_lock.check_input(dataset)
             local = input_lib.distribute(
                 dataset, self.collectives, self._names.next(self.collectives)
@@ -409,7 +451,9 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().distribute_datasets_from_function(
                 dataset_fn, options
             )
-        with self.collectives.together("distribute a dataset", own_first=True):
+        with self.collectives.joint_call(
+            "distribute a dataset", own_error_first=True
+        ):
             dataset = dataset_fn(self.extended._make_input_context())
             self.collectives.call_lock.check_input(dataset)
             local = input_lib.own_batches(
@@ -470,7 +514,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if self.collectives is None:
             return CheckReport(True, ())
-        with self.collectives.together("check_step", own_first=True):
+        with self.collectives.joint_call("check_step", own_error_first=True):
             return check.check_step(self, step, batch)
 
     def statistics(self) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def _own_part(
     check = tf.debugging.assert_equal(
         tf.shape(value, tf.int64)[0],
         tf.reduce_sum(found.sizes),
-        f'{who} has reduction "none" and gives neither one number nor one for '
-        "each sample of the batch. Let it give one of these.",
+        f'{who} has reduction "none", but returns neither one number nor '
+        "one for each sample of the batch. Return one of these.",
     )
     with tf.control_dependencies([] if check is None else [check]):
         part = value[start : start + count]
@@ -307,9 +307,9 @@ def _is_computed(value: tf.Tensor) -> bool:
 def _averageable(who: str, value: tf.Tensor) -> tf.Tensor:
     if value.dtype == tf.bool:
         raise TypeError(
-            f"{who} is updated with a bool scalar, of which ranks cannot tell "
-            "what it is in the whole batch. Give it a number, or the values "
-            "of the samples that it is computed from."
+            f"{who} is updated with a bool scalar, whose value for the whole "
+            "batch is not known. Give it a number, or the values of the "
+            "samples that it is computed from."
         )
     exact = tf.float64 if value.dtype.is_integer else value.dtype
     return whole_batch.averageable(
@@ -331,7 +331,7 @@ def _gathered(
         _warn_of_many_bytes(who, new)
         for found in whole_batch.gather(collectives, new, LABEL):
             step.rows[graph, id(found.own)] = found
-            whole_batch.know_share(found.share())
+            whole_batch.store_share(found.share())
     return [step.rows[graph, id(x)] for x in tensors]
 
 

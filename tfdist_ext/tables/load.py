@@ -289,10 +289,11 @@ def decide_storage(
         asked = table.storage == "device"
         if asked and limit is None:
             raise ValueError(
-                f"Table {table.name!r} is to lie on GPUs, and the plan is for "
-                "ranks without. Received: storage='device', device_memory="
-                "None. Leave `storage` out, or tell `device_memory`, the "
-                "bytes of a rank's GPU that tables may have."
+                f"Table {table.name!r} has storage='device', but the plan is "
+                "for ranks without GPUs. Received: storage='device', "
+                "device_memory=None. Leave `storage` out, or set "
+                "`device_memory`, the bytes of a rank's GPU that tables may "
+                "have."
             )
         if table.storage == "host" or limit is None:
             continue
@@ -301,7 +302,7 @@ def decide_storage(
             taken, storages[table.name] = full, "device"
         elif asked:
             raise ValueError(
-                "The tables that are to lie on GPUs do not fit there: with "
+                "The tables with storage='device' do not fit on GPUs: with "
                 f"{table.name!r} the fullest of {len(taken)} ranks needs "
                 f"{np.max(full):,.0f} bytes for weights and slots. Received: "
                 f"storage='device', device_memory={limit:,.0f}. Leave "

@@ -54,6 +54,8 @@ class ShardingPlan:
     Attributes:
         problem: numbers that the plan was made for.
         placements: placement of every table, by name, in the problem's order.
+        note: what the running model does otherwise than planned, the last
+            line of `summary`; "" for nothing. It is not saved.
 
     Raises:
         ValueError: a table has no placement, or an invalid one.
@@ -61,6 +63,7 @@ class ShardingPlan:
 
     problem: Problem
     placements: Mapping[str, TablePlacement]
+    note: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         names = [table.name for table in self.problem.tables]
@@ -162,7 +165,8 @@ class ShardingPlan:
 
     def summary(self) -> str:
         """The plan as a text table, one line per table."""
-        return plan_text.summary(self.figures)
+        lines = [plan_text.summary(self.figures), self.note]
+        return "\n".join(filter(None, lines))
 
     def explain(self, table: str) -> str:
         """All placements that the table could have, and why it has this one."""
@@ -267,12 +271,12 @@ class ShardingPlan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON to a new file, then renames it, so all ranks may save."""
         text = json.dumps(self.to_dict(), indent=1) + "\n"
-        beside = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
+        temporary = pathlib.Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:

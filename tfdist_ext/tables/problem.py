@@ -96,8 +96,8 @@ class Popularity:
 
     def unique(self, draws: Floats) -> Floats:
         """Expected number of unique rows among `draws` ids, `[F]`."""
-        met = -np.expm1(draws[:, None] * self._log_miss)
-        return np.asarray(np.minimum((self._count * met).sum(1), draws))
+        drawn = -np.expm1(draws[:, None] * self._log_miss)
+        return np.asarray(np.minimum((self._count * drawn).sum(1), draws))
 
     def repeated(self, draws: Floats) -> Floats:
         """Expected number of rows that occur more than once, `[F]`."""

@@ -84,7 +84,7 @@ class DynamicVocabulary:
         checks.boolean("keep_text", self.keep_text, where, optional=False)
         if self.keep_text and self.key_dtype != "string":
             raise ValueError(
-                "Argument `keep_text` must be False where keys are no strings. "
+                "Argument `keep_text` must be False if keys are not strings. "
                 f"Received: keep_text=True, key_dtype='{self.key_dtype}' "
                 f"({where}). Leave it out, or use key_dtype='string'."
             )
@@ -95,7 +95,7 @@ class DynamicVocabulary:
         return self.capacity + 1
 
     @property
-    def takes_back(self) -> bool:
+    def reuses_rows(self) -> bool:
         """Whether a key may lose its row."""
         return self.evict is not None or self.steps_to_live is not None
 
@@ -130,9 +130,9 @@ def refuse_vocabulary(field: str, value: Any, where: str) -> None:
     """
     if isinstance(value, DynamicVocabulary):
         raise ValueError(
-            f"Argument `{field}` must be a number of rows. Received: {field}="
-            f"{value} ({where}). A vocabulary that grows is of a table of "
-            "DistributedEmbedding: TableConfig(name, embedding_dim=..., "
+            f"Argument `{field}` must be a number of rows. Received: "
+            f"{field}={value} ({where}). Dynamic vocabularies are for tables "
+            "of DistributedEmbedding: TableConfig(name, embedding_dim=..., "
             "vocabulary=DynamicVocabulary(...))."
         )
 
@@ -246,15 +246,15 @@ class TableConfig:
             )
         if self.vocabulary_size not in (_NEEDED, vocabulary.rows):
             raise ValueError(
-                "Argument `vocabulary_size` is left out where a vocabulary "
-                "grows: its capacity tells. Received: vocabulary_size="
-                f"{checks.brief(self.vocabulary_size)}, "
+                "Argument `vocabulary_size` must be left out with a dynamic "
+                "vocabulary, whose capacity is the size. Received: "
+                f"vocabulary_size={checks.brief(self.vocabulary_size)}, "
                 f"capacity={vocabulary.capacity} ({where})."
             )
         if self.out_of_range == "ignore":
             raise ValueError(
-                "Argument `out_of_range` has no meaning where a vocabulary "
-                "grows: every key is in range. Leave it out. Received: "
+                "Argument `out_of_range` has no meaning with a dynamic "
+                "vocabulary: every key is in range. Leave it out. Received: "
                 f"out_of_range={self.out_of_range!r} ({where})."
             )
         object.__setattr__(self, "vocabulary_size", vocabulary.rows)
@@ -403,19 +403,18 @@ class FeatureConfig:
             if found == given + 1:
                 return
             raise ValueError(
-                "Argument `output_shape` must be that of the ids and "
-                "embedding_dim behind it: with combiner=None the row of every "
-                f"id is kept. Received: output_shape={self.output_shape}, "
+                "Argument `output_shape` must be that of the ids, followed by "
+                "embedding_dim: with combiner=None the row of every id is "
+                f"kept. Received: output_shape={self.output_shape}, "
                 f"input_shape={self.input_shape} ({where})."
             )
         if found > max(2, given):
             raise ValueError(
                 "Argument `output_shape` must be (batch, embedding_dim): the "
                 "rows of a sample are combined into one. A sequence of them, "
-                "(batch, length, embedding_dim), takes a table with "
-                "combiner=None. Received: output_shape="
-                f"{self.output_shape}, combiner={self.table.combiner!r} "
-                f"({where})."
+                "(batch, length, embedding_dim), needs a table with "
+                f"combiner=None. Received: output_shape={self.output_shape}, "
+                f"combiner={self.table.combiner!r} ({where})."
             )
 
     def get_config(

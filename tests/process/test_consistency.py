@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of `consistency`, at several ranks, against one process."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.process
+
+K = 3
+ACCUMULATE = ["Accumulate", {"k": K}]
+LOCAL = ["LocalSteps", {"k": K}]
+OUTER = {"learning_rate": 0.7, "momentum": 0.9}
+DILOCO = ["LocalSteps", {"k": K, "outer": ["Nesterov", OUTER]}]
+BOTH = ((2, 3), (2, 2))
+PLACES = (*BOTH, (3, 3), (1, 3), (1, 2))
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            found[name], value, rtol=1e-4, atol=2e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keras", "optimizer", "of_keras", "options"),
+    [
+        *(
+            (*place, optimizer, of_keras, {})
+            for place in PLACES
+            for optimizer, of_keras in (
+                ("SGD", False),
+                ("Adagrad", False),
+                ("Adam", False),
+                ("Adagrad", True),
+            )
+        ),
+        *(
+            (*place, "SGD", False, options)
+            for place in BOTH
+            for options in ({"steps_per_execution": 2}, {"run_eagerly": True})
+        ),
+    ],
+)
+def test_accumulated_steps_are_those_of_larger_batches(
+    run_scenario, ranks, keras, optimizer, of_keras, options
+):
+    """In `fit`, with an uneven last batch and an unfinished round."""
+    scenario = "consistency_scenarios.fitted"
+    (expected,) = run_scenario(
+        scenario,
+        *(4 * K, optimizer, of_keras, {}),
+        ranks=1,
+        keras=keras,
+        strategy=False,
+    )
+    found = run_scenario(
+        scenario,
+        *(4, optimizer, of_keras, options),
+        ranks=ranks,
+        keras=keras,
+        consistency=ACCUMULATE,
+    )
+    for each in found:
+        assert_close(each, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keras", "optimizer"),
+    [
+        (2, 3, "Adam"),
+        (2, 2, "Adam"),
+        (3, 3, "Adagrad"),
+        (1, 3, "SGD"),
+        (1, 2, "SGD"),
+    ],
+)
+def test_steps_of_a_custom_loop_accumulate(
+    run_scenario, ranks, keras, optimizer
+):
+    scenario = "consistency_scenarios.looped"
+    (expected,) = run_scenario(
+        scenario, 4 * K, optimizer, ranks=1, keras=keras, strategy=False
+    )
+    found = run_scenario(
+        scenario,
+        4,
+        optimizer,
+        ranks=ranks,
+        keras=keras,
+        consistency=ACCUMULATE,
+    )
+    for each in found:
+        assert_close(each, expected)
+
+
+@pytest.mark.parametrize(("ranks", "keras"), BOTH)
+@pytest.mark.parametrize(
+    ("mode", "label", "calls"),
+    [
+        (["BSP", {}], "gradients", 12),
+        (ACCUMULATE, "gradients", 4),
+        (LOCAL, "gradients", 0),
+        (LOCAL, "consistency/weights", 4),
+    ],
+)
+def test_dense_bytes_fall(run_scenario, ranks, keras, mode, label, calls):
+    """All modes send the same bytes at a time, and BSP k times as often."""
+    scenario = "consistency_scenarios.gradients_sent"
+    for found in run_scenario(
+        scenario, label, ranks=ranks, keras=keras, consistency=mode
+    ):
+        assert found[0] == calls
+        dense = 4 * (8 * 0 + (4 + 12 + 6) * 5 + 4 + 5 + 5 + 1)
+        assert calls == 0 or found[1] >= calls * dense
+
+
+@pytest.mark.parametrize(("ranks", "keras"), BOTH)
+@pytest.mark.parametrize(
+    ("scenario", "mode", "arguments"),
+    [
+        ("evaluated_and_saved", ACCUMULATE, ()),
+        ("evaluated_and_saved", LOCAL, ()),
+        # Slots of local steps become equal when they are saved.
+        ("resumed", ACCUMULATE, ("Adam",)),
+        ("resumed", LOCAL, ("SGD",)),
+        ("resumed", DILOCO, ("SGD",)),
+        ("guarded", ACCUMULATE, ()),
+        ("local_replicas", LOCAL, ()),
+        ("local_replicas", DILOCO, ()),
+    ],
+)
+def test_scenario(run_scenario, ranks, keras, scenario, mode, arguments):
+    run_scenario(
+        f"consistency_scenarios.{scenario}",
+        *arguments,
+        ranks=ranks,
+        keras=keras,
+        consistency=mode,
+    )
+
+
+def simulated(ranks, size, samples, outer, in_loop, epochs=2):
+    """Local momentum steps of ranks, each on its part of every batch."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=[samples, 3]).astype(np.float32)
+    y = rng.normal(size=[samples, 1]).astype(np.float32)
+    weights = np.full([ranks, 3], 0.5)
+    slots = np.zeros([ranks, 3])
+    start, velocity = weights[0].copy(), np.zeros(3)
+
+    def end_round():
+        nonlocal weights, start, velocity
+        mean = np.average(weights, axis=0, weights=trained)
+        if outer:
+            gradient = start - mean
+            velocity = outer["momentum"] * velocity + gradient
+            gradient = gradient + outer["momentum"] * velocity
+            mean = start - outer["learning_rate"] * gradient
+        weights, start = np.tile(mean, [ranks, 1]), mean
+        trained[:] = 0
+
+    trained, since = np.zeros(ranks), np.zeros(ranks)
+    for _ in range(epochs):
+        steps = 0
+        for first in range(0, samples, size):
+            count = min(size, samples - first)
+            cuts = [first + r * count // ranks for r in range(ranks + 1)]
+            own = [np.arange(*cut) for cut in itertools.pairwise(cuts)]
+            for rank, places in enumerate(own):
+                error = x[places] @ weights[rank] - y[places, 0]
+                # A loop divides by a constant, for a sum over the ranks.
+                divisor = size / ranks if in_loop else len(places)
+                gradient = 2 * x[places].T @ error / divisor
+                slots[rank] = 0.5 * slots[rank] - 0.05 * gradient
+                weights[rank] = weights[rank] + slots[rank]
+                trained[rank] += len(places)
+                since[rank] += len(places)
+            steps += 1
+            if steps % K == 0:
+                end_round()
+        if steps % K:
+            end_round()
+        slots = np.tile(np.average(slots, axis=0, weights=since), [ranks, 1])
+        since[:] = 0
+    return weights[0], slots[0], velocity
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keras", "outer", "in_loop"),
+    [
+        *(
+            (*place, outer, False)
+            for place in (*BOTH, (3, 3))
+            for outer in (None, OUTER)
+        ),
+        *((*place, None, True) for place in BOTH),
+    ],
+)
+def test_local_steps_are_those_of_the_papers(
+    run_scenario, ranks, keras, outer, in_loop
+):
+    """As NumPy computes them: unequal parts, an unfinished round, slots."""
+    mode = ["LocalSteps", {"k": K, "outer": outer and ["Nesterov", outer]}]
+    size, samples = 7, 49 + 3
+    weights, slots, velocity = simulated(ranks, size, samples, outer, in_loop)
+    for found in run_scenario(
+        "consistency_scenarios.linear",
+        *(size, samples, in_loop),
+        ranks=ranks,
+        keras=keras,
+        consistency=mode,
+    ):
+        np.testing.assert_allclose(found[0], weights, rtol=1e-4, atol=1e-6)
+        for one in [slots, velocity] if outer else [slots]:
+            assert any(
+                np.allclose(one, other, rtol=1e-4, atol=1e-6)
+                for other in found[1:]
+            ), (one, found[1:])
