@@ -5,9 +5,9 @@
 #include <cfloat>
 #include <cstring>
 
+#include "custom_ops/codec/random_rounding.h"
 #include "custom_ops/common/float_bits.h"
 #include "custom_ops/common/target_clones.h"
-#include "custom_ops/codec/random_rounding.h"
 
 namespace tfdist {
 namespace {

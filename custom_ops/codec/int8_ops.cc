@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "custom_ops/codec/int8_codec.h"
 #include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
-#include "custom_ops/codec/int8_codec.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
