@@ -8,6 +8,7 @@ import pytest
 
 import tfdist_ext
 from tfdist_ext.compression import TopK
+from tfdist_ext.consistency import Accumulate
 from tfdist_ext.strategy import bootstrap
 
 
@@ -18,6 +19,10 @@ from tfdist_ext.strategy import bootstrap
         ({"engine": "nccl"}, r"`engine`.*'tfdist', 'horovod'.*engine='?nccl"),
         ({"error_feedback": True}, r"`error_feedback`.*gradient_dtype="),
         ({"compression": 0.01}, r"`compression`.*TopK.*compression=0\.01"),
+        (
+            {"compression": TopK(0.1), "consistency": Accumulate(2)},
+            r"`compression`.*each step.*TopK\(share=0\.1.*Accumulate",
+        ),
         (
             {"compression": TopK(0.1), "gradient_dtype": "float16"},
             r"cannot be combined.*TopK\(share=0\.1.*'float16'",

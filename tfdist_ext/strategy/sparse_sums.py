@@ -14,18 +14,23 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.compression import Compression
 from tfdist_ext.compression import RandomK
 from tfdist_ext.compression import TopK
+from tfdist_ext.consistency import BSP
+from tfdist_ext.consistency import Consistency
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.bucket_sums import Key
 from tfdist_ext.strategy.bucket_sums import local_variable
 from tfdist_ext.tables import checks
 
 
-def check(compression: Any, gradient_dtype: str, where: str) -> None:
-    """Rejects an unknown compression, or one of numbers that are rounded too.
+def check(
+    compression: Any, gradient_dtype: str, consistency: Consistency, where: str
+) -> None:
+    """Rejects an unknown compression, and options that exclude one.
 
     Args:
         compression: argument of the strategy.
         gradient_dtype: argument of the strategy.
+        consistency: argument of the strategy.
         where: name of the object, for errors.
 
     Raises:
@@ -45,6 +50,13 @@ def check(compression: Any, gradient_dtype: str, where: str) -> None:
             "combined with 16 bits. Received: compression="
             f"{checks.brief(compression)} with gradient_dtype="
             f"{gradient_dtype!r} ({where}). Leave one of them out."
+        )
+    if not isinstance(consistency, BSP):
+        raise ValueError(
+            "Argument `compression` is for gradients that are exchanged in "
+            "each step. Received: compression="
+            f"{checks.brief(compression)} with consistency={consistency} "
+            f"({where}). Leave one of them out."
         )
 
 

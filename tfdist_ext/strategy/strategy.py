@@ -132,7 +132,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             `gradient_dtype`; or other hosts can connect to the ranks and
             there is no secret.
         tf.errors.InvalidArgumentError: the ranks have different values of
-            `gradient_dtype`, `error_feedback` or `compression`.
+            `gradient_dtype`, `error_feedback`, `compression` or
+            `consistency`.
         RuntimeError: another launcher started several processes and did not
             say how they connect, rank 0's port is in use, ranks are missing
             after `startup_timeout`, or Horovod has other ranks.
@@ -153,26 +154,19 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         transport: checks.Transport = "auto",
         engine: checks.Engine = "tfdist",
         check: checks.Check = "auto",
-        balance: checks.Balance | Sequence[float] = "equal",
         allow_unauthenticated: bool = False,
+        balance: checks.Balance | Sequence[float] = "equal",
         consistency: Consistency | None = None,
         compression: Compression | None = None,
     ) -> None:
         where = type(self).__name__
-        dtypes = checks.GRADIENT_DTYPES
-        checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
+        _check_gradients(gradient_dtype, error_feedback, where)
         checks.one_of("transport", transport, checks.TRANSPORTS, where)
         checks.one_of("engine", engine, checks.ENGINES, where)
         checks.one_of("check", check, checks.CHECKS, where)
         mode = check_report.mode_of(check, os.environ)
         self._consistency = consistency_lib.checked(consistency)
-        if error_feedback and gradient_dtype == "float32":
-            raise ValueError(
-                "Argument `error_feedback` is for gradients that are rounded."
-                " Received: error_feedback=True with gradient_dtype="
-                "'float32'. Set gradient_dtype='bfloat16', or leave it out."
-            )
-        sparse_sums.check(compression, gradient_dtype, where)
+        sparse_sums.check(compression, gradient_dtype, self._consistency, where)
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
         )
@@ -241,7 +235,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.collectives.group.check_same(
             [
                 f"HybridParallelStrategy(gradient_dtype={dtype!r}, "
-                f"error_feedback={feedback}, compression={compression})"
+                f"error_feedback={feedback}, compression={compression}, "
+                f"consistency={self._consistency})"
             ]
         )
         if compression is not None:
@@ -549,6 +544,20 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return {}
         shares = self.extended.balance.shares
         return {**dataclasses.asdict(group.stats()), "shares": shares}
+
+
+def _check_gradients(
+    gradient_dtype: str, error_feedback: bool, where: str
+) -> None:
+    """Checks arguments of the same names of the strategy."""
+    dtypes = checks.GRADIENT_DTYPES
+    checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
+    if error_feedback and gradient_dtype == "float32":
+        raise ValueError(
+            "Argument `error_feedback` is for gradients that are rounded."
+            " Received: error_feedback=True with gradient_dtype="
+            "'float32'. Set gradient_dtype='bfloat16', or leave it out."
+        )
 
 
 def _merges_rows(model: Model) -> bool:

@@ -323,8 +323,7 @@ def plan(
         features: features that are looked up in them.
         world_size: number of ranks.
         batch_size: samples per rank and step; None assumes 256 and says so.
-        wire_bytes: bytes of a number of a result: 4, 2 in 16 bits, 1.0625
-            in int8.
+        wire_bytes: bytes of a number of a result; 2 for 16 bits, 1.0625 int8.
         link_bytes_per_second: bytes per second of a rank, each way.
         read_bytes_per_second: bytes of random rows that a rank reads.
         memory_limit: bytes of weights and slots per rank.
