@@ -26,6 +26,7 @@ ON_HOST = {
     ),
     "SliceOfRank": BATCHES,
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
+    **dict.fromkeys(("EncodeInt8", "DecodeInt8"), BYTES),
     **dict.fromkeys(
         (
             *("Barrier", "GroupOpen", "GroupClose", "GroupStats"),

@@ -117,6 +117,6 @@ def test_rank_outside_of_the_world_is_refused(op):
 def test_as_many_results_as_features():
     one = placement_attributes([TABLE], 4)
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"2 results\. Received: 1"
+        tf.errors.InvalidArgumentError, match=r"per result, 2\. Received: 1"
     ):
         combine(**one)

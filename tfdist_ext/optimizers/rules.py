@@ -41,6 +41,8 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
         *args: positional arguments of `keras.optimizers.SGD`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
+        row_clip: a `CowClip`, which clips the gradient of each row of a table;
+            None clips none.
         **kwargs: keyword arguments of `keras.optimizers.SGD`.
     """
 
@@ -94,6 +96,8 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         *args: positional arguments of `keras.optimizers.Adagrad`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
+        row_clip: a `CowClip`, which clips the gradient of each row of a table;
+            None clips none.
         **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
@@ -222,6 +226,8 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
         *args: positional arguments of `keras.optimizers.Ftrl`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
+        row_clip: a `CowClip`, which clips the gradient of each row of a table;
+            None clips none.
         **kwargs: keyword arguments of `keras.optimizers.Ftrl`.
     """
 
@@ -290,6 +296,8 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         *args: positional arguments of `keras.optimizers.Adagrad`.
         stochastic_rounding: whether weights of bfloat16 tables are rounded at
             random, such that the expectation is exact, or to nearest.
+        row_clip: a `CowClip`, which clips the gradient of each row of a table;
+            None clips none.
         **kwargs: keyword arguments of `keras.optimizers.Adagrad`.
     """
 
