@@ -125,7 +125,7 @@ def test_stop(running_ranks, scenario, world_size, victim, tmp_path):
         limit = timeout + DETECTION_LIMIT
         for result in results(tmp_path, survivors, limit + 5):
             assert_blames(result, victim, "'layer ", tmp_path)
-            assert "silent" in result["message"]
+            assert "sent nothing" in result["message"]
             assert "(timeout: 3 s)" in result["message"]
             assert timeout - 1 < result["time"] - stopped < limit
         for rank in survivors:

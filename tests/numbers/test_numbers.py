@@ -86,7 +86,6 @@ def test_program_has_its_verdict(runner, ranks, keras, case):
     )
 
 
-@pytest.mark.parametrize(("ranks", "balance"), [(2, [1, 3]), (3, [7, 2, 1])])
 @pytest.mark.parametrize(
     "name",
     [
@@ -97,9 +96,8 @@ def test_program_has_its_verdict(runner, ranks, keras, case):
         "sequence/ragged",
     ],
 )
-def test_unequal_slices_change_no_verdict(
-    pools, tmp_path, name, ranks, balance
-):
+def test_unequal_slices_change_no_verdict(pools, tmp_path, name):
+    ranks, balance = 3, [7, 2, 1]
     each = PROGRAMS[name]
     case = registry.settings_of(each, 3)[-1]
     runner = Runner(pools, tmp_path, balance=balance)
