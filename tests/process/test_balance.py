@@ -119,10 +119,8 @@ def test_lengths_that_differ_are_an_error(run_scenario, balance):
     [
         "input_scenarios.generators",
         "input_scenarios.fewer_samples_than_ranks",
-        "loop_scenarios.logs_of_batches",
         "prefetch_scenarios.prefetch",
         "resume_scenarios.goes_on",
-        "resume_scenarios.trained_samples",
     ],
 )
 @pytest.mark.parametrize("balance", ["measured", [3, 1]])
@@ -130,6 +128,32 @@ def test_scenarios_of_equal_ranks(run_scenario, scenario, balance):
     # Shares that others have measured would change the order of sums.
     fresh = scenario == "prefetch_scenarios.prefetch" and balance == "measured"
     run_scenario(scenario, ranks=2, balance=balance, fresh=fresh)
+
+
+@pytest.mark.parametrize("balance", ["measured", [3, 1]])
+def test_logs_of_batches_are_those_of_one_process(run_scenario, balance):
+    scenario = "loop_scenarios.logs_of_batches"
+    (expected,) = run_scenario(scenario, ranks=1, strategy=False)
+    for logs in run_scenario(scenario, ranks=2, balance=balance):
+        assert len(logs) == len(expected)
+        for found, of_one_process in zip(logs, expected, strict=True):
+            check_equal([found], of_one_process)
+
+
+@pytest.mark.parametrize("balance", ["measured", [3, 1]])
+def test_every_sample_is_trained_once_in_an_epoch(run_scenario, balance):
+    of_ranks = run_scenario(
+        "resume_scenarios.trained_samples", ranks=2, balance=balance
+    )
+    steps = 60 // (3 * 2)
+    for epoch in range(2):
+        trained = [
+            sample
+            for batches in of_ranks
+            for batch in batches[steps * epoch : steps * (epoch + 1)]
+            for sample in batch
+        ]
+        assert sorted(trained) == list(range(60))
 
 
 def test_slices_are_contiguous(run_scenario):
