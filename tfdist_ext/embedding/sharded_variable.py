@@ -26,6 +26,7 @@ from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Shape
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
@@ -283,3 +284,30 @@ def _check(variable: Variable, old: ShardSpec | None, new: ShardSpec) -> None:
             f"Table '{new.table}' cannot be moved: it has been trained, or a "
             "tf.function that looks up in it has been traced."
         )
+
+
+def local_variable(
+    initial: Callable[[], tf.Tensor],
+    name: str,
+    shape: Shape = None,
+    beside: Variable | None = None,
+) -> tf.Variable:
+    """Creates a variable of this rank that no checkpoint has.
+
+    Args:
+        initial: returns the initial value.
+        name: name of the variable.
+        shape: shape of all values; None for that of the initial value.
+        beside: variable on whose device it is; None for host memory.
+    """
+    with tf.init_scope():
+        strategy = tf.distribute.get_strategy()
+        options = {
+            "trainable": False,
+            "name": name,
+            "synchronization": tf.VariableSynchronization.NONE,
+        }
+        if beside is None:
+            return tf.Variable(initial(), shape=shape, **options)
+        with strategy.extended.colocate_vars_with(value_of(beside)):
+            return tf.Variable(initial(), shape=shape, **options)

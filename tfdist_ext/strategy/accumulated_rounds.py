@@ -10,14 +10,159 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.strategy.gradient_sums import GradientSums
-from tfdist_ext.strategy.gradient_sums import Pairs
+from tfdist_ext.embedding.sharded_variable import local_variable
+from tfdist_ext.keras_internals import value_of
+from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy.round_base import COUNT
 from tfdist_ext.strategy.round_base import Apply
+from tfdist_ext.strategy.round_base import Pairs
 from tfdist_ext.strategy.round_base import Round
 from tfdist_ext.strategy.round_base import Steps
+from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import Variable
+
+
+class _DenseSum:
+    """Sum of dense gradients of one variable.
+
+    Args:
+        variable: variable that the gradients are for.
+        gradient: first gradient.
+    """
+
+    def __init__(self, variable: Variable, gradient: tf.Tensor) -> None:
+        self.variable = variable
+        shape, dtype = value_of(variable).shape, gradient.dtype
+        self._sum = local_variable(
+            lambda: tf.zeros(shape, dtype),
+            "sum_of_gradients",
+            beside=variable,
+        )
+
+    def add(self, gradient: tf.Tensor, weight: tf.Tensor | None) -> None:
+        if weight is not None:
+            # A rank without samples adds zeros, even for NaNs.
+            weight = tf.cast(weight, gradient.dtype)
+            gradient = tf.math.multiply_no_nan(gradient, weight)
+        self._sum.assign_add(gradient)
+
+    def value(self) -> tf.Tensor:
+        return self._sum.read_value()
+
+    def clear(self) -> None:
+        self._sum.assign(tf.zeros_like(self._sum))
+
+
+class _RowSum:
+    """Sum of sparse gradients of one variable: the rows that they have.
+
+    Rows of a table are summed. Of other gradients every row is kept as often
+    as it occurs, because Keras's optimizers may square each one.
+
+    Args:
+        variable: variable that the gradients are for.
+        gradient: first gradient.
+    """
+
+    def __init__(self, variable: Variable, gradient: tf.IndexedSlices) -> None:
+        self.variable = variable
+        self._spec = marks.gradient_spec(gradient)
+        self.is_unique = self._spec is not None or marks.is_unique(gradient)
+        shape = value_of(variable).shape.as_list()
+        self._shape = shape
+        index, dtype = gradient.indices.dtype, gradient.values.dtype
+        width = shape[1:]
+        self._rows = local_variable(
+            lambda: tf.zeros([0], index), "rows_of_gradients", [None]
+        )
+        self._values = local_variable(
+            lambda: tf.zeros([0, *width], dtype),
+            "sums_of_rows",
+            [None, *width],
+        )
+
+    def add(self, gradient: tf.IndexedSlices, weight: tf.Tensor | None) -> None:
+        values = gradient.values
+        if weight is not None:
+            weight = tf.cast(weight, values.dtype)
+            values = tf.math.multiply_no_nan(values, weight)
+        total = tf.IndexedSlices(
+            tf.concat([self._values.read_value(), values], 0),
+            tf.concat([self._rows.read_value(), gradient.indices], 0),
+        )
+        if self.is_unique:
+            total = without_duplicates(total)
+        self._rows.assign(total.indices)
+        self._values.assign(total.values)
+
+    def value(self) -> tf.IndexedSlices:
+        kind = tf.int32 if max(self._shape) <= tf.int32.max else tf.int64
+        dense_shape = tf.constant(self._shape, kind)
+        if self._spec is not None:
+            marks.set_gradient_spec(dense_shape, self._spec)
+        if self.is_unique:
+            marks.set_unique(dense_shape)
+        rows, values = self._rows.read_value(), self._values.read_value()
+        return tf.IndexedSlices(values, rows, dense_shape)
+
+    def clear(self) -> None:
+        self._rows.assign(self._rows.read_value()[:0])
+        self._values.assign(self._values.read_value()[:0])
+
+
+class GradientSums:
+    """Sums of the gradients that an optimizer has been given.
+
+    A dense gradient takes the memory of its variable, a sparse one that of
+    the rows that the steps have touched.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, bool], Any] = {}
+
+    def add(
+        self,
+        pairs: Pairs,
+        weight: tf.Tensor | None,
+        shard_weight: tf.Tensor | None,
+    ) -> None:
+        """Adds the gradients of a step.
+
+        Args:
+            pairs: gradients (tensor, IndexedSlices or None) and variables.
+            weight: factor of the gradients; None for 1. A factor of 0 turns
+                NaNs to 0.
+            shard_weight: factor of the gradients of shards.
+        """
+        for gradient, variable in pairs:
+            if gradient is None:
+                continue
+            shard = marks.gradient_spec(gradient) is not None
+            own = self._of(variable, gradient)
+            own.add(gradient, shard_weight if shard else weight)
+
+    def _of(self, variable: Variable, gradient: Gradient) -> Any:
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        key = id(value_of(variable)), sparse
+        if key not in self._sums:
+            kind = _RowSum if sparse else _DenseSum
+            self._sums[key] = kind(variable, gradient)
+        return self._sums[key]
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """The sums and their variables, in the order of the first step."""
+        return [(each.value(), each.variable) for each in self._sums.values()]
+
+    def variables(self) -> list[Any]:
+        """Variables that there are sums for."""
+        return [each.variable for each in self._sums.values()]
+
+    def clear(self) -> None:
+        """Sets all sums to zero."""
+        for each in self._sums.values():
+            each.clear()
 
 
 class AccumulatedRound(Round):

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.collectives import buckets_of
+from tfdist_ext.embedding.sharded_variable import local_variable
 
 # Label and occurrence of an exchange, kind of the error, number of values.
 Key = tuple[str, int, str, int]
@@ -111,19 +111,3 @@ class BucketSums:
                 f"error_of_{kind}/{label}/{occurrence}",
             )
         return self._errors[key]
-
-
-def local_variable(make: Callable[[], tf.Tensor], name: str) -> tf.Variable:
-    """A variable that each rank has for itself, also within a trace.
-
-    Args:
-        make: makes the initial value.
-        name: name of the variable.
-    """
-    with tf.init_scope():
-        return tf.Variable(
-            make(),
-            trainable=False,
-            name=name,
-            synchronization=tf.VariableSynchronization.NONE,
-        )

@@ -13,12 +13,12 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.consistency import Nesterov
+from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.numbers.model_state import variables_of_optimizer
-from tfdist_ext.strategy.gradient_sums import Pairs
-from tfdist_ext.strategy.gradient_sums import local_variable
 from tfdist_ext.strategy.round_base import COUNT
 from tfdist_ext.strategy.round_base import Apply
+from tfdist_ext.strategy.round_base import Pairs
 from tfdist_ext.strategy.round_base import Round
 from tfdist_ext.strategy.round_base import Steps
 from tfdist_ext.type_names import Gradient
@@ -151,8 +151,9 @@ class LocalRound(Round):
         everyone = np.array([mine], np.float64)
         if collectives is not None:
             # After a failure, ranks may have made different numbers of steps.
-            told = tf.constant(everyone)
-            everyone = collectives.all_gather(told, COUNT).numpy()
+            everyone = collectives.all_gather(
+                tf.constant(everyone), COUNT
+            ).numpy()
         if everyone[:, 0].any():
             key = len(self._trained), self._weighted
             self._run_alone(strategy, key, self._finish)

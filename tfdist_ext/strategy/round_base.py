@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,11 +16,11 @@ from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.consistency import Accumulate
 from tfdist_ext.consistency import LocalSteps
-from tfdist_ext.strategy.gradient_sums import Pairs
-from tfdist_ext.strategy.gradient_sums import local_variable
+from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Strategy
 
+Pairs = Sequence[tuple[Any, Any]]
 Apply = Callable[[list[tuple[Any, Any]]], Any]
 # Label of the exchanged numbers of samples.
 COUNT = "consistency/samples"

@@ -18,9 +18,9 @@ from tfdist_ext.consistency import Accumulate
 from tfdist_ext.consistency import LocalSteps
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.strategy.accumulated_rounds import AccumulatedRound
-from tfdist_ext.strategy.gradient_sums import Pairs
 from tfdist_ext.strategy.local_rounds import LocalRound
 from tfdist_ext.strategy.round_base import Apply
+from tfdist_ext.strategy.round_base import Pairs
 from tfdist_ext.strategy.round_base import Round
 from tfdist_ext.strategy.round_base import Steps
 from tfdist_ext.type_names import Gradient

@@ -16,9 +16,9 @@ from tfdist_ext.compression import RandomK
 from tfdist_ext.compression import TopK
 from tfdist_ext.consistency import BSP
 from tfdist_ext.consistency import Consistency
+from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.bucket_sums import Key
-from tfdist_ext.strategy.bucket_sums import local_variable
 from tfdist_ext.tables import checks
 
 

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 # Points with other numbers of samples that a rank's line is fitted to.
 _POINTS = 4
 # Numbers of samples that differ by less are taken for equal.
-_ALIKE = 0.1
+_CLOSE = 0.1
 # Weight of the newest median in the moving average.
 _NEWEST = 0.5
 # Least share of a step's time that is taken to be proportional to the samples.
@@ -108,22 +108,22 @@ class Watch:
 
     def _add_point(self) -> None:
         samples = statistics.median(each for each, _ in self._steps)
-        near = [t for n, t in self._steps if _alike(n, samples)]
+        near = [t for n, t in self._steps if _is_close(n, samples)]
         self._steps.clear()
         if samples <= 0 or not near:
             return
         # The median leaves out steps that were traced, saved or validated.
         seconds = max(statistics.median(near), _SHORTEST)
         for i, (other, before) in enumerate(self._points):
-            if _alike(other, samples):
+            if _is_close(other, samples):
                 del self._points[i]
                 seconds = _NEWEST * seconds + (1 - _NEWEST) * before
                 break
         self._points = [*self._points, (samples, seconds)][-_POINTS:]
 
 
-def _alike(a: float, b: float) -> bool:
-    return abs(a - b) <= _ALIKE * max(a, b)
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= _CLOSE * max(a, b)
 
 
 def divided(lines: Sequence[Line], shares: Sequence[float]) -> list[float]:
