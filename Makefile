@@ -31,17 +31,20 @@ BENCH_ARGS = $(if $(RANKS),--ranks $(RANKS)) \
     $(if $(EGRESS),--egress $(EGRESS)) \
     $(if $(FBGEMM),--fbgemm-python $(FBGEMM))
 
+# make wheels: options of build_ops/wheels.py, such as --cuda.
+WHEELS_ARGS ?=
+
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-all test-fast test-process test-fault test-ports \
     test-numbers test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
-    library environment lint format docs wheel bench gpu-check clean
+    library environment lint format docs wheel wheels bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-all test-fast test-process test-fault' \
 	    'test-ports test-numbers test-keras test-install test-asan test-tsan' \
-	    'test-horovod fuzz soak coverage wheel bench' \
+	    'test-horovod fuzz soak coverage wheel wheels bench' \
 	    'gpu-check clean'
 
 demo:
@@ -214,6 +217,10 @@ docs: environment
 
 wheel: environment
 	build_ops/wheel.sh $(BIN)/python $(PY)
+
+# One wheel for every TensorFlow, tried with every Python: an hour.
+wheels: environment
+	$(BIN)/python -m build_ops.wheels $(WHEELS_ARGS)
 
 bench: build
 	$(BIN)/python -m benchmarks.$(if $(WORKLOAD),run --workload \

@@ -11,6 +11,8 @@ Environment:
         TensorFlow is a CUDA build.
     TFDIST_VARIANT: builds a second library, "asan" with AddressSanitizer and
         UBSan, "tsan" with ThreadSanitizer, "coverage" with gcov's counters.
+    TFDIST_LIBRARIES: a folder with a compiled library per TensorFlow minor. The
+        wheel holds these, and nothing is compiled (`make wheels`).
     TFDIST_JOBS: compilations that run at once (2).
     TFDIST_UNITS: 0 compiles each source by itself: longer in all, but shorter
         for who changes one source many times.
@@ -36,6 +38,7 @@ from setuptools import setup  # noqa: E402
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
 
+from build_ops import joint  # noqa: E402
 from build_ops import library  # noqa: E402
 from tfdist_ext.version import VERSION  # noqa: E402
 
@@ -51,7 +54,10 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        if variant := os.environ.get("TFDIST_VARIANT"):
+        if libraries := joint.folder():
+            joint.copy(libraries, target.parent.parent)
+            self._built = []
+        elif variant := os.environ.get("TFDIST_VARIANT"):
             target = target.with_name(f"{target.stem}_{variant}.so")
             library.build(ROOT, target, variant)
             self._built = [target]
@@ -77,24 +83,28 @@ class BuildLibrary(build_ext):
 
 
 class TaggedWheel(bdist_wheel):
-    """The library has no Python ABI: one wheel serves 3.10 to 3.12."""
+    """The library has no Python ABI: one wheel serves 3.10 to 3.13."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
 def version(tensorflow: toolchain.Installed | None) -> str:
-    """The local part tells wheels for TensorFlow's minors, and CUDA, apart."""
+    """The local part tells wheels for one minor, and CUDA, apart."""
+    cuda = os.environ.get("TFDIST_CUDA") == "1"
+    if joint.folder():
+        return f"{VERSION}+cuda" if cuda else VERSION
     if tensorflow is None:
         return VERSION
-    cuda = ".cuda" if os.environ.get("TFDIST_CUDA") == "1" else ""
-    return f"{VERSION}+tf{tensorflow.minor}{cuda}"
+    return f"{VERSION}+tf{tensorflow.minor}{'.cuda' if cuda else ''}"
 
 
 def requirements(tensorflow: toolchain.Installed | None) -> list[str]:
-    """The minor that was built against, or the supported range in an sdist."""
+    """The minors in the wheel, or the supported ones in an sdist."""
+    if libraries := joint.folder():
+        return [joint.requirement(joint.minors(libraries))]
     if tensorflow is None:
-        return ["tensorflow>=2.18,<2.22"]
+        return [joint.requirement(toolchain.SUPPORTED)]
     return [f"{tensorflow.distribution}~={tensorflow.minor}.0"]
 
 

@@ -38,8 +38,6 @@ def set_threads(threads: int) -> None:
 class FbgemmTables:
     """All tables in one operator, widths padded to a multiple of 4."""
 
-    backward_includes_forward = False
-
     def __init__(self, case: Case, padding: bool) -> None:
         self.case = case
         self.widths = [kernel_batches.padded(t.width) for t in case.tables]

@@ -100,7 +100,6 @@ class OursTables(_Tables):
     """The ops of tfdist_ext: all tables in one lookup and one gradient."""
 
     as_function = False
-    backward_includes_forward = False
 
     def __init__(self, case: Case, padding: bool) -> None:
         self.slots = [
@@ -184,8 +183,6 @@ class StockTables(_Tables):
 
     # A dozen ops, slower one by one.
     as_function = True
-    # Its gradient needs what the lookup computed.
-    backward_includes_forward = True
 
     def __init__(self, case: Case, padding: bool) -> None:
         super().__init__(case, padding)
@@ -199,23 +196,30 @@ class StockTables(_Tables):
                 np.argwhere(np.ones(ids.shape, bool)), ids.ravel(), ids.shape
             )
             grad = kernel_batches.gradients(case, batch, self.widths[i], i)
-            made.append((sparse, tf.constant(grad)))
+            # What the lookup has computed already when its gradient begins.
+            unique, positions = tf.unique(sparse.values)
+            samples = tf.cast(sparse.indices[:, 0], tf.int32)
+            known = (unique, positions, samples)
+            made.append((sparse, tf.constant(grad), known))
         return made
 
     def _forward(self, batch: Any) -> list[tf.Tensor]:
         return [
             tf.nn.embedding_lookup_sparse(table, ids, None, combiner="sum")
-            for table, (ids, _) in zip(self.tables, batch, strict=True)
+            for table, (ids, *_) in zip(self.tables, batch, strict=True)
         ]
 
     def _backward(self, batch: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            outputs = self._forward(batch)
-        slices = tape.gradient(
-            outputs, self.tables, output_gradients=[grad for _, grad in batch]
-        )
-        for i, each in enumerate(slices):
-            self._update(i, each)
+        for i, (_, grad, known) in enumerate(batch):
+            unique, positions, samples = known
+            # The op that TensorFlow's gradient of the lookup runs.
+            values = tf.raw_ops.SparseSegmentSumGrad(
+                grad=grad,
+                indices=positions,
+                segment_ids=samples,
+                output_dim0=tf.size(unique),
+            )
+            self._update(i, tf.IndexedSlices(values, unique))
         return tf.zeros([])
 
     def _update(self, i: int, slices: tf.IndexedSlices) -> None:

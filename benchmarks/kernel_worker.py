@@ -74,8 +74,6 @@ class Worker:
             call.append(1e3 * (time.perf_counter() - end))
             forward.append(1e3 * (middle - start))
             backward.append(1e3 * (end - middle))
-            if tables.backward_includes_forward:
-                backward[-1] -= forward[-1]
         return {"forward": forward, "backward": backward, "call": call}
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import cluster
@@ -65,8 +66,10 @@ def run_job(
     """
     _write_job(folder, task, options, net)
     start = time.monotonic()
-    processes = _start(net, folder, environment or {}, python)
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for process in _start(net, folder, environment or {}, python):
+            processes.append(process)
         status, reason = _watch(processes, folder, start + limit_seconds)
     finally:
         _kill(processes)
@@ -121,28 +124,24 @@ def _start(
     folder: pathlib.Path,
     environment: dict[str, str],
     python: str,
-) -> list[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[bytes]]:
     configs = cluster.tf_configs(net)
     environment = {"TFDIST_SECRET": secrets.token_hex(32), **environment}
     scratch = folder / "scratch"
     scratch.mkdir()
-    processes = []
     for rank, config in enumerate(configs):
-        command = [*net.prefixes[rank], python, "-m"]
-        command += ["benchmarks.rank", str(folder / "job.json"), str(rank)]
+        command = [*net.prefixes[rank], python, "-m", "benchmarks.rank"]
+        command += [str(folder / "job.json"), str(rank), str(os.getpid())]
         with (folder / f"rank{rank}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=_ROOT,
-                    env=_environment(config, scratch, environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            yield subprocess.Popen(
+                command,
+                cwd=_ROOT,
+                env=_environment(config, scratch, environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-    return processes
 
 
 def _environment(

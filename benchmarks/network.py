@@ -25,6 +25,7 @@ SUBNET = "10.77.0"
 INTERFACE = "eth0"
 _NETNS_FOLDER = pathlib.Path("/run/netns")
 _NAME = re.compile(r"tfd(?P<pid>\d+)x(?P<token>[0-9a-f]{2})(n|v|b)\d*")
+_NUMBER_AND_UNIT = re.compile(r"([\d.]+)(\w+)")
 _RATE = re.compile(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)")
 
 
@@ -71,6 +72,12 @@ def check_rate(rate: str) -> str:
             f"(megabytes per second) or 1gbit. Received: {rate!r}"
         )
     return rate
+
+
+def dilated(rate: str, dilation: float) -> str:
+    """Returns `rate` divided by `dilation`, in the same unit."""
+    number, unit = _NUMBER_AND_UNIT.fullmatch(check_rate(rate)).groups()
+    return f"{float(number) / dilation:g}{unit}"
 
 
 def reason_unavailable() -> str:

@@ -22,12 +22,13 @@ _POLL_SECONDS = 0.002
 # Task of a job -> module with a function `run_rank(context) -> dict`.
 TASKS = {
     "training": "benchmarks.training",
-    "turns": "benchmarks.turns_rank",
+    "settings": "benchmarks.settings_rank",
     "parameter-server": "benchmarks.parameter_server",
     "fbgemm": "benchmarks.fbgemm",
     "collectives": "benchmarks.exchange_rates",
     "overhead": "benchmarks.tiny_dense",
     "vocabulary": "benchmarks.vocabulary_rank",
+    "consistency": "benchmarks.consistency_rank",
 }
 
 
@@ -99,11 +100,16 @@ def load_context(job_file: str, rank: int) -> tuple[str, RankContext]:
     return job["task"], context
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the harness is gone."""
-    parent = os.getppid()
+def die_with_parent(harness: int) -> None:
+    """Asks Linux to kill this process when its parent is gone.
+
+    Args:
+        harness: id of the harness's process, the parent or a parent of it. If
+            it has ended before this call, this process is killed at once.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    # A process that has ended and was not waited for has no executable.
+    if not pathlib.Path(f"/proc/{harness}/exe").exists():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,9 +135,10 @@ def let_idle_threads_sleep() -> None:
 
 def main() -> None:
     """Runs the task and writes its result next to the job file."""
-    die_with_parent()
+    job_file, rank, harness = sys.argv[1:]
+    die_with_parent(int(harness))
     be_first_to_go()
-    task, context = load_context(sys.argv[1], int(sys.argv[2]))
+    task, context = load_context(job_file, int(rank))
     if context.ranks > 1:
         let_idle_threads_sleep()
     result = importlib.import_module(TASKS[task]).run_rank(context)

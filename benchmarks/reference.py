@@ -39,11 +39,14 @@ class Trained:
             divided by the size of the global batch.
         rows: per table the touched rows, float32 `[u, width]`.
         dense: kernels and biases of the tower, in order.
+        kink: how close a hidden unit came to the kink of its ReLU: the
+            smallest magnitude of an input of a ReLU, relative to the largest.
     """
 
     losses: np.ndarray
     rows: tuple[np.ndarray, ...]
     dense: tuple[np.ndarray, ...]
+    kink: float
 
 
 def compact(
@@ -74,6 +77,7 @@ def logits(
     head: workloads.Head,
     pooled: list[tf.Tensor],
     dense: list[tf.Tensor | tf.Variable],
+    hidden: list[tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """A workload's head in stock ops: float32 `[batch_size, 1]`.
 
@@ -81,14 +85,16 @@ def logits(
         head: what to do with the results of the tables.
         pooled: float32 `[batch_size, width]` per table.
         dense: kernels and biases of the towers in order, or one bias.
+        hidden: list to which the inputs of ReLUs are appended.
     """
+    hidden = [] if hidden is None else hidden
     if head == "linear":
         return tf.add_n(pooled) + dense[0]
     if head == "tower":
-        return _tower(tf.concat(pooled, axis=1), dense)
+        return _tower(tf.concat(pooled, axis=1), dense, hidden)
     half = len(dense) // 2
     one, other = dense[:half], dense[half:]
-    product = _tower(pooled[0], one) * _tower(pooled[1], other)
+    product = _tower(pooled[0], one, hidden) * _tower(pooled[1], other, hidden)
     return tf.reduce_sum(product, axis=1, keepdims=True)
 
 
@@ -108,11 +114,15 @@ def train(
         for variable in tables + tower
     ]
     losses = []
+    kink = 1.0
     for step in data.steps:
+        hidden: list[tf.Tensor] = []
         with tf.GradientTape() as tape:
-            by_rank = _losses(step, tables, tower, head)
+            by_rank = _losses(step, tables, tower, head, hidden)
             loss = tf.add_n(by_rank)
         losses.append([float(value) for value in by_rank])
+        for inputs in map(np.abs, hidden):
+            kink = min(kink, float(inputs.min() / inputs.max()))
         gradients = tape.gradient(loss, tables + tower)
         for update in zip(tables + tower, gradients, slots, strict=True):
             _update(*update, optimizer, learning_rate)
@@ -120,6 +130,7 @@ def train(
         np.asarray(losses),
         tuple(table.numpy() for table in tables),
         tuple(variable.numpy() for variable in tower),
+        kink,
     )
 
 
@@ -142,6 +153,7 @@ def _losses(
     tables: list[tf.Variable],
     dense: list[tf.Variable],
     head: workloads.Head,
+    hidden: list[tf.Tensor],
 ) -> list[tf.Tensor]:
     samples = sum(len(batch.labels) for batch in step)
     losses = []
@@ -151,13 +163,16 @@ def _losses(
             for table, ids in zip(tables, batch.ids, strict=True)
         ]
         entropy = tf.nn.sigmoid_cross_entropy_with_logits(
-            batch.labels, logits(head, pooled, dense)
+            batch.labels, logits(head, pooled, dense, hidden)
         )
         losses.append(tf.reduce_sum(entropy) / samples)
     return losses
 
 
-def _tower(x: tf.Tensor, tower: list[tf.Variable]) -> tf.Tensor:
+def _tower(
+    x: tf.Tensor, tower: list[tf.Variable], hidden: list[tf.Tensor]
+) -> tf.Tensor:
     for kernel, bias in zip(tower[:-2:2], tower[1:-2:2], strict=True):
-        x = tf.nn.relu(tf.matmul(x, kernel) + bias)
+        hidden.append(tf.matmul(x, kernel) + bias)
+        x = tf.nn.relu(hidden[-1])
     return tf.matmul(x, tower[-2]) + tower[-1]

@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_setting_arguments(parser)
     add_timing_arguments(parser)
     add_network_arguments(parser)
+    add_dilation_argument(parser)
     return parser
 
 
@@ -159,6 +160,47 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dilation_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds what makes ranks that share cores count as machines."""
+    parser.add_argument(
+        "--dilation",
+        type=_dilation,
+        default=1.0,
+        help="slow links by this factor, and divide all times by it, so that "
+        "ranks that share cores are timed as if each had its own; 'auto': "
+        "ranks / cores (1)",
+    )
+
+
+def _dilation(text: str) -> float:
+    """0 for "auto"."""
+    value = 0.0 if text == "auto" else float(text)
+    if text != "auto" and not value >= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be 'auto' or a number of at least 1, received: {text!r}"
+        )
+    return value
+
+
+def dilation_of(arguments: argparse.Namespace, ranks: int) -> float:
+    """The factor by which links are slower and times are divided.
+
+    A job whose links and processors are both slower by the same factor takes
+    as many times longer in all its parts.
+
+    Source: Gupta et al., To Infinity and Beyond: Time-Warped Network
+    Emulation, NSDI 2006.
+
+    Args:
+        arguments: `dilation`, if the command has it; 0 for as many as ranks
+            share a core.
+        ranks: number of processes.
+    """
+    cores = len(os.sched_getaffinity(0))
+    asked = getattr(arguments, "dilation", 1.0)
+    return float(asked or max(1.0, ranks / cores))
+
+
 def open_network(
     arguments: argparse.Namespace, ranks: int
 ) -> contextlib.AbstractContextManager[network.Network]:
@@ -174,7 +216,10 @@ def open_network(
         sys.exit(f"{reason}; as an alternative use --network loopback")
     if arguments.egress == "none":
         return network.namespaces(ranks, None)
-    return network.namespaces(ranks, network.check_rate(arguments.egress))
+    dilation = dilation_of(arguments, ranks)
+    return network.namespaces(
+        ranks, network.dilated(arguments.egress, dilation)
+    )
 
 
 def new_folder(output: pathlib.Path, name: str) -> pathlib.Path:
@@ -264,10 +309,13 @@ def main() -> None:
     )
     about = machine()
     outcomes = run_variants(arguments, folder)
-    rows = [report.make_row(*item) for item in outcomes.items()]
+    dilation = dilation_of(arguments, arguments.ranks)
+    rows = [report.make_row(*item, dilation) for item in outcomes.items()]
     counted = arguments.ranks > 1 and arguments.network == "namespaces"
     if counted:
         title += f", {arguments.egress} each"
+    if dilation != 1:
+        title += f", times divided by {dilation:g}"
     print(f"\n{title}, {arguments.batch} samples per rank, medians")
     print(report.table(rows, counted))
     for line in report.verdicts(rows, settings):

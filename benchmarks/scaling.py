@@ -3,6 +3,7 @@
 
 Every placement runs on 1, 2, 4, ... ranks with the same batch per rank (weak
 scaling), is checked as in `benchmarks.run`, and drawn into scaling.png. With
+--dilation auto, ranks that share cores are timed as if each had its own. With
 --memory, peak memory is held against the rank's share of tables and slots.
 """
 
@@ -38,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_setting_arguments(parser)
     run.add_timing_arguments(parser)
     run.add_network_arguments(parser)
+    run.add_dilation_argument(parser)
     parser.add_argument(
         "--ranks",
         type=int,
@@ -74,7 +76,8 @@ def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> report.Rows:
                 place = folder / f"{name}@{ranks}"
                 print(f"{name}, {ranks} rank(s) ...", flush=True)
                 outcome = run.run_variant(name, settings, net, place)
-                rows[name, ranks] = report.make_row(name, outcome)
+                dilation = run.dilation_of(arguments, ranks)
+                rows[name, ranks] = report.make_row(name, outcome, dilation)
                 _keep(folder, name, ranks, outcome)
     return rows
 
@@ -156,6 +159,8 @@ def main() -> None:
     folder = run.new_folder(arguments.output, f"scaling-{workload.name}")
     rows = measure(arguments, folder)
     title = f"{workload.name}, {arguments.batch} samples per rank"
+    if arguments.dilation != 1:
+        title += ", times divided by the ranks of a core"
     print(f"\n{title}, {arguments.egress} each, medians\n{table(rows)}")
     limits = {}
     if arguments.memory:

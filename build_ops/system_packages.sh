@@ -7,13 +7,13 @@ set -euo pipefail
 python=$1
 
 if ! command -v "$python" >/dev/null; then
-  echo "$python not found. Install Python 3.10, 3.11 or 3.12" \
+  echo "$python not found. Install Python 3.10 to 3.13" \
     "(apt-get install python3), or name one: make PY=/path/to/python3" >&2
   exit 1
 fi
-supported='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'
+supported='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'
 if ! "$python" -c "$supported"; then
-  echo "$("$python" --version) is not supported (3.10 to 3.12 are)." \
+  echo "$("$python" --version) is not supported (3.10 to 3.13 are)." \
     "Name another one: make PY=/path/to/python3.12" >&2
   exit 1
 fi

@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 class Block(keras.layers.Layer):
     """Attention to earlier items, then a network at each place."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.supports_masking = True
         self.before = keras.layers.LayerNormalization()
@@ -50,14 +50,19 @@ class Block(keras.layers.Layer):
         self.between = keras.layers.LayerNormalization()
         self.inner = keras.layers.Dense(dim, "relu")
         self.outer = keras.layers.Dense(dim)
+        self.dropout = keras.layers.Dropout(dropout)
 
-    def call(self, rows: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    def call(
+        self, rows: tf.Tensor, mask: tf.Tensor, training: bool = False
+    ) -> tf.Tensor:
         seen = mask[:, tf.newaxis, :]
         near = self.before(rows)
-        rows += self.attend(
+        found = self.attend(
             near, rows, attention_mask=seen, use_causal_mask=True
         )
-        return rows + self.outer(self.inner(self.between(rows)))
+        rows += self.dropout(found, training=training)
+        inner = self.outer(self.inner(self.between(rows)))
+        return rows + self.dropout(inner, training=training)
 
 
 class SasRec(keras.Model):

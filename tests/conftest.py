@@ -17,12 +17,14 @@ from tests.ranks.servers import Servers
 TESTS = pathlib.Path(__file__).parent
 # Folders whose tests start ranks, and the tier that each is in.
 TIERS = {"process": "process", "numbers": "process", "fault": "fault"}
-# Half a minute each: single tests, and kernels that are compiled for a CPU.
+# Half a minute each: single tests, a notebook, and kernels that are compiled
+# for a CPU.
 SLOW = (
     "comm/test_gpu_exchange.py",
     "cuda_on_cpu/test_emulation.py",
     "cuda_on_cpu/test_gpu_decoding.py",
     "cuda_on_cpu/test_gpu_ops.py",
+    "examples/test_notebook.py",
     "ops/test_large_tables.py",
     "optimizers/test_legacy_keras.py",
 )

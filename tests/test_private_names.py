@@ -90,13 +90,16 @@ PRIVATE_ELSEWHERE = {
     "launch": {"_exit"},  # of os
     # Whether a variable is one that is read by an exchange.
     "marks": {"_get_cross_replica"},
-    # What subclasses of Keras's optimizers find in themselves.
+    # What subclasses of Keras's optimizers find in themselves, and the parts
+    # of an update with accumulated gradients.
     "optimizers": {
-        "_compute_current_learning_rate",
+        "_accumulated_gradients",
+        "_backend_update_step",
         "_distribution_strategy",
         "_get_current_learning_rate",
         "_get_variable_index",
         "_index_dict",
+        "_iterations",
         "_model_variables_moving_average",
         "_momentums",
         "_shared_name",
@@ -149,7 +152,9 @@ NOT_OURS = {
 OVERRIDDEN = {
     "_all_reduce_sum_gradients",
     "_apply_weight_decay",
+    "_backend_apply_gradients",
     "_clip_gradients",
+    "_compute_current_learning_rate",
     "_deduplicate_sparse_grad",
     "_internal_apply_gradients",
     "_overwrite_model_variables_with_average_value",

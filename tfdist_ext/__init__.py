@@ -13,14 +13,19 @@ if TYPE_CHECKING:
     from tfdist_ext import callbacks
     from tfdist_ext import compression
     from tfdist_ext import consistency
+    from tfdist_ext import data
+    from tfdist_ext import launch
     from tfdist_ext import layers
     from tfdist_ext import losses
+    from tfdist_ext import metrics
     from tfdist_ext import optimizers
     from tfdist_ext.comm.measuring import measure_machine
     from tfdist_ext.optimizers.rules import scaled_rate
     from tfdist_ext.saving.deltas import apply_delta
     from tfdist_ext.saving.deltas import export_delta
     from tfdist_ext.saving.exporting import export
+    from tfdist_ext.saving.safetensors_files import export_safetensors
+    from tfdist_ext.saving.safetensors_files import load_safetensors
     from tfdist_ext.strategy.strategy import HybridParallelStrategy
     from tfdist_ext.tables.placement import TablePlacement
     from tfdist_ext.tables.plan import ShardingPlan
@@ -44,11 +49,16 @@ __all__ = [
     "callbacks",
     "compression",
     "consistency",
+    "data",
     "export",
     "export_delta",
+    "export_safetensors",
+    "launch",
     "layers",
+    "load_safetensors",
     "losses",
     "measure_machine",
+    "metrics",
     "optimizers",
     "plan",
     "scaled_rate",
@@ -67,6 +77,8 @@ def __getattr__(name: str) -> Any:
         "apply_delta": "saving.deltas",
         "export": "saving.exporting",
         "export_delta": "saving.deltas",
+        "export_safetensors": "saving.safetensors_files",
+        "load_safetensors": "saving.safetensors_files",
         "measure_machine": "comm.measuring",
         "plan": "tables.plan",
         "scaled_rate": "optimizers.rules",

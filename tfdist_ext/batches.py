@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.ops import collective_ops
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Shape
-
-Nest = Any
+from tfdist_ext.type_names import TensorLike
 
 
 def names_of(nest: Nest) -> list[str]:
@@ -30,7 +30,7 @@ def names_of(nest: Nest) -> list[str]:
 
 
 def _names(nest: Nest, name: str) -> Iterator[str]:
-    items: Any = None
+    items: Iterable[tuple[object, Nest]] | None = None
     if isinstance(nest, Mapping):
         items = sorted(nest.items())
     elif isinstance(nest, tuple | list):
@@ -91,7 +91,7 @@ def check_sizes(names: Sequence[str], sizes: Sequence[int]) -> None:
         raise ValueError(error_of_lengths("A batch", shapes))
 
 
-def size_of(value: Any) -> tf.Tensor:
+def size_of(value: TensorLike) -> tf.Tensor:
     """Number of samples of a value, an int64 scalar; -1 for a scalar value."""
     if isinstance(value, tf.SparseTensor):
         return value.dense_shape[0]
@@ -103,7 +103,7 @@ def size_of(value: Any) -> tf.Tensor:
     return tf.concat([tf.shape(value, tf.int64), [-1]], 0)[0]
 
 
-def error_of_lengths(what: str, shapes: dict[str, Any]) -> str:
+def error_of_lengths(what: str, shapes: Mapping[str, object]) -> str:
     """Error message for different numbers of samples.
 
     Args:
@@ -117,7 +117,7 @@ def error_of_lengths(what: str, shapes: dict[str, Any]) -> str:
     )
 
 
-def _static_size(value: Any) -> int | None:
+def _static_size(value: object) -> int | None:
     """First dimension of a value; None if it is unknown or a scalar."""
     if value is None or isinstance(value, tf.OptionalSpec):
         return None
@@ -238,7 +238,7 @@ def samples_between(
     return samples, ends[1] - ends[0]
 
 
-def _with_samples(batch: Nest) -> list[Any]:
+def _with_samples(batch: Nest) -> list[TensorLike]:
     return [
         value
         for value in tf.nest.flatten(batch)
@@ -279,7 +279,7 @@ def _entries_before(value: tf.SparseTensor) -> tf.Tensor:
     return tf.concat([[0], tf.cumsum(counts)], 0)
 
 
-def _kind(value: Any) -> int | None:
+def _kind(value: object) -> int | None:
     """Code of a value in `collective_ops`; None if it is not sliced there."""
     if isinstance(value, tf.SparseTensor):
         return collective_ops.SPARSE
@@ -290,7 +290,7 @@ def _kind(value: Any) -> int | None:
     return None  # A scalar, PrefetchedIds, or an Optional for Keras's None.
 
 
-def _parts(value: Any) -> list[tf.Tensor]:
+def _parts(value: TensorLike) -> list[tf.Tensor]:
     if isinstance(value, tf.SparseTensor):
         return [value.indices, value.values, value.dense_shape]
     if isinstance(value, tf.RaggedTensor):
@@ -298,7 +298,9 @@ def _parts(value: Any) -> list[tf.Tensor]:
     return [value]
 
 
-def _like(value: Any, parts: list[tf.Tensor], size: int | None) -> Any:
+def _like(
+    value: TensorLike, parts: list[tf.Tensor], size: int | None
+) -> TensorLike:
     """Converts slices of the parts of a value to the type of the value.
 
     Args:
@@ -318,7 +320,7 @@ def _like(value: Any, parts: list[tf.Tensor], size: int | None) -> Any:
     return _with_static_shape(piece, [size, *value.shape[1:]])
 
 
-def rows(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+def rows(value: TensorLike, start: tf.Tensor, stop: tf.Tensor) -> TensorLike:
     """Rows `[start, stop)` of a value, in new memory.
 
     Args:
@@ -367,7 +369,7 @@ def empty_like(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(elements).repeat()
 
 
-def _empty(spec: Any) -> Any:
+def _empty(spec: tf.TypeSpec) -> TensorLike:
     if hasattr(spec, "empty"):
         return spec.empty()
     if isinstance(spec, tf.OptionalSpec):

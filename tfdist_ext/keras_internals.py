@@ -15,14 +15,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist_ext.type_names import Callback
+from tfdist_ext.type_names import EpochIterator
 from tfdist_ext.type_names import Layer
-from tfdist_ext.type_names import Loss
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
@@ -56,7 +57,7 @@ SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
 WITHIN_FIT = "_use_cached_eval_dataset"
 
 
-def array_adapter() -> Any:
+def array_adapter() -> type:
     """The class with which Keras 3 creates datasets of arrays."""
     from keras.src.trainers.data_adapters import array_data_adapter
 
@@ -68,13 +69,13 @@ def concatenation() -> tuple[Any, str]:
     return inspect.getmodule(inspect.unwrap(_trainer())), "_multi_worker_concat"
 
 
-def _trainer() -> Callable[..., Any]:
+def _trainer() -> Callable[..., object]:
     """A method that is defined in the module of Keras's loops."""
-    method: Callable[..., Any] = keras.Model.make_predict_function
+    method: Callable[..., object] = keras.Model.make_predict_function
     return method
 
 
-def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+def converted(function: Callable[..., T]) -> Callable[..., T]:
     """Converts a user's function by AutoGraph if the current code is converted.
 
     This applies to layers of tf_keras. Keras 3 converts nothing.
@@ -85,7 +86,7 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
-def value_of(variable: Variable) -> Any:
+def value_of(variable: object) -> tf.Variable:
     """TensorFlow's variable of a Keras 3 variable; other objects unchanged.
 
     None for a variable that Keras 3 has not created yet. Keras's own `value`
@@ -97,8 +98,8 @@ def value_of(variable: Variable) -> Any:
 
 
 def when_made(
-    variable: Variable,
-    scope: Callable[[], contextlib.AbstractContextManager[Any]],
+    variable: tf.keras.Variable,
+    scope: Callable[[], contextlib.AbstractContextManager[object]],
     then: Callable[[], None],
 ) -> None:
     """Calls `then` once a variable is created, which is now or later.
@@ -152,12 +153,12 @@ def _name_of_graph() -> str:
     return str(getattr(graph, "name", ""))
 
 
-def layers_of(model: Model) -> list[Any]:
+def layers_of(model: Model) -> list[tf.keras.layers.Layer]:
     """The model and all layers in it, at any depth."""
     return list(model._flatten_layers())
 
 
-def inner_layers(layer: Layer) -> list[Any]:
+def inner_layers(layer: tf.keras.layers.Layer) -> list[Layer]:
     """Layers directly inside of a layer."""
     return list(layer._flatten_layers(recursive=False, include_self=False))
 
@@ -168,7 +169,7 @@ def is_built(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "built", built))
 
 
-def trained_by(optimizer: Optimizer) -> Sequence[Any]:
+def trained_by(optimizer: Optimizer) -> Sequence[Variable]:
     """Variables that an optimizer of Keras 3 was built for."""
     return list(getattr(optimizer, "_trainable_variables", ()))
 
@@ -179,14 +180,14 @@ def compile_config(model: Model) -> dict[str, Any]:
     return getattr(config, "config", {})
 
 
-def dataset_of(iterator: Any) -> tf.data.Dataset:
+def dataset_of(iterator: EpochIterator) -> tf.data.Dataset:
     """Dataset of Keras 3's `TFEpochIterator` or tf_keras's `DataHandler`."""
     if KERAS_3:
         return iterator._distributed_dataset
     return iterator._dataset
 
 
-def batch_loop() -> tuple[Any, str]:
+def batch_loop() -> tuple[type, str]:
     """Method that iterates over the batches of a loop: its owner and name."""
     module: Any = inspect.getmodule(inspect.unwrap(_trainer()))
     if KERAS_3:
@@ -195,7 +196,7 @@ def batch_loop() -> tuple[Any, str]:
 
 
 def without_calls(
-    original: Original, loop: Any, skips: Callable[[int, int], bool] | None
+    original: Original[Any], loop: Any, skips: Callable[[int, int], bool] | None
 ) -> Any:
     """Result of the method of `batch_loop`, without some of the calls.
 
@@ -219,7 +220,7 @@ def without_calls(
     )
 
 
-def first_batches(iterator: Any) -> list[Any] | None:
+def first_batches(iterator: EpochIterator) -> list[Nest] | None:
     """Batches of a generator that Keras 3 has read; None for other data.
 
     Keras 3 reads two batches to inspect them, and yields them again.
@@ -228,7 +229,7 @@ def first_batches(iterator: Any) -> list[Any] | None:
 
 
 @contextlib.contextmanager
-def means_allowed(loss: Loss, allowed: bool) -> Iterator[None]:
+def means_allowed(loss: tf.keras.losses.Loss, allowed: bool) -> Iterator[None]:
     """Lets a loss of tf_keras be a mean over the batch under a strategy."""
     own = vars(loss).get("_allow_sum_over_batch_size", False)
     loss._allow_sum_over_batch_size = own or allowed
@@ -244,13 +245,13 @@ def symbolic(shape: Sequence[int | None], dtype: str, ragged: bool) -> Any:
     return keras.KerasTensor(shape, dtype=dtype, **options)
 
 
-def mask_of(value: Any) -> tf.Tensor | None:
+def mask_of(value: TensorLike) -> tf.Tensor | None:
     """Keras's mask of the elements that count in a loss; None for all."""
     return getattr(value, "_keras_mask", None)
 
 
 @contextlib.contextmanager
-def mask_or(value: Any, everything: tf.Tensor) -> Iterator[None]:
+def mask_or(value: TensorLike, everything: tf.Tensor) -> Iterator[None]:
     """Includes all elements of a result in a loss where `everything` is True.
 
     Args:
@@ -321,12 +322,12 @@ def writes_alone(module: str) -> bool:
     return is_of_keras(module) and module.startswith(names)
 
 
-def averages_of(optimizer: Optimizer) -> Sequence[Any]:
+def averages_of(optimizer: Any) -> Sequence[Variable]:
     """Moving averages of an optimizer, one for each of its variables."""
     return optimizer._model_variables_moving_average
 
 
-def averages_state(optimizer: Optimizer, averages: Sequence[Any]) -> Any:
+def averages_state(optimizer: Any, averages: Sequence[Variable]) -> Any:
     """Argument of `UPDATE_AVERAGES` for an optimizer with other averages."""
     return types.SimpleNamespace(
         use_ema=True,
@@ -355,7 +356,7 @@ class Backup:
     training: dict[str, Any]
 
     @classmethod
-    def of(cls, callback: Callback) -> Backup:
+    def of(cls, callback: tf.keras.callbacks.Callback) -> Backup:
         """Current state of a callback."""
         training = {
             "epoch": callback._current_epoch,
@@ -370,7 +371,7 @@ class Backup:
         )
 
 
-def read_backup(callback: Callback) -> None:
+def read_backup(callback: tf.keras.callbacks.Callback) -> None:
     """Loads weights and progress into the model."""
     callback._load_model()
 
@@ -428,7 +429,7 @@ def keep_metrics(model: Model, kept: bool) -> None:
         del model.reset_metrics
 
 
-def untracked_variables(model: Model) -> list[Any]:
+def untracked_variables(model: Model) -> list[Variable]:
     """Variables of a built model that TensorFlow's checkpoints omit.
 
     In Keras 3 these are metrics and the states of random generators. tf_keras
@@ -463,33 +464,33 @@ class SavingModules:
             self.hdf5 = self.folders.hdf5_format
 
 
-def public_readers() -> list[Any]:
+def public_readers() -> list[types.ModuleType]:
     """Modules that have Keras's public function `load_model`."""
     public = keras.models.load_model
     modules = list(sys.modules.values())
     return [m for m in modules if vars(m).get("load_model") is public]
 
 
-def function_arguments(wrapper: Any) -> dict[str, Any]:
+def function_arguments(wrapper: object) -> dict[str, Any]:
     """Arguments that a loss or a metric passes to its wrapped function."""
     return getattr(wrapper, "_fn_kwargs", {})
 
 
-def metric_function(metric: Metric) -> Any:
+def metric_function(metric: Metric) -> Callable[..., tf.Tensor]:
     """Function of a `MeanMetricWrapper`."""
     return metric._fn
 
 
-def strategy_of(optimizer: Optimizer) -> Any:
+def strategy_of(optimizer: Optimizer) -> tf.distribute.Strategy | None:
     """Strategy in whose scope an optimizer was created; None if unknown."""
     return getattr(optimizer, "_distribution_strategy", None)
 
 
 def remake_states(
     metric: Metric,
-    states: Sequence[Any],
-    prepare: Callable[[Any], object] = lambda variable: None,
-) -> list[Any]:
+    states: Sequence[tf.Variable],
+    prepare: Callable[[Variable], object] = lambda variable: None,
+) -> list[Variable]:
     """Creates variables of a metric again, in the current scope.
 
     Args:
@@ -513,7 +514,7 @@ def remake_states(
 
 def _replace_states(
     metric: Metric, states: Sequence[Any], prepare: Callable[[Any], object]
-) -> list[Any]:
+) -> list[Variable]:
     """`remake_states` for tf_keras, which replaces attributes of the metric."""
     left = {id(state): state for state in states}
     for holder in (metric, *metric._metrics):
@@ -537,25 +538,25 @@ def _replace_states(
     return list(left.values())
 
 
-def is_keras_class(kind: type[Any]) -> bool:
+def is_keras_class(kind: type) -> bool:
     """Whether a class belongs to Keras 3 or tf_keras."""
     return kind.__module__.split(".")[0] in ("keras", "tf_keras")
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Whether a loss or a metric is the container that `compile` creates."""
     kind = value if isinstance(value, type) else type(value)
     return is_keras_class(kind) and kind.__module__.endswith("compile_utils")
 
 
-def set_mask(value: Any, mask: tf.Tensor) -> None:
+def set_mask(value: TensorLike, mask: tf.Tensor) -> None:
     """Sets the mask of a result, see `mask_of`."""
     value._keras_mask = mask
 
 
 def compiled_losses(
-    model: Model, y: Any, y_pred: Nested
-) -> list[tuple[Any, Any, Any]]:
+    model: Model, y: Any, y_pred: Nest
+) -> list[tuple[tf.keras.losses.Loss, Nest, Nest]]:
     """The losses of `compile`, with the labels and predictions of each.
 
     Args:
@@ -593,7 +594,7 @@ def compiled_losses(
     ]
 
 
-def _at(path: Sequence[Any], value: Any) -> Any:
+def _at(path: Sequence[str | int], value: Any) -> Any:
     for part in path:
         value = value[part]
     return value

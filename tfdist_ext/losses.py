@@ -8,7 +8,6 @@ is a softmax over the candidates of the global batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,9 +21,11 @@ from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.numbers import whole_batch
 from tfdist_ext.type_names import Loss
+from tfdist_ext.type_names import Metric
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import WithGradient
 
-Nest = Any
 keras = tf.keras
 
 
@@ -126,7 +127,7 @@ def _checked(x: TensorLike) -> tf.Tensor:
 
 
 @tf.custom_gradient
-def _gradient_by_samples(rows: tf.Tensor) -> Any:
+def _gradient_by_samples(rows: tf.Tensor) -> WithGradient:
     """Identity whose gradient is weighted by this rank's share of samples."""
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -140,7 +141,7 @@ def _gradient_by_samples(rows: tf.Tensor) -> Any:
 
 
 @tf.custom_gradient
-def _gradient_of_all(x: tf.Tensor) -> Any:
+def _gradient_of_all(x: tf.Tensor) -> WithGradient:
     """Identity whose gradient is divided by this rank's share of samples.
 
     The ranks weight the gradient by this share later.
@@ -159,7 +160,7 @@ def _gradient_of_all(x: tf.Tensor) -> Any:
 _NARROW = (tf.float16, tf.bfloat16)
 
 
-def batch_mean(values: Any, weights: TensorLike = None) -> tf.Tensor:
+def batch_mean(values: TensorLike, weights: TensorLike = None) -> tf.Tensor:
     """The mean of values of all samples of the batch, on every rank.
 
     `sum(weights * values) / sum(weights)` over the samples of all ranks; 0
@@ -207,7 +208,7 @@ def batch_mean(values: Any, weights: TensorLike = None) -> tf.Tensor:
     return _of_batch(tf.cast(tf.math.divide_no_nan(total, count), dtype))
 
 
-def batch_sum(values: Any) -> tf.Tensor:
+def batch_sum(values: TensorLike) -> tf.Tensor:
     """The sum of values of all samples of the batch, on every rank.
 
     Like `batch_mean`, it is equal on all ranks and equal to one process. In a
@@ -293,7 +294,7 @@ def _exchanging() -> Collectives | None:
     return collectives
 
 
-def _floating(function: str, values: Any) -> tf.Tensor:
+def _floating(function: str, values: TensorLike) -> tf.Tensor:
     if isinstance(values, tf.RaggedTensor):
         values = values.flat_values
     values = tf.convert_to_tensor(values)
@@ -329,7 +330,7 @@ def _totals(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     share = whole_batch.share_of_rank() if whole_batch.keras_step() else None
 
     @tf.custom_gradient
-    def total(*own: tf.Tensor) -> Any:
+    def total(*own: tf.Tensor) -> WithGradient:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if share is None:
                 return list(upstream)
@@ -351,7 +352,7 @@ def _of_batch(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _rows(x: TensorLike) -> Any:
+def _rows(x: TensorLike) -> tf.Tensor:
     if isinstance(x, tf.SparseTensor):
         raise TypeError(
             "gather_batch takes dense and ragged tensors. Received: "
@@ -419,9 +420,9 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
     def __init__(
         self,
         loss: Loss = None,
-        metrics: Any = None,
-        batch_metrics: Sequence[Any] | None = None,
-        loss_metrics: Sequence[Any] | None = None,
+        metrics: Sequence[Metric] | Metric | None = None,
+        batch_metrics: Sequence[Metric] | None = None,
+        loss_metrics: Sequence[Metric] | None = None,
         temperature: float | None = None,
         num_hard_negatives: int | None = None,
         remove_accidental_hits: bool = False,
@@ -440,12 +441,14 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
         self._remove_accidental_hits = remove_accidental_hits
 
     @property
-    def factorized_metrics(self) -> Sequence[Any]:
+    def factorized_metrics(self) -> Sequence[Metric]:
         """The metrics over all candidates."""
         return list(self._factorized_metrics)
 
     @factorized_metrics.setter
-    def factorized_metrics(self, value: Any) -> None:
+    def factorized_metrics(
+        self, value: Sequence[Metric] | Metric | None
+    ) -> None:
         if value is None:
             value = []
         if not isinstance(value, list | tuple):
@@ -516,7 +519,7 @@ class Retrieval(keras.layers.Layer):  # type: ignore[name-defined]
     def _update_factorized(
         self,
         queries: TensorLike,
-        candidates: Any,
+        candidates: TensorLike,
         ids: TensorLike,
         weights: TensorLike,
     ) -> None:

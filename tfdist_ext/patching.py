@@ -81,7 +81,7 @@ class Hook:
     upstream: str
     stages: Sequence[Stage]
     plain: bool = False
-    subclasses: Callable[[type[Any]], bool] | None = None
+    subclasses: Callable[[type], bool] | None = None
 
 
 def hook(
@@ -91,13 +91,13 @@ def hook(
     upstream: str,
     *stages: Stage,
     plain: bool = False,
-    subclasses: Callable[[type[Any]], bool] | None = None,
+    subclasses: Callable[[type], bool] | None = None,
 ) -> Hook:
     """Creates a `Hook`."""
     return Hook(owner, name, why, upstream, stages, plain, subclasses)
 
 
-def hold(need: Need, holder: Any) -> None:
+def hold(need: Need, holder: object) -> None:
     """Replaces what an object needs, until it is released or deleted.
 
     Args:
@@ -116,7 +116,7 @@ def hold(need: Need, holder: Any) -> None:
                 _update()
 
 
-def release(holder: Any) -> None:
+def release(holder: object) -> None:
     """Ends all needs of an object."""
     with _lock:
         for need, holders in _holders.items():
@@ -125,7 +125,7 @@ def release(holder: Any) -> None:
                 _forget(need, id(holder))
 
 
-def extend(owner: type[Any], name: str, added: Stage) -> None:
+def extend(owner: type, name: str, added: Stage) -> None:
     """Adds a stage to a method of a class that is not in the table.
 
     The stage is active while one of its needs is held.
@@ -277,7 +277,7 @@ class _Subclasses:
     def _unwatch(self) -> None:
         del self._hook.owner.__init_subclass__
 
-    def _add(self, cls: type[Any]) -> None:
+    def _add(self, cls: type) -> None:
         hook = self._hook
         assert hook.subclasses is not None
         if hook.name not in vars(cls) or not hook.subclasses(cls):
@@ -287,7 +287,7 @@ class _Subclasses:
             patch.use(_needed())
 
 
-def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+def _subclasses(base: type) -> Iterator[type]:
     for cls in base.__subclasses__():
         yield cls
         yield from _subclasses(cls)

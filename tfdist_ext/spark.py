@@ -59,7 +59,7 @@ def run(fn: Callable[[], T], ranks: int, spark: Any = None) -> list[T]:
         raise ValueError(f"ranks must be at least 1. Received: ranks={ranks}")
     secret = secrets.token_hex(32)
 
-    def task(_: Iterator[Any]) -> Iterator[T]:
+    def task(_: Iterator[object]) -> Iterator[T]:
         from pyspark import BarrierTaskContext
 
         with _place(BarrierTaskContext.get(), secret):

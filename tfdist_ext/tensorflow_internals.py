@@ -7,6 +7,7 @@ addition is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 from collections.abc import Callable
@@ -31,7 +32,13 @@ from tensorflow.python.saved_model import save
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.types import internal
 
+from tfdist_ext.type_names import ClusterResolver
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import Variable
+
+# Bytes that are read of a TFRecord file at a time.
+_RECORD_BUFFER = 1 << 20
 
 _PACKAGE = __name__.partition(".")[0]
 # The module whose function decides what AutoGraph converts.
@@ -61,7 +68,7 @@ WRITE_IN_REPLICA = "_update_replica"
 
 
 def calls_as_written(
-    original: Callable[..., bool], function: Any, *args: Any, **kwargs: Any
+    original: Callable[..., bool], function: object, *args: Any, **kwargs: Any
 ) -> bool:
     """Whether AutoGraph does not convert a function, as those of this package.
 
@@ -82,7 +89,7 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-def random_state() -> list[Any]:
+def random_state() -> list[object]:
     """The global seed, and the state that seeds of ops are drawn from."""
     rng: Any = context.context()._rng
     return [context.global_seed(), None if rng is None else rng.getstate()]
@@ -111,6 +118,35 @@ def variable_accessed(variable: Variable) -> None:
     resource_variable_ops.variable_accessed(variable)
 
 
+def not_recording() -> contextlib.AbstractContextManager[None]:
+    """A context whose ops no gradient tape sees."""
+    stopped: contextlib.AbstractContextManager[None] = record.stop_recording()
+    return stopped
+
+
+def record_gradient(
+    results: Sequence[tf.Tensor],
+    variables: Sequence[tf.Variable],
+    gradient: Callable[..., list[Gradient]],
+) -> None:
+    """Tells gradient tapes how tensors depend on variables.
+
+    Args:
+        results: tensors that were computed in `not_recording`.
+        variables: variables that they were computed from.
+        gradient: function of the gradients of the results that returns one
+            gradient for each variable, as a tensor or IndexedSlices.
+    """
+    for variable in variables:
+        variable_accessed(variable)
+    record.record_operation(
+        "Tfdist>Gradient",
+        list(results),
+        [variable.handle for variable in variables],
+        gradient,
+    )
+
+
 def read_from_first(variable: Variable) -> bool:
     """Makes reads of an on-read variable return this rank's value.
 
@@ -126,7 +162,7 @@ def read_from_first(variable: Variable) -> bool:
     return True
 
 
-def replace_value(variable: Variable, value: tf.Tensor) -> None:
+def replace_value(variable: tf.Variable, value: tf.Tensor) -> None:
     """Assigns a value of another shape, and changes the variable's shape.
 
     Graphs that have read the variable before would use the old shape.
@@ -153,7 +189,7 @@ def variable_dtype(handle: tf.Tensor) -> tf.DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
-def container_of(holder: Any) -> Any:
+def container_of(holder: Variable | tf.Tensor) -> Variable | None:
     """The distributed variable that contains a variable, or a handle's."""
     reference = getattr(holder, "_distributed_container", None)
     return None if reference is None else reference()
@@ -219,13 +255,13 @@ def captured(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def is_function(graph: Any) -> bool:
+def is_function(graph: tf.Graph) -> bool:
     """Whether a graph is that of a `tf.function`, not of its branch or loop."""
     return type(graph) is tf.__internal__.FuncGraph
 
 
 def at_every_call(
-    graph: Any, name: str, like: tf.Tensor, value: Callable[[], tf.Tensor]
+    graph: tf.Graph, name: str, like: tf.Tensor, value: Callable[[], tf.Tensor]
 ) -> tf.Tensor:
     """A tensor of a function whose value is computed at every call.
 
@@ -278,6 +314,24 @@ def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return found
 
 
+def tf_records_from(path: str, offset: int) -> tf.data.Dataset:
+    """The records of a TFRecord file from an offset on.
+
+    Args:
+        path: path of the file.
+        offset: byte at which a record begins.
+    """
+    records = tf.raw_ops.TFRecordDatasetV2(
+        filenames=[path],
+        compression_type="",
+        buffer_size=_RECORD_BUFFER,
+        byte_offsets=[offset],
+    )
+    return tf.data.experimental.from_variant(
+        records, tf.TensorSpec([], tf.string)
+    )
+
+
 def may_change_order(dataset: tf.data.Dataset) -> bool:
     """Whether the order of a dataset's elements may depend on timing.
 
@@ -308,7 +362,7 @@ def op_types(dataset: tf.data.Dataset) -> set[str]:
     return set().union(*(ops_of(each.as_graph_def()) for each in graphs))
 
 
-def ops_of(definition: Any) -> set[str]:
+def ops_of(definition: tf.compat.v1.GraphDef) -> set[str]:
     """Types of the ops in a `GraphDef` and in the functions that it calls."""
     library = definition.library.function
     return {
@@ -323,7 +377,7 @@ def is_mirrored(variable: Variable) -> bool:
     return isinstance(variable, MirroredVariable)
 
 
-def components(value: Any) -> list[tf.Variable]:
+def components(value: object) -> list[tf.Variable]:
     """Plain variables that a variable consists of; none for other objects.
 
     Args:
@@ -334,7 +388,7 @@ def components(value: Any) -> list[tf.Variable]:
     return [value] if isinstance(value, tf.Variable) else []
 
 
-def keep_in_list(values: list[Any], keeps: Callable[[Any], bool]) -> None:
+def keep_in_list(values: list[T], keeps: Callable[[T], bool]) -> None:
     """Removes items from a list, also from one that TensorFlow tracks.
 
     A tracked list compares its items when one is removed, which tensors do
@@ -359,7 +413,9 @@ def stop_spinning() -> None:
     ctx._config.experimental.disable_thread_spinning = True
 
 
-def initialize_local(extended: Any, resolver: Any) -> None:
+def initialize_local(
+    extended: tf.distribute.StrategyExtended, resolver: ClusterResolver | None
+) -> None:
     """Initializes a stock strategy for the devices of this process.
 
     The stock method would also set up TensorFlow's collectives, which are not
@@ -401,7 +457,7 @@ def serve_keys(
     ctx.report_error_to_cluster = report
 
 
-def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
+def run_if(condition: tf.Tensor, function: Callable[[], object]) -> None:
     """Runs a function in a branch, as Keras's loss scale optimizers do.
 
     An update calls all replicas, which a branch inside of one replica cannot

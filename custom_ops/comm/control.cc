@@ -62,7 +62,9 @@ void ProcessGroup::SendControlToAll(const ControlFrame& frame) {
 void ProcessGroup::SendGoodbye(const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!started_) return;
-  const bool in_use = !running_.empty();
+  const bool in_use =
+      std::any_of(running_.begin(), running_.end(),
+                  [](const auto& each) { return !each->background; });
   lock.unlock();
   if (in_use) {
     Fail(rank(), absl::StatusCode::kUnavailable,
@@ -252,6 +254,7 @@ void ProcessGroup::AbortStaleOperations() {
 
 int ProcessGroup::FindLostPeerInUse() const {
   for (const auto& operation : running_) {
+    if (operation->background) continue;
     for (int peer = 0; peer < world_size(); ++peer) {
       const Peer& state = peers_[peer];
       const bool gone = state.lost || (state.said_goodbye &&
@@ -282,6 +285,7 @@ void ProcessGroup::CountTime() {
     peers_[peer].heard.Count(transport_.last_heard(peer), passed);
   }
   for (const auto& operation : running_) {
+    if (operation->background) continue;
     operation->moved.Count(LastMoved(*operation), passed);
     operation->waited += passed;
     if (operation->cancelled()) operation->cancelled_for += passed;
@@ -449,6 +453,7 @@ std::string ProcessGroup::DescribeRunning() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::string text;
   for (const auto& operation : running_) {
+    if (operation->background) continue;
     if (text.size() > 600) return text + ", ...";
     text += (text.empty() ? "" : ", ") + operation->Describe();
   }

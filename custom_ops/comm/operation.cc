@@ -134,10 +134,17 @@ void Operation::AwaitSent(const char* stage) {
   }
 }
 
+void Operation::AwaitLocal(const std::function<bool()>& over,
+                           const char* stage) {
+  Wait(stage, [&] { return over() ? -1 : group->rank(); });
+}
+
 // `missing` is called again after each header, so `peer_` is finally the rank
 // whose header arrived last.
 void Operation::WaitForRanks(const char* stage,
                              const std::function<int()>& missing) {
+  // A server that has nothing to do does not wait for a rank.
+  if (background) return Wait(stage, missing);
   const int first = missing();
   if (first < 0) return;
   const auto end = [&] {

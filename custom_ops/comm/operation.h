@@ -72,6 +72,9 @@ class Operation : public Progress,
   void AwaitBytes(int peer, Incoming* message, uint64_t bytes,
                   const char* stage);
   void AwaitSent(const char* stage);
+  // Waits until `over` returns true. This process calls Advance when it may
+  // have changed.
+  void AwaitLocal(const std::function<bool()>& over, const char* stage);
   // Polls `over` until it returns true, because CUDA does not notify when a GPU
   // is ready. All ranks take part in the operation at this point. An aborted
   // operation may therefore still complete within a short time. If it does not,
@@ -121,6 +124,9 @@ class Operation : public Progress,
   const std::string label;
   const int64_t start;      // nanoseconds; see Now()
   uint32_t generation = 0;  // of the group when the operation was started
+  // The operation waits for requests, which may never come: it has no deadline,
+  // and peers are not told that this rank runs it. To be set before it starts.
+  bool background = false;
   std::shared_ptr<Channel> channel;
   // Times that count only while this process runs, guarded by the group's
   // mutex: since the awaited rank moved bytes, since the operation began, and

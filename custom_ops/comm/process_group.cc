@@ -57,6 +57,9 @@ void ProcessGroup::Close(const std::string& error) {
   SendGoodbye(error);
   std::unique_lock<std::mutex> lock(mutex_);
   closed_ = true;
+  for (const auto& operation : running_) {
+    if (operation->background) operation->Abort();
+  }
   changed_.wait_for(lock, std::chrono::seconds(5),
                     [&] { return running_.empty(); });
   lock.unlock();

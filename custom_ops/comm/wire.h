@@ -26,6 +26,7 @@ enum class Kind : uint16_t {
   kBroadcast = 4,
   kBarrier = 5,
   kCheckPlan = 6,
+  kRequest = 7,
 };
 
 inline const char* KindName(Kind kind) {
@@ -42,6 +43,8 @@ inline const char* KindName(Kind kind) {
       return "barrier";
     case Kind::kCheckPlan:
       return "check_plan";
+    case Kind::kRequest:
+      return "request";
   }
   return "unknown";
 }
@@ -61,7 +64,8 @@ struct Header {
   int64_t tag = 0;     // of the exchange
   uint64_t call = 0;   // number of calls of this tag on the rank
   uint64_t bytes = 0;  // of the payload of this message
-  int64_t rows = 0;    // rows in the payload, for all_to_all and all_gather
+  // Rows in the payload, for all_to_all and all_gather; the step of a request.
+  int64_t rows = 0;
   // Messages of another generation never match; see ProcessGroup::Leave.
   uint32_t generation = 0;
   uint32_t part = 0;  // of the call; 0 is the first message

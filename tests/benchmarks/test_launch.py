@@ -2,7 +2,9 @@
 """Jobs end: well, with the failing rank's reason, or at the limit."""
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -87,7 +89,7 @@ def test_the_wall_limit_ends_the_job(tmp_path):
 def test_results_of_all_ranks_are_collected(tmp_path):
     body = (
         "import json, pathlib, sys\n"
-        "job, rank = pathlib.Path(sys.argv[-2]), sys.argv[-1]\n"
+        "job, rank = pathlib.Path(sys.argv[-3]), sys.argv[-2]\n"
         "path = job.parent / f'result.{rank}.json'\n"
         "path.write_text(json.dumps({'rank': int(rank)}))"
     )
@@ -99,7 +101,7 @@ def test_results_of_all_ranks_are_collected(tmp_path):
 def test_ranks_get_tf_config_only_when_there_are_several(tmp_path):
     body = (
         "import json, os, pathlib, sys\n"
-        "job, rank = pathlib.Path(sys.argv[-2]), sys.argv[-1]\n"
+        "job, rank = pathlib.Path(sys.argv[-3]), sys.argv[-2]\n"
         "path = job.parent / f'result.{rank}.json'\n"
         "path.write_text(os.environ.get('TF_CONFIG', '{}'))"
     )
@@ -160,8 +162,20 @@ def test_a_rank_dies_with_its_harness():
         time.sleep(0.05)
 
 
+def test_a_rank_that_begins_after_its_harness_has_ended_ends():
+    harness = subprocess.Popen([sys.executable, "-c", ""])
+    # It stays a zombie until this test waits for it.
+    os.waitid(os.P_PID, harness.pid, os.WEXITED | os.WNOWAIT)
+    code = f"from benchmarks import rank; rank.die_with_parent({harness.pid})"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        harness.wait()
+
+
 _CHILD = (
-    "from benchmarks import rank; import time; rank.die_with_parent(); "
+    "import os, time; from benchmarks import rank; "
+    "rank.die_with_parent(os.getppid()); "
     "print('set', flush=True); time.sleep(60)"
 )
 _PARENT = f"""

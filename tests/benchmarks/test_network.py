@@ -49,6 +49,14 @@ def test_check_rate_refuses_others(rate):
         network.check_rate(rate)
 
 
+@pytest.mark.parametrize(
+    ("rate", "dilation", "slower"),
+    [("150mbps", 4, "37.5mbps"), ("1gbit", 1.0, "1gbit")],
+)
+def test_dilated_rates_have_the_same_unit(rate, dilation, slower):
+    assert network.dilated(rate, dilation) == slower
+
+
 def test_loopback_has_no_byte_counts():
     net = network.loopback(3)
     assert net.hosts == ("127.0.0.1",) * 3

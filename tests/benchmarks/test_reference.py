@@ -69,3 +69,28 @@ def test_the_dot_head_multiplies_two_towers():
     shift = np.float32([0, 1])
     got = reference.logits("dot", [one, other], [eye, shift, 2 * eye, shift])
     np.testing.assert_allclose(got, [[1 * 6 + 3 * 9]])
+
+
+@pytest.mark.parametrize(("bias", "kink"), [(-0.3, 0.0), (-0.2, 0.25)])
+def test_a_unit_at_the_kink_of_its_relu_is_found(bias, kink):
+    """Sums of rows are 0.6 and 0.3; the inputs of the ReLU are -bias less."""
+    rows = np.array([[0.0], [0.3], [0.0]], np.float32)
+    data = reference.compact(
+        (
+            (
+                workloads.Batch(
+                    (np.array([[7, 7], [3, 7]]),),
+                    np.array([[1.0], [0.0]], np.float32),
+                ),
+                workloads.Batch(
+                    (np.array([[7, 9], [7, 7]]),),
+                    np.array([[1.0], [0.0]], np.float32),
+                ),
+            ),
+        ),
+        1,
+    )
+    one, shift = np.ones([1, 1], np.float32), np.float32([bias])
+    dense = (one, shift, one, np.float32([0.0]))
+    got = reference.train(data, (rows,), dense, "sgd", 0.1)
+    np.testing.assert_allclose(got.kink, kink, atol=1e-6)

@@ -54,6 +54,12 @@ def test_row_is_the_worst_rank():
     assert _OURS.steps_per_second == pytest.approx(40.0)
 
 
+def test_dilation_divides_times_but_not_processor_time():
+    row = report.make_row("hybrid-row", _outcome(_result(20.0, 1.0)), 4)
+    assert (row.milliseconds, row.p99) == (5.0, 9.0 / 4)
+    assert row.cpu_milliseconds == 3.0
+
+
 def test_table_compares_with_stock():
     lines = report.table([_STOCK, _OURS], counted=True).splitlines()
     assert "16.00" in lines[-1]  # times faster

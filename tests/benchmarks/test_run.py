@@ -50,6 +50,28 @@ def test_defaults_are_those_of_the_targets():
     assert (arguments.egress, arguments.batch) == ("150mbps", 256)
 
 
+@pytest.mark.parametrize(
+    ("given", "ranks", "dilation"),
+    [
+        (["--dilation", "3"], 2, 3.0),
+        ([], 64, 1.0),
+        (["--dilation=auto"], 1, 1.0),
+    ],
+)
+def test_dilation_is_a_factor_or_ranks_by_core(given, ranks, dilation):
+    arguments = run.make_parser().parse_args(given)
+    assert run.dilation_of(arguments, ranks) == dilation
+    cores = len(os.sched_getaffinity(0))
+    arguments = run.make_parser().parse_args(["--dilation", "auto"])
+    assert run.dilation_of(arguments, 4 * cores) == 4.0
+
+
+@pytest.mark.parametrize("dilation", ["0.5", "-1", "nan", "much"])
+def test_a_dilation_that_is_none_is_refused(dilation):
+    with pytest.raises(SystemExit):
+        run.make_parser().parse_args(["--dilation", dilation])
+
+
 def test_unknown_variant_is_refused():
     with pytest.raises(SystemExit):
         run.make_parser().parse_args(["--variants", "magic"])
@@ -179,8 +201,9 @@ def test_a_signal_removes_ranks_and_network(tmp_path, number, variant):
     finally:
         process.kill()
     assert _leftovers(process.pid) == []
+    # A rank that had just been forked ends once its Python has started.
     job = str(next(tmp_path.rglob("job.json")))
-    assert not any(job in command for command in _commands())
+    _wait_until(lambda: not any(job in command for command in _commands()))
 
 
 def _leftovers(pid):

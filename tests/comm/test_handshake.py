@@ -106,9 +106,9 @@ def test_the_listener_proves_nothing_to_who_does_not_know_the_secret():
     """Nobody gets a text of which only the secret has to be guessed."""
     listener = handshake.listen(JOB, welcome)
     next(listener)
-    stranger = handshake.connect(Job(JOB.name, b"guess"), 1)
-    challenge, _ = listener.send(next(stranger)[0])
-    verdict, _ = listener.send(stranger.send(challenge)[0])
+    peer = handshake.connect(Job(JOB.name, b"guess"), 1)
+    challenge, _ = listener.send(next(peer)[0])
+    verdict, _ = listener.send(peer.send(challenge)[0])
     assert verdict == struct.pack("<H", Verdict.WRONG_SECRET) + bytes(32)
     # It holds a nonce, and nothing else that is not known.
     again = handshake.listen(JOB, welcome)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of tfdist-run on several hosts, which all are this one.
 
-The launchers run as processes with a limit; what a stranger on the network may
+The launchers run as processes with a limit; what an unauthenticated peer may
 send is tested on `exchange_addresses` itself, and on its listener in
 test_listener.py.
 """
@@ -199,10 +199,10 @@ def connect(port: int, node: int = 1) -> Link:
     )
 
 
-def test_strangers_delay_nobody() -> None:
+def test_unauthenticated_peers_delay_nobody() -> None:
     """Silent ones, and such as talk nonsense, before and after the host."""
     port, outcome, thread = start_master(timeout=LIMIT)
-    strangers = []
+    peers = []
     for noise in (
         b"",
         b"",
@@ -212,14 +212,14 @@ def test_strangers_delay_nobody() -> None:
         b"[" * 500_000,
     ):
         link = connect_anyhow(port)
-        strangers.append(link)
+        peers.append(link)
         with contextlib.suppress(OSError):
             link.sendall(noise)
     launcher = connect(port)
     launcher.send({"nnodes": 2, "workers": ["b:7"]}, LIMIT)
     answer = launcher.receive(LIMIT)
     thread.join(LIMIT)
-    for link in strangers:
+    for link in peers:
         link.close()
     workers = [f"{HOST}:1", "b:7"]
     assert answer == {"workers": workers, "first_rank": 1, "secret": ""}

@@ -80,22 +80,22 @@ def test_all_come_in_any_order(listener, come):
     [b"", b"GET / HTTP/1.0\r\n\r\n", b"tfdist\r\n", b"\0" * 48, b"x" * 100_000],
     ids=["nothing", "http", "a-part", "zeros", "long"],
 )
-def test_strangers_are_sent_away(listener, noise, come):
+def test_unauthenticated_peers_are_sent_away(listener, noise, come):
     accepting = Accepting(listener)
     with (
-        socket.create_connection(listener.address, timeout=LIMIT) as stranger,
+        socket.create_connection(listener.address, timeout=LIMIT) as peer,
         contextlib.suppress(OSError),
     ):
-        stranger.sendall(noise)
-        stranger.shutdown(socket.SHUT_WR)
-        assert stranger.recv(100) == b""
+        peer.sendall(noise)
+        peer.shutdown(socket.SHUT_WR)
+        assert peer.recv(100) == b""
     for number in (1, 2):
         come(listener.address, number)
     accepting.join(LIMIT)
     assert accepting.came == [1, 2]
 
 
-def test_silent_strangers_delay_nobody(listener, come):
+def test_silent_unauthenticated_peers_delay_nobody(listener, come):
     """Many more than are kept at a time: the oldest have to go."""
     accepting, began = Accepting(listener), time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -143,14 +143,14 @@ def test_without_memory_ranks_talk_by_tcp(free_port, monkeypatch, caplog):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_strangers_get_no_memory(free_port):
+def test_unauthenticated_peers_get_no_memory(free_port):
     """Who finds the Unix socket, and has no token, is not heard.
 
     A crowd of them may keep the ranks from sharing, and not from meeting.
     """
     stop = threading.Event()
 
-    def knock_at_all():
+    def connect_to_all():
         while not stop.wait(0.001):
             lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
             for line in lines:
@@ -158,13 +158,13 @@ def test_strangers_get_no_memory(free_port):
                     continue
                 with (
                     contextlib.suppress(OSError),
-                    socket.socket(socket.AF_UNIX) as stranger,
+                    socket.socket(socket.AF_UNIX) as peer,
                 ):
-                    stranger.setblocking(False)
-                    stranger.connect("\0" + line.split("@")[1].strip())
-                    socket.send_fds(stranger, [b"x" * 32], [1, 1, 1])
+                    peer.setblocking(False)
+                    peer.connect("\0" + line.split("@")[1].strip())
+                    socket.send_fds(peer, [b"x" * 32], [1, 1, 1])
 
-    thread = threading.Thread(target=knock_at_all)
+    thread = threading.Thread(target=connect_to_all)
     thread.start()
     try:
         for _ in range(10):
@@ -285,27 +285,25 @@ def test_too_few_descriptors_are_named(allowed, free_port, monkeypatch, caplog):
     assert ("needs 76 more" in caplog.text) == (allowed == 64 + 6)
 
 
-def test_idle_strangers_do_not_keep_ranks_from_sharing(free_port, monkeypatch):
+def test_idle_unauthenticated_peers_do_not_keep_ranks_from_sharing(
+    free_port, monkeypatch
+):
     """They fill the queue of every rank's Unix socket, and send nothing."""
-    with contextlib.ExitStack() as strangers:
+    with contextlib.ExitStack() as peers:
         make = connection.Neighbours.__init__
 
-        def make_with_strangers(neighbours, wanted=True):
+        def make_with_peers(neighbours, wanted=True):
             make(neighbours, wanted)
             for _ in range(200):
-                stranger = strangers.enter_context(
-                    socket.socket(socket.AF_UNIX)
-                )
-                stranger.setblocking(False)
+                peer = peers.enter_context(socket.socket(socket.AF_UNIX))
+                peer.setblocking(False)
                 try:
-                    stranger.connect(f"\0{neighbours.name}")
+                    peer.connect(f"\0{neighbours.name}")
                 except BlockingIOError:  # it is full
                     return
             raise AssertionError("the queue has no end")
 
-        monkeypatch.setattr(
-            connection.Neighbours, "__init__", make_with_strangers
-        )
+        monkeypatch.setattr(connection.Neighbours, "__init__", make_with_peers)
         addresses = addresses_of("127.0.0.1", 3, free_port())
         with closing(connect_all(addresses)) as meshes:
             assert_joined(meshes)

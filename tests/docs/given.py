@@ -159,6 +159,23 @@ def monitoring(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
     return {"model": model, "dataset": samples().batch(8)}
 
 
+def streams(strategy: tfdist_ext.HybridParallelStrategy) -> Names:
+    names = checkpoints(strategy)
+    if strategy.rank == 0:
+        pathlib.Path("clicks").mkdir()
+        with tf.io.TFRecordWriter("clicks/0.tfrecord") as writer:
+            for number in range(100):
+                writer.write(np.full(4, number).tobytes())
+    if strategy.collectives is not None:
+        strategy.collectives.barrier("clicks")
+
+    def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        ids = tf.reshape(tf.io.decode_raw(records, tf.int64), [-1, 4])
+        return ids, tf.cast(ids[:, :1], tf.float32)
+
+    return {"model": names["model"], "parse": parse}
+
+
 OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
     "docs/checking.md": checking,
     "docs/checkpoints.md": checkpoints,
@@ -168,5 +185,6 @@ OF_DOCUMENT: dict[str, Callable[[tfdist_ext.HybridParallelStrategy], Names]] = {
     "docs/monitoring.md": monitoring,
     "docs/optimizers.md": nothing,
     "docs/sharding.md": sharding,
+    "docs/streams.md": streams,
     "docs/tuning.md": sharding,
 }

@@ -73,7 +73,10 @@ def check_script(words: list[str]) -> None:
         assert re.fullmatch(r"\w+\.py", script)
         return
     path = blocks.ROOT / script
-    sources = path.read_text() + (path.parent / "command_line.py").read_text()
+    sources = (
+        path.read_text()
+        + (blocks.ROOT / "examples" / "command_line.py").read_text()
+    )
     for word in arguments:
         assert not word.startswith("--") or f'"{word}"' in sources, word
 
@@ -101,6 +104,20 @@ def check_apt(words: list[str]) -> None:
     assert all(word in PACKAGES for word in words[2:]), words
 
 
+def check_release(words: list[str]) -> None:
+    """A command of docs/releasing.md, of a program that is not ours."""
+    assert words[0] in ("tag", "push", "-c", "check", "upload", "build", "run")
+    if words[0] == "-c":
+        assert words[1:] == ["SHA256SUMS"]
+    elif words[0] == "build":
+        assert (blocks.ROOT / "Dockerfile").exists()
+
+
+def check_file(words: list[str]) -> None:
+    """A file of this repository, or the folder that make wheels fills."""
+    assert words == ["dist"] or (blocks.ROOT / words[0]).exists()
+
+
 CHECKS = {
     "make": check_make,
     "python": check_python,
@@ -108,6 +125,9 @@ CHECKS = {
     "tfdist-run": check_launcher,
     "pip": check_pip,
     "sudo": check_apt,
+    "bash": check_file,
+    "cd": check_file,
+    **dict.fromkeys(("docker", "git", "sha256sum", "twine"), check_release),
 }
 
 
@@ -136,6 +156,8 @@ def test_commands_are_found():
         "python -m benchmarks.run --no-such-option",
         "python -m pytest tests/no_such_folder",
         "pip install .[no_such_extra]",
+        "bash no_such_file",
+        "docker no_such_command",
         "unknown program",
     ],
 )

@@ -154,6 +154,18 @@ def test_serve(run_example: Run) -> None:
     assert float(output.split("difference to predict(): ")[1].split()[0]) < 1e-6
 
 
+@pytest.mark.process
+def test_online(run_example: Run) -> None:
+    output = run_example(
+        "online.py",
+        *("--steps", 200, "--batch-size", 64, "--rows", 1000),
+        *("--publish", 0.2, "--save", 50, "--rate", 20_000),
+        ranks=2,
+    )
+    assert int(re.findall(r"(\d+) deltas", output)[0]) > 1, output
+    assert 0 < last("p50", output) <= last("max", output) < 60
+
+
 def test_ctr_refuses_an_unknown_field(run_example: Run) -> None:
     with pytest.raises(AssertionError, match="--cross names no field: C99"):
         run_example("ctr.py", "--cross", "C1*C99")

@@ -4,13 +4,13 @@
     python -m tests.fault.soak --minutes 60 --ranks 4 --seed 1
 
 A job under `tfdist-run --max-restarts` is disturbed again and again: a rank is
-killed, also while the ranks start, stopped, cut off, or told to end; strangers
-connect to rank 0 while the ranks start and send a byte at a time; a rank starts
-with too few files to open; all ranks stand still and wake up one after the
-other; the last checkpoint is torn; a disk is full, or slow. Each time the cause
-must be named and training must go on, without a restart where ranks survive. In
-the end the weights must be, bit by bit, those of a job that nobody has
-disturbed.
+killed, also while the ranks start, stopped, cut off, or told to end;
+unauthenticated peers connect to rank 0 while the ranks start and send a byte at
+a time; a rank starts with too few files to open; all ranks stand still and wake
+up one after the other; the last checkpoint is torn; a disk is full, or slow.
+Each time the cause must be named and training must go on, without a restart
+where ranks survive. In the end the weights must be, bit by bit, those of a job
+that nobody has disturbed.
 """
 
 from __future__ import annotations
@@ -164,22 +164,22 @@ def kill_at_start(job: Job, rank: int) -> str:
 
 
 def drip(job: Job, rank: int) -> str:
-    """Kills a rank; a stranger's bytes come one by one while all start."""
+    """Kills a rank while all start; peers without the secret send bytes."""
     hold = job.folder / "hold"
     hold.touch()
     (job.folder / "listener").unlink()
     job.signal(rank, signal.SIGKILL)
-    strangers = [job.connect_to_rank_0() for _ in range(20)]
+    peers = [job.connect_to_rank_0() for _ in range(20)]
     hold.unlink()
 
     def send() -> None:
-        while strangers:
-            for stranger in list(strangers):
+        while peers:
+            for peer in list(peers):
                 try:
-                    stranger.send(b"t")
+                    peer.send(b"t")
                 except OSError:  # rank 0 has closed it
-                    strangers.remove(stranger)
-                    stranger.close()
+                    peers.remove(peer)
+                    peer.close()
             time.sleep(0.2)
 
     threading.Thread(target=send, daemon=True).start()

@@ -74,9 +74,9 @@ def test_a_rank_can_bind_its_port(program) -> None:
                 for _ in range(20):  # None of them may reach the launcher.
                     socket.create_connection((host, int(port)), 1).close()
                     server.accept()[0].close()
-            with socket.socket() as stranger:
+            with socket.socket() as peer:
                 try:
-                    stranger.bind((host, int(port)))
+                    peer.bind((host, int(port)))
                 except OSError:
                     print("refused")
         """),

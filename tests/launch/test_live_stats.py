@@ -70,6 +70,18 @@ def test_the_line_ends_with_unequal_shares() -> None:
     assert "shares" not in line(0.251, 0.25, 0.25, 0.249)
 
 
+def test_the_line_ends_with_stale_updates() -> None:
+    def line(*counts):
+        before = {0: figures(time=100.0, staleness=(10, 10, 0))}
+        after = {0: figures(time=110.0, staleness=counts)}
+        return live_stats.line(before, after, 110.0)
+
+    end = "rank 0), updates 0/1/... steps old: 75/20/5 %"
+    assert line(85, 30, 5).endswith(end), line(85, 30, 5)
+    assert "steps old" not in line(85, 10, 0)
+    assert "steps old" not in live_stats.line({}, {0: figures()}, 110.0)
+
+
 def test_waits_of_exchanges_that_overlap_are_no_more_than_a_step() -> None:
     """Four at a time wait for rank 1, all of the time."""
     after = {0: figures(waited=(0.0, 40.0)), 1: figures(waited=(0.0, 0.0))}
@@ -118,6 +130,7 @@ def test_figures_are_json_as_well(tmp_path: pathlib.Path, monkeypatch) -> None:
         "step_ms": 25.0,
         "memory_bytes": {"0": 900_000_000, "1": 900_000_000},
         "shares": [0.75, 0.25],
+        "staleness": [],
         "silent_seconds": {},
     }
     for file in files:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An index of one process, against those of stock; its SavedModel."""
 
-import keras_rs
+import json
+
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfdist_ext.layers import Embedding
@@ -15,6 +17,7 @@ QUERIES = tf.constant(RNG.normal(size=[4, 3, 6]).astype(np.float32))
 
 
 def test_finds_what_keras_rs_finds():
+    keras_rs = pytest.importorskip("keras_rs")  # needs Python 3.11
     ids = np.arange(50, dtype=np.int32) * 3
     ours = ShardedTopK(ROWS, ids, k=7)
     theirs = keras_rs.layers.BruteForceRetrieval(ROWS, ids, k=7)
@@ -40,6 +43,14 @@ def test_is_a_layer_of_a_functional_model_and_its_config():
     assert found.dtype == np.int64
     again = ShardedTopK.from_config(index.get_config())
     assert (again.k, again.return_scores) == (4, False)
+
+
+def test_a_config_has_the_query_model():
+    query = keras.Sequential([keras.Input([5]), keras.layers.Dense(6)])
+    index = ShardedTopK(ROWS, k=4, query_model=query)
+    again = ShardedTopK.from_config(json.loads(json.dumps(index.get_config())))
+    assert again.query_model.output_shape == (None, 6)
+    assert again.query_model.layers[-1].units == 6
 
 
 def finding(index):

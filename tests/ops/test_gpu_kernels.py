@@ -13,6 +13,7 @@ IDS = "ids come from the input pipeline, on the host, and leave from there"
 BATCHES = "batches come from the input pipeline, on the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
+REQUESTS = "a thread of the host answers requests, in the memory of the host"
 GROUP = "it tells ranks of each other, with no numbers of a table"
 ON_HOST = {
     **dict.fromkeys(("EncodeIds", "MergeIds", "UniqueIds", "CheckPlan"), IDS),
@@ -27,6 +28,7 @@ ON_HOST = {
     "SliceOfRank": BATCHES,
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
     **dict.fromkeys(("EncodeInt8", "DecodeInt8"), BYTES),
+    **dict.fromkeys(("Request", "Serve", "Reply"), REQUESTS),
     **dict.fromkeys(
         (
             *("Barrier", "GroupOpen", "GroupClose", "GroupStats"),

@@ -182,17 +182,6 @@ def test_a_rank_that_is_clipped_alone_would_be_wrong(exchange):
     )
 
 
-@pytest.mark.skipif(not toy_problem.KERAS_3, reason="an argument of Keras 3")
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adagrad", "RowWiseAdagrad", "Adam", "Ftrl"]
-)
-def test_gradient_accumulation_is_refused(name):
-    optimizer = getattr(optimizers, name)(gradient_accumulation_steps=2)
-    message = f"{name}.*gradient_accumulation_steps.*consistency.Accumulate"
-    with pytest.raises(ValueError, match=message):
-        optimizer.build(make_rank_variables("row", 0))
-
-
 @pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_clipping_by_keras_is_refused(option):
     stock = tf.keras.optimizers.Adagrad(0.1, **{option: 1.0})

@@ -6,10 +6,12 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
+from compression_scenarios import compressed
 
 import tfdist_ext
 from tfdist_ext.callbacks import NanGuard
 from tfdist_ext.callbacks import Resume
+from tfdist_ext.compression import TopK
 from tfdist_ext.layers import Embedding
 from tfdist_ext.layers import FullSparse
 
@@ -33,8 +35,13 @@ def normal(seed):
     return keras.initializers.RandomNormal(0, 0.3, seed=seed)
 
 
-def make_model(strategy, optimizer, of_keras=False, **compile_arguments):
+def make_model(
+    strategy, optimizer, of_keras=False, accumulation=None, **compile_arguments
+):
     """Two tables of ours, one of Keras, and dense layers."""
+    steps = {}
+    if accumulation:  # An argument of Keras 3.
+        steps = {"gradient_accumulation_steps": accumulation}
     with scope(strategy):
         ids = keras.Input([3], dtype="int64")
         layers = [
@@ -61,7 +68,7 @@ def make_model(strategy, optimizer, of_keras=False, **compile_arguments):
         model = keras.Model(ids, output)
         kinds = keras.optimizers if of_keras else tfdist_ext.optimizers
         model.compile(
-            getattr(kinds, optimizer)(0.1),
+            getattr(kinds, optimizer)(0.1, **steps),
             "binary_crossentropy",
             **compile_arguments,
         )
@@ -103,9 +110,9 @@ def fitted(strategy, folder, size, optimizer, of_keras, options):
     )
 
 
-def looped(strategy, folder, size, optimizer):
+def looped(strategy, folder, size, optimizer, accumulation=None):
     """As `fitted`, in a loop that divides by a constant batch size."""
-    model = make_model(strategy, optimizer)
+    model = make_model(strategy, optimizer, accumulation=accumulation)
     data = batches(size)
     if strategy is not None:
         data = strategy.experimental_distribute_dataset(data)
@@ -187,7 +194,7 @@ def equal(found, expected):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def resumed(strategy, folder, optimizer):
+def resumed(strategy, folder, optimizer, accumulation=None):
     """A run that fails within a round goes on as one that does not."""
 
     class Fail(keras.callbacks.Callback):
@@ -199,7 +206,7 @@ def resumed(strategy, folder, optimizer):
                 raise RuntimeError("stop here")
 
     def fit(folder, *callbacks):
-        model = make_model(strategy, optimizer)
+        model = make_model(strategy, optimizer, accumulation=accumulation)
         model.fit(
             batches(4),
             epochs=EPOCHS,
@@ -240,6 +247,56 @@ def guarded(strategy, folder):
         np.testing.assert_allclose(
             found[name], value, rtol=1e-5, atol=1e-6, err_msg=name
         )
+
+
+def rolled_back(strategy, folder):
+    """A roll back drops the steps of the unfinished round as well."""
+    ids, labels = arrays(44)
+    wrong = labels.copy()
+    wrong[20] = np.nan  # in step 5, of which the round has steps 3 and 4
+
+    def fit(ids, labels, *callbacks):
+        model = make_model(strategy, "SGD")
+        data = tf.data.Dataset.from_tensor_slices((ids, labels)).batch(4)
+        model.fit(data, verbose=0, callbacks=list(callbacks))
+        return state(strategy, model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guard = NanGuard(every=4, factor=1.0, directory=None)
+        found = fit(ids, wrong, guard)
+    assert "Rolled back to step" in guard.faults[0]
+    expected = fit(ids[24:], labels[24:])
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            found[name], value, rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
+def exported(strategy, folder):
+    """An exported model is the model after the end of its round."""
+    model = make_model(strategy, "Adam")
+    ids, labels = arrays()
+    for first in (0, 8):
+        part = slice(first, first + 8)
+        model.train_on_batch(ids[part], labels[part])
+    before = state(strategy, model)
+    path = str(folder / "served")
+    tfdist_ext.export(model, path)
+    assert changed(before, state(strategy, model)), "the round has not ended"
+    served = tf.saved_model.load(path).signatures["serving_default"]
+    (found,) = served(tf.constant(ids)).values()
+    np.testing.assert_allclose(
+        found, model.predict_on_batch(ids), rtol=1e-5, atol=1e-6
+    )
+
+
+def fitted_compressed(strategy, folder, size):
+    """As `fitted`, with a compression that leaves nothing out."""
+    if strategy is None:
+        return fitted(strategy, folder, size, "SGD", False, {})
+    with compressed(strategy, TopK(1.0)):
+        return fitted(strategy, folder, size, "SGD", False, {})
 
 
 def linear(strategy, folder, size, samples, in_loop, epochs=2):
@@ -294,16 +351,21 @@ def loop_over(strategy, model, data, size, epochs):
         strategy.synchronize()
 
 
-def local_replicas(strategy, folder):
+def local_replicas(strategy, folder, held=False):
     """After `fit` all ranks have the same weights and slots; none is told."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*shuffle=True.*")
         model = make_model(strategy, "Adam")
-        losses = model.fit(
+        history = model.fit(
             batches(8), epochs=6, verbose=0, validation_data=batches(8, seed=1)
-        ).history["loss"]
+        ).history
+    losses = history["loss"]
+    for name in ("dense_held_back", "rows_held_back") if held else ():
+        assert all(0 <= share <= 1 for share in history[name])
+        assert max(history[name]) > 0
+        assert 0 < strategy.statistics()[name] <= 1
     assert losses[-1] < losses[0], losses
     for each in (*model.weights, *variables_of(model.optimizer)):
         native = each.value if KERAS_3 else each

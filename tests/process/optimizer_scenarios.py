@@ -161,19 +161,6 @@ def loss_scale(strategy, folder):
     )
 
 
-def accumulation(strategy, folder):
-    """Refused by name, whatever the tables."""
-
-    def optimizer():
-        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-
-    try:
-        fitted(strategy, lambda: [Replicated()], optimizer)
-        raise AssertionError("accumulated")
-    except ValueError as error:
-        assert "SGD: argument `gradient_accumulation_steps`" in str(error)
-
-
 class _Callable:
     """Updates a variable; has no closure to be looked into."""
 

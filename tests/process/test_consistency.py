@@ -13,6 +13,8 @@ ACCUMULATE = ["Accumulate", {"k": K}]
 LOCAL = ["LocalSteps", {"k": K}]
 OUTER = {"learning_rate": 0.7, "momentum": 0.9}
 DILOCO = ["LocalSteps", {"k": K, "outer": ["Nesterov", OUTER]}]
+TABLES = ["LocalSteps", {"k": K, "tables": True}]
+ASP = ["ASP", {"significance": 0.05}]
 BOTH = ((2, 3), (2, 2))
 PLACES = (*BOTH, (3, 3), (1, 3), (1, 2))
 
@@ -98,6 +100,26 @@ def test_steps_of_a_custom_loop_accumulate(
 
 
 @pytest.mark.parametrize(("ranks", "keras"), BOTH)
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_ranks_with_unequal_shares(run_scenario, ranks, keras, accumulates):
+    """Steps of a round are weighted by samples, and so are parts of sums."""
+    if accumulates:
+        name, arguments = "fitted", ("Adagrad", False, {})
+        options = {"consistency": ACCUMULATE}
+    else:
+        name, arguments, options = "fitted_compressed", (), {}
+    scenario, k = f"consistency_scenarios.{name}", K if accumulates else 1
+    (expected,) = run_scenario(
+        *(scenario, 4 * k, *arguments), ranks=1, keras=keras, strategy=False
+    )
+    for found in run_scenario(
+        *(scenario, 4, *arguments),
+        **{"ranks": ranks, "keras": keras, "balance": [2, 1], **options},
+    ):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("ranks", "keras"), BOTH)
 @pytest.mark.parametrize(
     ("mode", "label", "calls"),
     [
@@ -128,9 +150,19 @@ def test_dense_bytes_fall(run_scenario, ranks, keras, mode, label, calls):
         ("resumed", ACCUMULATE, ("Adam",)),
         ("resumed", LOCAL, ("SGD",)),
         ("resumed", DILOCO, ("SGD",)),
+        ("resumed", TABLES, ("SGD",)),
+        ("evaluated_and_saved", TABLES, ()),
         ("guarded", ACCUMULATE, ()),
+        ("guarded", TABLES, ()),
+        ("rolled_back", ACCUMULATE, ()),
+        ("exported", ACCUMULATE, ()),
+        ("exported", TABLES, ()),
         ("local_replicas", LOCAL, ()),
         ("local_replicas", DILOCO, ()),
+        ("local_replicas", TABLES, ()),
+        ("local_replicas", ASP, (True,)),
+        ("evaluated_and_saved", ASP, ()),
+        ("guarded", ASP, ()),
     ],
 )
 def test_scenario(run_scenario, ranks, keras, scenario, mode, arguments):
@@ -143,7 +175,43 @@ def test_scenario(run_scenario, ranks, keras, scenario, mode, arguments):
     )
 
 
-def simulated(ranks, size, samples, outer, in_loop, epochs=2):
+@pytest.mark.parametrize(
+    ("ranks", "keras", "scenario", "arguments"),
+    [
+        (ranks, 3, scenario, arguments)
+        for ranks in (2, 3, 1)
+        for scenario, arguments in (
+            ("fitted", ("SGD", False, {"accumulation": K})),
+            ("fitted", ("Adagrad", False, {"accumulation": K})),
+            ("fitted", ("Adam", True, {"accumulation": K})),
+            ("looped", ("Adagrad", K)),
+        )
+    ],
+)
+def test_accumulation_of_keras_is_that_of_one_process(
+    run_scenario, ranks, keras, scenario, arguments
+):
+    """Keras 3's `gradient_accumulation_steps`, over the ends of epochs."""
+    scenario = f"consistency_scenarios.{scenario}"
+    (expected,) = run_scenario(
+        scenario, 4, *arguments, ranks=1, keras=keras, strategy=False
+    )
+    for found in run_scenario(
+        scenario, 4, *arguments, ranks=ranks, keras=keras
+    ):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3)])
+def test_accumulation_of_keras_is_resumed(run_scenario, ranks, keras):
+    """Accumulators of dense weights and of tables are saved."""
+    scenario = "consistency_scenarios.resumed"
+    run_scenario(scenario, "Adagrad", K, ranks=ranks, keras=keras)
+
+
+def simulated(
+    ranks, size, samples, outer, in_loop, epochs=2, significance=None
+):
     """Local momentum steps of ranks, each on its part of every batch."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=[samples, 3]).astype(np.float32)
@@ -165,8 +233,7 @@ def simulated(ranks, size, samples, outer, in_loop, epochs=2):
 
     trained, since = np.zeros(ranks), np.zeros(ranks)
     for _ in range(epochs):
-        steps = 0
-        for first in range(0, samples, size):
+        for step, first in enumerate(range(0, samples, size), 1):
             count = min(size, samples - first)
             cuts = [first + r * count // ranks for r in range(ranks + 1)]
             own = [np.arange(*cut) for cut in itertools.pairwise(cuts)]
@@ -179,10 +246,14 @@ def simulated(ranks, size, samples, outer, in_loop, epochs=2):
                 weights[rank] = weights[rank] + slots[rank]
                 trained[rank] += len(places)
                 since[rank] += len(places)
-            steps += 1
-            if steps % K == 0:
+            if significance is None:
+                ends = step % K == 0
+            else:
+                moved = np.linalg.norm(weights - start, axis=1)
+                ends = np.any(moved > significance * np.linalg.norm(start))
+            if ends:
                 end_round()
-        if steps % K:
+        if trained.any():
             end_round()
         slots = np.tile(np.average(slots, axis=0, weights=since), [ranks, 1])
         since[:] = 0
@@ -220,3 +291,41 @@ def test_local_steps_are_those_of_the_papers(
                 np.allclose(one, other, rtol=1e-4, atol=1e-6)
                 for other in found[1:]
             ), (one, found[1:])
+
+
+@pytest.mark.parametrize(("ranks", "keras"), (*BOTH, (3, 3)))
+def test_significant_updates_of_dense_weights_are_sent(
+    run_scenario, ranks, keras
+):
+    """As NumPy computes them: some steps send, and others do not."""
+    size, samples, significance = 7, 49 + 3, 0.5
+    weights, slots, _ = simulated(
+        *(ranks, size, samples, None, False), significance=significance
+    )
+    for found in run_scenario(
+        "consistency_scenarios.linear",
+        *(size, samples, False),
+        ranks=ranks,
+        keras=keras,
+        consistency=["ASP", {"significance": significance}],
+    ):
+        np.testing.assert_allclose(found[0], weights, rtol=1e-4, atol=1e-6)
+        assert any(
+            np.allclose(slots, other, rtol=1e-4, atol=1e-6)
+            for other in found[1:]
+        )
+
+
+@pytest.mark.parametrize(("ranks", "keras"), BOTH)
+def test_without_a_limit_every_step_is_one_of_one_process(
+    run_scenario, ranks, keras
+):
+    arguments = ("consistency_scenarios.fitted", 4, "SGD", False, {})
+    (expected,) = run_scenario(*arguments, ranks=1, keras=keras, strategy=False)
+    for found in run_scenario(
+        *arguments,
+        ranks=ranks,
+        keras=keras,
+        consistency=["ASP", {"significance": 0.0}],
+    ):
+        assert_close(found, expected)

@@ -13,6 +13,7 @@ EVERY = scenarios.of(
     "one_rank_fails_scenarios",
     "optimizer_scenarios",
     "precision_scenarios",
+    "split_scenarios",
 )
 # Numbers that nobody has drawn, the highest use of memory so far.
 ON_NEW_RANKS = {"generators", "memory"}
@@ -31,11 +32,11 @@ TF_KERAS = scenarios.without(
         "wire_dtypes",
         "int8_rows",
         "error_feedback",
-        "accumulation",
         "optimizer_made_outside",  # tf_keras trains with it
         "bad_id_and_error_feedback",
         "options_arrive",
         "plan_mismatch",
+        "split_steps_together",  # options of Keras 3
     },
 )
 # Those in which other ranks than one's neighbour matter.

@@ -5,12 +5,19 @@ Each at one rank and at some more; with TFDIST_TEST_EVERY_SIZE=1 (`make
 test-ports`) at 1, 2 and 4.
 """
 
+import importlib.util
 import os
 
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        importlib.util.find_spec("keras_rs") is None,
+        reason="no keras_rs is installed; it needs Python 3.11",
+    ),
+]
 
 # Ranks beside one, the Keras that a program is written for, the program.
 CASES = [

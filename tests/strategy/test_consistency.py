@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdist_ext
 from tfdist_ext import consistency
+from tfdist_ext import optimizers
 
 keras = tf.keras
 
@@ -23,6 +24,22 @@ keras = tf.keras
             TypeError,
             r"`outer`.*Nesterov.*outer='sgd'",
         ),
+        (
+            lambda: consistency.LocalSteps(2, tables=1),
+            ValueError,
+            r"`tables`.*tables=1.*LocalSteps",
+        ),
+        (
+            lambda: consistency.LocalSteps(2, tables=True, row_cache=None),
+            ValueError,
+            r"`row_cache`.*row_cache=None.*LocalSteps",
+        ),
+        (
+            lambda: consistency.LocalSteps(2, row_cache=True),
+            ValueError,
+            r"`row_cache`.*tables=False.*Use tables=True",
+        ),
+        (lambda: consistency.ASP(-0.1), ValueError, r"`significance`.*ASP"),
         (
             lambda: consistency.Nesterov(momentum=1.0),
             ValueError,
@@ -56,7 +73,9 @@ def _model(mode, loss="mse", optimizer=None):
                 ),
             ]
         )
-        model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
+        model.compile(
+            optimizer() if optimizer else keras.optimizers.SGD(0.1), loss
+        )
     return strategy, model
 
 
@@ -96,6 +115,25 @@ def test_accumulate_waits_for_the_last_step():
         np.testing.assert_allclose(found, model.layers[-1].kernel, rtol=1e-5)
 
 
+def test_two_optimizers_update_in_the_last_step():
+    def make():
+        return optimizers.Split(
+            keras.optimizers.Adafactor(0.1), optimizers.SGD(0.1)
+        )
+
+    strategy, model = _model(consistency.Accumulate(2), optimizer=make)
+    x, y = _batch()
+    with strategy:
+        model.train_on_batch(x[:4], y[:4])
+        model.train_on_batch(x[4:], y[4:])
+        found = np.array(model.layers[-1].kernel)
+        assert int(model.optimizer.dense.iterations) == 1
+    alone = _model(None, optimizer=make)
+    with alone[0]:
+        alone[1].train_on_batch(x, y)
+        np.testing.assert_allclose(found, alone[1].layers[-1].kernel, 1e-5)
+
+
 def test_a_summed_loss_is_refused():
     loss = keras.losses.MeanSquaredError(reduction="sum")
     strategy, model = _model(consistency.Accumulate(2), loss)
@@ -103,6 +141,55 @@ def test_a_summed_loss_is_refused():
         strategy,
         pytest.raises(ValueError, match=r"reduction='sum'.*Accumulate"),
     ):
+        model.train_on_batch(*_batch())
+
+
+KERAS_3 = hasattr(keras, "ops")
+
+
+@pytest.mark.parametrize(
+    ("mode", "make", "message"),
+    [
+        pytest.param(
+            consistency.Accumulate(2),
+            lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
+            r"`gradient_accumulation_steps`.*Accumulate\(k=2\)",
+            marks=pytest.mark.skipif(not KERAS_3, reason="of Keras 3"),
+        ),
+        (
+            consistency.Accumulate(2),
+            lambda: optimizers.SGD(row_clip=optimizers.CowClip()),
+            r"`row_clip`.*Accumulate\(k=2\)",
+        ),
+        (
+            consistency.LocalSteps(2, tables=True),
+            lambda: optimizers.SGD(row_clip=optimizers.CowClip()),
+            r"`row_clip`.*tables=True",
+        ),
+        pytest.param(
+            consistency.Accumulate(2),
+            lambda: keras.optimizers.legacy.SGD(),
+            r"SGD of tf_keras.optimizers.legacy.*Accumulate",
+            marks=pytest.mark.skipif(KERAS_3, reason="of tf_keras"),
+        ),
+        pytest.param(
+            consistency.LocalSteps(2),
+            lambda: keras.mixed_precision.LossScaleOptimizer(
+                keras.optimizers.SGD()
+            ),
+            r"LossScaleOptimizer.*LocalSteps.*mixed_bfloat16",
+            marks=pytest.mark.skipif(KERAS_3, reason="of tf_keras"),
+        ),
+        (
+            consistency.LocalSteps(2),
+            lambda: optimizers.Split("sgd", "sgd"),
+            r"Split has two optimizers.*LocalSteps.*Accumulate\(k\)",
+        ),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(mode, make, message):
+    strategy, model = _model(mode, optimizer=make)
+    with strategy, pytest.raises(ValueError, match=message):
         model.train_on_batch(*_batch())
 
 

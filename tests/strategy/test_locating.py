@@ -108,7 +108,7 @@ def test_a_store_that_does_not_tell_is_named(store):
             ask()
 
 
-def test_ranks_of_another_job_are_strangers():
+def test_ranks_of_another_job_are_unauthenticated():
     master = f"127.0.0.1:{free_port()}"
     first = cluster(0, 2, master, 2)
     other = Launched("srun", 1, 2, 1, 2, master, "8.0", "")

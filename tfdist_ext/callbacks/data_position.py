@@ -14,6 +14,7 @@ runs: `.batch(per_rank * ranks)` at another number of ranks, for example.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from tfdist_ext.embedding.prefetched_ids import PrefetchedIds
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 
 
 @dataclasses.dataclass
@@ -44,6 +47,8 @@ class Position:
         step: batches trained in all epochs.
         samples: samples read from the current iterator by all ranks; None if
             they were not counted.
+        stream: position of a `PositionedDataset`, None for other data. The
+            iterators and samples then do not count.
     """
 
     epoch: int = 0
@@ -52,6 +57,7 @@ class Position:
     taken: int = 0
     step: int = 0
     samples: int | None = None
+    stream: dict[str, Any] | None = None
 
 
 class DataTracker:
@@ -73,17 +79,20 @@ class DataTracker:
         self._per_call = per_call
         self._dataset: Any = None
         self._own_data = False
+        self._stream: Any = None
         self._samples: Any = None
         self._made = 0
-        self._latest: Any = None
+        self._latest: Iterator[Nest] | None = None
         self._goal: Position | None = None
         self._steps: int | None = None
         self._first = 0
-        self._given: Any = None
+        self._given: Iterator[Nest] | None = None
         self._read: Any = None
-        self._once: Any = None
+        self._once: Iterator[Nest] | None = None
 
-    def watch(self, dataset: Any, own_data: bool) -> Any:
+    def watch(
+        self, dataset: tf.data.Dataset, own_data: bool
+    ) -> tf.data.Dataset:
         """Counts iterators and samples of the first dataset it is called with.
 
         Args:
@@ -96,7 +105,10 @@ class DataTracker:
         """
         if self._dataset is not None:
             return dataset
-        if isinstance(dataset, tf.data.Dataset):
+        feed = marks.feed(dataset)
+        if feed is not None:
+            self._stream = feed.stream
+        elif isinstance(dataset, tf.data.Dataset):
             dataset = self._counting(dataset)
         self._dataset, self._own_data = dataset, own_data
         extend(type(dataset), "__iter__", stage(_counted, Need.STRATEGY))
@@ -111,7 +123,7 @@ class DataTracker:
                 synchronization=tf.VariableSynchronization.NONE,
             )
 
-        def count(*batch: Any) -> Any:
+        def count(*batch: Nest) -> Nest:
             element = batch if len(batch) > 1 else batch[0]
             samples.assign_add(tf.cast(count_samples(element), tf.int64))
             return element
@@ -130,7 +142,7 @@ class DataTracker:
         if self._dataset is not None:
             marks.set_watch(self._dataset, None)
 
-    def count_iterator(self, iterator: Any) -> None:
+    def count_iterator(self, iterator: Iterator[Nest]) -> None:
         """Counts an iterator that was created."""
         self._made += 1
         self._latest = iterator
@@ -141,7 +153,22 @@ class DataTracker:
         Args:
             goal: the position.
             steps: steps of an epoch, None if not known.
+
+        Raises:
+            ValueError: the position is in a stream, and the data is not, or the
+                other way round.
         """
+        if (goal.stream is None) != (self._stream is None):
+            saved, now = "other data", "a PositionedDataset"
+            if goal.stream is not None:
+                saved, now = now, saved
+            raise ValueError(
+                f"Resume: the checkpoint has a position in {saved}, and `fit` "
+                f"now reads {now}. Read the same data, or give Resume another "
+                "directory."
+            )
+        if self._stream is not None:
+            self._stream.set_state(goal.stream)
         self._goal, self._steps = goal, steps
         self.position = dataclasses.replace(goal, iterators=0, taken=0)
 
@@ -164,10 +191,11 @@ class DataTracker:
         """Reads up to a position; returns the next batch of the epoch."""
         self._given = self._latest
         self._begin_iterator(self._latest)
-        while self._made < goal.iterators:
-            self._next_iterator()
         first = goal.batch
-        if self.position.iterators == goal.iterators and goal.taken:
+        while self._stream is None and self._made < goal.iterators:
+            self._next_iterator()
+        same = self.position.iterators == goal.iterators
+        if self._stream is None and same and goal.taken:
             self._drop(goal)
             first = goal.batch * self.position.taken // goal.taken
         if self._steps is not None:
@@ -179,7 +207,7 @@ class DataTracker:
         """Reads and drops the trained samples of the current iterator."""
         ends = np.zeros([1], np.int64)
         counts = goal.samples is not None and self._samples is not None
-        batch: Any = None
+        batch: Nest = None
         before = ends
         alone = 0  # batches to read before the next exchange of counts
         while (
@@ -206,7 +234,7 @@ class DataTracker:
             self._next_iterator()  # the iterator is at its end
 
     def _cut(
-        self, goal: Position, batch: Nested, sizes: np.ndarray, read: int
+        self, goal: Position, batch: Nest, sizes: np.ndarray, read: int
     ) -> None:
         """Gives the next step the samples of a batch that were not trained.
 
@@ -252,7 +280,7 @@ class DataTracker:
     def _next_iterator(self) -> None:
         self._begin_iterator(iter(self._dataset))
 
-    def _begin_iterator(self, iterator: Any) -> None:
+    def _begin_iterator(self, iterator: Iterator[Nest] | None) -> None:
         self._read = iterator
         self.position.iterators = self._made
         self.position.taken = 0
@@ -270,7 +298,7 @@ class DataTracker:
         found: np.ndarray = mine.numpy()
         return found
 
-    def enter(self, iterator: Any, batch: int) -> None:
+    def enter(self, iterator: Iterator[Nest], batch: int) -> None:
         """Records which step is next.
 
         Args:
@@ -284,7 +312,9 @@ class DataTracker:
 
     def counted(self) -> Position:
         """The position, with the samples of all ranks; all ranks must call."""
-        if self._samples is not None:
+        if self._stream is not None:
+            self.position.stream = self._stream.get_state()
+        elif self._samples is not None:
             self.position.samples = int(self._samples_of_ranks().sum())
         return self.position
 
@@ -308,7 +338,7 @@ class DataTracker:
             self._reset_samples()
 
     @property
-    def iterator(self) -> Any:
+    def iterator(self) -> Iterator[Nest] | None:
         """The iterator that the next step reads."""
         once, self._once = self._once, None
         return self._read if once is None else once
@@ -320,7 +350,7 @@ class DataTracker:
         self.position.step += batches
 
 
-def is_own_data(dataset: Any) -> bool:
+def is_own_data(dataset: object) -> bool:
     """Whether ranks read other samples each, not parts of the same batches.
 
     Args:
@@ -335,7 +365,7 @@ def is_own_data(dataset: Any) -> bool:
     return policy in (policies.FILE, policies.OFF)
 
 
-def _counted(original: Original, dataset: Any) -> Any:
+def _counted(original: Original[T], dataset: tf.data.Dataset) -> T:
     iterator = original(dataset)
     watch = marks.watch(dataset)
     if watch is not None:
@@ -343,7 +373,7 @@ def _counted(original: Original, dataset: Any) -> Any:
     return iterator
 
 
-def _rows(value: Any, start: int, stop: int) -> Any:
+def _rows(value: TensorLike, start: int, stop: int) -> TensorLike:
     """Samples `start` to `stop` of one value of a batch."""
     if isinstance(value, tf.SparseTensor):
         rest = [0] * (len(value.shape) - 1)

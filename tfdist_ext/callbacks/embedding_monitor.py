@@ -224,7 +224,8 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
     It reports for every table, over all ranks:
 
     - `max_norm`: norm of the longest finite row;
-    - `gradient_norm`: norm of the last step's gradient, over all rows;
+    - `gradient_norm`: norm of the last step's gradient, over all rows; not
+      with `consistency.SSP` and `BAP`, where no rank has it;
     - `touched`: share of the rows that have changed since the last report;
     - `dead`: share of the rows that have not changed since the start of `fit`;
     - `nan`: share of the rows with NaN or infinity;
@@ -414,6 +415,8 @@ class EmbeddingMonitor(keras.callbacks.Callback):  # type: ignore[name-defined]
                 f"{table.name}/dead": dead / max(rows, 1),
                 f"{table.name}/nan": wrong / max(rows, 1),
             }
+            if math.isnan(square):
+                del found[f"{table.name}/gradient_norm"]
             found |= self._of_keys(table, max(steps, 1))
         self._reported = self._step
         self.reports[self._step] = found

@@ -30,13 +30,16 @@ from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.keras_internals import is_built
 from tfdist_ext.keras_internals import value_of
+from tfdist_ext.optimizers.supported import parts_of
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.tables import placement
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
@@ -102,8 +105,10 @@ class FiniteSteps:
         write: Callable[..., None],
     ) -> None:
         self._collectives = collectives
+        # Whether the ranks are in different steps.
+        self._alone = _steps_alone(collectives)
         self._write = write
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
         self._shared: list[bool] = []
         self._state: Any = None
         self._any: Any = None
@@ -121,17 +126,20 @@ class FiniteSteps:
         for place, found in enumerate(mine[1:]):
             found[1::2] = [self._id_of(place, row) for row in found[1::2]]
         everyone = tf.constant(mine[np.newaxis])
-        if self._collectives is not None:
+        first = 0
+        if self._alone and self._collectives is not None:
+            first = self._collectives.group.rank
+        elif self._collectives is not None:
             everyone = self._collectives.all_gather(everyone, "not finite")
         findings = []
-        for rank, (loss, *variables) in enumerate(everyone.numpy()):
+        for rank, (loss, *variables) in enumerate(everyone.numpy(), first):
             if loss[0]:
                 findings += [Finding("loss", rank, "", 1, None, False)]
             for place, found in enumerate(variables):
                 findings += self._of(rank, place, found)
         return findings
 
-    def _of(self, rank: int, place: int, found: Any) -> list[Finding]:
+    def _of(self, rank: int, place: int, found: np.ndarray) -> list[Finding]:
         variable = self._variables[place]
         spec = marks.shard_spec(variable)
         name = f"'{getattr(variable, 'path', variable.name)}'"
@@ -154,7 +162,8 @@ class FiniteSteps:
     def _id_of(self, place: int, row: int) -> int:
         """Converts a local row into an id; both are numbered from 1."""
         spec = marks.shard_spec(self._variables[place])
-        if not row or spec is None or spec.cell is None:
+        of_table = not self._shared[place]  # also rows of a kept gradient
+        if not row or of_table or spec is None or spec.cell is None:
             return row
         ids = placement.ids_of_part(
             spec.cell[0], spec.row_parts, spec.rows, row - 1, row
@@ -162,12 +171,18 @@ class FiniteSteps:
         return int(ids[0]) + 1
 
     def _around(
-        self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], Any]
+        self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], object]
     ) -> None:
         self._prepare([variable for _, variable in pairs])
         own = [_own_part(gradient) for gradient, _ in pairs]
         self._shared = [part is None for part in own]
         loss = tf.zeros([]) if watch.loss is None else watch.loss
+        step = self._collectives.step if self._collectives else None
+        if step is not None and step.asynchronous:
+            # The gradients of tables have no rows yet.
+            for _, values, _ in step.row_gradients:
+                zeros = tf.reduce_sum(tf.zeros_like(values) * values)
+                loss += tf.cast(zeros, loss.dtype)
         before = [_of_numbers(loss)]
         for part, (gradient, _) in zip(own, pairs, strict=True):
             before.append(_of_gradient(gradient if part is None else part))
@@ -202,10 +217,16 @@ class FiniteSteps:
     def _all_finite(self, counts: list[tf.Tensor], label: str) -> tf.Tensor:
         """Whether no rank has counted anything."""
         mine = tf.reduce_sum(tf.stack(counts)) > 0
+        if self._alone:
+            return tf.logical_not(mine)
         return sum_over_ranks(tf.cast(mine, tf.float32), label) == 0.0
 
 
-def _named(name: str, data: Any) -> Iterator[tuple[str, tf.Tensor]]:
+def _steps_alone(collectives: Collectives | None) -> bool:
+    return collectives is not None and collectives.requests is not None
+
+
+def _named(name: str, data: Nest) -> Iterator[tuple[str, tf.Tensor]]:
     """Yields the tensors of a batch, named by their paths in it."""
     if tf.is_tensor(data) and not isinstance(
         data, tf.__internal__.CompositeTensor
@@ -225,7 +246,7 @@ def _named(name: str, data: Any) -> Iterator[tuple[str, tf.Tensor]]:
 _NOTHING = np.zeros([2], np.int64)
 
 
-def _of_numbers(values: Any) -> tf.Tensor:
+def _of_numbers(values: tf.Tensor) -> tf.Tensor:
     """int64 `[2]`: number of values that are not finite, and 0 for no row."""
     wrong = tf.logical_not(tf.math.is_finite(values))
     return tf.stack([tf.math.count_nonzero(wrong), 0])
@@ -241,8 +262,10 @@ def _of_table(rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.size(wrong, tf.int64), first])
 
 
-def _own_part(gradient: Gradient) -> Any:
+def _own_part(gradient: Gradient) -> TensorOrSlices | None:
     """This rank's part of a gradient; None if only the sum is known."""
+    if marks.deferred_rows(gradient) is not None:
+        return gradient
     if marks.gradient_spec(gradient) is not None:
         return None
     values = getattr(gradient, "values", gradient)
@@ -259,7 +282,8 @@ def _of_gradient(gradient: Gradient) -> tf.Tensor:
 
 def _of_rows(gradient: Gradient, variable: Variable) -> tf.Tensor:
     """Counts the non-finite rows among those that an update has changed."""
-    if not isinstance(gradient, tf.IndexedSlices):
+    kept = marks.deferred_rows(gradient) is not None  # Others apply it later.
+    if kept or not isinstance(gradient, tf.IndexedSlices):
         return tf.constant(_NOTHING)
     with sharded_variable.reads_allowed():
         values = tf.gather(value_of(variable), gradient.indices)
@@ -356,6 +380,16 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             raise ValueError(
                 "NanGuard cannot watch steps that XLA compiles: give "
                 "`model.compile` jit_compile=False."
+            )
+        if _steps_alone(collectives_of(model)) and (
+            self._rollback or self._factor != 1
+        ):
+            raise ValueError(
+                "NanGuard with consistency.SSP or consistency.BAP leaves out "
+                "updates that are not finite, but ranks are in different steps "
+                "and cannot go back together. Received: "
+                f"rollback={self._rollback}, factor={self._factor}. Use "
+                "NanGuard(rollback=False, factor=1)."
             )
         for optimizer in _optimizers(model):
             if self._factor != 1 and _rate_of(optimizer) is None:
@@ -473,10 +507,11 @@ class NanGuard(keras.callbacks.Callback):  # type: ignore[name-defined]
             _LOG.warning("The batch was not written to '%s': %s", path, error)
 
 
-def _optimizers(model: Model) -> list[Any]:
+def _optimizers(model: Model) -> list[Optimizer]:
     """The optimizer of the model, and those of single tables."""
     inner = inner_optimizer(model)
-    return [inner, *getattr(inner, "table_optimizers", ())]
+    found = [*parts_of(inner), *getattr(inner, "table_optimizers", ())]
+    return list({id(each): each for each in found}.values())
 
 
 def _rate_of(optimizer: Optimizer) -> float | None:

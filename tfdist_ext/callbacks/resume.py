@@ -25,10 +25,16 @@ from tfdist_ext.callbacks import data_position
 from tfdist_ext.callbacks import saved_run
 from tfdist_ext.callbacks.data_position import DataTracker
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.data import PositionedDataset
+from tfdist_ext.data import generators
 from tfdist_ext.launch.local_ranks import NOT_SAVED as NOT_SAVED
+from tfdist_ext.type_names import EpochIterator
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
 
 keras = tf.keras
 EXIT_CODE = 128 + signal.SIGTERM
@@ -161,6 +167,10 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
 
         model.fit(data, epochs=9, callbacks=[Resume("run1", every=1000)])
 
+    A `tfdist_ext.data.PositionedDataset`, and a Python iterator with
+    `get_state` and `set_state`, continue at their position. Other data is read
+    up to it.
+
     Checkpoints have TensorFlow's format. Each rank writes its own part:
     training waits only until the part is copied, and a thread writes the copy.
     Every slice has a checksum. A damaged checkpoint is skipped, and the one
@@ -234,7 +244,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         self._preemption = PreemptionSignals()
         distribute = strategy.experimental_distribute_dataset
 
-        def distribute_tracked(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        def distribute_tracked(
+            dataset: tf.data.Dataset, *args: Any, **kwargs: Any
+        ) -> tf.data.Dataset:
             own_data = data_position.is_own_data(dataset)
             found = distribute(dataset, *args, **kwargs)
             # The first dataset has the training data.
@@ -314,7 +326,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         if position.step != self._run.step:
             raise OSError(f"Resume: {self._run.lost(position.step)}.")
 
-    def _step(self, iterator: Any) -> Any:
+    def _step(self, iterator: Iterator[Nest]) -> Logs:
         """Runs a training step; replaces the model's train function."""
         tracker = self._tracker
         assert tracker is not None
@@ -385,7 +397,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[name-defined]
         raise SystemExit(code)
 
 
-def without_trained_batches(original: Original, loop: Any) -> Any:
+def without_trained_batches(original: Original[T], loop: EpochIterator) -> T:
     """Keras's loop over batches, without the batches trained before."""
     tracker = marks.watch(keras_internals.dataset_of(loop))
     return keras_internals.without_calls(
@@ -393,7 +405,7 @@ def without_trained_batches(original: Original, loop: Any) -> Any:
     )
 
 
-def _check_count(name: str, value: Any, what: str, least: int = 1) -> None:
+def _check_count(name: str, value: object, what: str, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"Argument `{name}` of Resume must be {what} of at least {least}. "
@@ -401,7 +413,7 @@ def _check_count(name: str, value: Any, what: str, least: int = 1) -> None:
         )
 
 
-def _strategy_of(model: Model) -> Any:
+def _strategy_of(model: Model) -> Strategy:
     strategy = model.distribute_strategy
     if not hasattr(strategy, "collectives"):
         raise ValueError(
@@ -413,10 +425,11 @@ def _strategy_of(model: Model) -> Any:
 
 
 def skip_trained_batches(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     """Runs Keras's `fit`, prepared for the Resume among its callbacks."""
-    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    given = bound.arguments
     callbacks = given.get("callbacks") or ()
     callbacks = getattr(callbacks, "callbacks", callbacks)
     if not isinstance(callbacks, Sequence):
@@ -428,5 +441,7 @@ def skip_trained_batches(
         raise ValueError(
             f"`fit` takes one Resume. Received: callbacks={callbacks}"
         )
+    if generators.has_state(given.get("x")):
+        given["x"] = PositionedDataset.from_generator(given["x"]).batches()
     with found[0].during(model, given.get("steps_per_epoch")):
-        return original(model, *args, **kwargs)
+        return original(*bound.args, **bound.kwargs)

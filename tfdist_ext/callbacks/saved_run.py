@@ -36,13 +36,14 @@ from tfdist_ext.saving.changed_rows import Marks
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.saving.checkpoint_reading import raise_on_all_ranks
 from tfdist_ext.saving.saver import BackgroundWrite
+from tfdist_ext.type_names import JsonObject
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 
 _LOG = logging.getLogger("tfdist_ext")
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> JsonObject:
     """The states of Python's and NumPy's generators, as JSON values."""
     state: Any = np.random.get_state(legacy=False)
     inner = {
@@ -55,7 +56,7 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: JsonObject) -> None:
     """Restores the generator states that `random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
@@ -340,7 +341,10 @@ class SavedRun:
         progress = json.loads(self._progress.text)
         every = progress["random"]
         set_random_states(every[self._rank % len(every)])
-        if progress["seed"] != internals.global_seed():
+        place = Position(**progress["place"])
+        # Seeds do not change the order of a stream.
+        other_seed = progress["seed"] != internals.global_seed()
+        if other_seed and place.stream is None:
             warnings.warn(
                 f"'{self.path}' was made with TensorFlow's seed "
                 f"{progress['seed']}, but the seed is now "
@@ -350,7 +354,7 @@ class SavedRun:
                 "strategy.",
                 stacklevel=2,
             )
-        return Position(**progress["place"]), progress["logs"]
+        return place, progress["logs"]
 
     @property
     def phase(self) -> int:
@@ -459,7 +463,7 @@ class SavedRun:
         if self._writing is not None:
             self._writing.join(seconds)
 
-    def _random_states(self) -> list[Any]:
+    def _random_states(self) -> list[JsonObject]:
         mine = json.dumps(random_states()) + "\n"
         if self._collectives is None:
             return [json.loads(mine)]
@@ -470,11 +474,11 @@ class SavedRun:
         return [json.loads(line) for line in lines]
 
 
-def _progress_in(path: str) -> dict[str, Any]:
+def _progress_in(path: str) -> JsonObject:
     """Reads the progress in a checkpoint, after checking its index."""
     opened = Opened(path)
     opened.tensor(_GRAPH)
-    found: dict[str, Any] = json.loads(opened.tensor(_PROGRESS))
+    found: JsonObject = json.loads(opened.tensor(_PROGRESS))
     return found
 
 

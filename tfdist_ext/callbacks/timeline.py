@@ -21,8 +21,10 @@ from tfdist_ext.launch import trace
 from tfdist_ext.launch.trace import Event
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.type_names import JsonObject
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 
 keras = tf.keras
 
@@ -201,7 +203,7 @@ class Timeline(keras.callbacks.Callback):  # type: ignore[name-defined]
         trace.write(self._path, events, self._errors)
 
     def _note(
-        self, kind: str, name: str, start: float, end: float, more: Any
+        self, kind: str, name: str, start: float, end: float, more: JsonObject
     ) -> None:
         begin, over = ((time - self._offset) / 1e3 for time in (start, end))
         self._events.append(Event(self._rank, kind, name, begin, over, more))
@@ -229,18 +231,30 @@ def _by_rank(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def time_begin(
-    original: Original, called: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    called: tf.keras.callbacks.CallbackList,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     return _timed(original, called, False, *args, **kwargs)
 
 
-def time_end(original: Original, called: Any, *args: Any, **kwargs: Any) -> Any:
+def time_end(
+    original: Original[T],
+    called: tf.keras.callbacks.CallbackList,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     return _timed(original, called, True, *args, **kwargs)
 
 
 def _timed(
-    original: Original, called: Any, ends_step: bool, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    called: tf.keras.callbacks.CallbackList,
+    ends_step: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     timelines = [e for e in called.callbacks if isinstance(e, Timeline)]
     for each in timelines:
         each.callbacks_begin()

@@ -13,22 +13,27 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding.key_shard import KeyShard
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import is_built
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-Nest = Any
-Pairs = Sequence[tuple[Any, Any]]
+Pairs = Sequence[tuple[TensorOrSlices, Variable]]
 # Called with the watch, this rank's gradients with their variables, and the
 # update.
-Around = Callable[["UpdateWatch", Pairs, Callable[[], Any]], Any]
+Around = Callable[["UpdateWatch", Pairs, Callable[[], object]], object]
 
 _APPLY = "apply" if KERAS_3 else "apply_gradients"
 
@@ -43,7 +48,7 @@ class UpdateWatch:
 
     def __init__(self, model: Model) -> None:
         self.data: Nest = None
-        self.loss: Any = None
+        self.loss: tf.Tensor | None = None
         self._watched = model
         self._around: list[Around] = []
         self._optimizer = inner_optimizer(model)
@@ -81,8 +86,8 @@ class UpdateWatch:
         self._around.append(around)
 
     @property
-    def _watched_step(self) -> Any:
-        def train_step(data: Nest) -> Any:
+    def _watched_step(self) -> Callable[[Nest], Logs]:
+        def train_step(data: Nest) -> Logs:
             self.data, self.loss = data, None
             try:
                 return self._train_step(data)
@@ -92,8 +97,8 @@ class UpdateWatch:
         return train_step
 
     @property
-    def _noted_loss(self) -> Any:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+    def _noted_loss(self) -> Callable[..., tf.Tensor]:
+        def compute_loss(*args: Any, **kwargs: Any) -> tf.Tensor:
             loss = self._compute_loss(*args, **kwargs)
             if self.data is not None:
                 self.loss = loss
@@ -102,7 +107,7 @@ class UpdateWatch:
         return compute_loss
 
     @property
-    def _watched_update(self) -> Any:
+    def _watched_update(self) -> StageFunction:
         def update(gradients: Any, *args: Any, **kwargs: Any) -> Any:
             if self.data is None:  # a training loop of the user
                 return self._apply(gradients, *args, **kwargs)
@@ -133,8 +138,8 @@ class UpdateWatch:
 
 
 def end_watch(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     try:
         return original(model, *args, **kwargs)
     finally:
@@ -152,12 +157,12 @@ def watch_of(model: Model) -> UpdateWatch:
     return found
 
 
-def inner_optimizer(model: Model) -> Any:
+def inner_optimizer(model: Model) -> Optimizer:
     """The optimizer of a model, without a loss scale optimizer around it."""
     return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
-def collectives_of(model: Model) -> Any:
+def collectives_of(model: Model) -> Collectives | None:
     """The collectives of a model's strategy; None in one process."""
     return getattr(model.distribute_strategy, "collectives", None)
 
@@ -181,7 +186,7 @@ class GradientNorms:
     def __init__(
         self,
         watch: UpdateWatch,
-        find: Callable[[], Sequence[Any]],
+        find: Callable[[], Sequence[Variable]],
         collectives: Collectives | None,
     ) -> None:
         self._collectives = collectives
@@ -195,19 +200,20 @@ class GradientNorms:
         """Sets whether the following steps record the sums."""
         self._wanted.assign(wanted)
 
-    def squares(self) -> Any:
+    def squares(self) -> np.ndarray:
         """float64 `[variables]`, of the last step that recorded the sums.
 
         A shard's sum is over this rank's part of the table. The sums are 0
-        before the first step.
+        before the first step. They are NaN where ranks step alone, as no rank
+        has the gradient of all samples.
         """
         if self._squares is None:
             return np.zeros([len(self._find())])
         return self._squares.numpy()
 
     def _around(
-        self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], Any]
-    ) -> Any:
+        self, watch: UpdateWatch, pairs: Pairs, update: Callable[[], T]
+    ) -> T:
         if self._squares is None:
             variables = self._find()
             self._places = {id(value_of(v)): i for i, v in enumerate(variables)}
@@ -228,6 +234,9 @@ class GradientNorms:
         return update()
 
     def _square(self, gradient: Gradient) -> tf.Tensor:
+        step = self._collectives.step if self._collectives else None
+        if step is not None and step.asynchronous:
+            return tf.constant(np.nan, tf.float64)
         if marks.gradient_spec(gradient) is None:
             gradient = self._of_all_ranks(gradient)
         gradient = without_duplicates(gradient)
@@ -235,7 +244,7 @@ class GradientNorms:
         # Squares of diverging numbers soon overflow float32.
         return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
-    def _of_all_ranks(self, gradient: Gradient) -> Any:
+    def _of_all_ranks(self, gradient: Gradient) -> TensorOrSlices:
         """The gradient over all ranks of an unpartitioned variable."""
         collectives = self._collectives
         if collectives is None:
@@ -309,11 +318,11 @@ class StepState:
             variable.assign(value)
 
 
-def _of_metrics(model: Model) -> list[Any]:
+def _of_metrics(model: Model) -> list[Variable]:
     return [each for metric in model.metrics for each in metric.variables]
 
 
-def variables_of_optimizer(optimizer: Optimizer) -> list[Any]:
+def variables_of_optimizer(optimizer: Optimizer) -> list[Variable]:
     """All variables of an optimizer and of the optimizers of single tables."""
     found = optimizer.variables
     found = list(found() if callable(found) else found)
@@ -344,6 +353,6 @@ def local_variable(variable: Variable) -> tf.Variable:
     return strategy.experimental_local_results(native)[0]
 
 
-def _vocabularies(model: Model) -> list[Any]:
+def _vocabularies(model: Model) -> list[KeyShard]:
     found = map(marks.keys_of, model.trainable_variables)
     return [keys for keys in found if keys is not None]

@@ -23,10 +23,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
-
-Nest = Any
-
 
 # Most dataset functions with tags of their own at a time. A program may create
 # any number of datasets, and every tag has buffers.
@@ -53,7 +53,7 @@ def dataset_functions() -> list[tf.Graph]:
     return found
 
 
-def role_of(fn: Callable[..., Any]) -> str:
+def role_of(fn: Callable[..., object]) -> str:
     """A name that distinguishes the steps of `fn` from other steps.
 
     With it, exchanges of a `predict` in one thread are not confused with
@@ -97,7 +97,7 @@ class CallLock:
         return f"dataset {self._numbers[graph]}"
 
     @contextlib.contextmanager
-    def hold(self, place: str) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def hold(self, place: str) -> Iterator[Callable[[Sequence[object]], None]]:
         """Makes the ops created in the context wait for calls of the place.
 
         Args:
@@ -114,7 +114,7 @@ class CallLock:
             # graph frees it too.
             lock = [tf.raw_ops.MutexLock(mutex=self._lock(place))]
 
-        def end(results: Sequence[Any]) -> None:
+        def end(results: Sequence[object]) -> None:
             with tf.control_dependencies(list(results)), tf.device("CPU:0"):
                 tf.raw_ops.ConsumeMutexLock(mutex_lock=lock[0])
 
@@ -188,8 +188,8 @@ class Step:
             The tape does not see its ops, as its gradient is custom.
         optimizes: whether an optimizer applies gradients now. Sums over the
             ranks that are requested meanwhile are those of gradients.
-        merges_rows: whether the optimizer sums the gradients of duplicate rows
-            before it uses them.
+        merges_rows: whether gradients of equal rows are summed before anything
+            else uses them.
         checking: whether every rank runs the step on the entire batch, to
             compute what one process computes. Means over the ranks are then
             means of equal values, and nothing is corrected for the ranks' parts
@@ -202,6 +202,10 @@ class Step:
             assigned, other than by an optimizer.
         later: components of variables whose values are made equal on all ranks
             at the end of the step.
+        asynchronous: whether other ranks may be in other steps: the step has no
+            collectives, and the owners of rows and variables answer requests.
+        row_gradients: tags of requests for rows, with the gradients of their
+            replies and the number of values of each reply.
     """
 
     samples: tf.Tensor
@@ -224,8 +228,12 @@ class Step:
     checking: bool = False
     whole: bool = False
     rows: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
-    assigned: list[Any] = dataclasses.field(default_factory=list)
-    later: list[Any] = dataclasses.field(default_factory=list)
+    assigned: list[tf.Variable] = dataclasses.field(default_factory=list)
+    later: list[tf.Variable] = dataclasses.field(default_factory=list)
+    asynchronous: bool = False
+    row_gradients: list[tuple[int, tf.Tensor, tf.Tensor]] = dataclasses.field(
+        default_factory=list
+    )
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:
@@ -237,13 +245,18 @@ class Step:
             self.whole = outer
 
     @contextlib.contextmanager
-    def optimizing(self) -> Iterator[None]:
-        """Marks the context as that of an optimizer that applies gradients."""
-        outer, self.optimizes = self.optimizes, True
+    def optimizing(self, merges_rows: bool) -> Iterator[None]:
+        """Marks the context as that of an optimizer that applies gradients.
+
+        Args:
+            merges_rows: whether it sums the gradients of equal rows first.
+        """
+        outer = self.optimizes, self.merges_rows
+        self.optimizes, self.merges_rows = True, merges_rows
         try:
             yield
         finally:
-            self.optimizes = outer
+            self.optimizes, self.merges_rows = outer
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.
@@ -289,6 +302,7 @@ class Step:
             rows={},
             assigned=[],
             later=[],
+            row_gradients=[],
         )
 
 
@@ -313,7 +327,7 @@ def count_samples(values: Nest) -> tf.Tensor:
     return tf.constant(1.0)
 
 
-def is_keras_loop(fn: Any) -> bool:
+def is_keras_loop(fn: Callable[..., object]) -> bool:
     """Whether `fn`, passed to `Strategy.run`, is a step of Keras's loops.
 
     Other methods of a model are steps of the user's own loops.
@@ -327,6 +341,15 @@ def is_keras_loop(fn: Any) -> bool:
         return getattr(method, "__name__", None) in _KERAS_STEPS
     module = getattr(fn, "__module__", None) or ""
     return module.split(".")[0] in ("keras", "tf_keras")
+
+
+def is_evaluation(fn: Callable[..., object]) -> bool:
+    """Whether `fn` is a step of Keras's `evaluate` or `predict`."""
+    role = role_of(fn)
+    return is_keras_loop(fn) and any(
+        name in role
+        for name in ("test_step", "predict_step", "test_func", "predict_func")
+    )
 
 
 def is_gradient_reduction(step: Step | None) -> bool:
@@ -441,21 +464,23 @@ class Trial:
     """
 
     whole: bool
-    updates: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    updates: list[tuple[Variable, TensorOrSlices]] = dataclasses.field(
+        default_factory=list
+    )
 
     def marker(self, op: tf.Operation) -> str:
         """Returns the device of an op unchanged."""
         return str(op.device)
 
-    def marking(self) -> contextlib.AbstractContextManager[Any]:
+    def marking(self) -> contextlib.AbstractContextManager[object]:
         """A context in which functions are traced for this run only."""
         if tf.executing_eagerly():
             return contextlib.nullcontext()
-        marking: contextlib.AbstractContextManager[Any]
+        marking: contextlib.AbstractContextManager[object]
         marking = tf.compat.v1.device(self.marker)
         return marking
 
-    def marked(self, function: Any) -> Any:
+    def marked(self, function: Callable[..., T]) -> Callable[..., T]:
         """Wraps a replica's function to run under the marker in its thread.
 
         Args:
@@ -471,14 +496,14 @@ class Trial:
                 convert_by_default=False,
             )
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> T:
             with self.marking():
                 return converted(*args, **kwargs)
 
         run.autograph_info__ = {}  # type: ignore[attr-defined]
         return run
 
-    def note(self, variable: Variable, arguments: Any) -> None:
+    def note(self, variable: Variable, arguments: Sequence[object]) -> None:
         """Records an update of a variable.
 
         Args:

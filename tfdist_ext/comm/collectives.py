@@ -22,9 +22,12 @@ from tfdist_ext.comm.calls import Tags
 from tfdist_ext.comm.calls import Trial
 from tfdist_ext.comm.gpus import TableGpus
 from tfdist_ext.comm.process_group import ProcessGroup
+from tfdist_ext.comm.requests import Place
+from tfdist_ext.comm.requests import Requests
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.tables.problem import Machine
 from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Model
 
 # Gradients are summed in buckets of about this size (tensor fusion, as in
 # Horovod). A bucket is large enough to use the full bandwidth. It is small
@@ -65,7 +68,7 @@ class Loop:
         samples: samples of a rank in a step, None if unknown.
     """
 
-    model: Any
+    model: Model
     samples: int | None
 
 
@@ -93,6 +96,12 @@ class Collectives:
         drifted: names of variables that are known to differ between ranks.
         trial: trial that steps are traced or run for, None in training.
         ops: module with the exchange ops; this package's by default.
+        keeps_rows: whether gradients of table rows stay on the rank that
+            computes them, see `deferred_rows`.
+        row_copies: copies of rows that this rank has, see `RowCopies`; None
+            without `row_cache`.
+        requests: what ranks serve to each other; None if all ranks run the
+            same step.
     """
 
     def __init__(
@@ -113,8 +122,11 @@ class Collectives:
         self.drifted: set[str] = set()
         self.trial: Trial | None = None
         self.ops: collective_ops.Ops = collective_ops
+        self.keeps_rows = False
+        self.row_copies: Any = None
+        self.requests: Requests | None = None
         self._known_exchanges: set[tuple[str, ...]] = set()
-        self._places = weakref.WeakKeyDictionary[Any, str]()
+        self._places = weakref.WeakKeyDictionary[tf.Graph, str]()
         self._depth = 0  # nested joint calls
         self._labels = weakref.WeakKeyDictionary[
             tf.Graph, dict[str, collections.Counter[str]]
@@ -318,8 +330,34 @@ class Collectives:
         return self._places[layer]
 
     def tag(self, label: str, kind: str, dtype: tf.DType) -> int:
-        """Even number for an exchange, the same on all ranks."""
-        return self._tags.take(self.step, label, kind, dtype)
+        """Even number for an exchange, the same on all ranks.
+
+        Raises:
+            ValueError: the ranks run steps of their own.
+        """
+        step = self.step
+        alone = step is not None and step.asynchronous
+        # While a step is traced, all ranks exchange what they create.
+        if alone and not tf.executing_eagerly():
+            raise ValueError(
+                f"A step of consistency.SSP or consistency.BAP needs "
+                f"'{label}' ({kind}) of all ranks, which may be in other "
+                "steps. This is so for losses and metrics that see the whole "
+                "batch, synchronized=True, numbers that a `train_step` adds "
+                "up over the ranks, and dynamic vocabularies. Use losses and "
+                "metrics of Keras, or consistency.BSP()."
+            )
+        return self._tags.take(step, label, kind, dtype)
+
+    def place_of_request(self, label: str, dtype: tf.DType) -> Place:
+        """A kind of request of the current step, the same on all ranks.
+
+        Args:
+            label: names the requests in errors and statistics.
+            dtype: dtype of the replies.
+        """
+        tag = self._tags.take(self.step, label, "request", dtype)
+        return Place(tag, label, dtype)
 
     @contextlib.contextmanager
     def one_call(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.type_names import Path
 from tfdist_ext.type_names import TensorLike
 
 
@@ -89,7 +89,7 @@ def tensor_of_first_rank(
     return tf.ensure_shape(tf.cast(found, tensor.dtype), tensor.shape)
 
 
-def path_to_read(path: Any, collectives: Collectives) -> Any:
+def path_to_read(path: Path, collectives: Collectives) -> Path:
     """The path that this rank reads from; all ranks must call.
 
     All ranks read from rank 0's path, as when it was written. A rank without
@@ -153,7 +153,7 @@ def all_gather(
 
 def all_gather_rows(
     collectives: Collectives, x: TensorLike, label: str
-) -> tuple[Any, tf.Tensor]:
+) -> tuple[TensorLike, tf.Tensor]:
     """Concatenates the ranks' rows of a dense, ragged or sparse value.
 
     Args:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Mapping
 from typing import Any
+from typing import TypeAlias
 
 from tfdist_ext.version import VERSION
 
@@ -262,6 +263,9 @@ _LONGEST_MESSAGE = 1 << 24
 # Times after which TCP considers a silent host lost.
 _IDLE_SECONDS, _PROBE_SECONDS, _LOST_SECONDS = 3, 2, 9
 
+# An object of JSON.
+Message: TypeAlias = dict[str, Any]
+
 
 class Link:
     """One end of an authenticated connection, for messages.
@@ -312,12 +316,12 @@ class Link:
     def close(self) -> None:
         self._connection.close()
 
-    def send(self, message: dict[str, Any], timeout: float) -> None:
+    def send(self, message: dict[str, object], timeout: float) -> None:
         """Sends a message; raises OSError if it fails or times out."""
         self._connection.settimeout(timeout)
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, timeout: float) -> dict[str, Any] | None:
+    def receive(self, timeout: float) -> Message | None:
         """Returns the next message, None if none came in time.
 
         Args:

@@ -25,12 +25,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tfdist_ext.comm import addresses as addresses_lib
 from tfdist_ext.comm import connector
 from tfdist_ext.comm import handshake
 from tfdist_ext.comm.handshake import Link
+from tfdist_ext.comm.handshake import Message
 from tfdist_ext.comm.listener import Listener
 
 _MESSAGE_SECONDS = 10.0
@@ -180,7 +180,7 @@ def exchange_addresses(
 
 
 def _exchange(
-    link: Link, hello: dict[str, Any], deadline: float, timeout: float
+    link: Link, hello: Message, deadline: float, timeout: float
 ) -> Rendezvous:
     """Sends host 0 the addresses of this host, and receives all.
 
@@ -231,7 +231,7 @@ def _check_master(master: tuple[str, int]) -> None:
         )
 
 
-def _checked(link: Link, answer: dict[str, Any], ranks: int) -> Rendezvous:
+def _checked(link: Link, answer: Message, ranks: int) -> Rendezvous:
     """Checks the answer of host 0 to a host with `ranks` ranks."""
     if "error" in answer:
         raise RendezvousError(f"{link.name} says: {answer['error']}")
@@ -327,7 +327,7 @@ def _receive_addresses(link: Link, nnodes: int) -> list[str]:
     return addresses
 
 
-def _addresses(message: dict[str, Any]) -> list[str]:
+def _addresses(message: Message) -> list[str]:
     """The "workers" of a message.
 
     Raises:

@@ -11,7 +11,6 @@ import pathlib
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 from tfdist_ext.comm.calls import brief_error
 from tfdist_ext.comm.connection import Connection
@@ -274,7 +273,7 @@ class ProcessGroup:
     def __enter__(self) -> ProcessGroup:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

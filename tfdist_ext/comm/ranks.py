@@ -34,6 +34,7 @@ from tfdist_ext.comm import addresses as addresses_lib
 from tfdist_ext.comm import connector
 from tfdist_ext.comm import handshake
 from tfdist_ext.comm.handshake import Link
+from tfdist_ext.comm.handshake import Message
 from tfdist_ext.comm.listener import Listener
 
 _LOG = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Rendezvous:
             self._send_all({"error": reason})
         raise RuntimeError(f"{self._name}: {reason}")
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: Message) -> None:
         _send_all(self._links, message)
 
 
@@ -485,7 +486,7 @@ def _close(links: Mapping[int, Link]) -> None:
         link.close()
 
 
-def _send_all(links: Mapping[int, Link], message: dict[str, Any]) -> None:
+def _send_all(links: Mapping[int, Link], message: Message) -> None:
     for link in links.values():
         # A rank that has ended meanwhile is noticed when the ranks connect.
         with contextlib.suppress(OSError):

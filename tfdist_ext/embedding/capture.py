@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
 from typing import TypeVar
 
 import tensorflow as tf
@@ -23,6 +22,7 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Variable
 
 # Stateful ops that may run twice, or earlier, because they change nothing.
 _HARMLESS = {
@@ -143,7 +143,7 @@ class Lookup:
 
     ids: Sequence[Sequence[Ids]]
     features: Sequence[Feature]
-    tables: Sequence[Any]
+    tables: Sequence[Variable]
     wire: Wire
 
     @property

@@ -12,6 +12,8 @@ read.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -23,6 +25,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Trackable
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -41,7 +44,11 @@ def attach(
         marks.set_slicing(variable, shard.slice_in)
 
 
-def save_by(saved: Any, serialize: Any, restore: Any) -> None:
+def save_by(
+    saved: Trackable,
+    serialize: Callable[[], Mapping[str, object]],
+    restore: Callable[..., object],
+) -> None:
     """Replaces the functions that save and restore an object.
 
     Args:
@@ -61,7 +68,7 @@ def attach_whole(variable: tf.Variable, table: str) -> None:
         table: the table's name, for errors.
     """
 
-    def restore(restored: dict[str, Any]) -> Any:
+    def restore(restored: dict[str, tf.Tensor]) -> tf.Operation:
         (value,) = restored.values()
         _check_rows(table, variable.shape[0], value.shape[0])
         return variable.assign(
@@ -106,7 +113,7 @@ class _SavedShard:
         rows = -(-spec.rows // spec.row_parts)
         return not self._by_column and rows < spec.world_size
 
-    def serialize(self) -> dict[str, Any]:
+    def serialize(self) -> dict[str, object]:
         """Returns the slice of this rank; it is computed when written."""
         slice_spec = "" if self._whole else self._slice()
         make = self._gather if self._whole else self._block
@@ -124,7 +131,9 @@ class _SavedShard:
             }
         }
 
-    def restore(self, restored: dict[str, Any]) -> tf.Operation:
+    def restore(
+        self, restored: dict[str, tf.Tensor | dict[str, tf.Tensor]]
+    ) -> tf.Operation:
         """Assigns this rank's part of the values that were read."""
         value = restored[_KEY]
         if isinstance(value, dict):

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -22,8 +21,9 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
-from tfdist_ext.ops import row_counts
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Variable
+from tfdist_ext.type_names import WithGradient
 
 # More than the rows of any table. Ids are shifted by it while duplicates are
 # removed, so that bad ids, also negative ones, pass. The exchange reports them.
@@ -68,11 +68,13 @@ def ask_once(lists: Sequence[Ids], feature: Feature) -> tuple[Ids, Pooling]:
     unique, positions = id_ops.unique_ids(ids)
     if not ignore:
         unique -= _SHIFT
-    of_one_id = tf.range(tf.size(unique, tf.int64) + 1, dtype=tf.int64)
-    return (
-        Ids(unique, of_one_id, tf.zeros([0])),
-        Pooling(row_splits, positions, weights),
-    )
+    return each_alone(unique), Pooling(row_splits, positions, weights)
+
+
+def each_alone(ids: tf.Tensor) -> Ids:
+    """Lists of one id each; `ids` is `[n]`."""
+    splits = tf.range(tf.size(ids, tf.int64) + 1, dtype=tf.int64)
+    return Ids(ids, splits, tf.zeros([0]))
 
 
 def _shifted(ids: tf.Tensor) -> tf.Tensor:
@@ -243,7 +245,7 @@ def input_dist(
     """
     step = collectives.step
     group = collectives.group
-    where: dict[str, Any] = {
+    where: Keywords = {
         "placements": [feature.placement for feature in features],
         "rank": group.rank,
         "world_size": group.world_size,
@@ -257,7 +259,7 @@ def input_dist(
             weight = collectives.samples()
     # Equal on all ranks: the tables of an exchange have the same storage.
     on_gpu = any(feature.spec.storage == "device" for feature in features)
-    payload, splits, sample_ids, sample_splits = _encode(
+    payload, splits, sample_ids, sample_splits = encode(
         ids, features, weight, on_gpu, where
     )
     message, splits = collectives.all_to_all(payload, splits, f"{label}/ids")
@@ -273,13 +275,14 @@ def input_dist(
     )
 
 
-def _encode(
+def encode(
     ids: Sequence[Sequence[Ids]],
     features: Sequence[Feature],
     weight: tf.Tensor,
     in_blocks: bool,
-    where: dict[str, Any],
+    where: Keywords,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Encodes the ids of a batch; see `input_dist`, `id_ops.encode_ids`."""
     flat = [part for lists in ids for part in lists]
     values = [part.values for part in flat]
     if len({each.dtype for each in values}) > 1:
@@ -320,7 +323,7 @@ def lookup(
         The sums, concatenated in the order of `ids`, float32 `[v]`, and the
         number of these values for each requesting rank, int64 `[world_size]`.
     """
-    used = sorted({feature.table for feature in features})
+    used = used_tables(features)
     return lookup_ops.lookup(
         [tables[index] for index in used],
         ids.row_splits,
@@ -329,6 +332,11 @@ def lookup(
         ids.served,
         feature_tables=[used.index(feature.table) for feature in features],
     )
+
+
+def used_tables(features: Sequence[Feature]) -> list[int]:
+    """Ascending indices of the tables that features are looked up in."""
+    return sorted({feature.table for feature in features})
 
 
 def output_dist(
@@ -354,8 +362,28 @@ def output_dist(
     Returns:
         Per feature the sums, float32 `[b, dim]`; zeros for samples without ids.
     """
+    parts = sent(
+        values, send_splits, collectives, wire, f"{wire.label}/results"
+    )
+    return join(parts, route, features, collectives)
+
+
+def join(
+    parts: tf.Tensor,
+    route: Route,
+    features: Sequence[Feature],
+    collectives: Collectives,
+) -> list[tf.Tensor]:
+    """Joins the parts of each sample that the owners have sent.
+
+    Args:
+        parts: float32 `[v]`, the results of all owners.
+        route: see `output_dist`; so are the other arguments and the result.
+        features: the features that were looked up.
+        collectives: the strategy's collectives.
+    """
     return lookup_ops.join_parts(
-        _sent_back(values, send_splits, collectives, wire),
+        parts,
         route.sample_ids,
         route.sample_splits,
         route.samples,
@@ -365,15 +393,26 @@ def output_dist(
     )
 
 
-def _sent_back(
+def sent(
     values: tf.Tensor,
     send_splits: tf.Tensor,
     collectives: Collectives,
     wire: Wire,
+    label: str,
 ) -> tf.Tensor:
-    """Sends results to the ranks that have asked, in the wire format."""
+    """Sends numbers to the ranks in the wire format.
+
+    Args:
+        values: float32 `[v]`, the numbers for each rank, in their order.
+        send_splits: int64 `[world_size]`, the numbers for each rank.
+        collectives: the strategy's collectives.
+        wire: the wire format of the numbers and of their gradient.
+        label: the name of the exchange in errors.
+
+    Returns:
+        float32, the numbers that this rank received.
+    """
     seed, gradient_seed = wire.seeds(collectives.group.rank)
-    label = f"{wire.label}/results"
     if wire.dtype == "int8":
 
         def encode(
@@ -441,7 +480,7 @@ def _coded_all_to_all(
         return decode(*collectives.all_to_all(payload, sizes, label))
 
     @tf.custom_gradient
-    def differentiable(values: tf.Tensor) -> Any:
+    def differentiable(values: tf.Tensor) -> WithGradient:
         parts, splits = exchange(values, send_splits, label, False)
 
         def grad(upstream: tf.Tensor) -> tf.Tensor:
@@ -450,53 +489,6 @@ def _coded_all_to_all(
         return parts, grad
 
     return differentiable(numbers)
-
-
-def samples_of_lists(
-    route: Route,
-    poolings: Sequence[Pooling],
-    features: Sequence[Feature],
-    collectives: Collectives,
-    label: str,
-) -> tf.Tensor:
-    """Sends the owners the number of samples that each of their lists is for.
-
-    Args:
-        route: the return route of the lists.
-        poolings: one for each feature with unique rows, in order.
-        features: the features that were looked up.
-        collectives: the strategy's collectives.
-        label: the name of the exchange in errors.
-
-    Returns:
-        float32 `[S]`, in the order of `OwnedIds`: of a feature with unique
-        rows the number of samples that have the row, otherwise 1.
-    """
-    of_unique = iter(poolings)
-    counts = [
-        _samples_of_rows(next(of_unique), route.samples[index])
-        if feature.unique
-        else tf.ones(route.samples[index : index + 1])
-        for index, feature in enumerate(features)
-    ]
-    starts = tf.cumsum(route.samples, exclusive=True)
-    ranks = tf.shape(route.sample_splits)[:1]
-    starts = tf.repeat(
-        tf.tile(starts, ranks), tf.reshape(route.sample_splits, [-1])
-    )
-    places = starts + tf.cast(route.sample_ids, tf.int64)
-    sent = tf.gather(tf.concat(counts, 0), places)
-    splits = tf.reduce_sum(route.sample_splits, axis=1)
-    return collectives.all_to_all(sent, splits, label)[0]
-
-
-def _samples_of_rows(pooling: Pooling, rows: tf.Tensor) -> tf.Tensor:
-    """Counts the samples of each unique row; float32 `[rows]`."""
-    pairs = row_counts.pairs(pooling.row_splits, pooling.positions)
-    _, found = row_counts.without_repetitions(*pairs, rows)
-    return tf.math.unsorted_segment_sum(
-        tf.ones_like(found, tf.float32), found, rows
-    )
 
 
 def local_lookup(
@@ -514,12 +506,12 @@ def local_lookup(
     Returns:
         Per feature the sums, float32 `[b, dim]`.
     """
-    owned = _merge(ids, features)
+    owned = merge(ids, features)
     values, _ = lookup(tables, features, owned)
     return _split(values, owned, features)
 
 
-def _merge(
+def merge(
     ids: Sequence[Sequence[Ids]], features: Sequence[Feature]
 ) -> OwnedIds:
     """Checks and merges the ids of unpartitioned tables.

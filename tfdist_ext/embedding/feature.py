@@ -15,6 +15,7 @@ from tfdist_ext.tables.checks import OutOfRange
 from tfdist_ext.tables.checks import refuse_removed
 from tfdist_ext.tables.placement import FeaturePlacement
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Keywords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Wire:
             )
 
     @classmethod
-    def taken_from(cls, arguments: dict[str, Any]) -> Wire:
+    def taken_from(cls, arguments: Keywords) -> Wire:
         """Removes the arguments of the wire format from keyword arguments.
 
         Args:
@@ -105,7 +106,7 @@ class Wire:
         }
         return cls(label, **given)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Keywords:
         """Returns the layer arguments that create this wire format."""
         return {name: getattr(self, field) for name, field in _FIELDS.items()}
 

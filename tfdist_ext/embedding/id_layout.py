@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
+
+from tfdist_ext.type_names import TensorLike
 
 
 class Layout(tf.experimental.BatchableExtensionType):
@@ -50,7 +51,7 @@ def dense(shape: tf.Tensor, static: tf.TensorShape) -> Layout:
     return Layout(shape[0], shape[1:], sizes)
 
 
-def arranged(rows: tf.Tensor, layout: Layout) -> Any:
+def arranged(rows: tf.Tensor, layout: Layout) -> TensorLike:
     """Puts the results into the dimensions of a layout.
 
     Args:
@@ -77,13 +78,15 @@ def arranged(rows: tf.Tensor, layout: Layout) -> Any:
     return ragged.to_tensor(shape=[None, *shape, *last])
 
 
-def zeros(layout: Layout, dim: int) -> Any:
+def zeros(layout: Layout, dim: int) -> TensorLike:
     """Returns zeros as results, without a lookup."""
     lists = layout.count * tf.reduce_prod(layout.inner)
     return arranged(tf.zeros([lists, dim]), layout)
 
 
-def cut(layout: Layout, start: Any, stop: Any) -> Layout:
+def cut(
+    layout: Layout, start: int | tf.Tensor, stop: int | tf.Tensor
+) -> Layout:
     """Returns the layout of the samples from `start` to `stop`."""
     splits = []
     for each in layout.splits:
@@ -95,14 +98,14 @@ def cut(layout: Layout, start: Any, stop: Any) -> Layout:
     return Layout(count, inner, sizes, tuple(splits), layout.pad)
 
 
-def lists_before(layout: Layout, sample: Any) -> tf.Tensor:
+def lists_before(layout: Layout, sample: int | tf.Tensor) -> tf.Tensor:
     """Returns the index of a sample's first list, an int64 scalar."""
     for splits in layout.splits:
         sample = splits[sample]
     return tf.cast(sample, tf.int64) * layout.lists_per_sample
 
 
-def empty(like: Any) -> Layout:
+def empty(like: Layout) -> Layout:
     """Returns the layout of an empty batch.
 
     Args:
@@ -113,7 +116,7 @@ def empty(like: Any) -> Layout:
     return Layout(tf.zeros([], tf.int64), inner, like.sizes, splits, like.pad)
 
 
-def static_shape(layout: Any) -> Sequence[int | None]:
+def static_shape(layout: Layout) -> Sequence[int | None]:
     """Returns the static shape of results, except the last dimension."""
     ragged = [None] * len(layout.splits)
     return [None, *ragged, *(None if s < 0 else s for s in layout.sizes)]

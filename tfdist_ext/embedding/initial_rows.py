@@ -22,6 +22,7 @@ from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.type_names import DTypeLike
 from tfdist_ext.type_names import InitializerLike
 from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
 
 if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
@@ -33,10 +34,10 @@ Initializer = Callable[..., tf.Tensor]
 
 # Tables per name since TensorFlow's seed was set, by its generator. Setting the
 # seed creates another generator.
-_seen: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
+_seen: weakref.WeakKeyDictionary[InitializerLike, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
 )
-_numbers: weakref.WeakKeyDictionary[Any, dict[str, int]] = (
+_numbers: weakref.WeakKeyDictionary[InitializerLike, dict[str, int]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -103,7 +104,7 @@ def for_shard(
     return initialize
 
 
-def _of_matrix(value: Any, spec: ShardSpec) -> Initializer:
+def _of_matrix(value: TensorLike, spec: ShardSpec) -> Initializer:
     """Returns an initializer that reads one rank's block of a given table."""
     try:
         whole = np.broadcast_to(np.asanyarray(value), (spec.rows, spec.dim))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from typing import Any
@@ -255,7 +256,7 @@ class KeyShard(tf.Module):
             found[name] = self.slices.in_order(value.numpy())
         return found
 
-    def take(self, saved: Mapping[str, Any]) -> None:
+    def take(self, saved: Mapping[str, np.ndarray]) -> None:
         """Takes this rank's part of the arrays that `gathered` returned.
 
         Args:
@@ -341,7 +342,7 @@ class KeyShard(tf.Module):
         self._read_buckets = shape[0]
         return self.slices.slice_of(shape)
 
-    def _saved(self) -> dict[str, Any]:
+    def _saved(self) -> Mapping[str, object]:
         if self._collectives is None:
             return self._whole()
         buckets = self._buckets()
@@ -362,9 +363,9 @@ class KeyShard(tf.Module):
         self,
         name: str,
         shape: tuple[int, ...],
-        tensor: Any,
+        tensor: Callable[[], tf.Tensor] | tf.Tensor | None,
         dtype: tf.DType = tf.int64,
-    ) -> dict[str, Any]:
+    ) -> dict[str, internals.SaveSpec]:
         slice_spec = self.slices.slice_of(shape)
         return {
             slice_spec: internals.SaveSpec(
@@ -376,7 +377,9 @@ class KeyShard(tf.Module):
             )
         }
 
-    def _restore(self, restored: dict[str, Any]) -> None:
+    def _restore(
+        self, restored: dict[str, tf.Tensor | dict[str, tf.Tensor]]
+    ) -> None:
         found = {}
         for name, value in restored.items():
             if isinstance(value, dict):
@@ -410,7 +413,7 @@ class _Exported:
 class _Slots:
     """Slots and initial values, in an object that is not tracked."""
 
-    all: list[tuple[Any, float]] = dataclasses.field(default_factory=list)
+    all: list[tuple[Variable, float]] = dataclasses.field(default_factory=list)
 
 
 def _identifier(name: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -59,7 +58,7 @@ class KeySlices:
         n = ((bucket + 1) * self.world_size - 1) // buckets
         return (n + self.first_rank) % self.world_size
 
-    def in_order(self, gathered: Any) -> np.ndarray:
+    def in_order(self, gathered: np.ndarray) -> np.ndarray:
         """Sorts an array `[buckets, ...]` by bucket.
 
         Args:
@@ -224,7 +223,11 @@ class KeyTexts:
         return {LENGTHS: lengths, BYTES: values}
 
     def take(
-        self, saved: Mapping[str, Any], buckets: int, first: int, end: int
+        self,
+        saved: Mapping[str, np.ndarray],
+        buckets: int,
+        first: int,
+        end: int,
     ) -> None:
         """Stores texts of this rank's buckets that `packed` returned.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import capture
+from tfdist_ext.embedding import deferred_rows
 from tfdist_ext.embedding import exchange
 from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.exchange import OwnedIds
@@ -28,12 +30,16 @@ from tfdist_ext.embedding.exchange import output_dist
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.owner_rows import ask_owners
 from tfdist_ext.embedding.prefetched_ids import Ahead
+from tfdist_ext.embedding.row_copies import Found
 from tfdist_ext.embedding.rows_of_keys import rows_of_keys
+from tfdist_ext.embedding.samples_of_rows import samples_of_lists
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.tables.checks import Storage
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Variable
 
 
@@ -181,7 +187,7 @@ def exchange_ahead(
     following = ask_next()
     kept = _tensors(following)
     dtypes = [tensor.dtype for tensor in kept]
-    place: dict[str, Any] = {
+    place: Keywords = {
         "dtypes": [tf.int64, *dtypes],
         "shared_name": name,
     }
@@ -212,7 +218,7 @@ def exchange_ahead(
     return _rebuilt(following, iter(current)), following
 
 
-def _tensors(value: Any) -> list[tf.Tensor]:
+def _tensors(value: object) -> list[tf.Tensor]:
     """Returns the tensors of nested dataclasses and lists, in order."""
     if tf.is_tensor(value):
         return [value]
@@ -220,7 +226,7 @@ def _tensors(value: Any) -> list[tf.Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _rebuilt(like: Any, tensors: Any) -> Any:
+def _rebuilt(like: Any, tensors: Iterator[tf.Tensor]) -> Any:
     if tf.is_tensor(like):
         return next(tensors)
     if isinstance(like, list):
@@ -228,7 +234,7 @@ def _rebuilt(like: Any, tensors: Any) -> Any:
     return type(like)(*[_rebuilt(part, tensors) for part in _fields(like)])
 
 
-def _fields(value: Any) -> list[Any]:
+def _fields(value: Any) -> list[object]:
     return [getattr(value, f.name) for f in dataclasses.fields(value)]
 
 
@@ -240,11 +246,16 @@ class Asked:
         owned: the rows that this rank must look up.
         route: the return route.
         poolings: one `Pooling` for each feature with unique rows, in order.
+        lists: per feature, the lists that are looked up, if their gradients
+            are kept; otherwise empty.
+        found: indices of features, and what this rank has of their rows.
     """
 
     owned: OwnedIds
     route: Route
     poolings: list[exchange.Pooling]
+    lists: list[list[Ids]]
+    found: list[tuple[int, Found]] = dataclasses.field(default_factory=list)
 
 
 def pooled_lookup(
@@ -332,7 +343,7 @@ def look_up_together(
     Returns:
         For each lookup the result of `pooled_lookup`.
     """
-    tables: dict[int, Any] = {}
+    tables: dict[int, Variable] = {}
     features = []
     for each in lookups:
         for feature in each.features:
@@ -392,6 +403,13 @@ class _Exchange:
                 "wire_dtype='int8' with storage='device'. Use "
                 "wire_dtype='bfloat16', or storage='host'."
             )
+        if self._keeps_rows:
+            deferred_rows.check(self.features)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        """Whether gradients are kept; a check compares a step without that."""
+        return self.collectives.keeps_rows and self.collectives.trial is None
 
     def look_up(
         self,
@@ -400,11 +418,37 @@ class _Exchange:
         ahead: Ahead | None,
     ) -> list[tf.Tensor]:
         _fix_placements(tables)
-        asked = self.ask(ids) if ahead is None else self.ask_ahead(ids, ahead)
+        step = self.collectives.step
+        if step is not None and step.asynchronous:
+            if ahead is not None:
+                raise ValueError(
+                    f"Layer '{self.features[0].name}': ids are exchanged ahead "
+                    "(prefetch), which needs all ranks in the same step. Leave "
+                    "it out with consistency.SSP and consistency.BAP."
+                )
+            return self._ask_owners(ids, tables)
+        if ahead is None:
+            asked = self.ask(ids, tables)
+        else:
+            asked = self.ask_ahead(ids, ahead)
         return self.answer(asked, tables)
 
-    def ask(self, ids: Sequence[Sequence[Ids]]) -> Asked:
-        asked = self._sent(ids, self.wire.label)
+    def _ask_owners(
+        self, ids: Sequence[Sequence[Ids]], tables: Sequence[Variable]
+    ) -> list[tf.Tensor]:
+        lists, poolings = self._without_duplicates(ids)
+        parts, route = ask_owners(
+            *(lists, self.features, tables, self.collectives, self.wire)
+        )
+        return self._pooled(
+            exchange.join(parts, route, self.features, self.collectives),
+            poolings,
+        )
+
+    def ask(
+        self, ids: Sequence[Sequence[Ids]], tables: Sequence[Variable]
+    ) -> Asked:
+        asked = self._sent(ids, self.wire.label, tables=tables)
         self._check(asked)
         return asked
 
@@ -440,12 +484,30 @@ class _Exchange:
         ids: Sequence[Sequence[Ids]],
         label: str,
         weight: tf.Tensor | None = None,
+        tables: Sequence[Variable] = (),
     ) -> Asked:
         lists, poolings = self._without_duplicates(ids)
+        kept = list(map(list, lists)) if self._keeps_rows else []
+        found = self._find_copies(lists, tables)
+        for index, each in found:
+            lists[index] = [exchange.each_alone(each.missing)]
         owned, route = input_dist(
             lists, self.features, self.collectives, label, weight
         )
-        return Asked(owned, route, poolings)
+        return Asked(owned, route, poolings, kept, found)
+
+    def _find_copies(
+        self, lists: Sequence[Sequence[Ids]], tables: Sequence[Variable]
+    ) -> list[tuple[int, Found]]:
+        """Indices of features with unique rows, and what this rank has."""
+        copies = self.collectives.row_copies
+        if copies is None or not self._keeps_rows or not tables:
+            return []
+        return [
+            (i, copies.find(lists[i][0].values, each, tables[each.table]))
+            for i, each in enumerate(self.features)
+            if each.unique and each.keys is None
+        ]
 
     def _without_duplicates(
         self, ids: Sequence[Sequence[Ids]]
@@ -471,18 +533,40 @@ class _Exchange:
         marks.set_samples_of_lists(
             asked.owned.rows, lambda: self._samples_of_lists(asked)
         )
-        values, splits = lookup(tables, self.features, asked.owned)
-        results = output_dist(
-            values,
-            splits,
-            asked.route,
-            self.features,
-            self.collectives,
-            self.wire,
-        )
-        poolings = iter(asked.poolings)
+
+        def look_up() -> list[tf.Tensor]:
+            values, splits = lookup(tables, self.features, asked.owned)
+            results = output_dist(
+                values,
+                splits,
+                asked.route,
+                self.features,
+                self.collectives,
+                self.wire,
+            )
+            for index, each in asked.found:
+                results[index] = each.complete(results[index])
+            return results
+
+        if self._keeps_rows:
+            results = deferred_rows.deferring(
+                *(look_up, asked.lists, self.features, tables),
+                *(asked.route.gradient_scale, self.wire),
+                counts=[each.count for _, each in asked.found],
+            )
+        else:
+            results = look_up()
+        return self._pooled(results, asked.poolings)
+
+    def _pooled(
+        self,
+        results: Sequence[tf.Tensor],
+        poolings: Sequence[exchange.Pooling],
+    ) -> list[tf.Tensor]:
+        """Sums the rows of features whose unique rows were sent."""
+        of_unique = iter(poolings)
         return [
-            exchange.pool(result, next(poolings)) if feature.unique else result
+            exchange.pool(result, next(of_unique)) if feature.unique else result
             for result, feature in zip(results, self.features, strict=True)
         ]
 
@@ -501,7 +585,7 @@ class _Exchange:
         lists = tf.size(asked.owned.row_splits) - 1
         ones = tf.ones([lists])
         if any(feature.unique for feature in self.features):
-            ones = exchange.samples_of_lists(
+            ones = samples_of_lists(
                 asked.route,
                 asked.poolings,
                 self.features,

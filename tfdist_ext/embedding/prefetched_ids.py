@@ -22,9 +22,8 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
-from tfdist_ext.type_names import Nested
-
-Nest = Any
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import TensorLike
 
 
 class IdLists(tf.experimental.BatchableExtensionType):
@@ -118,7 +117,7 @@ class PrefetchedIds(
         return PrefetchedIds(lists, (), self.position, self.counts, layouts)
 
 
-def _shape_for_keras(layouts: Sequence[Any]) -> tf.TensorShape:
+def _shape_for_keras(layouts: Sequence[Layout]) -> tf.TensorShape:
     return tf.TensorShape([*id_layout.static_shape(layouts[0]), None])
 
 
@@ -178,7 +177,7 @@ def _lists(lists: IdLists) -> list[Ids]:
     ]
 
 
-def _cut(ids: Ids, start: Any, stop: Any) -> Ids:
+def _cut(ids: Ids, start: tf.Tensor, stop: tf.Tensor) -> Ids:
     row_splits = batches.copied(ids.row_splits[start : stop + 1])
     values, weights = (
         batches.rows(part, row_splits[0], row_splits[-1])
@@ -242,7 +241,7 @@ def _pair(spec: Nest, *tensors: tf.Tensor) -> Nest:
 
     number = itertools.count()
 
-    def unite(last: Any, following: Any) -> Any:
+    def unite(last: TensorLike, following: TensorLike) -> TensorLike:
         if not isinstance(last, PrefetchedIds):
             return last
         ahead = (following.now,)
@@ -289,7 +288,7 @@ class Ahead:
 
 
 def for_call(
-    inputs: Nested, place: Callable[[], str] | None
+    inputs: PrefetchedIds | TensorLike, place: Callable[[], str] | None
 ) -> tuple[list[list[Ids]], Ahead | None] | None:
     """Returns ids from the input pipeline, and the next batch if it is known.
 
@@ -313,6 +312,6 @@ def for_call(
     return of_features(inputs.now, inputs.counts), ahead
 
 
-def is_prefetched(value: Any) -> bool:
+def is_prefetched(value: object) -> bool:
     """Whether a value is a `PrefetchedIds` or its spec."""
     return isinstance(value, PrefetchedIds | PrefetchedIds.Spec)

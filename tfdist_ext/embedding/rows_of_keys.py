@@ -21,6 +21,7 @@ from tfdist_ext.ops import vocabulary_ops
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 
 keras = tf.keras
 
@@ -55,7 +56,7 @@ class KeySteps:
         """bool scalar: whether keys of the step wait for their gradients."""
         return tf.convert_to_tensor(self._pending)
 
-    def set_pending(self, pending: Any) -> None:
+    def set_pending(self, pending: bool | tf.Tensor) -> None:
         """Sets whether keys of the step wait for their gradients.
 
         Args:
@@ -67,7 +68,7 @@ class KeySteps:
 _alive: weakref.WeakSet[KeySteps] = weakref.WeakSet()
 
 
-def end_steps(original: Original, *args: Any, **kwargs: Any) -> Any:
+def end_steps(original: Original[T], *args: Any, **kwargs: Any) -> T:
     result = original(*args, **kwargs)
     for steps in list(_alive):
         steps.set_pending(False)
@@ -77,8 +78,8 @@ def end_steps(original: Original, *args: Any, **kwargs: Any) -> Any:
 def in_step(
     vocabularies: list[KeySteps],
     learn: bool,
-    look_up: Callable[[bool], Any],
-) -> Any:
+    look_up: Callable[[bool], T],
+) -> T:
     """Looks up keys, and begins a step first if none has begun.
 
     Args:

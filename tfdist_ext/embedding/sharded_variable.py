@@ -27,6 +27,7 @@ from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.thread_context import current
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
@@ -42,7 +43,7 @@ def reads_allowed() -> AbstractContextManager[None]:
     return thread_context.setting(reads_allowed=current.reads_allowed + 1)
 
 
-def read_parts(original: Original, *args: Any, **kwargs: Any) -> Any:
+def read_parts(original: Original[T], *args: Any, **kwargs: Any) -> T:
     with reads_allowed():
         return original(*args, **kwargs)
 
@@ -53,11 +54,9 @@ def refuse_read(variable: tf.Variable) -> None:
         setattr(variable, name, _checked(getattr(variable, name), variable))
 
 
-def _checked(
-    read: Callable[..., Any], variable: tf.Variable
-) -> Callable[..., Any]:
+def _checked(read: Callable[..., T], variable: tf.Variable) -> Callable[..., T]:
     @functools.wraps(read)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> T:
         if not current.reads_allowed and not internals.is_updating():
             spec = shard_spec(variable)
             assert spec is not None
@@ -107,7 +106,7 @@ def creating(spec: ShardSpec) -> Iterator[None]:
         yield
 
 
-def storage_for(colocate_with: Any) -> Storage:
+def storage_for(colocate_with: Variable | None) -> Storage:
     """Returns the storage of a variable that is being created.
 
     Args:
@@ -120,7 +119,7 @@ def storage_for(colocate_with: Any) -> Storage:
     return current.new_storage or (spec.storage if spec else "device")
 
 
-def spec_for(colocate_with: Any) -> ShardSpec | None:
+def spec_for(colocate_with: Variable | None) -> ShardSpec | None:
     """Returns the spec of a variable being created, None if it is no shard.
 
     Args:
@@ -161,7 +160,7 @@ def hold(
 
 
 def move_table(
-    variable: Variable,
+    variable: tf.Variable,
     spec: ShardSpec,
     collectives: Collectives,
     block: int = 2**24,
@@ -207,12 +206,12 @@ class _Routes:
         self._senders = placement.part_of(ids, old.row_parts)
         self._receivers = placement.part_of(ids, new.row_parts)
 
-    def sent_by(self, rank: int) -> Any:
+    def sent_by(self, rank: int) -> np.ndarray:
         """Returns the ids of the rows of which a rank has columns."""
         cell = self.old.at(rank).cell
         return self.ids[self._senders == cell[0]] if cell else self.ids[:0]
 
-    def piece(self, sender: int, receiver: int) -> tuple[Any, slice]:
+    def piece(self, sender: int, receiver: int) -> tuple[np.ndarray, slice]:
         """Returns ids and columns that one rank sends to another."""
         old, new = self.old.at(sender), self.new.at(receiver)
         first = max(old.columns[0], new.columns[0])
@@ -225,7 +224,10 @@ class _Routes:
 
 
 def _move_rows(
-    native: Any, part: np.ndarray, routes: _Routes, collectives: Collectives
+    native: tf.Variable,
+    part: np.ndarray,
+    routes: _Routes,
+    collectives: Collectives,
 ) -> None:
     """Exchanges rows and writes those that this rank receives to `part`."""
     old, new = routes.old, routes.new
@@ -261,7 +263,7 @@ def _move_rows(
         place += size
 
 
-def _rows(native: Any, local: Any) -> np.ndarray:
+def _rows(native: tf.Variable, local: np.ndarray) -> np.ndarray:
     with reads_allowed():
         rows: np.ndarray = native.sparse_read(local).numpy()
     return rows

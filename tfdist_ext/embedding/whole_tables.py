@@ -20,6 +20,7 @@ from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.type_names import DTypeLike
 from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 ROWS_AT_A_TIME = 1 << 18
 
 
-def kernel_of(layer: Layer) -> Any:
+def kernel_of(layer: tf.keras.layers.Layer | Variable) -> Variable:
     """Returns the only table of a layer; a variable is returned unchanged.
 
     Raises:
@@ -91,7 +92,7 @@ def gather_to_first(variable: Variable, collectives: Collectives) -> np.ndarray:
     return assemble(flat.numpy(), spec, local.shape.rank)
 
 
-def assign_part(variable: Variable, whole: Any) -> None:
+def assign_part(variable: Variable, whole: TensorLike) -> None:
     """Assigns this rank's part of an entire table.
 
     Args:
@@ -120,13 +121,13 @@ def assign_part(variable: Variable, whole: Any) -> None:
     type(inner).assign(inner, part)
 
 
-def accept_whole(variable: Variable) -> None:
+def accept_whole(variable: tf.Variable) -> None:
     """Lets `assign` of a shard accept an entire table as well as its part."""
     if shard_spec(variable) is None:
         return
     assign_own = variable.assign
 
-    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(value: TensorLike, *args: Any, **kwargs: Any) -> tf.Operation:
         spec = shard_spec(variable)  # read here, because tables may be moved
         assert spec is not None
         shape = tuple(getattr(value, "shape", None) or np.shape(value))
@@ -139,7 +140,7 @@ def accept_whole(variable: Variable) -> None:
     variable.assign = assign
 
 
-def set_weights(layer: Layer, weights: Sequence[Any]) -> None:
+def set_weights(layer: Layer, weights: Sequence[TensorLike]) -> None:
     """Sets a layer's weights to entire tables, or to values of `get_weights`.
 
     Args:
@@ -160,7 +161,7 @@ def set_weights(layer: Layer, weights: Sequence[Any]) -> None:
 
 
 def read_part(
-    whole: Any,
+    whole: TensorLike,
     spec: ShardSpec,
     shape: tuple[int, ...],
     dtype: DTypeLike,
@@ -208,7 +209,7 @@ def write(
 
 
 def write_all(
-    variables: Mapping[str, Any],
+    variables: Mapping[str, Variable],
     collectives: Collectives | None,
     folder: str | os.PathLike[str],
 ) -> dict[str, str]:
@@ -274,7 +275,7 @@ def _write(
 
 
 def _blocks_of_ranks(
-    inner: Any,
+    inner: tf.Variable,
     spec: ShardSpec | None,
     collectives: Collectives | None,
     block_rows: int,
@@ -388,8 +389,61 @@ def row_blocks(
             )
 
 
+def rows_of_rank(spec: ShardSpec) -> tuple[int, int]:
+    """Returns the first row that `even_blocks` yields, and the end.
+
+    Args:
+        spec: this rank's part of the table.
+    """
+    share = _even_share(spec) * spec.row_parts
+    first = min(spec.rank * share, spec.rows)
+    return first, min(first + share, spec.rows)
+
+
+def _even_share(spec: ShardSpec) -> int:
+    """The local rows of every part that one rank is given."""
+    return -(-spec.rows // (spec.row_parts * spec.world_size))
+
+
+def even_blocks(
+    variable: Variable, collectives: Collectives, numbers: int = 1 << 22
+) -> Iterator[np.ndarray]:
+    """Yields consecutive rows of a table, as many on every rank.
+
+    A joint call: all ranks must iterate to the end. A rank holds the rows that
+    it sends and those that it is given for one block at a time.
+
+    Args:
+        variable: a shard.
+        collectives: the strategy's collectives.
+        numbers: how many numbers a block has, approximately.
+
+    Yields:
+        Rows `[n, dim]`. Together they are those of `rows_of_rank`.
+    """
+    spec, inner = shard_spec(variable), value_of(variable)
+    assert spec is not None
+    owned = inner.read_value()
+    share = _even_share(spec)
+    step = max(1, min(share, numbers // (spec.dim * spec.row_parts)))
+    for start in range(0, share, step):
+        end = min(start + step, share)
+        sent = [
+            owned[rank * share + start : rank * share + end]
+            for rank in range(spec.world_size)
+        ]
+        flat, _ = collectives.all_to_all(
+            tf.reshape(tf.concat(sent, 0), [-1]),
+            tf.constant([each.shape.num_elements() for each in sent], tf.int64),
+            f"{spec.table}/blocks",
+        )
+        mine = spec.rank * share + start
+        if mine * spec.row_parts < spec.rows:
+            yield assemble(flat.numpy(), spec, 2, mine, end - start)
+
+
 def _blocks_of_whole(
-    inner: Any, numbers: int
+    inner: tf.Variable, numbers: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     rows = tf.convert_to_tensor(inner)
     step = max(1, numbers // int(rows.shape[1]))

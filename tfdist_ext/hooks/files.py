@@ -12,13 +12,14 @@ from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.patching import Hook
 from tfdist_ext.patching import Need
+from tfdist_ext.patching import StageFn
 from tfdist_ext.patching import hook
 from tfdist_ext.patching import stage
 from tfdist_ext.saving import exporting
 from tfdist_ext.saving import keras_files
 from tfdist_ext.saving import saver
 from tfdist_ext.saving import shared_files
-from tfdist_ext.strategy import round_ends
+from tfdist_ext.strategy import rounds
 
 keras = tf.keras
 
@@ -73,7 +74,7 @@ def _writers() -> list[Hook]:
         *(
             hook(
                 *(owner, name, why, _SAVING),
-                stage(round_ends.before, STRATEGY),
+                stage(rounds.end_before, STRATEGY),
                 stage(call, RANKS),
             )
             for owner, name, call in written
@@ -87,6 +88,7 @@ def _readers() -> list[Hook]:
     files, hdf5, folders = saving.files, saving.hdf5, saving.folders
     read, refuse = keras_files.read_on_all_ranks, keras_files.refuse_tables
     if KERAS_3:
+        loaded: list[tuple[object, str, StageFn]]
         loaded = [(hdf5, "load_model_from_hdf5", read)]
     else:
         arrays = keras_files.read_arrays
@@ -137,7 +139,7 @@ def _checkpoints() -> list[Hook]:
     """Hooks of checkpoints of TensorFlow."""
     needs = (RANKS, Need.CHECKPOINTS)
     why = "Each rank writes and reads its shards. All succeed or all fail."
-    ends = stage(round_ends.before_checkpoint(saver.objects_of), STRATEGY)
+    ends = stage(rounds.end_before_checkpoint(saver.objects_of), STRATEGY)
     rows = []
     for owner in (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint):
         for name in ("_write", "save", "read", "restore"):
@@ -216,7 +218,7 @@ def _exports() -> list[Hook]:
     module = internals.saved_model_save
     served = "Models with tables are exported with ops of TensorFlow only."
     export = [
-        stage(round_ends.before, STRATEGY),
+        stage(rounds.end_before, STRATEGY),
         stage(exporting.export_archive, TABLES),
     ]
     if KERAS_3:

@@ -8,8 +8,6 @@ original. This module has the hooks of training; `files` has those of files.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
@@ -24,11 +22,13 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.layers import model_plan
 from tfdist_ext.numbers import check
 from tfdist_ext.numbers import model_state
+from tfdist_ext.optimizers import accumulation
 from tfdist_ext.optimizers import row_gradients
 from tfdist_ext.optimizers import row_optimizer
 from tfdist_ext.optimizers import supported
 from tfdist_ext.patching import Hook
 from tfdist_ext.patching import Need
+from tfdist_ext.patching import StageFn
 from tfdist_ext.patching import hook
 from tfdist_ext.patching import stage
 from tfdist_ext.strategy import before_training
@@ -36,7 +36,6 @@ from tfdist_ext.strategy import loops
 from tfdist_ext.strategy import on_batch
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
-from tfdist_ext.strategy import round_ends
 from tfdist_ext.strategy import rounds
 from tfdist_ext.strategy import state
 from tfdist_ext.strategy import steps
@@ -86,7 +85,7 @@ def _loops() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     compare_settings = stage(loops.compare_settings, STRATEGY)
-    end_round = stage(round_ends.before, STRATEGY)
+    end_round = stage(rounds.end_before, STRATEGY)
     place_first = stage(_place_first, STRATEGY)
     in_scope = stage(before_training.in_scope, STRATEGY)
     in_loop = (
@@ -103,7 +102,7 @@ def _loops() -> list[Hook]:
             stage(update_watch.end_watch, Need.UPDATE_WATCH),
             stage(resume.skip_trained_batches, STRATEGY),
             stage(model_state.compare_after_epochs, RANKS),
-            stage(round_ends.after_epochs, STRATEGY),
+            stage(rounds.end_after_epochs, STRATEGY),
             on_all_ranks,
             compare_settings,
             stage(before_training.shuffle_equally, RANKS),
@@ -157,6 +156,7 @@ def _functions() -> list[Hook]:
             "make_train_function",
             "The first step is compared with one process before it is trained.",
             _LOOP,
+            stage(refused.check_first, STRATEGY),
             stage(check.check_first_step, RANKS),
         ),
         hook(
@@ -179,7 +179,7 @@ def _batches() -> list[Hook]:
     model = keras.Model
     on_all_ranks = stage(loops.on_all_ranks, RANKS)
     in_scope = stage(before_training.in_scope, STRATEGY)
-    end_round = stage(round_ends.before, STRATEGY)
+    end_round = stage(rounds.end_before, STRATEGY)
     on_batch_steps = [stage(on_batch.step_on_batch, RANKS)] if KERAS_3 else []
     rows = []
     for name in ("train_on_batch", "test_on_batch"):
@@ -372,11 +372,11 @@ def _norms() -> list[Hook]:
     return rows
 
 
-def _is_no_container(cls: type[Any]) -> bool:
+def _is_no_container(cls: type) -> bool:
     return not keras_internals.is_container(cls)
 
 
-def _has_own_update(metric: type[Any]) -> bool:
+def _has_own_update(metric: type) -> bool:
     """Whether `update_state` of a class is not reached through another hook.
 
     `Mean` and `Sum` of tf_keras have that of a common base class.
@@ -425,6 +425,13 @@ def _updates() -> list[Hook]:
             apply,
             stage(rounds.apply, STRATEGY),
             stage(row_gradients.sum_repeated_rows, TABLES),
+        ),
+        hook(
+            keras.optimizers.Optimizer,
+            accumulation.APPLY,
+            "Accumulated gradients are summed over the ranks once.",
+            _OPTIMIZER,
+            stage(accumulation.accumulate, STRATEGY),
         ),
         hook(scaled, "apply", _UPDATE, _OPTIMIZER, apply),
         hook(
@@ -501,7 +508,7 @@ def _variables() -> list[Hook]:
 def _layers() -> list[Hook]:
     layer = keras.layers.BatchNormalization
     upstream = "synchronized moments of Keras that count samples"
-    moments: Any = steps.keras_3_moments
+    moments: StageFn = steps.keras_3_moments
     empty: list[Hook] = []
     if not KERAS_3:
         moments = steps.tf_keras_moments

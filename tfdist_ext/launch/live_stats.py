@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -44,6 +45,9 @@ class Figures:
             came last.
         memory: bytes of memory in use.
         shares: current share of each rank in a batch.
+        staleness: updates of this rank's rows and variables, by how many steps
+            old the values were that they were computed from; the last number
+            is that of more steps. Empty where ranks do not step alone.
     """
 
     began: float
@@ -53,6 +57,7 @@ class Figures:
     waited: tuple[float, ...] = ()
     memory: int = 0
     shares: tuple[float, ...] = ()
+    staleness: tuple[int, ...] = ()
 
     def since(self, before: Figures | None) -> Figures:
         """The difference to earlier statistics, with current memory and shares.
@@ -75,6 +80,12 @@ class Figures:
             ),
             self.memory,
             self.shares,
+            tuple(
+                now - then
+                for now, then in itertools.zip_longest(
+                    self.staleness, before.staleness, fillvalue=0
+                )
+            ),
         )
 
 
@@ -123,12 +134,13 @@ def read(path: pathlib.Path, before: Figures | None) -> Figures | None:
     except OSError:
         return None
     try:
-        began, now, steps, sent, waited, memory, shares = json.loads(text)
+        found = json.loads(text)
+        given: list[Any] = [
+            tuple(each) if isinstance(each, list) else each for each in found
+        ]
+        return Figures(*given)
     except (ValueError, TypeError):
         return before if text else None
-    return Figures(
-        began, now, steps, sent, tuple(waited), memory, tuple(shares)
-    )
 
 
 class LiveStats:
@@ -239,6 +251,12 @@ def summary(
         "step_ms": 1e3 / rate if rate else None,
         "memory_bytes": {rank: each.memory for rank, each in new.items()},
         "shares": list(next(iter(new.values())).shares),
+        "staleness": [
+            sum(counts)
+            for counts in itertools.zip_longest(
+                *(each.staleness for each in new.values()), fillvalue=0
+            )
+        ],
         "silent_seconds": {
             rank: now - each.time
             for rank, each in after.items()
@@ -281,6 +299,10 @@ def line(
     if shares and max(shares) - min(shares) >= _UNEQUAL:
         each = "/".join(f"{100 * share:.0f}" for share in shares)
         parts.append(f"shares {each} %")
+    stale = found["staleness"]
+    if sum(stale[1:]):
+        each = "/".join(f"{100 * count / sum(stale):.0f}" for count in stale)
+        parts.append(f"updates 0/1/... steps old: {each} %")
     parts += [
         f"rank {rank} silent for {seconds:.0f} s"
         for rank, seconds in found["silent_seconds"].items()

@@ -16,15 +16,16 @@ asked to end as well.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import sys
 import threading
-from typing import Any
 from typing import BinaryIO
 
 from tfdist_ext.comm import listener
+from tfdist_ext.comm.handshake import Message
 from tfdist_ext.launch import command
 from tfdist_ext.launch import launch_options
 from tfdist_ext.launch import local_ranks
@@ -74,7 +75,7 @@ def main() -> int:
     return command.explained(options, lambda: _run(options, control))
 
 
-def _run(options: Any, control: BinaryIO) -> int:
+def _run(options: argparse.Namespace, control: BinaryIO) -> int:
     # It is not loopback: other hosts may connect to any interface.
     with listener.reserve_ports(
         options.n, "", command.own_ports(options)
@@ -98,7 +99,7 @@ def _run(options: Any, control: BinaryIO) -> int:
         return ended.code
 
 
-def _receive(control: BinaryIO) -> dict[str, Any] | None:
+def _receive(control: BinaryIO) -> Message | None:
     """The next message; None if there are no more."""
     line = control.readline()
     return dict(json.loads(line)) if line.endswith(b"\n") else None

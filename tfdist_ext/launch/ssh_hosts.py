@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
+from typing import IO
+from typing import TextIO
 
 from tfdist_ext.comm import addresses
 from tfdist_ext.comm import handshake as secret_lib
@@ -66,7 +67,7 @@ class _Connection:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _pump(self, source: Any, sink: Any) -> local_ranks.Pump:
+    def _pump(self, source: IO[bytes], sink: TextIO) -> local_ranks.Pump:
         return local_ranks.Pump(
             os.dup(source.fileno()), sink.buffer, self._lock, prefix=None
         )
@@ -83,7 +84,7 @@ class _Connection:
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message to the host, if it still reads."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -183,7 +184,7 @@ def _command(
 
 def _job(
     host: Host, options: argparse.Namespace, environment: Mapping[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What a host runs: options of its own `tfdist-run`."""
     arguments = ["-n", str(host.slots), "--grace", str(options.grace)]
     if options.log_dir is not None:

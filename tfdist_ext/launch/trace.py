@@ -59,7 +59,7 @@ def write(
         errors: errors of the ranks' clocks, in microseconds.
     """
     first = min((event.start for event in events), default=0.0)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for rank in sorted({event.rank for event in events}):
         rows.append(_name("process_name", rank, 0, f"rank {rank}"))
         mine = [event for event in events if event.rank == rank]
@@ -128,7 +128,7 @@ def _in_lanes(events: Sequence[Event]) -> list[tuple[Event, int]]:
     return found
 
 
-def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+def _name(what: str, rank: int, lane: int, name: str) -> dict[str, object]:
     return {
         "ph": "M",
         "pid": rank,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +22,7 @@ from tfdist_ext.tables import placement
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.type_names import Model
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 # Scores that are computed at a time: 64 MB.
@@ -347,7 +346,7 @@ def of_tower(
     """
 
     @tf.function
-    def compute(features: Any) -> Any:
+    def compute(features: TensorLike) -> tf.Tensor:
         return strategy.run(lambda features: model(features), (features,))
 
     rows, ids = [], []
@@ -358,7 +357,7 @@ def of_tower(
     return rows, ids or None
 
 
-def slice_of(batch: Nested, collectives: Collectives | None) -> tf.Tensor:
+def slice_of(batch: TensorLike, collectives: Collectives | None) -> tf.Tensor:
     """Returns this rank's rows of a batch that is equal on all ranks."""
     batch = tf.convert_to_tensor(batch)
     if collectives is None:
@@ -368,7 +367,9 @@ def slice_of(batch: Nested, collectives: Collectives | None) -> tf.Tensor:
     return batch[rank * number // ranks : (rank + 1) * number // ranks]
 
 
-def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
+def check_rows(
+    candidates: tf.Tensor, identifiers: TensorLike, name: str
+) -> None:
     """Checks candidates and their identifiers.
 
     Raises:
@@ -384,7 +385,7 @@ def check_rows(candidates: tf.Tensor, identifiers: Any, name: str) -> None:
     check_ids(int(candidates.shape[0]), identifiers, name)
 
 
-def check_ids(count: int, identifiers: Any, name: str) -> None:
+def check_ids(count: int, identifiers: TensorLike, name: str) -> None:
     """Checks that there is one identifier for each candidate.
 
     Raises:
@@ -413,7 +414,7 @@ class TableRows:
         ValueError: if the table does not have one of the rows.
     """
 
-    def __init__(self, variable: Variable, rows: Any, name: str) -> None:
+    def __init__(self, variable: Variable, rows: TensorLike, name: str) -> None:
         self.variable = variable
         self._name = name
         self._places: dict[ShardSpec, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -530,7 +531,7 @@ class TableRows:
         return tf.concat(columns, axis=1), first, first + share
 
 
-def variable_of_table(given: Any, table: str | None) -> Any:
+def variable_of_table(given: Variable, table: str | None) -> Variable:
     """Returns the variable of a table whose rows are candidates.
 
     Args:
@@ -546,7 +547,7 @@ def variable_of_table(given: Any, table: str | None) -> Any:
     return found
 
 
-def _variable_of(given: Any, table: str | None) -> Any:
+def _variable_of(given: Variable, table: str | None) -> Variable:
     if not isinstance(given, tf.keras.layers.Layer):
         return given
     if not given.built:

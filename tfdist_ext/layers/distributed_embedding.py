@@ -29,11 +29,14 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-
-Nest = Any
 
 
 @keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -91,9 +94,9 @@ class DistributedEmbedding(DynamicTables):
 
     def __init__(
         self,
-        feature_configs: Nest,
+        feature_configs: Nested[FeatureConfig],
         *,
-        table_stacking: str | Sequence[Any] | None = "auto",
+        table_stacking: str | Sequence[Nested[str]] | None = "auto",
         update_stats: bool = False,
         plan: ShardingPlan | None = None,
         prefetch_ids: bool = False,
@@ -103,7 +106,7 @@ class DistributedEmbedding(DynamicTables):
         super().__init__(wire=wire, prefetch_ids=prefetch_ids, **kwargs)
         del table_stacking, update_stats
         self._configs = FeatureConfigs.of(feature_configs)
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
         self._refuse_prefetched_keys(self._configs.tables)
         self.plan = self._given_plan = plan
         self.plan_given = plan is not None
@@ -155,7 +158,7 @@ class DistributedEmbedding(DynamicTables):
 
     def _add(
         self, table: TableConfig, spec: ShardSpec, initializer: InitializerLike
-    ) -> Any:
+    ) -> Variable:
         variable = self._add_table(
             table.name,
             spec,
@@ -211,7 +214,7 @@ class DistributedEmbedding(DynamicTables):
         """Returns the feature configs with the features that are looked up."""
         return list(zip(self._configs.features, self._features, strict=True))
 
-    def table_variables(self) -> list[Any]:
+    def table_variables(self) -> list[Variable]:
         """Returns this rank's part of each table, by its `Feature.table`."""
         return self._variables
 
@@ -236,7 +239,7 @@ class DistributedEmbedding(DynamicTables):
             self.plan = plan
 
     def call(
-        self, inputs: Nest, weights: Nest = None, training: bool = False
+        self, inputs: TensorLike, weights: Nest = None, training: bool = False
     ) -> Nest:
         """Looks up every feature.
 
@@ -267,16 +270,16 @@ class DistributedEmbedding(DynamicTables):
             ]
         )
 
-    def _ids(self, inputs: Nest, weights: Nest = None) -> list[list[Ids]]:
+    def _ids(self, inputs: TensorLike, weights: Nest = None) -> list[list[Ids]]:
         return self._configs.ids(inputs, weights, self.name)
 
-    def _layouts(self, inputs: Nest) -> list[Layout]:
+    def _layouts(self, inputs: TensorLike) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         return self._configs.layouts(inputs, self.name)
 
     def preprocess(
-        self, inputs: Nest, weights: Nest = None, training: bool = False
+        self, inputs: TensorLike, weights: Nest = None, training: bool = False
     ) -> Nest:
         """Bundles ids and weights into one input of the layer.
 
@@ -309,7 +312,7 @@ class DistributedEmbedding(DynamicTables):
 
     def get_embedding_tables(
         self, folder: str | os.PathLike[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, tf.Tensor] | dict[str, str]:
         """Returns the entire tables by name; a joint call of all ranks.
 
         Without `folder`, every rank needs memory for all tables. Checkpoints
@@ -336,7 +339,7 @@ class DistributedEmbedding(DynamicTables):
             }
         return whole_tables.write_all(variables, self._collectives, folder)
 
-    def set_embedding_tables(self, values: Mapping[str, Any]) -> None:
+    def set_embedding_tables(self, values: Mapping[str, TensorLike]) -> None:
         """Sets entire tables; each rank reads only the part that it holds.
 
         Args:
@@ -357,10 +360,10 @@ class DistributedEmbedding(DynamicTables):
         for name, value in values.items():
             variables[name].assign(value)
 
-    def _own_variables(self) -> dict[str, Any]:
+    def _own_variables(self) -> dict[str, Variable]:
         return self._by_name()
 
-    def _by_name(self) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Variable]:
         if not self.built:
             raise ValueError(
                 f"Layer '{self.name}' has no tables yet: call or build it."
@@ -378,7 +381,9 @@ class DistributedEmbedding(DynamicTables):
         del input_shapes
         return self._configs.pack(self._configs.output_shapes)
 
-    def compute_output_spec(self, inputs: Nest, *_: Any, **__: Any) -> Nest:
+    def compute_output_spec(
+        self, inputs: TensorLike, *_: Any, **__: Any
+    ) -> Nest:
         """Returns the symbolic outputs (Keras 3)."""
         return self._configs.pack(
             [
@@ -387,7 +392,7 @@ class DistributedEmbedding(DynamicTables):
             ]
         )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
         config = super().get_config()
         config.update(self._configs.get_config())
@@ -397,7 +402,7 @@ class DistributedEmbedding(DynamicTables):
         return config
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
+    def from_config(cls, config: Config) -> DistributedEmbedding:
         """Creates the layer from its `get_config`, or from keras-rs's."""
         arguments = dict(config)
         nest = FeatureConfigs.nest_from_config(arguments)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,14 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import SIZES
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Config
+from tfdist_ext.type_names import ConstraintLike
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Keywords
+from tfdist_ext.type_names import RegularizerLike
 from tfdist_ext.type_names import Shape
 from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -104,13 +110,13 @@ class Embedding(OneTable):
         self,
         input_dim: int,
         output_dim: int,
-        embeddings_initializer: Any = "uniform",
-        embeddings_regularizer: Any = None,
-        embeddings_constraint: Any = None,
+        embeddings_initializer: InitializerLike = "uniform",
+        embeddings_regularizer: RegularizerLike = None,
+        embeddings_constraint: ConstraintLike = None,
         mask_zero: bool = False,
         weights: TensorLike = None,
         *,
-        input_length: Any = None,
+        input_length: int | Sequence[int | None] | None = None,
         sharding: checks.Placement | str | TablePlacement = "auto",
         prefetch_ids: bool = False,
         out_of_range: checks.OutOfRange = "error",
@@ -211,21 +217,21 @@ class Embedding(OneTable):
             hotness=max(hotness, 1),
         )
 
-    def table_variables(self) -> list[Any]:
+    def table_variables(self) -> list[Variable]:
         """Returns this rank's part of each table, by its `Feature.table`."""
         return [self.embeddings]
 
-    def _own_variables(self) -> dict[str, Any]:
+    def _own_variables(self) -> dict[str, Variable]:
         # "0" is Keras's name, so that each layer can read the other's files.
         return {"0": self.embeddings}
 
-    def _ids_shape(self, shape: Shape) -> Any:
+    def _ids_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the ids, given Keras's shape of the input."""
         if self.prefetch_ids and shape is not None:
             return tuple(shape)[:-1]
         return shape
 
-    def call(self, inputs: Nested) -> Any:
+    def call(self, inputs: TensorLike) -> TensorLike:
         """Looks up the row of every id.
 
         Args:
@@ -248,7 +254,7 @@ class Embedding(OneTable):
             self.add_loss(self._penalty(inputs, found))
         return found[0] if _is_scalar(inputs) else found
 
-    def _penalty(self, inputs: Nested, found: Any) -> tf.Tensor:
+    def _penalty(self, inputs: TensorLike, found: TensorLike) -> tf.Tensor:
         """Applies the regularizer to the rows that were looked up.
 
         All tables share one exchange, so the rows alone do not show how they
@@ -267,16 +273,18 @@ class Embedding(OneTable):
                 marks.set_dependence(rows, kind)
         return self.embeddings_regularizer(rows)
 
-    def _ids(self, inputs: Nested) -> list[list[Ids]]:
+    def _ids(self, inputs: TensorLike) -> list[list[Ids]]:
         ids = _as_array(inputs)
-        return [[sparse_inputs.ids_of(ids, None, self.name, kept=True)]]
+        return [[sparse_inputs.ids_of(ids, None, self.name, unpooled=True)]]
 
-    def _layouts(self, inputs: Nested) -> list[Layout]:
+    def _layouts(self, inputs: TensorLike) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         return [sparse_inputs.layout_of(_as_array(inputs), True, self.name)]
 
-    def compute_mask(self, inputs: Nested, mask: TensorLike = None) -> Any:
+    def compute_mask(
+        self, inputs: TensorLike, mask: TensorLike = None
+    ) -> tf.Tensor | None:
         """Returns where ids are not 0 if `mask_zero` is set, otherwise None."""
         del mask
         if not self.mask_zero:
@@ -290,17 +298,21 @@ class Embedding(OneTable):
             inputs = _as_array(inputs)
         return tf.not_equal(inputs, tf.zeros([], inputs.dtype))
 
-    def compute_output_shape(self, input_shape: Shape) -> tuple[Any, ...]:
+    def compute_output_shape(
+        self, input_shape: Shape
+    ) -> tuple[int | None, ...]:
         """Returns `(*input_shape, output_dim)`."""
         return (*self._ids_shape(input_shape), self.output_dim)
 
-    def compute_output_spec(self, inputs: Nested, **_: Any) -> Any:
+    def compute_output_spec(
+        self, inputs: TensorLike, **_: Any
+    ) -> tf.keras.KerasTensor:
         """Returns the symbolic output (Keras 3)."""
         shape = self.compute_output_shape(inputs.shape)
         ragged = getattr(inputs, "ragged", False)
         return symbolic(shape, self.compute_dtype, ragged)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
         config = super().get_config()
         for name in ("input_dim", "output_dim", "mask_zero", "input_length"):
@@ -315,7 +327,7 @@ class Embedding(OneTable):
         return config
 
 
-def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
+def _take_length(input_length: Any, kwargs: Keywords) -> None:
     """Handles `input_length` as the layer of the installed Keras does."""
     if KERAS_3:
         if input_length is not None:
@@ -330,18 +342,18 @@ def _take_length(input_length: Any, kwargs: dict[str, Any]) -> None:
         kwargs["input_shape"] = tuple(lengths)
 
 
-def _matrix(weights: TensorLike) -> Any:
+def _matrix(weights: TensorLike) -> np.ndarray | None:
     """Returns the initial table, which may be the only element of a list."""
     if isinstance(weights, list | tuple) and len(weights) == 1:
         weights = weights[0]
     return None if weights is None else np.asarray(weights)
 
 
-def _is_scalar(inputs: Nested) -> bool:
+def _is_scalar(inputs: TensorLike) -> bool:
     return tf.is_tensor(inputs) and inputs.shape.rank == 0
 
 
-def _as_array(inputs: Nested) -> Any:
+def _as_array(inputs: TensorLike) -> TensorLike:
     """Returns ids as a RaggedTensor, or a tensor with 1 or more dimensions."""
     if isinstance(inputs, tf.SparseTensor):
         return tf.sparse.to_dense(tf.sparse.reorder(inputs))

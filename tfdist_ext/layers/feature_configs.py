@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,14 @@ from tfdist_ext.tables import checks
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
+from tfdist_ext.type_names import Config
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Store
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
-
-Nest = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +40,19 @@ class _Value:
         name: the names of layer and feature, for errors.
         ids: the ids, cut to the length of the feature's sequences.
         length: sizes of the sequences, without batch and columns.
-        kept: whether the result has the row of every id.
+        unpooled: whether the result has the row of every id.
         texts: whether ids are strings.
     """
 
     name: str
-    ids: Any
+    ids: TensorLike
     length: sparse_inputs.Sizes
-    kept: bool
+    unpooled: bool
     texts: bool
 
-    def weights(self, weights: TensorLike) -> Any:
+    def weights(self, weights: TensorLike) -> TensorLike:
         """Returns the weights cut to the length of the ids, or None."""
-        if weights is None or not self.kept:
+        if weights is None or not self.unpooled:
             return weights
         return sparse_inputs.of_length(weights, self.length, self.name)
 
@@ -55,13 +61,13 @@ class _Value:
 class FeatureConfigs:
     """A layer's feature configs, in an object that Keras does not track."""
 
-    nest: Nest
+    nest: Nested[FeatureConfig]
     features: tuple[FeatureConfig, ...]
     tables: tuple[TableConfig, ...]
-    optimizers: dict[str, Any]
+    optimizers: Mapping[str, Optimizer]
 
     @classmethod
-    def of(cls, nest: Nest) -> FeatureConfigs:
+    def of(cls, nest: Nested[FeatureConfig]) -> FeatureConfigs:
         features = tuple(tf.nest.flatten(nest))
         for feature in features:
             if not isinstance(feature, FeatureConfig):
@@ -98,11 +104,13 @@ class FeatureConfigs:
         batch = self.features[0].input_shape[0]
         return None if batch is None else -(-batch // world_size)
 
-    def pack(self, flat: Sequence[Any]) -> Nest:
+    def pack(self, flat: Sequence[T]) -> Nest:
         """Packs one value per feature into the user's nest."""
         return tf.nest.pack_sequence_as(self.nest, flat)
 
-    def flatten(self, values: Nest, argument: str, layer: str) -> list[Any]:
+    def flatten(
+        self, values: Nest, argument: str, layer: str
+    ) -> list[TensorLike]:
         """Returns one value per feature, in the order of the features.
 
         Args:
@@ -124,7 +132,7 @@ class FeatureConfigs:
                 f"Layer '{layer}': `{argument}` must have the structure of "
                 f"`feature_configs`, {names}. Received: {values}."
             ) from error
-        flat: list[Any] = tf.nest.flatten(values)
+        flat: list[TensorLike] = tf.nest.flatten(values)
         return flat
 
     def _values(self, inputs: Nest, layer: str) -> list[_Value]:
@@ -162,14 +170,18 @@ class FeatureConfigs:
         if weights is not None:
             given = self.flatten(weights, "weights", layer)
         return [
-            [sparse_inputs.ids_of(v.ids, v.weights(w), v.name, v.kept, v.texts)]
+            [
+                sparse_inputs.ids_of(
+                    v.ids, v.weights(w), v.name, v.unpooled, v.texts
+                )
+            ]
             for v, w in zip(self._values(inputs, layer), given, strict=True)
         ]
 
     def layouts(self, inputs: Nest, layer: str) -> list[Layout]:
         """Returns the layout of every feature's results, see `ids`."""
         return [
-            sparse_inputs.layout_of(v.ids, v.kept, v.name, v.length)
+            sparse_inputs.layout_of(v.ids, v.unpooled, v.name, v.length)
             for v in self._values(inputs, layer)
         ]
 
@@ -236,7 +248,7 @@ class FeatureConfigs:
             found.append(((flat[0].shape[0], *sizes, rest[-1]), ragged))
         return found
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns tables, features and their nest, in types of JSON."""
         return {
             "tables": [table.get_config(_serialize) for table in self.tables],
@@ -248,7 +260,7 @@ class FeatureConfigs:
         }
 
     @staticmethod
-    def nest_from_config(config: dict[str, Any]) -> Nest:
+    def nest_from_config(config: Config) -> Nested[FeatureConfig]:
         """Removes what `get_config` wrote from `config`; returns the nest."""
         read = [
             TableConfig.from_config(table, _deserialize)
@@ -268,7 +280,9 @@ class FeatureConfigs:
         )
 
 
-def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
+def _nest_of_keras_rs(
+    nest: Any, read: Sequence[TableConfig]
+) -> Nested[FeatureConfig]:
     """Returns a nest of feature configs from one with indices of tables."""
     if isinstance(nest, list | tuple):
         return type(nest)(_nest_of_keras_rs(value, read) for value in nest)
@@ -277,14 +291,14 @@ def _nest_of_keras_rs(nest: Nest, read: Sequence[TableConfig]) -> Nest:
     return {key: _nest_of_keras_rs(value, read) for key, value in nest.items()}
 
 
-def _serialize(value: Any) -> Any:
+def _serialize(value: object) -> object:
     """Serializes as Keras does; a dict is already serialized."""
     if isinstance(value, dict):
         return value
     return tf.keras.utils.serialize_keras_object(value)
 
 
-def _deserialize(value: Any) -> Any:
+def _deserialize(value: object) -> object:
     # Strings stay as they are: their meaning depends on the argument.
     if isinstance(value, dict):
         return tf.keras.utils.deserialize_keras_object(value)
@@ -324,7 +338,7 @@ class DynamicTables(SparseLayer):
         self,
         tables: Sequence[TableConfig],
         specs: Sequence[ShardSpec],
-        initializers: Sequence[Any],
+        initializers: Sequence[InitializerLike],
     ) -> None:
         """Creates this rank's part of every dynamic vocabulary."""
         for table, spec, initializer in zip(
@@ -366,7 +380,7 @@ class DynamicTables(SparseLayer):
             for name, keys in self._keys.items()
         }
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: Store) -> None:
         """Writes entire tables and their keys; a joint call of all ranks.
 
         Args:
@@ -377,7 +391,7 @@ class DynamicTables(SparseLayer):
             for what, array in keys.gathered().items():
                 store[_entry(name, what)] = array
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Store) -> None:
         """Reads this rank's part of every table, and its keys.
 
         Args:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -26,8 +27,12 @@ from tfdist_ext.tables import table_config
 from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Config
+from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import RegularizerLike
 from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -103,12 +108,12 @@ class FullSparse(OneTable):
         self,
         units: int,
         input_dim: int | None = None,
-        activation: Any = None,
+        activation: Callable[[tf.Tensor], tf.Tensor] | str | None = None,
         use_bias: bool = True,
-        kernel_initializer: Any = "zeros",
-        bias_initializer: Any = None,
-        kernel_regularizer: Any = None,
-        bias_regularizer: Any = None,
+        kernel_initializer: InitializerLike = "zeros",
+        bias_initializer: InitializerLike = None,
+        kernel_regularizer: RegularizerLike = None,
+        bias_regularizer: RegularizerLike = None,
         binary_values: bool = False,
         sharding: checks.Placement | str | TablePlacement = "auto",
         prefetch_ids: bool = False,
@@ -140,7 +145,9 @@ class FullSparse(OneTable):
         if kernel_regularizer is not None and not self._is_whole:
             raise ValueError(_NO_REGULARIZER + f"sharding={self.sharding!r}.")
 
-    def __call__(self, inputs: Nested, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, inputs: TensorLike, *args: Any, **kwargs: Any
+    ) -> tf.Tensor:
         if self.input_dim is None:
             self.input_dim = sparse_inputs.width_of(inputs, self.name)
         return super().__call__(inputs, *args, **kwargs)
@@ -174,7 +181,7 @@ class FullSparse(OneTable):
             )
         self.built = True
 
-    def table_variables(self) -> list[Any]:
+    def table_variables(self) -> list[Variable]:
         """Returns this rank's part of each table, by its `Feature.table`."""
         return [self.kernel]
 
@@ -200,7 +207,7 @@ class FullSparse(OneTable):
             hotness=hotness and hotness * sparse_layer.product(outer),
         )
 
-    def call(self, inputs: Nested) -> tf.Tensor:
+    def call(self, inputs: TensorLike) -> tf.Tensor:
         """Looks up and sums kernel rows, then adds bias and activation.
 
         Args:
@@ -215,31 +222,31 @@ class FullSparse(OneTable):
         (pooled,) = self._look_up(inputs)
         return self.finish(pooled, self._layouts(inputs)[0])
 
-    def _ids(self, inputs: Nested) -> list[list[Ids]]:
+    def _ids(self, inputs: TensorLike) -> list[list[Ids]]:
         return [self.ids_of(inputs)]
 
-    def _layouts(self, inputs: Nested) -> list[Layout]:
+    def _layouts(self, inputs: TensorLike) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         return [self.layout_of(inputs)]
 
-    def layout_of(self, inputs: Nested) -> Layout:
+    def layout_of(self, inputs: TensorLike) -> Layout:
         """Returns the layout of the results (for `SharedExchange`)."""
         while isinstance(inputs, list | tuple):
             inputs = inputs[0]
         return sparse_inputs.layout_of(inputs, False, self.name)
 
-    def _own_variables(self) -> dict[str, Any]:
+    def _own_variables(self) -> dict[str, Variable]:
         own = {"kernel": self.kernel, "bias": self.bias}
         return {name: each for name, each in own.items() if each is not None}
 
-    def ids_of(self, inputs: Nested) -> list[Ids]:
+    def ids_of(self, inputs: TensorLike) -> list[Ids]:
         """Returns the ids of every summed input (for `SharedExchange`)."""
         return sparse_inputs.features_of(
             inputs, self.input_dim, self.binary_values, self.name
         )
 
-    def finish(self, pooled: tf.Tensor, layout: Layout) -> Any:
+    def finish(self, pooled: tf.Tensor, layout: Layout) -> TensorLike:
         """Adds bias and activation to pooled rows (for `SharedExchange`).
 
         Args:
@@ -255,19 +262,23 @@ class FullSparse(OneTable):
         found = activation(tf.cast(pooled, self.compute_dtype))
         return id_layout.arranged(found, layout)
 
-    def compute_output_shape(self, input_shape: Shape) -> tuple[Any, ...]:
+    def compute_output_shape(
+        self, input_shape: Shape
+    ) -> tuple[int | None, ...]:
         """Returns `(batch, units)`, or `(batch, ..., units)` of sequences."""
         batch, *rest = sparse_inputs.sizes_of(input_shape) or [None]
         return (batch, *rest[:-1], self.units)
 
-    def compute_output_spec(self, inputs: Nested, **kwargs: Any) -> Any:
+    def compute_output_spec(
+        self, inputs: TensorLike, **kwargs: Any
+    ) -> tf.keras.KerasTensor:
         """Returns the symbolic output (Keras 3)."""
         first = tf.nest.flatten(inputs)[0]
         shape = self.compute_output_shape(first.shape)
         ragged = len(shape) > 2 and getattr(first, "ragged", False)
         return symbolic(shape, self.compute_dtype, ragged)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
         config = super().get_config()
         for name in ("units", "input_dim", "use_bias", "binary_values"):

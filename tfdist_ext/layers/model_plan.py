@@ -14,7 +14,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -32,15 +31,15 @@ from tfdist_ext.tables.placement import TablePlacement
 from tfdist_ext.tables.plan import ShardingPlan
 from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
-from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
+from tfdist_ext.type_names import Variable
 
 # A plan replaces the current one if its cost is at most this fraction of it.
 _WORTHWHILE = 0.95
 
 
-def layers_of(model: Model) -> list[Any]:
+def layers_of(model: Model) -> list[OneTable | DistributedEmbedding]:
     """Returns the layers with tables of a model and its submodels, in order."""
     found = keras_internals.layers_of(model)
     kinds = (OneTable, DistributedEmbedding)
@@ -62,10 +61,10 @@ class _Table:
         movable: whether the table may be moved.
     """
 
-    layer: Any
+    layer: OneTable | DistributedEmbedding
     config: TableConfig
     features: list[FeatureConfig]
-    variable: Any
+    variable: Variable
     feature: Feature
     movable: bool
 
@@ -122,7 +121,7 @@ def place(model: Model, collectives: Collectives) -> None:
             _place_together(together, collectives)
 
 
-def _has_slots(optimizer: Optimizer) -> bool:
+def _has_slots(optimizer: Optimizer | None) -> bool:
     """Whether an optimizer has slots, also if made outside of the scope."""
     variables = getattr(optimizer, "variables", ())
     if callable(variables):  # tf_keras.optimizers.legacy
@@ -131,7 +130,7 @@ def _has_slots(optimizer: Optimizer) -> bool:
 
 
 def _tables_of(
-    layers: Sequence[Layer], collectives: Collectives
+    layers: Sequence[OneTable | DistributedEmbedding], collectives: Collectives
 ) -> list[_Table]:
     """Returns the tables of layers, under their names in the joint plan."""
     found = [
@@ -176,7 +175,9 @@ def _tables_of(
     return tables
 
 
-def _by_table(layer: Layer) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
+def _by_table(
+    layer: OneTable | DistributedEmbedding,
+) -> dict[int, list[tuple[FeatureConfig, Feature]]]:
     """Returns the features of a layer by the index of their table."""
     found: dict[int, list[tuple[FeatureConfig, Feature]]] = {}
     for config, feature in layer.lookups():

@@ -28,8 +28,9 @@ from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.saving import served_model
 from tfdist_ext.tables import checks
-from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
@@ -45,7 +46,7 @@ def on_all_ranks(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def in_joint_call(layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    def in_joint_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         collectives = layer._collectives or collectives_lib.active()
         if collectives is None:
             return method(layer, *args, **kwargs)
@@ -59,8 +60,8 @@ def on_all_ranks(method: Method) -> Method:
 def check_index(
     collectives: Collectives | None,
     name: str,
-    candidates: Any,
-    **given: Any,
+    candidates: TensorLike,
+    **given: object,
 ) -> None:
     """Checks that all ranks index the same; values of rows are not compared.
 
@@ -85,7 +86,7 @@ def check_index(
     check_same(collectives, [f"index '{name}' of {kind}", *lines])
 
 
-def _brief(given: Any) -> str:
+def _brief(given: TensorLike) -> str:
     """Describes values by number, dtype and a hash, to compare them."""
     if given is None or isinstance(given, str):
         return str(given)
@@ -105,11 +106,11 @@ class IndexModel(keras.Model):  # type: ignore[name-defined]
         index: a `ShardedTopK`.
     """
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: ShardedTopK) -> None:
         super().__init__(name=index.name)
         self.index = index
 
-    def call(self, queries: TensorLike) -> Any:
+    def call(self, queries: TensorLike) -> Nest:
         """Searches.
 
         Args:
@@ -162,11 +163,11 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     def __init__(
         self,
-        candidate_embeddings: Any = None,
-        candidate_ids: Any = None,
+        candidate_embeddings: TensorLike = None,
+        candidate_ids: TensorLike = None,
         k: int = 10,
         return_scores: bool = True,
-        query_model: Any = None,
+        query_model: Callable[[Nest], tf.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -175,16 +176,16 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         self.k = checks.integer("k", k, 1, f"layer '{self.name}'")
         self.return_scores = return_scores
         if isinstance(query_model, dict):
-            query_model = keras.saving.deserialize_keras_object(query_model)
+            query_model = keras.utils.deserialize_keras_object(query_model)
         self.query_model = query_model
         self._collectives: Collectives | None = None
         self._join()
-        self._given: Any = None
+        self._given: TensorLike = None
         self._table: str | None = None
-        self._rows: Any = None
+        self._rows: TensorLike = None
         self._found: TableRows | OwnRows | None = None
         self._ids: tf.Tensor | None = None
-        self._asked: Any = None
+        self._asked: Nest = None
         if candidate_embeddings is not None:
             self.index(candidate_embeddings, candidate_ids)
         elif candidate_ids is not None:
@@ -193,7 +194,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
                 f"(layer '{self.name}')."
             )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A table is a weight of its own layer. Parts of rows are no weights.
         if name in _NOT_TRACKED:
             object.__setattr__(self, name, value)
@@ -207,7 +208,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             self._collectives = collectives_lib.active()
 
     @on_all_ranks
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Nest:
         """Searches, see `call`.
 
         Args:
@@ -217,21 +218,21 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return super().__call__(*args, **kwargs)
 
     @property
-    def candidate_embeddings(self) -> Any:
+    def candidate_embeddings(self) -> TensorLike:
         """The candidates as given to `index`; setting them calls `index`."""
         return self._given
 
     @candidate_embeddings.setter
-    def candidate_embeddings(self, value: Any) -> None:
+    def candidate_embeddings(self, value: TensorLike) -> None:
         self.index(value)
 
     @on_all_ranks
     def index(
         self,
-        candidates: Any,
-        identifiers: Any = None,
+        candidates: TensorLike,
+        identifiers: TensorLike = None,
         *,
-        rows: Any = None,
+        rows: TensorLike = None,
         table: str | None = None,
     ) -> ShardedTopK:
         """Replaces the candidates; a joint call of all ranks.
@@ -281,7 +282,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return self
 
     def update_candidates(
-        self, candidate_embeddings: Any, candidate_ids: Any = None
+        self, candidate_embeddings: TensorLike, candidate_ids: TensorLike = None
     ) -> None:
         """Replaces the candidates: keras-rs's name of `index`.
 
@@ -320,7 +321,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         return self
 
     def _hold(
-        self, given: Any, found: OwnRows | None, identifiers: Any
+        self, given: TensorLike, found: OwnRows | None, identifiers: TensorLike
     ) -> None:
         old = self._found
         if isinstance(old, OwnRows) and found and old.dim == found.dim:
@@ -361,7 +362,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             candidate_rows.check_ids(self._found.count, self._ids, self.name)
         return self._found
 
-    def call(self, queries: TensorLike, k: int | None = None) -> Any:
+    def call(self, queries: TensorLike, k: int | None = None) -> Nest:
         """Finds candidates for each query.
 
         Args:
@@ -432,7 +433,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
 
     @on_all_ranks
     def query_with_exclusions(
-        self, queries: TensorLike, exclusions: Any, k: int | None = None
+        self, queries: TensorLike, exclusions: TensorLike, k: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Finds candidates for each query, except excluded ones.
 
@@ -480,7 +481,7 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
             rows = found.gather(ranks)
         return self._named(tf.range(found.count, dtype=tf.int64)).numpy(), rows
 
-    def as_model(self) -> tuple[Any, Any]:
+    def as_model(self) -> tuple[Model, Nest]:
         """Returns the layer as a Keras model, for `tfdist_ext.export`.
 
         Returns:
@@ -489,13 +490,13 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         with self._strategy.scope():
             return IndexModel(self), self._asked
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer, without candidates."""
-        config: dict[str, Any] = super().get_config()
+        config: Config = super().get_config()
         config["k"] = self.k
         config["return_scores"] = self.return_scores
         config["query_model"] = self.query_model and (
-            keras.saving.serialize_keras_object(self.query_model)
+            keras.utils.serialize_keras_object(self.query_model)
         )
         return config
 

@@ -20,7 +20,10 @@ from tfdist_ext.layers import sparse_layer
 from tfdist_ext.layers.full_sparse import FullSparse
 from tfdist_ext.layers.sparse_layer import SparseLayer
 from tfdist_ext.tables.plan import ShardingPlan
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Config
+from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -75,7 +78,7 @@ class SharedExchange(SparseLayer):
             # Checkpoints find attributes. Keras 3 hides lists from checkpoints.
             setattr(self, f"layer_{index}", layer)
 
-    def build(self, input_shapes: Any) -> None:
+    def build(self, input_shapes: Sequence[Shape]) -> None:
         """Places the layers by one plan and builds them.
 
         Args:
@@ -106,7 +109,7 @@ class SharedExchange(SparseLayer):
         made = [layer.plan for layer in self.layers]
         return made[0] if all(each is made[0] for each in made) else None
 
-    def _place(self, input_shapes: Any) -> None:
+    def _place(self, input_shapes: Sequence[Shape]) -> None:
         if self._collectives is None:
             return
         if any(layer.built for layer in self.layers):
@@ -119,7 +122,7 @@ class SharedExchange(SparseLayer):
         for layer in self.layers:
             layer.plan = made
 
-    def call(self, inputs: Sequence[Any]) -> list[tf.Tensor]:
+    def call(self, inputs: Sequence[TensorLike]) -> list[tf.Tensor]:
         """Calls the layers.
 
         Args:
@@ -146,18 +149,18 @@ class SharedExchange(SparseLayer):
             )
         ]
 
-    def table_variables(self) -> list[Any]:
+    def table_variables(self) -> list[Variable]:
         """Returns this rank's part of each layer's kernel, in order."""
         return [layer.kernel for layer in self.layers]
 
-    def _ids(self, inputs: Sequence[Any]) -> list[list[Ids]]:
+    def _ids(self, inputs: Sequence[TensorLike]) -> list[list[Ids]]:
         self._require_one_for_each(inputs)
         return [
             layer.ids_of(value)
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _layouts(self, inputs: Nested) -> list[Layout]:
+    def _layouts(self, inputs: TensorLike) -> list[Layout]:
         if prefetched_ids.is_prefetched(inputs):
             return list(inputs.layouts)
         self._require_one_for_each(inputs)
@@ -166,21 +169,25 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def _require_one_for_each(self, inputs: Sequence[Any]) -> None:
+    def _require_one_for_each(self, inputs: Sequence[TensorLike]) -> None:
         if len(inputs) != len(self.layers):
             raise ValueError(
                 f"Layer '{self.name}' takes one input for each of its "
                 f"{len(self.layers)} layers. Received: {len(inputs)}."
             )
 
-    def compute_output_shape(self, input_shapes: Any) -> list[Any]:
+    def compute_output_shape(
+        self, input_shapes: Sequence[Shape]
+    ) -> list[tuple[int | None, ...]]:
         """Returns a list of the layers' output shapes."""
         return [
             layer.compute_output_shape(shape)
             for layer, shape in zip(self.layers, input_shapes, strict=True)
         ]
 
-    def compute_output_spec(self, inputs: Nested, **kwargs: Any) -> list[Any]:
+    def compute_output_spec(
+        self, inputs: Sequence[TensorLike], **kwargs: Any
+    ) -> list[tf.keras.KerasTensor]:
         """Returns the symbolic outputs (Keras 3)."""
         if self.prefetch_ids:
             inputs = [inputs] * len(self.layers)
@@ -189,7 +196,7 @@ class SharedExchange(SparseLayer):
             for layer, value in zip(self.layers, inputs, strict=True)
         ]
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
         config = super().get_config()
         serialize = keras.utils.serialize_keras_object
@@ -197,7 +204,7 @@ class SharedExchange(SparseLayer):
         return config
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SharedExchange:
+    def from_config(cls, config: Config) -> SharedExchange:
         """Creates the layer from its `get_config`."""
         deserialize = keras.utils.deserialize_keras_object
         layers = [deserialize(layer) for layer in config["layers"]]

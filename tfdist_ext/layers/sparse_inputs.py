@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Shape
 from tfdist_ext.type_names import TensorLike
 
@@ -20,40 +19,40 @@ Sizes = Sequence[int | None]
 
 
 def layout_of(
-    ids: TensorLike, kept: bool, layer: str, length: Sizes = ()
+    ids: TensorLike, unpooled: bool, layer: str, length: Sizes = ()
 ) -> Layout:
     """Returns the layout of a feature's results.
 
     Args:
         ids: the ids of the feature: a tensor, RaggedTensor or SparseTensor.
-        kept: whether the result has the row of every id; otherwise rows are
+        unpooled: whether the result has the row of every id; otherwise rows are
             combined along the last dimension of the ids.
         layer: the layer's name, for errors.
         length: sizes to which ragged dimensions are padded; None for a size
             that is not known. If no size is known, the result is ragged.
     """
     if isinstance(ids, tf.RaggedTensor):
-        return _of_ragged(ids, kept, layer, length)
+        return _of_ragged(ids, unpooled, layer, length)
     if isinstance(ids, tf.SparseTensor):
         shape, static = ids.dense_shape, ids.shape
     else:
         ids = tf.convert_to_tensor(ids)
         shape, static = tf.shape(ids, tf.int64), ids.shape
-        kept = kept or static.rank == 1
-    if static.rank == (1 if kept else 2):  # one result for each sample
+        unpooled = unpooled or static.rank == 1
+    if static.rank == (1 if unpooled else 2):  # one result for each sample
         return Layout(shape[0], tf.zeros([0], tf.int64), ())
-    if not kept:
+    if not unpooled:
         shape, static = shape[:-1], static[:-1]
     return id_layout.dense(shape, static)
 
 
 def _of_ragged(
-    ids: tf.RaggedTensor, kept: bool, layer: str, length: Sizes
+    ids: tf.RaggedTensor, unpooled: bool, layer: str, length: Sizes
 ) -> Layout:
     splits = [tf.cast(each, tf.int64) for each in ids.nested_row_splits]
     flat = ids.flat_values
-    if kept or flat.shape.rank > 1:
-        within = layout_of(flat, kept, layer)
+    if unpooled or flat.shape.rank > 1:
+        within = layout_of(flat, unpooled, layer)
     else:
         count = tf.size(splits.pop(), tf.int64) - 1
         within = Layout(count, tf.zeros([0], tf.int64), ())
@@ -65,7 +64,7 @@ def _of_ragged(
     )
 
 
-def of_length(ids: TensorLike, length: Sizes, layer: str) -> Any:
+def of_length(ids: TensorLike, length: Sizes, layer: str) -> TensorLike:
     """Cuts ragged and sparse sequences to a length; checks that of tensors.
 
     Args:
@@ -137,7 +136,7 @@ _TEXTS = (
 )
 
 
-def is_weighted_pair(inputs: Nested) -> bool:
+def is_weighted_pair(inputs: Nest) -> bool:
     """Whether `inputs` is one feature: ragged ids and ragged weights."""
     return (
         isinstance(inputs, list | tuple)
@@ -150,7 +149,7 @@ def is_weighted_pair(inputs: Nested) -> bool:
 
 
 def features_of(
-    inputs: Nested, rows: int | None, binary_values: bool, layer: str
+    inputs: Nest, rows: int | None, binary_values: bool, layer: str
 ) -> list[Ids]:
     """Returns the ids of every input, in CSR format; their results are summed.
 
@@ -178,7 +177,7 @@ def features_of(
     return features
 
 
-def refuse_matrix(inputs: Nested, rows: int | None, layer: str) -> None:
+def refuse_matrix(inputs: Nest, rows: int | None, layer: str) -> None:
     """Refuses dense matrices of weights: their floats could be taken for ids.
 
     Args:
@@ -197,15 +196,15 @@ def refuse_matrix(inputs: Nested, rows: int | None, layer: str) -> None:
             )
 
 
-def _is_as_wide(value: Any, rows: int | None) -> bool:
+def _is_as_wide(value: object, rows: int | None) -> bool:
     """Whether a dense tensor has a column for every row of a table."""
     if isinstance(value, tf.RaggedTensor) or is_sparse(value):
         return False
-    shape: Any = getattr(value, "shape", ())
+    shape: Sequence[int | None] = getattr(value, "shape", ())
     return len(shape) > 1 and shape[-1] == rows
 
 
-def width_of(inputs: Nested, layer: str) -> int:
+def width_of(inputs: Nest, layer: str) -> int:
     """Returns `input_dim` of SparseTensor inputs, from their static shape."""
     values = inputs if isinstance(inputs, list | tuple) else [inputs]
     widths = {value.shape[-1] if is_sparse(value) else None for value in values}
@@ -237,16 +236,16 @@ def sizes_of(shape: Shape) -> list[int | None]:
 
 
 def ids_of(
-    value: Any,
+    value: TensorLike,
     weights: TensorLike,
     layer: str,
-    kept: bool = False,
+    unpooled: bool = False,
     texts: bool = False,
 ) -> Ids:
     """Returns the ids of a feature whose ids are values, in CSR format.
 
-    If `kept` is set, every list has one id, or at most one for each cell of a
-    SparseTensor. Otherwise a list has the ids along the last dimension.
+    If `unpooled` is set, every list has one id, or at most one for each cell of
+    a SparseTensor. Otherwise a list has the ids along the last dimension.
     `id_layout.arranged` restores the dimensions of the results.
 
     Args:
@@ -257,7 +256,7 @@ def ids_of(
             Weights of shape `[batch]` or `[batch, 1]` apply to all ids of a
             sample.
         layer: the layer's name, for errors.
-        kept: whether the result has the row of every id.
+        unpooled: whether the result has the row of every id.
         texts: whether ids are strings, as keys of a dynamic vocabulary may be.
 
     Raises:
@@ -267,10 +266,12 @@ def ids_of(
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
         found = _require_ids(value.values, layer, kinds)
-        splits = _splits_of_cells(value) if kept else _splits_of_sparse(value)
+        splits = (
+            _splits_of_cells(value) if unpooled else _splits_of_sparse(value)
+        )
         ids = Ids(found, splits, tf.zeros([0]))
     else:
-        ids = _without_weights(value, layer, kinds, kept)
+        ids = _without_weights(value, layer, kinds, unpooled)
     if weights is None:
         return ids
     composites = tf.SparseTensor | tf.RaggedTensor
@@ -291,7 +292,7 @@ def ids_of(
 
 
 def _placed(
-    value: Any, weights: TensorLike
+    value: TensorLike, weights: TensorLike
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns the weights `[n]`, the places of ids, and those of weights."""
     if isinstance(weights, tf.SparseTensor):
@@ -311,13 +312,13 @@ def _placed(
 
 
 def _without_weights(
-    value: Any, layer: str, kinds: str, kept: bool = False
+    value: TensorLike, layer: str, kinds: str, unpooled: bool = False
 ) -> Ids:
     if not isinstance(value, tf.RaggedTensor):
-        return _from_dense(value, layer, kinds, kept)
+        return _from_dense(value, layer, kinds, unpooled)
     flat = value.flat_values
-    if kept or flat.shape.rank > 1:
-        return _from_dense(flat, layer, kinds, kept)
+    if unpooled or flat.shape.rank > 1:
+        return _from_dense(flat, layer, kinds, unpooled)
     splits = tf.cast(value.nested_row_splits[-1], tf.int64)
     return Ids(_require_ids(flat, layer, kinds), splits, tf.zeros([0]))
 
@@ -328,7 +329,7 @@ def _one_each(values: tf.Tensor) -> tf.Tensor:
 
 
 def _feature(
-    value: Any, rows: int | None, binary_values: bool, layer: str
+    value: TensorLike, rows: int | None, binary_values: bool, layer: str
 ) -> Ids:
     if is_weighted_pair(value):
         return _from_weighted(value[0], value[1], layer)
@@ -339,7 +340,7 @@ def _feature(
     return _without_weights(value, layer, _INPUTS)
 
 
-def _matrix(value: Any, layer: str) -> tf.SparseTensor:
+def _matrix(value: TensorLike, layer: str) -> tf.SparseTensor:
     """Returns the non-zero elements of a matrix, as a SparseTensor."""
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating and value.shape[-1] > 1:
@@ -352,7 +353,7 @@ def _matrix(value: Any, layer: str) -> tf.SparseTensor:
     return tf.sparse.from_dense(value)
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     """Whether a tensor, or a symbolic tensor of Keras, is sparse."""
     spec = getattr(value, "type_spec", None)  # symbolic tensors of tf_keras
     return isinstance(value, tf.SparseTensor) or bool(
@@ -360,7 +361,7 @@ def is_sparse(value: Any) -> bool:
     )
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> bool:
     return "float" in str(getattr(value, "dtype", ""))
 
 
@@ -452,11 +453,13 @@ def _whole_numbers(value: tf.Tensor, layer: str) -> tf.Tensor:
         return tf.cast(value, tf.int64)
 
 
-def _from_dense(value: Any, layer: str, kinds: str, kept: bool) -> Ids:
+def _from_dense(
+    value: TensorLike, layer: str, kinds: str, unpooled: bool
+) -> Ids:
     value = tf.convert_to_tensor(value)
     if value.dtype in _WHOLE:
         value = _whole_numbers(value, layer)
-    if kept:
+    if unpooled:
         flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
         return Ids(flat, _one_each(flat), tf.zeros([0]))
     if value.shape.rank == 1:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext import marks
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm import gpus
 from tfdist_ext.comm.collectives import Collectives
@@ -24,6 +27,7 @@ from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
 from tfdist_ext.embedding.id_layout import Layout
+from tfdist_ext.embedding.key_shard import KeyShard
 from tfdist_ext.embedding.pooled_lookup import pooled_lookup
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.layers import sparse_inputs
@@ -40,10 +44,14 @@ from tfdist_ext.tables.table_config import FeatureConfig
 from tfdist_ext.tables.table_config import TableConfig
 from tfdist_ext.tables.table_config import placement_from_dict
 from tfdist_ext.tables.table_config import placement_to_dict
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import InitializerLike
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import Store
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 
@@ -148,7 +156,7 @@ def _why_no_gpu(collectives: Collectives | None) -> str:
 KEEP_DTYPE = {} if KERAS_3 else {"experimental_autocast": False}
 
 
-def _field_of_wire(field: str) -> Any:
+def _field_of_wire(field: str) -> property:
     return property(lambda layer: getattr(layer.wire, field))
 
 
@@ -190,7 +198,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """Returns for every feature the `Ids` whose results are summed."""
         raise NotImplementedError(type(self).__name__)
 
-    def _layouts(self, inputs: Nested) -> Sequence[Layout]:
+    def _layouts(self, inputs: TensorLike) -> Sequence[Layout]:
         """Returns the layout of every feature's results.
 
         Args:
@@ -198,15 +206,17 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """
         raise NotImplementedError(type(self).__name__)
 
-    def table_variables(self) -> list[Any]:
+    def table_variables(self) -> list[Variable]:
         """Returns this rank's part of each table, by its `Feature.table`."""
         raise NotImplementedError(type(self).__name__)
 
-    def _own_variables(self) -> Mapping[str, Any]:
+    def _own_variables(self) -> Mapping[str, Variable]:
         """Returns the variables that Keras saves for this layer, by name."""
         return {}
 
-    def _look_up(self, *inputs: Any, learn: bool = False) -> list[tf.Tensor]:
+    def _look_up(
+        self, *inputs: TensorLike, learn: bool = False
+    ) -> list[tf.Tensor]:
         """Returns pooled rows of every feature, float32 `[batch, dim]`.
 
         Args:
@@ -231,7 +241,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             learn,
         )
 
-    def _made_tables(self) -> list[Any]:
+    def _made_tables(self) -> list[Variable]:
         tables = self.table_variables()
         if any(keras_internals.value_of(table) is None for table in tables):
             raise ValueError(
@@ -246,7 +256,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         assert self._collectives is not None
         return self._collectives.place_of(self)
 
-    def preprocess(self, inputs: Nested) -> Any:
+    def preprocess(self, inputs: TensorLike) -> Nest:
         """Prepares inputs in the input pipeline.
 
         Map this method over a dataset. With `prefetch_ids=True`, every step
@@ -294,11 +304,11 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         name: str,
         spec: ShardSpec,
         initializer: InitializerLike,
-        optimizer: Optimizer = None,
-        keys: Any = None,
+        optimizer: Optimizer | None = None,
+        keys: KeyShard | None = None,
         max_norm: float | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Variable:
         """Adds the weight that holds this rank's part of a table.
 
         Args:
@@ -322,6 +332,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             )
 
         def made() -> None:
+            marks.set_table(variable)
             whole_tables.accept_whole(variable)
             if keys is not None:
                 keys.attach(keras_internals.value_of(variable))
@@ -335,7 +346,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         )
         return variable
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: Store) -> None:
         """Writes entire tables to rank 0's file; a joint call of all ranks.
 
         Args:
@@ -344,7 +355,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         if not self.built:
             return
         for name, variable in self._own_variables().items():
-            value = variable
+            value: Variable | np.ndarray = variable
             if self._collectives and sharded_variable.is_shard(variable):
                 value = whole_tables.gather_to_first(
                     variable, self._collectives
@@ -352,7 +363,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             # Assigned once: an HDF5 file refuses a second value.
             store[name] = value
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Store) -> None:
         """Reads this rank's part of every table.
 
         Args:
@@ -364,7 +375,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             else:
                 variable.assign(store[name])
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[np.ndarray]) -> None:
         """Sets the weights in order.
 
         Args:
@@ -374,9 +385,9 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         """
         whole_tables.set_weights(self, weights)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
-        config: dict[str, Any] = super().get_config()
+        config: Config = super().get_config()
         config["prefetch_ids"] = self.prefetch_ids
         return config
 
@@ -498,7 +509,7 @@ class OneTable(SparseLayer):
         self.plan, self.feature = plan, features[0]
         self.spec, self._features = self.feature.spec, [self.feature]
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this layer again."""
         config = super().get_config()
         config.update(self.wire.arguments())
@@ -513,7 +524,7 @@ class OneTable(SparseLayer):
         return config
 
 
-def product(sizes: Any) -> int:
+def product(sizes: Iterable[int | None]) -> int:
     """Returns the product of sizes; sizes that are not known count as 1."""
     return math.prod(size or 1 for size in sizes)
 

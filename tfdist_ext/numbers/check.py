@@ -28,12 +28,17 @@ from tfdist_ext.numbers import check_report
 from tfdist_ext.numbers import check_runs
 from tfdist_ext.numbers import model_state
 from tfdist_ext.numbers.check_runs import CannotCheck
+from tfdist_ext.type_names import EpochIterator
+from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import TrainFunction
+from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-Nest = Any
 _LOG = logging.getLogger("tfdist_ext")
 
 
@@ -53,8 +58,8 @@ class Subject:
 
     name: str
     step: Callable[[Nest], Nest]
-    models: tuple[Any, ...] = ()
-    optimizers: tuple[Any, ...] = ()
+    models: tuple[Model, ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
     of_keras: bool = True
     eager: bool = False
     limits_memory: bool = True
@@ -104,7 +109,9 @@ def _compared(
     whole = check_runs.Run(strategy, subject.step, opened, True, of_keras)
     traced: list[check_runs.Run] = [whole]
     if subject.eager:
-        ranks: Any = check_runs.EagerRun(strategy, subject.step, of_keras)
+        ranks: check_runs.EagerRun | check_runs.Run = check_runs.EagerRun(
+            strategy, subject.step, of_keras
+        )
     else:
         ranks = check_runs.Run(
             strategy, subject.step, signature, False, of_keras
@@ -190,7 +197,7 @@ def _shown_metrics(subject: Subject, changed: set[str]) -> set[str]:
     return shown
 
 
-def _variables_of(model: Model) -> Iterable[Any]:
+def _variables_of(model: Model) -> Iterable[Variable]:
     yield from model.variables
     for metric in model.metrics:
         yield from metric.variables
@@ -248,8 +255,8 @@ def _skip(
 
 
 def check_first_step(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[TrainFunction], model: Model, *args: Any, **kwargs: Any
+) -> TrainFunction:
     before = model.train_function
     result = original(model, *args, **kwargs)
     function = model.train_function
@@ -286,12 +293,12 @@ class _First:
         function: train function, which takes an iterator.
     """
 
-    def __init__(self, model: Model, function: Any) -> None:
+    def __init__(self, model: Model, function: TrainFunction) -> None:
         self._trained = model
         self._function = function
         self._is_first = True
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: EpochIterator) -> Logs:
         if self._trained.train_function is self:
             self._trained.train_function = self._function
         if self._is_first:
@@ -300,7 +307,7 @@ class _First:
         return self._function(iterator)
 
 
-def _checked(model: Model, iterator: Any) -> Any:
+def _checked(model: Model, iterator: EpochIterator) -> EpochIterator:
     """Checks the first batch, and returns an iterator of the read batches."""
     strategy = model.distribute_strategy
     mode = strategy.collectives.check
@@ -386,7 +393,7 @@ def check_step(
     return found
 
 
-def _used_by(function: Any, depth: int) -> Iterator[Any]:
+def _used_by(function: Callable[..., object], depth: int) -> Iterator[object]:
     """Objects that a function, and the functions it calls, refer to."""
     function = inspect.unwrap(getattr(function, "python_function", function))
     owner = getattr(function, "__self__", None)

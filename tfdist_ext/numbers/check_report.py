@@ -77,9 +77,9 @@ class Compared:
 class _Item:
     kind: Kind
     name: str
-    whole: Any
-    again: Any
-    ranks: Any
+    whole: np.ndarray | Rows
+    again: np.ndarray | Rows
+    ranks: np.ndarray | Rows
     size: float = 0.0
     is_shard: bool = False
 
@@ -326,7 +326,7 @@ def _vectors_of_equal_size(*values: Any) -> list[np.ndarray]:
     return vectors
 
 
-def _as_rows(value: Any, width: int) -> Rows:
+def _as_rows(value: np.ndarray | Rows, width: int) -> Rows:
     if isinstance(value, Rows):
         return value
     table = np.asarray(value, np.float64).reshape(-1, width)

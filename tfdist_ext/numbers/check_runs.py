@@ -7,7 +7,6 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,10 +20,12 @@ from tfdist_ext.numbers.model_state import Held
 from tfdist_ext.numbers.model_state import Snapshot
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
-Nest = Any
 keras = tf.keras
 
 
@@ -60,7 +61,7 @@ def signature_of(batch: Nest) -> Nest:
     return tf.nest.map_structure(_open_spec, batch)
 
 
-def _open_spec(value: Any) -> Any:
+def _open_spec(value: TensorLike) -> tf.TypeSpec:
     if value is None:
         return None
     spec = tf.type_spec_from_value(value)
@@ -74,7 +75,9 @@ def _open_spec(value: Any) -> Any:
     return type(spec)(shape, spec.dtype)
 
 
-def _gather(value: Any, index: int, collectives: Collectives) -> Any:
+def _gather(
+    value: TensorLike, index: int, collectives: Collectives
+) -> TensorLike:
     label = f"check/batch/{index}"
     # A missing value, which is an Optional in a dataset of Keras 3.
     if value is None or isinstance(value, tf.experimental.Optional):
@@ -124,7 +127,7 @@ def needs_check(model: Model) -> bool:
     return any(map(_has_own_state, keras_internals.layers_of(model)))
 
 
-def _package(thing: Any) -> str:
+def _package(thing: object) -> str:
     return str(getattr(thing, "__module__", "")).partition(".")[0]
 
 
@@ -228,7 +231,7 @@ class Outcome:
     """
 
     logs: dict[str, np.ndarray]
-    gradients: dict[tuple[str, int], Any]
+    gradients: dict[tuple[str, int], np.ndarray | Rows]
     changed: dict[int, np.ndarray]
 
 
@@ -254,13 +257,13 @@ class Run:
     ) -> None:
         self._strategy, self._step = strategy, step
         self._whole, self._reduces = whole, reduces and not whole
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
         self._function = tf.function(
             self._traced, autograph=not keras_internals.KERAS_3
         ).get_concrete_function(signature)
 
     @property
-    def handles(self) -> list[Any]:
+    def handles(self) -> list[tf.Tensor]:
         """Handles of the resources that the step uses."""
         return [
             each
@@ -269,7 +272,7 @@ class Run:
         ]
 
     @property
-    def variables(self) -> Sequence[Any]:
+    def variables(self) -> Sequence[Variable]:
         """Variables that the step reads."""
         return self._function.graph.variables
 
@@ -289,7 +292,9 @@ class Run:
         outputs, gradients = self._function(batch)
         return _outcome(outputs, self._variables, gradients, snapshot)
 
-    def _traced(self, batch: Nest) -> tuple[Nest, list[Any]]:
+    def _traced(
+        self, batch: Nest
+    ) -> tuple[dict[str, tf.Tensor], list[TensorOrSlices]]:
         outputs, updates = _tried(
             self._strategy, self._step, batch, self._whole, self._reduces
         )
@@ -328,7 +333,7 @@ def _tried(
     batch: Nest,
     whole: bool,
     reduces: bool,
-) -> tuple[Nest, list[tuple[Any, Any]]]:
+) -> tuple[dict[str, tf.Tensor], list[tuple[TensorOrSlices, Variable]]]:
     trial = Trial(whole)
     batch = tf.nest.map_structure(_without_optional, batch)
     with strategy.collectives.trying(trial):
@@ -343,12 +348,12 @@ def _tried(
     return dict(outputs), trial.updates
 
 
-def _without_optional(value: Any) -> Any:
+def _without_optional(value: object) -> object:
     # Keras 3 replaces an Optional by None as well.
     return None if isinstance(value, tf.experimental.Optional) else value
 
 
-def _named(outputs: Nest, name: str = "") -> list[tuple[str, Any]]:
+def _named(outputs: Nest, name: str = "") -> list[tuple[str, TensorLike]]:
     """Leaves of a step's outputs, with their paths."""
     if isinstance(outputs, dict):
         parts = list(outputs.items())
@@ -364,15 +369,15 @@ def _named(outputs: Nest, name: str = "") -> list[tuple[str, Any]]:
     ]
 
 
-def _graph_of(value: Any) -> Any:
+def _graph_of(value: TensorOrSlices) -> tf.Graph | None:
     value = value.values if isinstance(value, tf.IndexedSlices) else value
     return value.graph if tf.is_symbolic_tensor(value) else None
 
 
 def _outcome(
-    outputs: dict[str, Any],
+    outputs: dict[str, tf.Tensor],
     variables: Sequence[Variable],
-    values: Sequence[Any],
+    values: Sequence[TensorOrSlices],
     snapshot: Snapshot,
 ) -> Outcome:
     logs = {
@@ -380,7 +385,7 @@ def _outcome(
         for name, value in outputs.items()
         if not isinstance(value, tf.__internal__.CompositeTensor)
     }
-    gradients: dict[tuple[str, int], Any] = {}
+    gradients: dict[tuple[str, int], np.ndarray | Rows] = {}
     for variable, value in zip(variables, values, strict=True):
         name = name_of(variable, snapshot.held)
         count = sum(known == name for known, _ in gradients)
@@ -397,7 +402,7 @@ def name_of(variable: Variable, held: Sequence[Held]) -> str:
     return str(variable.name)
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: TensorOrSlices) -> np.ndarray | Rows:
     if isinstance(value, tf.IndexedSlices):
         rows = np.array(value.values.numpy(), np.float64)
         indices = np.array(value.indices.numpy())

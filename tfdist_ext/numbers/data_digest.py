@@ -13,9 +13,9 @@ import functools
 import hashlib
 import itertools
 import warnings
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,8 +23,8 @@ import tensorflow as tf
 from tfdist_ext import batches
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
-
-Nest = Any
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import TensorLike
 
 _DRAWS = ("Random", "Rng", "Stateful", "Multinomial", "SampleDistorted")
 _DRAWS_TOO = ("TruncatedNormal", "ParameterizedTruncatedNormal")
@@ -171,9 +171,9 @@ def names_of(batch: Nest) -> list[str]:
     return list(dict(_features(batch)))
 
 
-def _features(value: Nest, name: str = "") -> Iterator[tuple[str, Any]]:
+def _features(value: Nest, name: str = "") -> Iterator[tuple[str, TensorLike]]:
     """Leaves of a batch with their names, such as `0/user`."""
-    items: Any = None
+    items: Iterable[tuple[object, Nest]] | None = None
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, tuple | list):
@@ -190,7 +190,7 @@ def _samples(batch: Nest) -> tf.Tensor:
     return tf.cast(calls.count_samples(batch), tf.int64)
 
 
-def _parts(value: Any) -> list[tf.Tensor]:
+def _parts(value: TensorLike) -> list[tf.Tensor]:
     """Tensors of a feature; a tensor of strings is replaced by row hashes."""
     parts = tf.nest.flatten(value, expand_composites=True)
     return [
@@ -282,5 +282,5 @@ def _judge(
     )
 
 
-def _by_rank(values: Sequence[Any]) -> str:
+def _by_rank(values: Sequence[object]) -> str:
     return ", ".join(f"{v} (rank {r})" for r, v in enumerate(values))

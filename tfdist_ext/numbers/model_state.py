@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +24,7 @@ from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import Variable
 
 _LOG = logging.getLogger("tfdist_ext")
@@ -49,7 +51,7 @@ class Held:
     name: str
     handle: tf.Tensor
     dtype: tf.DType
-    owner: Any
+    owner: tf.Variable
     trainable: bool
     is_slot: bool
 
@@ -102,7 +104,7 @@ def is_random(name: str) -> bool:
     return any(part in name for part in _RANDOM)
 
 
-def slots_of(model: Model) -> Iterator[Any]:
+def slots_of(model: Model) -> Iterator[Variable]:
     """Yields the variables of a model's optimizers.
 
     Args:
@@ -113,20 +115,20 @@ def slots_of(model: Model) -> Iterator[Any]:
             yield from variables_of_optimizer(found)
 
 
-def is_optimizer(thing: Any) -> bool:
+def is_optimizer(thing: object) -> TypeGuard[Optimizer]:
     """Whether an object is an optimizer of Keras, also a legacy one."""
     legacy = getattr(keras.optimizers, "legacy", None)
     old = getattr(legacy, "Optimizer", keras.optimizers.Optimizer)
     return isinstance(thing, keras.optimizers.Optimizer | old)
 
 
-def variables_of_optimizer(optimizer: Optimizer) -> list[Any]:
+def variables_of_optimizer(optimizer: Optimizer) -> list[Variable]:
     """The slots of an optimizer, and its counters."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
-def label_of(variable: Variable) -> str:
+def label_of(variable: Variable | None) -> str:
     """Name of a variable in a report."""
     native = keras_internals.value_of(variable)
     name = getattr(variable, "path", None) or getattr(native, "name", "")
@@ -134,10 +136,10 @@ def label_of(variable: Variable) -> str:
 
 
 def held_by(
-    handles: Iterable[Any],
+    handles: Iterable[tf.Tensor],
     variables: Iterable[Variable],
-    slots: Iterable[Any],
-    others: Iterable[Any],
+    slots: Iterable[Variable],
+    others: Iterable[Variable],
 ) -> list[Held]:
     """Variables that a function may change.
 
@@ -150,7 +152,7 @@ def held_by(
     """
     slots = list(slots)
     are_slots = {id(slot) for slot in slots}
-    owners: dict[int, tuple[Any, str, bool]] = {}
+    owners: dict[int, tuple[Variable, str, bool]] = {}
     extra = []
     for variable in [*slots, *variables, *others]:
         native, name = keras_internals.value_of(variable), label_of(variable)
@@ -284,7 +286,7 @@ def compare_replicas(
         _LOG.warning("%s", "\n".join(lines))
 
 
-def variables_of(model: Model) -> list[Any]:
+def variables_of(model: Model) -> list[Variable]:
     """The variables of a model and its optimizers."""
     return [*model.variables, *slots_of(model)]
 
@@ -393,8 +395,8 @@ class _Compare(keras.callbacks.Callback):  # type: ignore[name-defined]
 
 
 def compare_after_epochs(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     strategy = model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
     if collectives is None or collectives.check == "off":

@@ -10,6 +10,7 @@ import pathlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -37,6 +38,7 @@ from tfdist_ext.numbers.kinds import number_of
 from tfdist_ext.numbers.whole_functions import Whole
 from tfdist_ext.numbers.whole_functions import WholeValues
 from tfdist_ext.type_names import Layer
+from tfdist_ext.type_names import WithGradient
 
 _KERAS = {"keras", "tf_keras"}
 _LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
@@ -67,7 +69,7 @@ def is_of_keras(op: tf.Operation) -> bool:
     return False
 
 
-Pairs = list[tuple[tf.Tensor, Any]]
+Pairs = list[tuple[tf.Tensor, tf.Tensor | None]]
 
 
 def keras_step() -> Step | None:
@@ -202,7 +204,9 @@ def averageable(value: tf.Tensor, what: str = "A value") -> tf.Tensor:
     return value
 
 
-def targets_of(step: Step, target: tf.Tensor, weight: Any) -> Pairs:
+def targets_of(
+    step: Step, target: tf.Tensor, weight: tf.Tensor | None
+) -> Pairs:
     """Targets to differentiate for a gradient that the ranks can average.
 
     Args:
@@ -357,7 +361,7 @@ def _warn_once(op: tf.Operation, text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-Rows = Any  # tf.Tensor or tf.RaggedTensor
+Rows: TypeAlias = tf.Tensor | tf.RaggedTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,8 +517,8 @@ def _connected(
     start = tf.cast(first, tf.int64)
 
     @tf.custom_gradient
-    def whole(own: tf.Tensor, rows: tf.Tensor) -> Any:
-        def gradient(upstream: Any) -> tuple[tf.Tensor, None]:
+    def whole(own: tf.Tensor, rows: tf.Tensor) -> WithGradient:
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
             upstream = tf.convert_to_tensor(upstream)
             if exchanged:
                 upstream = _sum_of_all(upstream, share)

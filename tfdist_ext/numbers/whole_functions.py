@@ -19,8 +19,8 @@ gradient of an all-reduce is an all-reduce.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -33,8 +33,9 @@ from tfdist_ext.numbers.kinds import LINEAR
 from tfdist_ext.numbers.kinds import MEAN
 from tfdist_ext.numbers.kinds import STATIC
 from tfdist_ext.numbers.kinds import SUM
+from tfdist_ext.type_names import WithGradient
 
-_REDUCE_AGAIN: dict[str, Any] = {
+_REDUCE_AGAIN: dict[str, Callable[..., tf.Tensor]] = {
     "All": tf.reduce_all,
     "Any": tf.reduce_any,
     "EuclideanNorm": tf.math.reduce_euclidean_norm,
@@ -59,7 +60,9 @@ class Whole:
     leaves: list[tf.Tensor]
     has_rows: bool
 
-    def gradients(self, upstream: Any, share: tf.Tensor) -> list[Any]:
+    def gradients(
+        self, upstream: tf.Tensor | None, share: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Gradients by the leaves, to be averaged over the ranks by samples.
 
         Args:
@@ -310,7 +313,7 @@ class _Reduction:
             return [self._of_gathered(value) for value in values]
 
         @tf.custom_gradient
-        def reduce(*tensors: tf.Tensor) -> Any:
+        def reduce(*tensors: tf.Tensor) -> WithGradient:
             weighted = self.how == MEAN
             parts = list(tensors)
             if weighted:
@@ -340,7 +343,7 @@ class _Reduction:
         again, rank = _REDUCE_AGAIN[self.how], self.collectives.group.rank
 
         @tf.custom_gradient
-        def gather(own: tf.Tensor) -> Any:
+        def gather(own: tf.Tensor) -> WithGradient:
             rows = self.collectives.all_gather(
                 _as_numbers(own)[tf.newaxis], _LABEL
             )

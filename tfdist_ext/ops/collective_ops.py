@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from typing import Protocol
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
+from tfdist_ext.type_names import Keywords
 
 
 class Group(Protocol):
@@ -187,7 +187,7 @@ def broadcast(
     return output
 
 
-def barrier(group: Group, *, tag: int, label: str = "") -> Any:
+def barrier(group: Group, *, tag: int, label: str = "") -> tf.Operation:
     """Waits until all ranks have called this op.
 
     Args:
@@ -203,7 +203,7 @@ def barrier(group: Group, *, tag: int, label: str = "") -> Any:
     return library().tfdist_barrier(**_attributes(group, tag, label))
 
 
-def _attributes(group: Group, tag: int, label: str) -> dict[str, Any]:
+def _attributes(group: Group, tag: int, label: str) -> Keywords:
     return {"group": group.handle, "tag": tag, "label": label}
 
 
@@ -271,7 +271,7 @@ def _all_reduce_gradient(
     return [*sums, None]
 
 
-def _gradient_attributes(op: tf.Operation) -> dict[str, Any]:
+def _gradient_attributes(op: tf.Operation) -> Keywords:
     label = op.get_attr("label").decode()
     return {
         "group": op.get_attr("group"),

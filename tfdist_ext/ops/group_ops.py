@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Sequence
-from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
+from tfdist_ext.type_names import JsonObject
 
 _COUNTERS = (
     "bytes_sent",
@@ -122,7 +122,7 @@ def group_await_key(handle: int, key: str, timeout: float) -> str:
     return str(value.numpy().decode())
 
 
-def group_stats(handle: int) -> dict[str, Any]:
+def group_stats(handle: int) -> JsonObject:
     """Returns the group's statistics by name.
 
     Counters are ints. "labels" has (calls, bytes, seconds) of each label, and
@@ -133,7 +133,7 @@ def group_stats(handle: int) -> dict[str, Any]:
             group=tf.constant(handle, tf.int64)
         )
     counters = [int(count) for count in result.counters.numpy()]
-    stats: dict[str, Any] = dict(zip(_COUNTERS, counters, strict=True))
+    stats: JsonObject = dict(zip(_COUNTERS, counters, strict=True))
     stats["labels"] = {
         label.decode(): (int(calls), int(sent), float(seconds))
         for label, calls, sent, seconds in zip(

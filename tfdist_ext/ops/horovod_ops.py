@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import tensorflow as tf
 
 from tfdist_ext.ops import collective_ops
 from tfdist_ext.ops.collective_ops import Group
+from tfdist_ext.type_names import WithGradient
 
 # Horovod sums 16-bit floats in 16 bits or not at all, so sum them as float32.
 _SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
@@ -28,14 +29,14 @@ _SENT_AS = {tf.bfloat16: tf.uint16}
 class HorovodOps:
     """The collectives of `collective_ops`, with the same arguments."""
 
-    def __init__(self, hvd: Any) -> None:
+    def __init__(self, hvd: ModuleType) -> None:
         """Takes the module `horovod.tensorflow`, which must be initialized.
 
         Args:
             hvd: the module.
         """
         self._hvd = hvd
-        self._functions: dict[tuple[Any, ...], Any] = {}
+        self._functions: dict[tuple[object, ...], Callable[..., tf.Tensor]] = {}
 
     def all_to_all(
         self,
@@ -49,12 +50,14 @@ class HorovodOps:
         """Sends rows to each rank and receives rows from each rank."""
 
         @tf.custom_gradient
-        def exchange(x: tf.Tensor) -> Any:
+        def exchange(x: tf.Tensor) -> WithGradient:
             output, recv_splits = self._all_to_all(
                 group, x, send_splits, tag, label
             )
 
-            def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
+            def gradient(
+                of_output: tf.Tensor, _: tf.Tensor | None = None
+            ) -> tf.Tensor:
                 # Each row is sent back to the rank that it came from.
                 back, _ = self._all_to_all(
                     group, of_output, recv_splits, tag + 1, f"{label}/gradient"
@@ -71,7 +74,7 @@ class HorovodOps:
         """Concatenates the rows of all ranks."""
 
         @tf.custom_gradient
-        def exchange(x: tf.Tensor) -> Any:
+        def exchange(x: tf.Tensor) -> WithGradient:
             rows = tf.shape(x, tf.int64)[:1]
             splits, _ = collective_ops.all_gather(
                 group, rows, tag=tag, label=label
@@ -79,7 +82,9 @@ class HorovodOps:
             splits = tf.ensure_shape(splits, [group.world_size])
             output = self._named("all_gather", tag, splits, x)
 
-            def gradient(of_output: tf.Tensor, _: Any = None) -> tf.Tensor:
+            def gradient(
+                of_output: tf.Tensor, _: tf.Tensor | None = None
+            ) -> tf.Tensor:
                 # Each rank sends back the gradient of every rank's rows.
                 back, _ = self._all_to_all(
                     group, of_output, splits, tag + 1, f"{label}/gradient"
@@ -106,10 +111,10 @@ class HorovodOps:
             return []
 
         @tf.custom_gradient
-        def exchange(*parts: tf.Tensor) -> Any:
+        def exchange(*parts: tf.Tensor) -> WithGradient:
             sums = self._all_reduce(group, parts, tag, label, weight)
 
-            def gradient(*of_sums: tf.Tensor) -> Any:
+            def gradient(*of_sums: tf.Tensor) -> list[tf.Tensor]:
                 if weight is not None:
                     raise NotImplementedError(
                         "A weighted all_reduce has no gradient (op "

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,6 +12,8 @@ from tfdist_ext.tables import checks
 from tfdist_ext.tables.checks import OutOfRange
 from tfdist_ext.tables.checks import Rounding
 from tfdist_ext.tables.placement import FeaturePlacement
+from tfdist_ext.type_names import Keywords
+from tfdist_ext.type_names import WithGradient
 
 _NAMES = (
     "world_size",
@@ -27,7 +28,7 @@ _NAMES = (
 
 def placement_attributes(
     placements: Sequence[FeaturePlacement], world_size: int
-) -> dict[str, Any]:
+) -> Keywords:
     """Returns the attributes of ops that describe placements, by name.
 
     Args:
@@ -46,7 +47,7 @@ def placement_attributes(
     return dict(zip(_NAMES, values, strict=True))
 
 
-def same_placement_as(op: Any) -> dict[str, Any]:
+def same_placement_as(op: tf.Operation) -> Keywords:
     """Returns the placement attributes of an op, for its gradient op."""
     return {name: op.get_attr(name) for name in _NAMES}
 
@@ -239,7 +240,9 @@ def to_wire(
 
 
 @tf.RegisterGradient("Tfdist>RoundToWire")
-def _round_to_wire_gradient(_: Any, grad: tf.Tensor) -> list[Any]:
+def _round_to_wire_gradient(
+    _: tf.Operation, grad: tf.Tensor
+) -> list[tf.Tensor | None]:
     return [tf.cast(grad, tf.float32), None]
 
 
@@ -271,7 +274,7 @@ def from_wire(
 
 
 @tf.custom_gradient
-def _widen(x: tf.Tensor, seed: tf.Tensor) -> Any:
+def _widen(x: tf.Tensor, seed: tf.Tensor) -> WithGradient:
     def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
         rounded = to_wire(upstream, x.dtype, rounding="stochastic", seed=seed)
         return rounded, None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared library of compiled ops, loaded at its first use."""
+"""The shared library of compiled ops, loaded at its first use.
+
+The import fails if the library is for another TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,29 @@ import functools
 import importlib
 import os
 import pathlib
-from typing import Any
+from types import ModuleType
 
 import tensorflow as tf
 
-_LIBRARY = pathlib.Path(__file__).with_name("_tfdist_ops.so")
+_FOLDER = pathlib.Path(__file__).parent
 
 
 @functools.cache
-def library() -> Any:
+def library() -> ModuleType:
     """Loads the library and returns the module of its ops.
 
-    The environment variable TFDIST_LIBRARY names another file to load, for
-    example a sanitizer build.
+    A wheel may have a library for each of several minor versions of TensorFlow;
+    the one for the installed version is loaded. The environment variable
+    TFDIST_LIBRARY names another file to load, for example a sanitizer build.
 
     Returns:
         A module with one function per op: `tfdist_all_to_all` and so on.
 
     Raises:
-        ImportError: if the library is missing, or was built for another minor
-            version of TensorFlow and therefore cannot work.
+        ImportError: if the library is missing, or no library was built for the
+            installed minor version of TensorFlow.
     """
-    override = os.environ.get("TFDIST_LIBRARY")
-    path = pathlib.Path(override) if override else _LIBRARY
-    if not override:
-        check_version(_built_for(), tf.__version__)
+    path = _path()
     if not path.exists():
         raise ImportError(
             f"The compiled ops of tfdist_ext are missing: no file {path}. "
@@ -39,6 +40,51 @@ def library() -> Any:
             "package: `pip install --no-build-isolation .`"
         )
     return tf.load_op_library(str(path))
+
+
+def _path() -> pathlib.Path:
+    override = os.environ.get("TFDIST_LIBRARY")
+    if override:
+        return pathlib.Path(override)
+    return choose(_FOLDER, _built_for(), tf.__version__)
+
+
+def choose(
+    folder: pathlib.Path, built_for: str | None, installed: str
+) -> pathlib.Path:
+    """Returns the library for a version of TensorFlow.
+
+    Args:
+        folder: has `_tfdist_ops.so`, built for one version, or a library for
+            each minor version, such as `_tfdist_ops_tf2_21.so`.
+        built_for: the TensorFlow version of `_tfdist_ops.so`; None if unknown.
+        installed: the TensorFlow version that is running.
+
+    Returns:
+        The path of the library. `_tfdist_ops.so` may be missing.
+
+    Raises:
+        ImportError: if no library was built for the minor version.
+    """
+    found = {
+        tuple(map(int, path.stem.split("tf")[-1].split("_"))): path
+        for path in folder.glob("_tfdist_ops_tf*.so")
+    }
+    if not found:
+        check_version(built_for, installed)
+        return folder / "_tfdist_ops.so"
+    major, minor = map(int, installed.split(".")[:2])
+    if (major, minor) in found:
+        return found[major, minor]
+    known = [".".join(map(str, version)) for version in sorted(found)]
+    raise ImportError(
+        f"TensorFlow {installed} is installed, but this tfdist_ext has "
+        f"compiled ops only for TensorFlow {', '.join(known)} (in {folder}). "
+        "Install one of these, for example "
+        f"`pip install 'tensorflow~={known[-1]}.0'`, "
+        f"or a tfdist_ext for TensorFlow {major}.{minor}: "
+        "`pip install -U tfdist_ext`."
+    )
 
 
 def check_version(built_for: str | None, installed: str) -> None:
@@ -80,12 +126,16 @@ def has_gpu_kernels() -> bool:
 
 def _built_for() -> str | None:
     info = build_info()
-    return None if info is None else str(info.TENSORFLOW_VERSION)
+    return getattr(info, "TENSORFLOW_VERSION", None)
 
 
-def build_info() -> Any:
+def build_info() -> ModuleType | None:
     """Returns the module that the build wrote; None in an unbuilt tree."""
     try:
         return importlib.import_module("tfdist_ext._build_info")
     except ModuleNotFoundError:
         return None
+
+
+# An import fails where no op would work, not the first use of one.
+_path()

@@ -10,15 +10,16 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
-from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops.id_ops import placement_attributes
 from tfdist_ext.ops.id_ops import same_placement_as
 from tfdist_ext.ops.library import library
 from tfdist_ext.ops.row_counts import RowCounts
 from tfdist_ext.tables.placement import FeaturePlacement
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import spec_from_json
 from tfdist_ext.tables.placement import spec_to_json
+from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Variable
 
 
@@ -64,10 +65,9 @@ def lookup(
         tf.errors.InvalidArgumentError: if rows are bad or inputs are malformed.
             On a GPU bad rows are skipped; `decode_ids` and `merge_ids` check.
     """
-    variables = [_component(value_of(t)) for t in tables]
+    variables = [component(value_of(t)) for t in tables]
     for variable in variables:
-        # The op reads only the handle, so tell tapes about the variable.
-        internals.variable_accessed(variable)
+        watch(variable)
     values, send_splits = library().tfdist_lookup(
         [variable.handle for variable in variables],
         row_splits,
@@ -83,7 +83,12 @@ def lookup(
     return values, send_splits
 
 
-def _component(variable: Variable) -> Any:
+def watch(variable: tf.Variable) -> None:
+    """Tells tapes of a variable of which an op reads only the handle."""
+    internals.variable_accessed(variable)
+
+
+def component(variable: tf.Variable) -> tf.Variable:
     """Returns this replica's variable, if every replica has its own."""
     strategy = getattr(variable, "distribute_strategy", None)
     if strategy is None:
@@ -96,59 +101,115 @@ def _component(variable: Variable) -> Any:
 
 
 @tf.RegisterGradient("Tfdist>Lookup")
-def _lookup_gradient(op: Any, grad: tf.Tensor, _: tf.Tensor) -> list[Any]:
+def _lookup_gradient(
+    op: tf.Operation, grad: tf.Tensor, _: tf.Tensor
+) -> list[Gradient]:
     shapes = [tf.TensorShape(s).as_list() for s in op.get_attr("table_shapes")]
     row_splits, rows, weights, served = op.inputs[len(shapes) :]
+    slices = _gradients(
+        *(shapes, op.get_attr("shards")),
+        *(row_splits, rows, weights, served, grad),
+        op.get_attr("feature_tables"),
+    )
+    return [*slices, None, None, None, None]
+
+
+def row_gradients(
+    tables: Sequence[Variable],
+    row_splits: tf.Tensor,
+    rows: tf.Tensor,
+    weights: tf.Tensor,
+    served: tf.Tensor,
+    grad: tf.Tensor,
+    *,
+    feature_tables: Sequence[int],
+) -> list[tf.IndexedSlices]:
+    """Gradients of tables, as a tape gets them from `lookup`.
+
+    Args:
+        tables: see `lookup`; so are the other arguments.
+        row_splits: int64 `[S + 1]`.
+        rows: int64 `[n]`.
+        weights: float32 `[n]`, or `[0]`.
+        served: int64 `[world_size, F]`.
+        grad: float32 `[V]`, the gradient of the values.
+        feature_tables: index of every feature's table, or -1.
+    """
+    variables = [component(value_of(table)) for table in tables]
+    return _gradients(
+        [variable.shape.as_list() for variable in variables],
+        [spec_to_json(marks.shard_spec(each)) for each in variables],
+        *(row_splits, rows, weights, served, grad),
+        feature_tables,
+    )
+
+
+def _gradients(
+    shapes: Sequence[Sequence[int]],
+    shards: Sequence[Any],
+    row_splits: tf.Tensor,
+    rows: tf.Tensor,
+    weights: tf.Tensor,
+    served: tf.Tensor,
+    grad: tf.Tensor,
+    feature_tables: Sequence[int],
+) -> list[tf.IndexedSlices]:
     unique_rows, row_grads = lookup_grad(
         row_splits,
         rows,
         weights,
         served,
         grad,
-        feature_tables=op.get_attr("feature_tables"),
+        feature_tables=feature_tables,
         table_shapes=shapes,
     )
     slices = []
     for table, (shape, shard, touched, values) in enumerate(
-        zip(shapes, op.get_attr("shards"), unique_rows, row_grads, strict=True)
+        zip(shapes, shards, unique_rows, row_grads, strict=True)
     ):
-        # TensorFlow's choice of dtype; branches of `tf.cond` must agree on it.
-        kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
-        dense_shape = tf.constant(shape, kind)
-        spec = spec_from_json(shard)
-        if spec is not None:
-            marks.set_gradient_spec(dense_shape, spec)
-        marks.set_unique(dense_shape)
         counts = RowCounts(
             row_splits,
             rows,
             served,
-            tuple(op.get_attr("feature_tables")),
+            tuple(feature_tables),
             table,
             shape[0],
             marks.samples_of_lists(rows),
         )
         marks.set_row_counts(touched, counts)
-        slices.append(tf.IndexedSlices(values, touched, dense_shape))
-    return [*slices, None, None, None, None]
+        slices.append(
+            unique_slices(values, touched, shape, spec_from_json(shard))
+        )
+    return slices
+
+
+def unique_slices(
+    values: tf.Tensor,
+    rows: tf.Tensor,
+    shape: Sequence[int],
+    spec: ShardSpec | None,
+) -> tf.IndexedSlices:
+    """A gradient of unique rows.
+
+    Args:
+        values: float32 `[n, d]`.
+        rows: int64 `[n]`.
+        shape: shape of what the gradient is of.
+        spec: the shard that it is marked with; None for an entire table.
+    """
+    # TensorFlow's choice of dtype; branches of `tf.cond` must agree on it.
+    kind = tf.int32 if max(shape) <= tf.int32.max else tf.int64
+    dense_shape = tf.constant(list(shape), kind)
+    if spec is not None:
+        marks.set_gradient_spec(dense_shape, spec)
+    marks.set_unique(dense_shape)
+    return tf.IndexedSlices(values, rows, dense_shape)
 
 
 def mark_unique_rows(slices: tf.IndexedSlices) -> None:
     """Marks a gradient so that rows which occur several times are summed."""
     if slices.dense_shape is not None:
         marks.set_unique(slices.dense_shape)
-
-
-def has_unique_rows(slices: tf.IndexedSlices) -> bool:
-    """Whether one process would update each row of a gradient once.
-
-    This is so with this package's lookups and optimizers, and with tf_keras.
-    Keras 3's optimizers use the gradient as it is, and square each occurrence
-    of a row separately.
-    """
-    if not KERAS_3:
-        return True
-    return marks.is_unique(slices)
 
 
 def lookup_grad(
@@ -246,8 +307,41 @@ def join_parts(
     )
 
 
+def parts_of_gradient(
+    gradients: Sequence[tf.Tensor],
+    sample_ids: tf.Tensor,
+    sample_splits: tf.Tensor,
+    *,
+    placements: Sequence[FeaturePlacement],
+    world_size: int,
+) -> tf.Tensor:
+    """Divides gradients of samples into the parts for all owners.
+
+    It is the gradient of `join_parts` with respect to the parts.
+
+    Args:
+        gradients: per feature float32 `[samples, dim]`.
+        sample_ids: int32 `[m]`, see `join_parts`.
+        sample_splits: int64 `[world_size, F]`, see `join_parts`.
+        placements: the placement of every feature's table.
+        world_size: the number of ranks.
+
+    Returns:
+        float32 `[V]`, the values for rank 0, then those for rank 1, and so on.
+    """
+    return library().tfdist_combine_grad(
+        list(gradients),
+        sample_ids,
+        sample_splits,
+        1.0,
+        **placement_attributes(placements, world_size),
+    )
+
+
 @tf.RegisterGradient("Tfdist>Combine")
-def _combine_gradient(op: Any, *grads: Any) -> list[Any]:
+def _combine_gradient(
+    op: tf.Operation, *grads: tf.Tensor
+) -> list[tf.Tensor | None]:
     _, sample_ids, sample_splits, _, gradient_scale = op.inputs
     values = library().tfdist_combine_grad(
         [tf.convert_to_tensor(grad) for grad in grads],
@@ -285,7 +379,7 @@ def pool(
 
 
 @tf.RegisterGradient("Tfdist>Pool")
-def _pool_gradient(op: Any, grad: tf.Tensor) -> list[Any]:
+def _pool_gradient(op: tf.Operation, grad: tf.Tensor) -> list[tf.Tensor | None]:
     matrix, row_splits, positions, weights = op.inputs
     matrix_grad = library().tfdist_pool_grad(
         tf.shape(matrix, tf.int64)[0], row_splits, positions, weights, grad
@@ -344,7 +438,7 @@ def init_rows(
 
 def reset_rows(
     variable: tf.Variable, ids: tf.Tensor, *, distribution: str, **block: Any
-) -> Any:
+) -> tf.Operation:
     """Resets rows of a table, or of a slot, to their initial values.
 
     Args:

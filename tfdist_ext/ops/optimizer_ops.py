@@ -21,22 +21,22 @@ If a row is outside of the table, or a shape does not fit, the op raises an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext.ops.library import library
 from tfdist_ext.type_names import Rate
+from tfdist_ext.type_names import Scalar
 
 
-def _scalar(value: Any) -> tf.Tensor:
+def _scalar(value: Scalar) -> tf.Tensor:
     # Python numbers are converted to float64, so that 1 - 0.999 stays exact.
     if isinstance(value, (int, float)):
         return tf.constant(value, tf.float64)
     return tf.cast(value, tf.float64)
 
 
-def _seeds(rounding_seed: Any) -> list[tf.Tensor]:
+def _seeds(rounding_seed: tf.Tensor | None) -> list[tf.Tensor]:
     if rounding_seed is None:
         return []
     return [tf.cast(rounding_seed, tf.int64)]
@@ -48,8 +48,8 @@ def apply_row_sgd(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    rounding_seed: Any = None,
-) -> Any:
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies `w -= learning_rate * g` to the given rows.
 
     Args:
@@ -78,10 +78,10 @@ def apply_row_momentum(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    momentum: Any,
+    momentum: Scalar,
     nesterov: bool = False,
-    rounding_seed: Any = None,
-) -> Any:
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies SGD with momentum to the given rows.
 
     `m = momentum * m - learning_rate * g`, then `w += m`, or with nesterov
@@ -120,9 +120,9 @@ def apply_row_adagrad(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    epsilon: Any,
-    rounding_seed: Any = None,
-) -> Any:
+    epsilon: Scalar,
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies `a += g^2; w -= learning_rate * g / sqrt(a + epsilon)`.
 
     Args:
@@ -155,10 +155,10 @@ def apply_row_wise_adagrad(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    epsilon: Any,
+    epsilon: Scalar,
     mean_squares: tf.Tensor | None = None,
-    rounding_seed: Any = None,
-) -> Any:
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies Adagrad with one accumulator per row: `a += mean(g^2)`.
 
     Args:
@@ -198,14 +198,14 @@ def apply_row_adam(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    beta_1: Any,
-    beta_2: Any,
-    epsilon: Any,
+    beta_1: Scalar,
+    beta_2: Scalar,
+    epsilon: Scalar,
     step: tf.Tensor,
     velocity_hats: Sequence[tf.Variable] = (),
     all_rows: bool = False,
-    rounding_seed: Any = None,
-) -> Any:
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies Adam to the given rows ("lazy" Adam).
 
     `m += (1 - beta_1) (g - m); v += (1 - beta_2) (g^2 - v)`, then
@@ -258,13 +258,13 @@ def apply_row_ftrl(
     grads: tf.Tensor,
     *,
     learning_rate: Rate,
-    learning_rate_power: Any = -0.5,
-    l1: Any = 0.0,
-    l2: Any = 0.0,
-    l2_shrinkage: Any = 0.0,
-    beta: Any = 0.0,
-    rounding_seed: Any = None,
-) -> Any:
+    learning_rate_power: Scalar = -0.5,
+    l1: Scalar = 0.0,
+    l2: Scalar = 0.0,
+    l2_shrinkage: Scalar = 0.0,
+    beta: Scalar = 0.0,
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Applies Keras's Ftrl ("follow the regularized leader") to the given rows.
 
     With `p(x) = x^-learning_rate_power` and `l = l2 + beta / (2
@@ -328,10 +328,10 @@ def clip_rows(
     table: tf.Variable,
     rows: tf.Tensor,
     *,
-    max_norm: Any,
+    max_norm: Scalar,
     squares: tf.Tensor | None = None,
-    rounding_seed: Any = None,
-) -> Any:
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Scales rows whose norm exceeds a limit down to that limit.
 
     Args:
@@ -353,8 +353,11 @@ def clip_rows(
 
 
 def scale_table(
-    table: tf.Variable, factor: Any, *, rounding_seed: Any = None
-) -> Any:
+    table: tf.Variable,
+    factor: Scalar,
+    *,
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
     """Multiplies a table by a factor in place, without a temporary table.
 
     Args:

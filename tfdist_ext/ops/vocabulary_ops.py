@@ -10,7 +10,6 @@ in plain Python.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -192,9 +191,9 @@ def import_keys(
     handle: tf.Tensor,
     buckets: int,
     hash_key: tf.Tensor,
-    step: Any,
+    step: tf.Tensor,
     arrays: Sequence[tf.Tensor],
-) -> Any:
+) -> tf.Operation:
     """Replaces the keys of a vocabulary.
 
     Args:
@@ -240,7 +239,9 @@ def take_resets(handle: tf.Tensor) -> tf.Tensor:
     return library().tfdist_take_resets(handle)
 
 
-def store_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
+def store_texts(
+    handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor
+) -> tf.Operation:
     """Stores texts of keys on this rank, until their rows get other keys.
 
     Args:
@@ -252,7 +253,7 @@ def store_texts(handle: tf.Tensor, rows: tf.Tensor, texts: tf.Tensor) -> Any:
     return library().tfdist_store_texts(handle, rows, texts)
 
 
-def release_texts(handle: tf.Tensor, rows: tf.Tensor) -> Any:
+def release_texts(handle: tf.Tensor, rows: tf.Tensor) -> tf.Operation:
     """Replaces texts by a mark that other ranks store them.
 
     Args:

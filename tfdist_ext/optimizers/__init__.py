@@ -7,6 +7,7 @@ from tfdist_ext.optimizers.rules import Adagrad
 from tfdist_ext.optimizers.rules import Adam
 from tfdist_ext.optimizers.rules import Ftrl
 from tfdist_ext.optimizers.rules import RowWiseAdagrad
+from tfdist_ext.optimizers.split import Split
 from tfdist_ext.optimizers.supported import element_wise
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "CowClip",
     "Ftrl",
     "RowWiseAdagrad",
+    "Split",
     "element_wise",
 ]

@@ -12,11 +12,14 @@ from tfdist_ext import marks
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.ops.library import has_gpu_kernels
 from tfdist_ext.ops.lookup_ops import mark_unique_rows
+from tfdist_ext.optimizers.row_gradients import GradsAndVars
 from tfdist_ext.optimizers.row_gradients import clip_gradients
 from tfdist_ext.type_names import DTypeLike
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import InitializerLike
+from tfdist_ext.type_names import Scalar
 from tfdist_ext.type_names import Shape
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 
@@ -69,10 +72,10 @@ class _Keras3Differences(_Optimizer):
 
     def add_variable_from_reference(
         self,
-        reference_variable: Any,
-        name: Any = None,
+        reference_variable: Variable,
+        name: str | None = None,
         initializer: InitializerLike = "zeros",
-    ) -> Any:
+    ) -> Variable | None:
         """Adds a slot, which is initialized without a temporary copy.
 
         Tables with an optimizer of their own have no slot here.
@@ -105,7 +108,7 @@ class _Keras3Differences(_Optimizer):
 
     def _add_slot(
         self, variable: Variable, name: str, value: float, per_row: bool
-    ) -> Any:
+    ) -> Variable | None:
         """Adds a slot of a variable's shape, or with one value per row."""
         if self._has_own_optimizer(variable):
             return None
@@ -125,7 +128,7 @@ class _Keras3Differences(_Optimizer):
         name: str,
         initializer: InitializerLike,
         shape: Shape,
-    ) -> Any:
+    ) -> Variable:
         native = self._native(variable)
         path = getattr(variable, "path", native.name)
         strategy = self._distribution_strategy
@@ -137,14 +140,13 @@ class _Keras3Differences(_Optimizer):
                 name=path.replace("/", "_").replace(":", "_") + f"_{name}",
             )
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Variable] | None = None,
+    ) -> None:
         if self.loss_scale_factor is not None:
-            grads = [
-                _Unscalable.of(grad)
-                if isinstance(grad, tf.IndexedSlices)
-                else grad
-                for grad in grads
-            ]
+            grads = unscalable(grads)
         super().apply(grads, trainable_variables)
         for own in self.table_optimizers:
             own.iterations.assign_add(1)
@@ -165,15 +167,17 @@ class _Keras3Differences(_Optimizer):
                     args=(average,),
                 )
 
-    def rate_argument(self) -> tuple[Any, ...]:
+    def rate_argument(self) -> tuple[Scalar, ...]:
         """Returns the learning rate as an argument of `update_step`."""
         return (self._get_current_learning_rate(),)
 
-    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Any]:
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Gradient]:
         # Keras would clip here, which is before the sum over the ranks.
         return grads
 
-    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+    def _all_reduce_sum_gradients(
+        self, grads_and_vars: GradsAndVars
+    ) -> GradsAndVars:
         grads_and_vars = list(grads_and_vars)
         for grad, _ in grads_and_vars:
             if isinstance(grad, tf.IndexedSlices):
@@ -186,8 +190,20 @@ class _Keras3Differences(_Optimizer):
         )
 
 
-def _slot_dtype(variable: Variable) -> Any:
+def _slot_dtype(variable: Variable) -> str | tf.DType:
     return "float32" if is_bfloat16_table(variable) else variable.dtype
+
+
+def unscalable(grads: Sequence[Gradient]) -> list[Any]:
+    """Returns gradients that Keras can divide by the loss scale.
+
+    Args:
+        grads: tensors, IndexedSlices or None.
+    """
+    return [
+        _Unscalable.of(grad) if isinstance(grad, tf.IndexedSlices) else grad
+        for grad in grads
+    ]
 
 
 class _Unscalable(tf.IndexedSlices):
@@ -197,7 +213,7 @@ class _Unscalable(tf.IndexedSlices):
     def of(cls, slices: tf.IndexedSlices) -> _Unscalable:
         return cls(slices.values, slices.indices, slices.dense_shape)
 
-    def __truediv__(self, scale: Any) -> tf.IndexedSlices:
+    def __truediv__(self, scale: Scalar) -> tf.IndexedSlices:
         return tf.IndexedSlices(
             self.values / scale, self.indices, self.dense_shape
         )
@@ -219,7 +235,7 @@ class _LegacyDifferences(_Optimizer):
 
     def _add_slot(
         self, variable: Variable, name: str, value: float, per_row: bool
-    ) -> Any:
+    ) -> Variable | None:
         """Adds a slot of a variable's shape, or with one value per row."""
         if self._has_own_optimizer(variable):
             return None
@@ -234,11 +250,11 @@ class _LegacyDifferences(_Optimizer):
 
     def add_variable_from_reference(
         self,
-        model_variable: Any,
+        model_variable: tf.Variable,
         variable_name: str,
         shape: Shape = None,
-        initial_value: Any = None,
-    ) -> Any:
+        initial_value: TensorLike = None,
+    ) -> Variable | None:
         """Adds a slot, in float32 if the table is bfloat16.
 
         Tables with an optimizer of their own have no slot here.
@@ -276,7 +292,7 @@ class _LegacyDifferences(_Optimizer):
         self._variables.append(variable)
         return variable
 
-    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> object:
         for own in self.table_optimizers:
             own._compute_current_learning_rate()
         result = super().apply_gradients(*args, **kwargs)
@@ -284,21 +300,21 @@ class _LegacyDifferences(_Optimizer):
             own.iterations.assign_add(1)
         return result
 
-    def rate_argument(self) -> tuple[Any, ...]:
+    def rate_argument(self) -> tuple[Scalar, ...]:
         """Returns no argument: `update_step` reads the learning rate itself."""
         return ()
 
-    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Any]:
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Gradient]:
         # `_internal_apply_gradients` clips, because it knows the variables.
         return grads
 
     def _deduplicate_sparse_grad(
         self, grads: Sequence[Gradient]
-    ) -> Sequence[Any]:
+    ) -> Sequence[Gradient]:
         # The row update sums duplicate rows.
         return grads
 
-    def _internal_apply_gradients(self, grads_and_vars: Any) -> Any:
+    def _internal_apply_gradients(self, grads_and_vars: GradsAndVars) -> object:
         clipped = clip_gradients(
             grads_and_vars,
             clipnorm=self.clipnorm,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +14,9 @@ from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.tables import checks
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 
@@ -83,7 +84,9 @@ class CowClip:
             )
 
 
-def as_row_clip(value: Any, optimizer: str) -> CowClip | None:
+def as_row_clip(
+    value: CowClip | Config | None, optimizer: str
+) -> CowClip | None:
     """The argument `row_clip` of an optimizer, also from a config.
 
     Args:
@@ -105,7 +108,9 @@ def as_row_clip(value: Any, optimizer: str) -> CowClip | None:
     )
 
 
-def clipped(clip: CowClip, gradient: Gradient, variable: Variable) -> Any:
+def clipped(
+    clip: CowClip, gradient: Gradient, variable: Variable
+) -> TensorOrSlices:
     """Returns the gradient of a table with clipped rows.
 
     Args:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,13 @@ from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Scalar
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import Variable
 
 
-def without_duplicates(grad: Gradient) -> Any:
+def without_duplicates(grad: Gradient) -> TensorOrSlices:
     """Sums the values of duplicate rows, so that only sums are squared.
 
     A tape concatenates the gradients of a layer that was called twice.
@@ -47,7 +52,7 @@ def without_duplicates(grad: Gradient) -> Any:
     return tf.IndexedSlices(values, rows, grad.dense_shape)
 
 
-GradsAndVars = Sequence[tuple[Any, Any]]
+GradsAndVars = Sequence[tuple[Gradient, Variable]]
 
 
 def clip_gradients(
@@ -56,7 +61,7 @@ def clip_gradients(
     clipnorm: float | None = None,
     global_clipnorm: float | None = None,
     clipvalue: float | None = None,
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Gradient, Variable]]:
     """Clips gradients by the first option that is set.
 
     Args:
@@ -92,22 +97,26 @@ def clip_gradients(
     return pairs
 
 
-def _global_factor(square_norms: Sequence[tf.Tensor], limit: Any) -> tf.Tensor:
+def _global_factor(
+    square_norms: Sequence[tf.Tensor], limit: Scalar
+) -> tf.Tensor:
     norm = tf.sqrt(tf.add_n(square_norms))
     factor = limit * tf.minimum(1 / norm, 1 / limit)
     # NaN if the norm is not finite, as in Keras. Otherwise 0 * inf hides it.
     return factor + (norm - norm)
 
 
-def _scale(grad: Gradient, factor: tf.Tensor) -> Any:
+def _scale(grad: Gradient, factor: tf.Tensor) -> TensorOrSlices:
     return _map(lambda values: values * tf.cast(factor, values.dtype), grad)
 
 
-def _clip_values(grad: Gradient, limit: Any) -> Any:
+def _clip_values(grad: Gradient, limit: Scalar) -> TensorOrSlices:
     return _map(lambda v: tf.clip_by_value(v, -limit, limit), grad)
 
 
-def _map(fn: Any, grad: Gradient) -> Any:
+def _map(
+    fn: Callable[[tf.Tensor], tf.Tensor], grad: Gradient
+) -> TensorOrSlices:
     if not isinstance(grad, tf.IndexedSlices):
         return fn(grad)
     # The same `dense_shape` tensor, which carries the mark of the gradient.
@@ -146,12 +155,12 @@ def square_norms(
 
 
 def sum_repeated_rows(
-    original: Original,
+    original: Original[T],
     optimizer: Optimizer,
     grads: Sequence[Gradient],
     *args: Any,
     **kw: Any,
-) -> Any:
+) -> T:
     """Sums the gradients of several calls for a row, as several ranks do.
 
     A tape concatenates them, and Keras 3 would square each of them.
@@ -159,7 +168,7 @@ def sum_repeated_rows(
     return original(optimizer, list(map(_summed, grads)), *args, **kw)
 
 
-def _summed(grad: Gradient) -> Any:
+def _summed(grad: Gradient) -> TensorOrSlices:
     if not (isinstance(grad, tf.IndexedSlices) and marks.is_unique(grad)):
         return grad
     if marks.gradient_spec(grad) is not None:  # a shard's rows are summed later

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,14 @@ from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.optimizers.supported import check_supported
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Rate
+from tfdist_ext.type_names import Scalar
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
@@ -49,7 +53,7 @@ def limit_row_norms(variable: Variable, max_norm: float) -> None:
 
 
 def clip_row_norms(
-    variable: tf.Variable, rows: tf.Tensor, max_norm: float, seed: Any
+    variable: tf.Variable, rows: tf.Tensor, max_norm: float, seed: tf.Tensor
 ) -> None:
     """Scales rows whose norm exceeds a limit down to that limit.
 
@@ -90,22 +94,22 @@ def clip_row_norms(
 
 
 def refuse_norms_at_build(
-    original: Original,
+    original: Original[T],
     optimizer: Optimizer,
     variables: Sequence[Variable],
     *args: Any,
-) -> Any:
+) -> T:
     _refuse(optimizer, variables)
     return original(optimizer, variables, *args)
 
 
 def refuse_norms_at_apply(
-    original: Original,
+    original: Original[T],
     optimizer: Optimizer,
-    pairs: Any,
+    pairs: Iterable[tuple[Gradient, Variable]],
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> T:
     pairs = list(pairs)
     _refuse(optimizer, [variable for _, variable in pairs])
     return original(optimizer, pairs, *args, **kwargs)
@@ -154,7 +158,7 @@ class RowOptimizer(KerasDifferences):
     """
 
     # Optimizers of single tables, see `rules.attach_optimizer`.
-    table_optimizers: Sequence[Any] = ()
+    table_optimizers: Sequence[RowOptimizer] = ()
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ class RowOptimizer(KerasDifferences):
         self.row_clip = as_row_clip(row_clip, type(self).__name__)
         self.stochastic_rounding = stochastic_rounding
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         config = {
             **super().get_config(),
             "stochastic_rounding": self.stochastic_rounding,
@@ -198,7 +202,7 @@ class RowOptimizer(KerasDifferences):
                     "most of its changes to rounding. Use float32 tables, or "
                     "leave it out."
                 )
-        tables: dict[int, tuple[Any, list[Any]]] = {}
+        tables: dict[int, tuple[RowOptimizer, list[Variable]]] = {}
         for variable in variables:
             if self._has_own_optimizer(variable):
                 own = own_optimizer(variable)
@@ -210,7 +214,7 @@ class RowOptimizer(KerasDifferences):
             own.build(mine)
             own._require_known(mine)
 
-    def _refuse_with_own_optimizer(self, own: Any) -> None:
+    def _refuse_with_own_optimizer(self, own: RowOptimizer) -> None:
         """Refuses options that need the slots of every variable here."""
         refused = {"gradient_accumulation_steps": True, "use_ema": not KERAS_3}
         for option, wrong in refused.items():
@@ -237,7 +241,7 @@ class RowOptimizer(KerasDifferences):
         return own_optimizer(variable) not in (None, self)
 
     def update_step(
-        self, gradient: Gradient, variable: Variable, *learning_rate: Any
+        self, gradient: Gradient, variable: Variable, *learning_rate: Scalar
     ) -> None:
         """Updates one variable.
 
@@ -276,7 +280,7 @@ class RowOptimizer(KerasDifferences):
         return tf.range(variable.shape[0], dtype=tf.int64)
 
     def _update_one(
-        self, gradient: Gradient, variable: Variable, *learning_rate: Any
+        self, gradient: Gradient, variable: Variable, *learning_rate: Scalar
     ) -> None:
         """Updates a variable that has no optimizer of its own."""
         if is_bfloat16_table(variable):
@@ -310,7 +314,7 @@ class RowOptimizer(KerasDifferences):
 
     def _note_slot(
         self, variable: Variable, slot: Variable, value: float
-    ) -> Any:
+    ) -> Variable:
         """Stores a slot's initial value, if rows may get other keys."""
         keys = marks.keys_of(variable)
         if keys is not None and slot is not None:
@@ -338,7 +342,7 @@ class RowOptimizer(KerasDifferences):
             salt += spec.rank << 32
         return _SEEDS_OF_STEP * tf.cast(self.iterations, tf.int64) + salt
 
-    def _slot(self, slots: Sequence[Any], variable: Variable) -> Any:
+    def _slot(self, slots: Sequence[Any], variable: Variable) -> Variable:
         return slots[self._index_of(variable)]
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:

@@ -18,9 +18,11 @@ from tfdist_ext.ops import optimizer_ops
 from tfdist_ext.optimizers.keras_versions import has_kernel
 from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
+from tfdist_ext.type_names import Config
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Rate
+from tfdist_ext.type_names import Scalar
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
@@ -162,7 +164,7 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
         super().__init__(*args, **kwargs)
         self.lazy = lazy
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         return {**super().get_config(), "lazy": self.lazy}
 
     def _update_rows(
@@ -199,7 +201,7 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             return tf.range(variable.shape[0], dtype=tf.int64)
         return super()._rows_changed(gradient, variable)
 
-    def _epsilon_hat(self, step: tf.Tensor) -> Any:
+    def _epsilon_hat(self, step: tf.Tensor) -> Scalar:
         if not getattr(self, "adaptive_epsilon", False):
             return self.epsilon
         beta_2 = tf.constant(self.beta_2, tf.float64)
@@ -319,7 +321,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         self._built = True
 
     def _update_one(
-        self, gradient: Gradient, variable: Variable, *learning_rate: Any
+        self, gradient: Gradient, variable: tf.Variable, *learning_rate: Scalar
     ) -> None:
         sparse = isinstance(gradient, tf.IndexedSlices)
         fused = is_bfloat16_table(variable) or (sparse and has_kernel(variable))
@@ -373,7 +375,7 @@ def _mean_squares(variable: tf.Variable, grads: tf.Tensor) -> tf.Tensor:
     return sum_over_ranks(squares, label, spec.row_peers) / spec.dim
 
 
-_KINDS = {
+KINDS = {
     kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, Ftrl)
 }
 
@@ -389,7 +391,7 @@ _OF_THE_MODEL = (
 )
 
 
-def as_row_optimizer(optimizer: Optimizer, table: str) -> Any:
+def as_row_optimizer(optimizer: Optimizer, table: str) -> RowOptimizer:
     """Converts a table's `optimizer` to an optimizer of this package.
 
     Args:
@@ -401,7 +403,13 @@ def as_row_optimizer(optimizer: Optimizer, table: str) -> Any:
         ValueError: if `optimizer` is another one, or has an option that only
             the model's optimizer may have.
     """
-    found = _row_optimizer(optimizer, table)
+    found = row_optimizer(optimizer)
+    if found is None:
+        raise ValueError(
+            f"Table '{table}': `optimizer` must be one of "
+            f"tfdist_ext.optimizers ({', '.join(KINDS)}), its Keras "
+            f"counterpart, or its name. Received: {optimizer!r}."
+        )
     for option in _OF_THE_MODEL:
         value = getattr(found, option, None)
         if value:
@@ -413,24 +421,29 @@ def as_row_optimizer(optimizer: Optimizer, table: str) -> Any:
     return found
 
 
-def _row_optimizer(optimizer: Optimizer, table: str) -> Any:
+def row_optimizer(optimizer: Any) -> RowOptimizer | None:
+    """Converts what stands for an optimizer of this package.
+
+    Args:
+        optimizer: one of `tfdist_ext.optimizers`, a Keras optimizer of the
+            same name, its name, or its serialized form.
+
+    Returns:
+        The optimizer; None if there is none of this kind.
+    """
     if isinstance(optimizer, dict):  # in a config of keras-rs
         optimizer = tf.keras.utils.deserialize_keras_object(optimizer)
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     if isinstance(optimizer, str):
-        by_name = {name.lower(): kind for name, kind in _KINDS.items()}
+        by_name = {name.lower(): kind for name, kind in KINDS.items()}
         if optimizer.lower() in by_name:
             return by_name[optimizer.lower()]()
     elif isinstance(optimizer, tf.keras.optimizers.Optimizer):
-        kind = _KINDS.get(type(optimizer).__name__)
+        kind = KINDS.get(type(optimizer).__name__)
         if kind is not None:
             return kind.from_config(optimizer.get_config())
-    raise ValueError(
-        f"Table '{table}': `optimizer` must be one of "
-        f"tfdist_ext.optimizers ({', '.join(_KINDS)}), its Keras counterpart, "
-        f"or its name. Received: {optimizer!r}."
-    )
+    return None
 
 
 def attach_optimizer(variable: Variable, optimizer: Optimizer) -> None:
@@ -455,7 +468,7 @@ def scaled_rate(
     batch: int,
     rule: str = "linear",
     warmup_steps: int = 0,
-) -> Any:
+) -> float | WarmUp:
     """Returns a learning rate for another global batch size.
 
     More ranks, with the same number of samples each, make a larger global batch
@@ -521,20 +534,20 @@ class WarmUp(_Schedule):
         super().__init__()
         self.first, self.last, self.steps = first, last, steps
 
-    def __call__(self, step: Any) -> tf.Tensor:
+    def __call__(self, step: Scalar) -> tf.Tensor:
         done = tf.cast(step, tf.float32) / float(self.steps)
         return self.first + (self.last - self.first) * tf.minimum(done, 1.0)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Returns the arguments that create this schedule again."""
         return {"first": self.first, "last": self.last, "steps": self.steps}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _check(name: str, value: Any, positive: bool) -> None:
+def _check(name: str, value: float, positive: bool) -> None:
     if not positive or not math.isfinite(value):
         raise ValueError(
             f"Argument `{name}` must be a positive number. Received: "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 from typing import TypeVar
@@ -13,8 +14,12 @@ import tensorflow as tf
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import active
+from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
@@ -39,10 +44,10 @@ _CLASSES = tuple(
 # Methods that a subclass may override without changing the update.
 _HARMLESS = {"build", "get_config", "from_config"}
 
-Optimizer = TypeVar("Optimizer", bound=type)
+OptimizerClass = TypeVar("OptimizerClass", bound=type)
 
 
-def element_wise(optimizer: Optimizer) -> Optimizer:
+def element_wise(optimizer: OptimizerClass) -> OptimizerClass:
     """Declares that an optimizer updates every element independently.
 
     The update of an element may depend on the element's own gradient, value
@@ -76,7 +81,7 @@ def element_wise(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def why_not_element_wise(optimizer: Any) -> str | None:
+def why_not_element_wise(optimizer: Optimizer) -> str | None:
     """Returns why an optimizer is not known to be element-wise, or None.
 
     Args:
@@ -91,7 +96,7 @@ def why_not_element_wise(optimizer: Any) -> str | None:
     return "it is not an optimizer of Keras that does so"
 
 
-def _overridden(kind: type, optimizer: Any) -> list[str]:
+def _overridden(kind: type, optimizer: Optimizer) -> list[str]:
     """Returns the methods of Keras's optimizer that a subclass overrides."""
     base = next((c for c in _CLASSES if isinstance(optimizer, c)), object)
     return sorted(
@@ -112,7 +117,7 @@ _WHOLE = (
 )
 
 
-def check_supported(optimizer: Any) -> None:
+def check_supported(optimizer: Optimizer) -> None:
     """Checks that an optimizer can train a partitioned table.
 
     Optimizers of `tfdist_ext.optimizers` may clip gradients and scale the
@@ -126,13 +131,6 @@ def check_supported(optimizer: Any) -> None:
             only a part of a variable. The error says what to do.
     """
     name = type(optimizer).__name__
-    _refuse(
-        optimizer,
-        "gradient_accumulation_steps",
-        "it would keep a dense gradient of the whole table. Leave it out, and "
-        "pass consistency=tfdist_ext.consistency.Accumulate(k) to the "
-        "strategy, which keeps the rows that steps touch.",
-    )
     if marks.does_work_over_ranks(optimizer):
         return
     if any(_LEGACY in base.__module__ for base in type(optimizer).__mro__):
@@ -152,14 +150,7 @@ def check_supported(optimizer: Any) -> None:
             "or other value of the whole variable, declare that by "
             f"@tfdist_ext.optimizers.element_wise above class {name}."
         )
-    for option in _CLIPPING:
-        _refuse(
-            optimizer,
-            option,
-            "Keras would clip each rank's part separately. Use the optimizer "
-            "of this kind in tfdist_ext.optimizers, which clips as one "
-            f"process would, or {_WHOLE}.",
-        )
+    check_clipping(optimizer)
     _refuse(
         optimizer,
         "loss_scale_factor",
@@ -168,31 +159,71 @@ def check_supported(optimizer: Any) -> None:
     )
 
 
-def check_accumulation(optimizer: Any) -> None:
-    """Refuses gradient accumulation in any model on several ranks.
+def check_clipping(optimizer: Optimizer) -> None:
+    """Checks that an optimizer can clip the gradient of a table.
+
+    Args:
+        optimizer: an optimizer of Keras 3 or tf_keras.
+
+    Raises:
+        ValueError: if the optimizer is Keras's and clips. The error says what
+            to do.
+    """
+    if marks.does_work_over_ranks(optimizer):
+        return
+    for option in _CLIPPING:
+        _refuse(
+            optimizer,
+            option,
+            "Keras would clip the gradient of each part of the table, or of "
+            "each occurrence of a row, separately. Use the optimizer of this "
+            "kind in tfdist_ext.optimizers, which clips the gradient of the "
+            "whole table.",
+        )
+
+
+def check_accumulation(optimizer: Optimizer | None) -> None:
+    """Refuses options that are wrong with Keras's gradient accumulation.
 
     Args:
         optimizer: a model's optimizer, or None; it may be a loss scale
             optimizer.
 
     Raises:
-        ValueError: if it accumulates gradients. The error says what to do.
+        ValueError: the error says what to do.
+    """
+    for each in parts_of(optimizer):
+        _check_accumulation(each)
+
+
+def parts_of(optimizer: Any) -> tuple[Any, ...]:
+    """Returns the optimizers that a model's optimizer consists of.
+
+    Args:
+        optimizer: an optimizer, or None; it may be a loss scale optimizer.
+
+    Returns:
+        Both optimizers of a `Split`, otherwise the optimizer.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    parts: tuple[Any, ...] = getattr(optimizer, "parts", (optimizer,))
+    return parts
+
+
+def _check_accumulation(optimizer: Any) -> None:
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    if steps:
-        raise ValueError(
-            f"Optimizer {type(optimizer).__name__}: argument "
-            "`gradient_accumulation_steps` is not supported by the strategy: "
-            "Keras would sum the accumulated gradients over the ranks within "
-            "a condition. Leave it out, and pass "
-            f"consistency=tfdist_ext.consistency.Accumulate({steps}) to the "
-            "strategy. Received: "
-            f"gradient_accumulation_steps={steps}."
-        )
+    for option in ("use_ema", "row_clip"):
+        if steps and getattr(optimizer, option, None):
+            raise ValueError(
+                f"Optimizer {type(optimizer).__name__}: argument `{option}` "
+                "is not supported by the strategy together with "
+                "`gradient_accumulation_steps`, because it needs every step. "
+                "Leave one of them out. Received: "
+                f"gradient_accumulation_steps={steps}."
+            )
 
 
-def check_table_optimizer(optimizer: Any, variable: Variable) -> None:
+def check_table_optimizer(optimizer: Optimizer, variable: Variable) -> None:
     """Refuses a model's optimizer that would ignore a table's optimizer.
 
     Args:
@@ -222,22 +253,22 @@ def check_table_optimizer(optimizer: Any, variable: Variable) -> None:
         )
 
 
-def _refuse(optimizer: Any, option: str, reason: str) -> None:
+def _refuse(optimizer: Optimizer, option: str, reason: str) -> None:
     value = getattr(optimizer, option, None)
     if value:
         raise ValueError(
             f"Optimizer {type(optimizer).__name__}: argument `{option}` is "
-            f"not supported with a partitioned table: {reason} Received: "
+            f"not supported with a table of this package: {reason} Received: "
             f"{option}={value}."
         )
 
 
 def apply(
-    original: Original,
-    optimizer: Any,
+    original: Original[T],
+    optimizer: Optimizer,
     grads: Sequence[Gradient],
-    trainable_variables: Sequence[Any] | None = None,
-) -> Any:
+    trainable_variables: Sequence[Variable] | None = None,
+) -> T:
     grads = list(grads)
     variables = trainable_variables
     if variables is not None:
@@ -245,27 +276,70 @@ def apply(
     else:
         variables = keras_internals.trained_by(optimizer)
     _check(optimizer, zip(grads, variables, strict=False))
-    with _optimizing():
+    with _optimizing(optimizer):
         return original(optimizer, grads, trainable_variables)
 
 
 def apply_gradients(
-    original: Original, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    optimizer: Optimizer,
+    pairs: Iterable[tuple[Gradient, Variable]],
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     pairs = list(pairs)
     _check(optimizer, pairs)
-    with _optimizing():
+    with _optimizing(optimizer):
         return original(optimizer, pairs, *args, **kwargs)
 
 
-def _optimizing() -> contextlib.AbstractContextManager[None]:
+def _optimizing(
+    optimizer: Optimizer,
+) -> contextlib.AbstractContextManager[None]:
     collectives = active()
     if collectives is None or collectives.step is None:
         return contextlib.nullcontext()
-    return collectives.step.optimizing()
+    return collectives.step.optimizing(sums_rows_first(optimizer))
 
 
-def _check(optimizer: Any, pairs: Any) -> None:
+# Their training steps give gradients to the optimizer as they are.
+_KNOWN_STEPS = ("keras", "tf_keras", "keras_rs", "tensorflow_recommenders")
+
+
+def merges_rows(model: Model | None) -> bool:
+    """Whether gradients of equal rows are summed before they are used.
+
+    A `train_step` of the user may clip each of them.
+
+    Args:
+        model: the model whose method is a step, or None.
+    """
+    step = getattr(type(model), "train_step", None)
+    if getattr(step, "__module__", "").split(".")[0] not in _KNOWN_STEPS:
+        return False
+    return sums_rows_first(getattr(model, "optimizer", None))
+
+
+def sums_rows_first(optimizer: Optimizer | None) -> bool:
+    """Whether an optimizer sums gradients of equal rows before it uses them.
+
+    Those of this package do, and those of tf_keras that do not clip. Keras 3
+    uses each occurrence of a row by itself, and both Kerases clip it so.
+
+    Args:
+        optimizer: an optimizer of Keras 3 or tf_keras, or None.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if marks.does_work_over_ranks(optimizer):
+        return True
+    if KERAS_3 or type(optimizer) not in _CLASSES:
+        return False
+    return not any(getattr(optimizer, name, None) for name in _CLIPPING)
+
+
+def _check(
+    optimizer: Optimizer, pairs: Iterable[tuple[Gradient, Variable]]
+) -> None:
     if not hasattr(tf.distribute.get_strategy(), "collectives"):
         return
     for gradient, variable in pairs:
@@ -273,9 +347,11 @@ def _check(optimizer: Any, pairs: Any) -> None:
         if marks.shard_spec(variable) is not None:
             check_supported(optimizer)
             check_gradient(variable, gradient)
+        elif marks.is_table(variable):
+            check_clipping(optimizer)
 
 
-def check_update(variable: Variable, args: Sequence[Any]) -> None:
+def check_update(variable: Variable, args: Sequence[object]) -> None:
     """Refuses sparse updates of a shard that were not made for the shard.
 
     Args:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,18 +20,19 @@ from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving.checkpoint_files import Opened
 from tfdist_ext.tables import placement
+from tfdist_ext.type_names import SavedTensor
 from tfdist_ext.type_names import Trackable
 from tfdist_ext.type_names import Variable
 
 
-def variable_of(trackable: Trackable) -> Any:
+def variable_of(trackable: Trackable) -> tf.Variable:
     """TensorFlow's variable of a Keras variable; other objects unchanged."""
     if isinstance(trackable, tf.distribute.DistributedValues):
         return trackable
     return value_of(trackable)
 
 
-def collectives_of(objects: Iterable[Any]) -> Collectives | None:
+def collectives_of(objects: Iterable[Trackable]) -> Collectives | None:
     """The ranks that share any of the objects, None if none is shared."""
     for found in map(variable_of, objects):
         if isinstance(found, tf.distribute.DistributedValues):
@@ -52,7 +53,7 @@ def is_shard(trackable: Trackable) -> bool:
     return marks.collectives_of_shard(found) is not None
 
 
-def slicing(trackable: Trackable) -> Any:
+def slicing(trackable: Trackable) -> Callable[[tuple[int, ...]], str] | None:
     """How to read a growing table from a smaller checkpoint, else None."""
     found = variable_of(trackable)
     if isinstance(found, tf.distribute.DistributedValues):
@@ -296,7 +297,7 @@ class ChangedRows:
             return np.arange(len(now))
         return np.flatnonzero(now != before)
 
-    def _of_table(self, tensor: Any) -> Rows:
+    def _of_table(self, tensor: SavedTensor) -> Rows:
         variable = variable_of(trackable_of(tensor))
         spec = marks.shard_spec(variable)
         assert spec is not None
@@ -325,12 +326,12 @@ class ChangedRows:
         return Rows(key, values, changed, ids, None, len(values), entry)
 
 
-def trackable_of(tensor: Any) -> Any:
+def trackable_of(tensor: SavedTensor) -> Trackable:
     """The object that a saver's tensor belongs to."""
     return getattr(tensor.trackable, "obj", tensor.trackable)
 
 
-def is_table(tensor: Any) -> bool:
+def is_table(tensor: SavedTensor) -> bool:
     """Whether a saver's tensor is a shard of a table or of a slot."""
     return marks.shard_spec(trackable_of(tensor)) is not None
 

@@ -13,21 +13,23 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Trackable
+from tfdist_ext.type_names import Variable
 
 # Functions that restore an object, with the tensors read for each.
-Read = list[tuple[Any, dict[str, Any]]]
+Read = list[tuple[Callable[..., object], dict[str, TensorLike]]]
 # Attributes in which TensorFlow's saveables have their variable.
 _VARIABLES = (
     "_trackable",
@@ -38,13 +40,13 @@ _VARIABLES = (
 
 
 def restore(
-    original: Original,
-    saver: Any,
-    file_prefix: Any,
-    options: Any,
+    original: Original[dict[str, tf.Operation]],
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None,
     collectives: Collectives | None,
     full: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, tf.Operation]:
     """Restores the objects of a saver; all ranks must call.
 
     Args:
@@ -105,10 +107,10 @@ def raise_on_all_ranks(
 
 
 def _read_over(
-    original: Original,
-    saver: Any,
+    original: Original[dict[str, tf.Operation]],
+    saver: internals.MultiDeviceSaver,
     path: str,
-    options: Any,
+    options: tf.train.CheckpointOptions | None,
     collectives: Collectives | None,
     read: Read,
     full: str,
@@ -123,7 +125,9 @@ def _read_over(
         _put_in_rows(saver, delta, read[first:])
 
 
-def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
+def _put_in_rows(
+    saver: internals.MultiDeviceSaver, delta: DeltaRows, read: Read
+) -> None:
     """Replaces the rows of a delta in the values that were read."""
     slices = {
         (tensor.checkpoint_key, tensor.slice_spec): (
@@ -143,7 +147,9 @@ def _put_in_rows(saver: Any, delta: DeltaRows, read: Read) -> None:
 
 
 @contextlib.contextmanager
-def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
+def _only(
+    saver: internals.MultiDeviceSaver, wanted: Callable[[str], bool]
+) -> Iterator[None]:
     """Restricts a saver to the keys that are wanted."""
     by_task = saver._shardable_tensors_by_task
     functions = saver._keys_to_restore_fn
@@ -170,10 +176,10 @@ def _only(saver: Any, wanted: Callable[[str], bool]) -> Iterator[None]:
 
 
 def _read(
-    original: Original,
-    saver: Any,
-    file_prefix: Any,
-    options: Any,
+    original: Original[dict[str, tf.Operation]],
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None,
     collectives: Collectives | None,
     read: Read,
 ) -> None:
@@ -198,7 +204,7 @@ def _read(
         _check_shapes(fn, tensors)
 
 
-def _text(file_prefix: Any) -> str:
+def _text(file_prefix: str | tf.Tensor) -> str:
     path: bytes = tf.get_static_value(tf.convert_to_tensor(file_prefix))
     return path.decode()
 
@@ -206,19 +212,19 @@ def _text(file_prefix: Any) -> str:
 class _DeferredCall:
     """Records the tensors read for a function, instead of calling it."""
 
-    def __init__(self, fn: Any, read: list[tuple[Any, Any]]) -> None:
+    def __init__(self, fn: Callable[..., object], read: Read) -> None:
         self._fn = fn
         self._read = read
 
-    def __call__(self, tensors: dict[str, Any]) -> None:
+    def __call__(self, tensors: dict[str, TensorLike]) -> None:
         self._read.append((self._fn, tensors))
 
 
-def _saveables(fn: Any) -> list[Any]:
+def _saveables(fn: Callable[..., object] | None) -> list[object]:
     return getattr(getattr(fn, "__self__", None), "saveables", None) or []
 
 
-def _variables(fn: Any) -> list[Any]:
+def _variables(fn: Callable[..., object] | None) -> list[Variable]:
     """The objects that a saver's function restores."""
     return [
         getattr(saveable, name)
@@ -228,7 +234,9 @@ def _variables(fn: Any) -> list[Any]:
     ]
 
 
-def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
+def _add_new_rows(
+    fn: Callable[..., object], tensors: dict[str, TensorLike]
+) -> None:
     """Keeps the rows that an unpartitioned table has grown by."""
     for variable in _variables(fn):
         inner = changed_rows.variable_of(variable)
@@ -243,7 +251,9 @@ def _add_new_rows(fn: Any, tensors: dict[str, Any]) -> None:
             tensors[name] = tf.concat([value, now[rows:]], 0)
 
 
-def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
+def _check_shapes(
+    fn: Callable[..., object], tensors: dict[str, TensorLike]
+) -> None:
     for variable in _variables(fn):
         inner = changed_rows.variable_of(variable)
         if not isinstance(inner, tf.Variable) or len(tensors) != 1:
@@ -260,7 +270,9 @@ def _check_shapes(fn: Any, tensors: dict[str, Any]) -> None:
 
 
 def _name_own_states(
-    saver: Any, file_prefix: Any, collectives: Collectives | None
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    collectives: Collectives | None,
 ) -> None:
     """Makes every rank read the state that it saved for itself."""
     own = [
@@ -288,7 +300,9 @@ def _name_own_states(
         )
 
 
-def _fit_slices(saver: Any, file_prefix: Any) -> None:
+def _fit_slices(
+    saver: internals.MultiDeviceSaver, file_prefix: str | tf.Tensor
+) -> None:
     """Makes the saver read what tables had before they grew."""
     growing = [
         (tensors, place, slicing)
@@ -310,5 +324,5 @@ def _fit_slices(saver: Any, file_prefix: Any) -> None:
             tensors[place] = dataclasses.replace(tensor, _tensor_save_spec=spec)
 
 
-def _objects(trackable: Trackable) -> list[Any]:
+def _objects(trackable: Trackable) -> list[Variable]:
     return _variables(getattr(trackable, "_restore_from_tensors", None))

@@ -8,25 +8,31 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Entry
-from tfdist_ext.type_names import Callback
+from tfdist_ext.type_names import SavedTensor
+from tfdist_ext.type_names import T
 
 gfile = tf.io.gfile
+# Divides the tensors of a checkpoint over files.
+ShardingCallback: TypeAlias = tf.train.experimental.ShardingCallback | None
+# What a saver writes, by device.
+ByTask: TypeAlias = dict[str, list[SavedTensor]]
 
 
 def files_of(
-    saver: Any,
-    options: Any,
+    saver: internals.MultiDeviceSaver,
+    options: tf.train.CheckpointOptions,
     collectives: Collectives | None,
     changed: ChangedRows | None,
 ) -> list[list[Entry]]:
@@ -45,7 +51,10 @@ def files_of(
 
 
 def _files(
-    saver: Any, options: Any, rank: int, changed: ChangedRows | None
+    saver: internals.MultiDeviceSaver,
+    options: tf.train.CheckpointOptions,
+    rank: int,
+    changed: ChangedRows | None,
 ) -> list[list[Entry]]:
     """This rank's entries by file; exchanges rows with other ranks."""
     shards, others = _shards_and_others(saver, rank)
@@ -63,7 +72,7 @@ def _files(
 
 
 def _changed_files(
-    saver: Any,
+    saver: internals.MultiDeviceSaver,
     rank: int,
     changed: ChangedRows,
     collectives: Collectives | None,
@@ -108,7 +117,10 @@ def _changed_files(
 
 
 def _others(
-    saver: Any, others: dict[Any, list[Any]], rank: int, callback: Callback
+    saver: internals.MultiDeviceSaver,
+    others: ByTask,
+    rank: int,
+    callback: ShardingCallback,
 ) -> list[list[Entry]]:
     """Entries that are not shards, by file: rank 0's, and own states."""
     files = _split(saver, others, callback)
@@ -123,16 +135,16 @@ def _others(
     ]
 
 
-def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+def _flat(lists: Iterable[Iterable[T]]) -> list[T]:
     return list(itertools.chain.from_iterable(lists))
 
 
 def _shards_and_others(
-    saver: Any, rank: int
-) -> tuple[dict[Any, list[Any]], dict[Any, list[Any]]]:
+    saver: internals.MultiDeviceSaver, rank: int
+) -> tuple[ByTask, ByTask]:
     """This rank's tensors by device: shards, and others that it writes."""
-    shards: dict[Any, list[Any]] = {}
-    others: dict[Any, list[Any]] = {}
+    shards: ByTask = {}
+    others: ByTask = {}
     for task, tensors in saver._shardable_tensors_by_task.items():
         for tensor in tensors:
             found = changed_rows.trackable_of(tensor)
@@ -146,7 +158,7 @@ def _shards_and_others(
     return shards, others
 
 
-def _evaluated(tensor: Any) -> Any:
+def _evaluated(tensor: SavedTensor) -> tf.Tensor:
     spec = tensor._tensor_save_spec
     value = spec.tensor
     spec._tensor = value
@@ -154,7 +166,9 @@ def _evaluated(tensor: Any) -> Any:
 
 
 def _split(
-    saver: Any, by_task: dict[Any, list[Any]], callback: Callback
+    saver: internals.MultiDeviceSaver,
+    by_task: ByTask,
+    callback: ShardingCallback,
 ) -> list[list[Entry]]:
     """Names, slices and values of tensors, by file."""
     saver._shardable_tensors_by_task = by_task
@@ -188,7 +202,7 @@ class Parts:
     rank: int
     counts: list[int]
     files: list[list[Entry]]
-    options: Any
+    options: tf.train.CheckpointOptions
 
     @property
     def folder(self) -> str:
@@ -225,7 +239,10 @@ class Parts:
 
 
 def save(
-    saver: Any, file_prefix: Any, options: Any, collectives: Collectives
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None,
+    collectives: Collectives,
 ) -> None:
     """Writes the objects of a saver; all ranks must call.
 
@@ -251,9 +268,9 @@ def save(
 
 
 def gather(
-    saver: Any,
-    file_prefix: Any,
-    options: Any,
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None,
     collectives: Collectives | None,
     changed: ChangedRows | None = None,
 ) -> Parts:
@@ -348,7 +365,9 @@ def data_files_in_use(prefix: str) -> int:
     return count
 
 
-def _write(path: str, entries: list[Entry], options: Any) -> None:
+def _write(
+    path: str, entries: list[Entry], options: tf.train.CheckpointOptions
+) -> None:
     names, slices, values = zip(*entries, strict=True)
     # If no file descriptor is free, SaveV2 as the first op of a thread ends the
     # process with SIGSEGV. Opening a file raises OSError instead.

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.saving.served_keys import KeyChanges
 from tfdist_ext.saving.served_keys import ServedKeys
+from tfdist_ext.saving.served_table import ServedTable
+from tfdist_ext.type_names import JsonObject
 from tfdist_ext.type_names import Variable
 
 FORMAT = "tfdist_ext delta 1"
@@ -31,7 +32,7 @@ ROWS_NUMBERS = 1 << 26
 
 # Index of the table, ids, and encoded rows by variable.
 _Rows = tuple[int, np.ndarray, Mapping[str, np.ndarray]]
-_Records = list[dict[str, Any]]
+_Records = list[JsonObject]
 
 
 def write(
@@ -116,11 +117,11 @@ def _blocks(rows: int, columns: int) -> list[slice]:
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     return bytes(tf.io.serialize_tensor(tf.constant(value)).numpy())
 
 
-def _example(record: Mapping[str, Any]) -> bytes:
+def _example(record: Mapping[str, object]) -> bytes:
     features = {}
     for key, value in record.items():
         if isinstance(value, int):
@@ -144,7 +145,7 @@ def read(path: tf.Tensor) -> tf.Tensor:
 
 def parse(record: tf.Tensor) -> Parsed:
     """The fields of a record, 0 or "" for missing ones."""
-    fields: dict[str, Any] = {
+    fields: dict[str, tf.io.FixedLenFeature] = {
         name: tf.io.FixedLenFeature([], tf.int64, 0) for name in _NUMBERS
     }
     for name in _TEXTS:
@@ -227,7 +228,7 @@ def apply(records: tf.Tensor, assignments: Sequence[Assign]) -> tf.Tensor:
     return rows
 
 
-def assign_rows(table: Variable) -> Assign:
+def assign_rows(table: ServedTable) -> Assign:
     """A function that assigns rows of a table; returns their number."""
 
     def assign(record: Parsed) -> tf.Tensor:

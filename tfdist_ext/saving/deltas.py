@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 import uuid
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -107,7 +106,7 @@ def export_delta(model: Model, path: str | os.PathLike[str]) -> int:
             f"Model '{model.name}' was not exported, so its changes are not "
             "known. Call tfdist_ext.export(model, folder, deltas=True) first."
         )
-    collectives = shared_files.collectives_of(model)
+    collectives = shared_files.end_round(model)
     path = os.fspath(path)
     if collectives is None:
         return _export_delta(exported, path, None)
@@ -214,7 +213,7 @@ def _changed_on_peers(
     return np.unique(gathered[gathered[:, 0] == part, 1])
 
 
-def apply_delta(served: Any, path: str | os.PathLike[str]) -> dict[str, int]:
+def apply_delta(served: object, path: str | os.PathLike[str]) -> dict[str, int]:
     """Updates a served model in place from a delta, while it serves.
 
     The model updates itself by TensorFlow's ops. Without this package,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
@@ -31,8 +33,12 @@ from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables import checks
 from tfdist_ext.thread_context import current
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Nested
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Path
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import Trackable
 
 keras = tf.keras
 gfile = tf.io.gfile
@@ -42,7 +48,7 @@ _VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
 
 def write_model(
     served: ServedModel,
-    signatures: Any,
+    signatures: Mapping[str, Callable[..., object]],
     path: str,
     collectives: Collectives | None,
 ) -> None:
@@ -274,7 +280,7 @@ def export(
     table_dtype: TableDtype = "float32",
     tables: Place = "inside",
     *,
-    inputs: Nested = None,
+    inputs: Nest = None,
     deltas: bool = False,
 ) -> None:
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
@@ -316,7 +322,7 @@ def export(
     path = os.fspath(path)
     model, inputs = _as_model(model, inputs)
     _check(model, path, table_dtype, tables, deltas)
-    collectives = shared_files.collectives_of(model)
+    collectives = shared_files.end_round(model)
     with (
         contextlib.nullcontext()
         if collectives is None
@@ -330,7 +336,7 @@ def export(
         _write(model, served, path, collectives, deltas)
 
 
-def _as_model(model: Model, inputs: Nested) -> tuple[Any, Any]:
+def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
     """A model or index as a model, and its inputs if they are known."""
     if not hasattr(model, "as_model"):
         return model, inputs
@@ -388,8 +394,12 @@ def _has_tables(model: Model) -> bool:
 
 
 def export_archive(
-    original: Original, model: Model, filepath: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[None],
+    model: Model,
+    filepath: Path,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     if not _has_tables(model):
         return original(model, filepath, *args, **kwargs)
     bound = inspect.signature(original).bind(model, filepath, *args, **kwargs)
@@ -405,7 +415,9 @@ def export_archive(
     return export(model, filepath, inputs=_one_input(signature))
 
 
-def _one_input(signature: Any) -> Any:
+def _one_input(
+    signature: Nested[tf.TypeSpec] | None,
+) -> Nested[tf.TypeSpec] | None:
     """The spec of a model's one input, from the arguments of its call."""
     if isinstance(signature, Sequence):
         if len(signature) != 1:
@@ -418,12 +430,12 @@ def _one_input(signature: Any) -> Any:
 
 
 def save_model(
-    original: Original,
-    obj: Any,
-    export_dir: Any,
-    signatures: Any = None,
-    options: Any = None,
-) -> Any:
+    original: Original[None],
+    obj: Trackable,
+    export_dir: Path,
+    signatures: object = None,
+    options: tf.saved_model.SaveOptions | None = None,
+) -> None:
     if _has_tables(obj):
         if signatures is not None or options is not None:
             given = "options" if signatures is None else "signatures"
@@ -438,7 +450,11 @@ def save_model(
         return original(obj, export_dir, signatures, options)
 
 
-def verify_ops(original: Original, graph_def: Any, allowed: Any) -> Any:
+def verify_ops(
+    original: Original[T],
+    graph_def: tf.compat.v1.GraphDef,
+    allowed: Sequence[str] | None,
+) -> T:
     """Refuses our ops, unless they are allowed by name."""
     if current.public_save and "Tfdist" not in (allowed or ()):
         ours = our_ops(graph_def)

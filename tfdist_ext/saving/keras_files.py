@@ -22,10 +22,15 @@ from tfdist_ext.numbers import model_state
 from tfdist_ext.saving import shared_files
 from tfdist_ext.saving.shared_files import write_once
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import PathOrFile
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import Store
+from tfdist_ext.type_names import T
 
 keras = tf.keras
 
@@ -43,19 +48,19 @@ class _Save:
     """
 
     collectives: Collectives
-    model: Any
+    model: Model
     filepath: Any
-    arguments: dict[str, Any]
-    write: Callable[[Any], Any]
+    arguments: Keywords
+    write: Callable[[PathOrFile], Any]
 
 
-def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
+def _with_ranks(function: Callable[[_Save], Any]) -> StageFunction:
     """A stage around a function whose first arguments are model and path."""
 
     @functools.wraps(function)
     def around(
-        original: Original, model: Model, *args: Any, **kwargs: Any
-    ) -> Any:
+        original: Original[T], model: Model, *args: Any, **kwargs: Any
+    ) -> T:
         collectives = shared_files.collectives_of(model)
         if collectives is None:
             return original(model, *args, **kwargs)
@@ -63,7 +68,7 @@ def _with_ranks(function: Callable[[_Save], Any]) -> Callable[..., Any]:
         _, path_argument, *_ = signature.parameters
         bound = signature.bind(model, *args, **kwargs)
 
-        def write(path: Any) -> Any:
+        def write(path: PathOrFile) -> T:
             bound.arguments[path_argument] = path
             return original(*bound.args, **bound.kwargs)
 
@@ -187,7 +192,7 @@ def export_archive(save: _Save) -> None:
     write_once(save.collectives, save.filepath, save.write)
 
 
-def read_on_all_ranks(original: Original, *args: Any, **kwargs: Any) -> Any:
+def read_on_all_ranks(original: Original[T], *args: Any, **kwargs: Any) -> T:
     """Runs a function that reads from a path, as a joint call.
 
     The function takes a path, or a model and a path. The path of rank 0 is
@@ -213,8 +218,12 @@ def read_on_all_ranks(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_tables(
-    original: Original, group: Any, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    group: Any,
+    model: Model,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     """Rejects a legacy file for a model with partitioned tables.
 
     Keras would compare the shape of a table with that of a shard, or skip it.
@@ -230,7 +239,7 @@ def refuse_tables(
 
 
 def read_part_of_slots(
-    original: Original, optimizer: Optimizer, store: Any
+    original: Original[None], optimizer: Optimizer, store: Store
 ) -> None:
     """Makes optimizers read their part of the entire slots in a file."""
     shards = shared_files.only_shards(list(optimizer.variables))
@@ -239,7 +248,7 @@ def read_part_of_slots(
         original(optimizer, store)
 
 
-def read_arrays(original: Original, layer: Layer, store: Any) -> None:
+def read_arrays(original: Original[None], layer: Layer, store: Store) -> None:
     """Makes tf_keras read arrays, so it can divide a summed variable's value.
 
     Its layers assign datasets of h5py, which do not support division.
@@ -247,12 +256,12 @@ def read_arrays(original: Original, layer: Layer, store: Any) -> None:
     original(layer, {name: store[name][()] for name in store})
 
 
-def refuse_copy(original: Original, copied: Any, argument: Any) -> Any:
+def refuse_copy(original: Original[T], copied: Model, argument: object) -> T:
     _refuse_parts(copied)
     return original(copied, argument)
 
 
-def _refuse_parts(copied: Any) -> None:
+def _refuse_parts(copied: Model) -> None:
     # Models of tf_keras that are not built cannot list their variables.
     if not getattr(copied, "built", True):
         return

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext import thread_context
 from tfdist_ext.comm.calls import brief_error
 from tfdist_ext.comm.collectives import Collectives
@@ -32,7 +33,13 @@ from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import collectives_of
 from tfdist_ext.saving.changed_rows import variable_of
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Arguments
+from tfdist_ext.type_names import JsonObject
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import Trackable
 
 
 @contextlib.contextmanager
@@ -63,12 +70,15 @@ def relative_to(full: str | None) -> AbstractContextManager[None]:
     return thread_context.setting(full=full)
 
 
-def on_all_ranks(verb: str) -> Callable[..., Any]:
+def on_all_ranks(verb: str) -> StageFunction:
     """A joint call of a checkpoint method, for models of several ranks."""
 
     def call(
-        original: Original, checkpoint: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        original: Original[T],
+        checkpoint: tf.train.Checkpoint,
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
         collectives = collectives_of(objects_of(checkpoint))
         with thread_context.setting(savers=collectives):
             if collectives is None:
@@ -90,8 +100,8 @@ def on_all_ranks(verb: str) -> Callable[..., Any]:
 
 
 def _from_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], collectives: Collectives
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: Arguments, kwargs: Keywords, collectives: Collectives
+) -> tuple[Arguments, Keywords]:
     """The arguments, with the path of rank 0 as the first one."""
     (path, *_) = [*args, *kwargs.values()]
     path = path_to_read(path, collectives)
@@ -101,7 +111,9 @@ def _from_first(
     return args, {**kwargs, name: path}
 
 
-def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
+def _compare_replicas(
+    checkpoint: tf.train.Checkpoint, collectives: Collectives
+) -> None:
     model_state.compare_replicas(
         map(variable_of, objects_of(checkpoint)),
         collectives,
@@ -109,17 +121,17 @@ def _compare_replicas(checkpoint: Any, collectives: Collectives) -> None:
     )
 
 
-def objects_of(checkpoint: Any) -> list[Any]:
+def objects_of(checkpoint: tf.train.Checkpoint) -> list[Trackable]:
     """All objects that a checkpoint saves and restores.
 
     Args:
         checkpoint: `tf.train.Checkpoint`.
     """
-    objects: list[Any] = checkpoint._saver._graph_view.descendants()
+    objects: list[Trackable] = checkpoint._saver._graph_view.descendants()
     return objects
 
 
-def _check_eager(verb: str, path: Any) -> None:
+def _check_eager(verb: str, path: object) -> None:
     if not tf.executing_eagerly():
         raise ValueError(
             f"A checkpoint of several ranks cannot {verb} inside of a "
@@ -128,7 +140,9 @@ def _check_eager(verb: str, path: Any) -> None:
         )
 
 
-def _synchronous(argument: Any) -> Any:
+def _synchronous(
+    argument: tf.train.CheckpointOptions,
+) -> tf.train.CheckpointOptions:
     """Checkpoint options without those that need a single rank."""
     if not getattr(argument, "experimental_enable_async_checkpoint", False):
         return argument
@@ -145,8 +159,11 @@ def _synchronous(argument: Any) -> Any:
 
 
 def save_parts(
-    original: Original, saver: Any, file_prefix: Any, options: Any = None
-) -> Any:
+    original: Original[None],
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None = None,
+) -> None:
     collectives = current.savers
     if current.copies is not None:
         parts = checkpoint_writing.gather(
@@ -159,8 +176,11 @@ def save_parts(
 
 
 def restore_parts(
-    original: Original, saver: Any, file_prefix: Any, options: Any = None
-) -> Any:
+    original: Original[dict[str, tf.Operation]],
+    saver: internals.MultiDeviceSaver,
+    file_prefix: str | tf.Tensor,
+    options: tf.train.CheckpointOptions | None = None,
+) -> dict[str, tf.Operation]:
     collectives = current.savers
     full = current.full
     if (collectives is None and full is None) or not tf.executing_eagerly():
@@ -171,8 +191,11 @@ def restore_parts(
 
 
 def save_managed(
-    original: Original, manager: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    manager: tf.train.CheckpointManager,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     collectives = collectives_of(objects_of(manager.checkpoint))
     if collectives is None:
         return original(manager, *args, **kwargs)
@@ -198,13 +221,15 @@ def _is_first(collectives: Collectives) -> bool:
     return collectives.group.rank == 0
 
 
-def _same_folder(manager: Any, first: dict[str, Any]) -> bool:
+def _same_folder(
+    manager: tf.train.CheckpointManager, first: JsonObject
+) -> bool:
     return os.path.abspath(manager.directory) == first["folder"]
 
 
 def _state_of_first_rank(
-    manager: Any, collectives: Collectives
-) -> dict[str, Any]:
+    manager: tf.train.CheckpointManager, collectives: Collectives
+) -> JsonObject:
     state = json.dumps(
         {
             "folder": os.path.abspath(manager.directory),
@@ -213,12 +238,12 @@ def _state_of_first_rank(
         }
     )
     text = text_of_first_rank(state, collectives, "checkpoint/manager")
-    found: dict[str, Any] = json.loads(text)
+    found: JsonObject = json.loads(text)
     return found
 
 
 @contextlib.contextmanager
-def _without_files(manager: Any) -> Iterator[None]:
+def _without_files(manager: tf.train.CheckpointManager) -> Iterator[None]:
     manager._sweep = manager._record_state = lambda: None
     try:
         yield
@@ -227,8 +252,11 @@ def _without_files(manager: Any) -> Iterator[None]:
 
 
 def refuse_by_name(
-    original: Original, saver: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    saver: tf.compat.v1.train.Saver,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     if collectives_of(tf.nest.flatten(saver._var_list or [])) is not None:
         raise ValueError(
             "tf.compat.v1.train.Saver supports neither several ranks nor "
@@ -265,7 +293,7 @@ class BackgroundWrite:
 
     def __init__(
         self,
-        checkpoint: Any,
+        checkpoint: tf.train.Checkpoint,
         path: str,
         collectives: Collectives | None,
         placed: Callable[[], None],

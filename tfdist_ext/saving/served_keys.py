@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -456,7 +455,9 @@ def _pairs(keys: tf.Tensor) -> tf.Tensor:
     return tf.pad(keys, [[0, 0], [0, 2 - keys.shape[1]]])
 
 
-def _contents(table: tf.lookup.experimental.DenseHashTable) -> Any:
+def _contents(
+    table: tf.lookup.experimental.DenseHashTable,
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Keys `[buckets, 2]` and rows `[buckets, 1]`, by place in a table."""
     return tf.raw_ops.LookupTableExportV2(
         table_handle=table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int64

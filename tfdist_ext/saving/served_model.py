@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,12 +29,12 @@ from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.type_names import Model
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-
-Nest = Any
 
 
 def inputs_of(model: Model, given: Nest = None) -> Nest:
@@ -83,11 +82,11 @@ def _plain(nest: Nest) -> Nest:
     return nest
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, tf.SparseTensor)
 
 
-def _spec_of(value: Any) -> tf.TypeSpec:
+def _spec_of(value: TensorLike | tf.TypeSpec) -> tf.TypeSpec:
     """The spec of one input of any kind, for any batch size."""
     name = getattr(value, "name", None) or None
     if isinstance(value, tf.TypeSpec):
@@ -106,7 +105,7 @@ def _spec_of(value: Any) -> tf.TypeSpec:
     return _of_any_batch(spec, name)
 
 
-def _spec_of_keras_3(value: Any) -> tf.TypeSpec:
+def _spec_of_keras_3(value: tf.keras.KerasTensor) -> tf.TypeSpec:
     shape = list(value.shape)
     if getattr(value, "sparse", False):
         return tf.SparseTensorSpec(shape, value.dtype)
@@ -221,7 +220,7 @@ def packed(
     names: Sequence[str],
     specs: Sequence[tf.TypeSpec],
     flat: Mapping[str, tf.Tensor],
-) -> list[Any]:
+) -> list[TensorLike]:
     """The leaves, from the tensors that `flat_specs` names."""
     leaves = []
     for name, spec in zip(names, specs, strict=True):
@@ -241,9 +240,11 @@ def packed(
     return leaves
 
 
-def flattened(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
+def flattened(
+    names: Sequence[str], leaves: Sequence[TensorLike]
+) -> dict[str, tf.Tensor]:
     """The tensors of leaves, by name: the inverse of `packed`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, tf.Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, tf.RaggedTensor):
             flat[name] = leaf.flat_values
@@ -287,7 +288,7 @@ class ServedModel(tf.Module):
     def __init__(
         self,
         model: Model,
-        inputs: Nested,
+        inputs: Nest,
         table_dtype: str,
         folder: str | None = None,
     ) -> None:
@@ -297,7 +298,7 @@ class ServedModel(tf.Module):
         # They are not attributes, as TensorFlow would save everything in them.
         made: dict[int, Table] = {}
 
-        def make(name: str, spec: ShardSpec, source: Any) -> Table:
+        def make(name: str, spec: ShardSpec, source: Variable) -> Table:
             if folder is None:
                 return ServedTable(name, spec, table_dtype, source)
             return MappedTable(name, spec, table_dtype, source, folder)
@@ -316,7 +317,7 @@ class ServedModel(tf.Module):
                 )
             ]
 
-        def call(given: Any) -> Any:
+        def call(given: Nest) -> Nest:
             with _replica_of(model), pooled_lookup.answering(answer):
                 return model(given, training=False)
 
@@ -392,7 +393,9 @@ class ServedModel(tf.Module):
             apply, input_signature=[spec], autograph=False
         )
 
-    def signatures(self) -> dict[str, Any]:
+    def signatures(
+        self,
+    ) -> dict[str, tf.types.experimental.PolymorphicFunction]:
         """The functions that servers call by name."""
         nest = self._specs
         names = names_of_inputs(nest)
@@ -437,7 +440,7 @@ def _table(
     made: dict[int, Table],
     lookup: Lookup,
     feature: Feature,
-    make: Callable[[str, ShardSpec, Any], Table],
+    make: Callable[[str, ShardSpec, Variable], Table],
 ) -> Table:
     source = value_of(lookup.tables[feature.table])
     if id(source) not in made:
@@ -456,7 +459,7 @@ def _new_name(table: str, known: set[str]) -> str:
     return name
 
 
-def out_of_scopes(call: Callable[[], Any]) -> Any:
+def out_of_scopes(call: Callable[[], T]) -> T:
     """Calls outside of all strategy scopes, so variables are plain ones."""
     if not tf.distribute.has_strategy():
         return call()
@@ -464,7 +467,7 @@ def out_of_scopes(call: Callable[[], Any]) -> Any:
         return thread.submit(call).result()
 
 
-def _replica_of(model: Model) -> contextlib.AbstractContextManager[Any]:
+def _replica_of(model: Model) -> contextlib.AbstractContextManager[object]:
     """The context in which the model's variables are of one replica."""
     strategy = getattr(model, "distribute_strategy", None)
     if strategy in (None, tf.distribute.get_strategy()):
@@ -473,7 +476,7 @@ def _replica_of(model: Model) -> contextlib.AbstractContextManager[Any]:
     return tf.distribute.ReplicaContext(strategy, getattr(strategy, "rank", 0))
 
 
-def our_ops(definition: Any) -> list[str]:
+def our_ops(definition: tf.compat.v1.GraphDef) -> list[str]:
     """The ops of this package in a `GraphDef`."""
     found = internals.ops_of(definition)
     return sorted(op for op in found if op.startswith(_OURS))
@@ -491,8 +494,8 @@ def _check_ops(model: Model, graph: tf.Graph) -> None:
 
 
 def _variables(
-    model: Model, graph: Any, read: set[int], made: dict[int, Table]
-) -> Iterator[tuple[Any, tf.Variable]]:
+    model: Model, graph: tf.Graph, read: set[int], made: dict[int, Table]
+) -> Iterator[tuple[Variable, tf.Variable]]:
     """Variables read by a graph, without tables, with their components."""
     known = {
         id(variable.handle)

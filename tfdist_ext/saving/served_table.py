@@ -13,12 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext.tables.placement import ShardSpec
+from tfdist_ext.type_names import Variable
 
 TABLE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 def parts_of_table(
-    dtype: str, rows: Any, dim: int
+    dtype: str, rows: int | None, dim: int
 ) -> dict[str, tuple[tf.DType, list[Any]]]:
     """The arrays that a table consists of, by name: dtype and shape.
 
@@ -69,7 +70,12 @@ class MappedTable(tf.Module):
     """
 
     def __init__(
-        self, name: str, spec: ShardSpec, dtype: str, source: Any, folder: str
+        self,
+        name: str,
+        spec: ShardSpec,
+        dtype: str,
+        source: Variable,
+        folder: str,
     ) -> None:
         super().__init__()
         self.table_name, self.rows, self.dim = name, spec.rows, spec.dim
@@ -143,7 +149,7 @@ class ServedTable(tf.Module):
     """
 
     def __init__(
-        self, name: str, spec: ShardSpec, dtype: str, source: Any
+        self, name: str, spec: ShardSpec, dtype: str, source: Variable
     ) -> None:
         super().__init__()
         self.table_name, self.rows, self.dim = name, spec.rows, spec.dim

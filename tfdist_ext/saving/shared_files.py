@@ -33,10 +33,30 @@ from tfdist_ext.type_names import Callback
 from tfdist_ext.type_names import Logs
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Path
+from tfdist_ext.type_names import PathOrFile
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import Trackable
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
+
+
+def end_round(model: Model) -> Collectives | None:
+    """Sends what a strategy holds back; all ranks must call.
+
+    Returns:
+        The result of `collectives_of`.
+    """
+    strategy = getattr(model, "distribute_strategy", None)
+    alone = getattr(strategy, "collectives", None) is None
+    collectives = collectives_of(model)
+    synchronize = getattr(strategy, "synchronize", None)
+    if synchronize is not None and (alone or collectives is not None):
+        synchronize()
+    return collectives
 
 
 def collectives_of(model: Model) -> Collectives | None:
@@ -56,7 +76,7 @@ def while_open(collectives: Collectives | None) -> Collectives | None:
     return collectives
 
 
-def shards_of(model: Model) -> list[Any]:
+def shards_of(model: Model) -> list[Variable]:
     """Partitioned variables of a model and of its optimizers."""
     variables = list(model.variables)
     optimizer = getattr(model, "optimizer", None)
@@ -68,9 +88,10 @@ def shards_of(model: Model) -> list[Any]:
     return only_shards(variables)
 
 
-def only_shards(variables: Sequence[Variable]) -> list[Any]:
-    """The partitioned variables among some."""
-    return [v for v in variables if sharded_variable.is_shard(v)]
+def only_shards(variables: Sequence[Variable]) -> list[Variable]:
+    """The partitioned variables among some, each once."""
+    unique = {id(each): each for each in variables}
+    return [v for v in unique.values() if sharded_variable.is_shard(v)]
 
 
 @contextlib.contextmanager
@@ -103,10 +124,10 @@ def with_methods(
 def write_once(
     collectives: Collectives,
     filepath: Any,
-    write: Callable[[Any], Any],
+    write: Callable[[PathOrFile], T],
     make_folder: bool = False,
     keep: bool | None = None,
-) -> Any:
+) -> T:
     """Makes all ranks write, and keeps only what rank 0 wrote.
 
     Args:
@@ -140,8 +161,8 @@ def write_once(
 
 @contextlib.contextmanager
 def _place(
-    filepath: Any, make_folder: bool, keep: bool
-) -> Iterator[tuple[Any, Callable[[], None]]]:
+    filepath: PathOrFile, make_folder: bool, keep: bool
+) -> Iterator[tuple[PathOrFile, Callable[[], None]]]:
     """Where this rank writes, and a function that moves it into place."""
     if isinstance(filepath, io.IOBase):
         yield filepath if keep else io.BytesIO(), _nothing
@@ -165,7 +186,7 @@ def _place(
             yield str(pathlib.Path(scratch) / name), _nothing
 
 
-def is_remote(filepath: Any) -> bool:
+def is_remote(filepath: object) -> bool:
     """Whether a path is of one of TensorFlow's other file systems."""
     return "://" in str(filepath)
 
@@ -200,7 +221,7 @@ def _move_all(scratch: pathlib.Path, path: pathlib.Path) -> None:
             os.replace(source, target)
 
 
-def refuse_for_lite(original: Original, model: Model) -> Any:
+def refuse_for_lite(original: Original[T], model: Model) -> T:
     """Rejects a model with shards, which TFLite cannot convert."""
     for variable in model.variables:
         if shard_spec(variable) is not None:
@@ -209,8 +230,12 @@ def refuse_for_lite(original: Original, model: Model) -> Any:
 
 
 def save_once(
-    original: Original, obj: Any, export_dir: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    obj: Trackable,
+    export_dir: Path,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     found = list(tf.train.TrackableView(obj).descendants())
     for trackable in found:
         if shard_spec(trackable) is not None:
@@ -236,7 +261,7 @@ def save_once(
     return original(obj, export_dir, *args, **kwargs)
 
 
-def is_first_with(path: Any, collectives: Collectives) -> bool:
+def is_first_with(path: object, collectives: Collectives) -> bool:
     """Whether no earlier rank was given the same path.
 
     Without tables, all ranks have the entire model. Some callers (the TFLite
@@ -253,14 +278,14 @@ def is_first_with(path: Any, collectives: Collectives) -> bool:
     return int(np.argmax(digests == own)) == collectives.group.rank
 
 
-def _strategy_of(trackable: Trackable) -> Any:
+def _strategy_of(trackable: Trackable) -> Strategy | None:
     value = value_of(trackable)
     if isinstance(value, tf.distribute.DistributedValues):
         return value._distribute_strategy
     return None
 
 
-def refuse_export(shard: Any, where: str) -> NoReturn:
+def refuse_export(shard: Variable, where: str) -> NoReturn:
     """Raises the error that a model with this shard cannot be exported."""
     spec = shard_spec(shard)
     assert spec is not None
@@ -275,13 +300,13 @@ def refuse_export(shard: Any, where: str) -> NoReturn:
 _PROGRESS = "tfdist_training"
 
 
-def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_ranks(function: Callable[..., Any]) -> StageFunction:
     """A stage that only acts on models of several ranks."""
 
     @functools.wraps(function)
     def around(
-        original: Original, callback: Callback, *args: Any, **kwargs: Any
-    ) -> Any:
+        original: Original[T], callback: Callback, *args: Any, **kwargs: Any
+    ) -> T:
         collectives = collectives_of(callback.model)
         call = functools.partial(original, callback, *args, **kwargs)
         if collectives is None:
@@ -292,7 +317,9 @@ def _with_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_with_ranks
-def back_up(collectives: Collectives, call: Any, callback: Callback) -> None:
+def back_up(
+    collectives: Collectives, call: Callable[[], object], callback: Callback
+) -> None:
     """Writes weights and progress in one file, by one rename.
 
     Keras writes two files, one after the other. If a process ends between them,
@@ -343,7 +370,10 @@ def _replaced(target: str) -> Iterator[str]:
 
 @_with_ranks
 def restore(
-    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
+    collectives: Collectives,
+    call: Callable[[], object],
+    callback: Callback,
+    logs: Logs = None,
 ) -> None:
     """Reads the last backup; the one before if a rank cannot read it."""
     failure = None
@@ -376,7 +406,10 @@ def restore(
 
 @_with_ranks
 def remove_backup(
-    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
+    collectives: Collectives,
+    call: Callable[[], object],
+    callback: Callback,
+    logs: Logs = None,
 ) -> None:
     collectives.barrier("backup/end")
     if collectives.group.rank == 0:
@@ -388,7 +421,7 @@ def remove_backup(
 @_with_ranks
 def make_folder(
     collectives: Collectives,
-    call: Any,
+    call: Callable[[], object],
     callback: Callback,
     epoch: int,
     batch: int | None,
@@ -405,7 +438,10 @@ def make_folder(
 
 @_with_ranks
 def refuse_orbax(
-    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
+    collectives: Collectives,
+    call: Callable[[], object],
+    callback: Callback,
+    logs: Logs = None,
 ) -> None:
     raise ValueError(
         "OrbaxCheckpoint would write each rank's part of the model to the "
@@ -416,7 +452,10 @@ def refuse_orbax(
 
 @_with_ranks
 def log_once(
-    collectives: Collectives, call: Any, callback: Callback, logs: Logs = None
+    collectives: Collectives,
+    call: Callable[[], object],
+    callback: Callback,
+    logs: Logs = None,
 ) -> None:
     """Makes only rank 0 write the log, as all ranks have the same rows."""
     name = callback.filename

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from tfdist_ext.strategy.round_base import Steps
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 
@@ -69,8 +71,11 @@ class _RowSum:
     def __init__(self, variable: Variable, gradient: tf.IndexedSlices) -> None:
         self.variable = variable
         self._spec = marks.gradient_spec(gradient)
+        self._kept = marks.deferred_rows(gradient)
         self.is_unique = self._spec is not None or marks.is_unique(gradient)
         shape = value_of(variable).shape.as_list()
+        if self._spec is not None and self._kept is not None:
+            shape = [self._spec.rows, self._spec.dim]
         self._shape = shape
         index, dtype = gradient.indices.dtype, gradient.values.dtype
         width = shape[1:]
@@ -102,10 +107,22 @@ class _RowSum:
         dense_shape = tf.constant(self._shape, kind)
         if self._spec is not None:
             marks.set_gradient_spec(dense_shape, self._spec)
+        if self._kept is not None:
+            marks.set_deferred_rows(dense_shape, self._kept)
         if self.is_unique:
             marks.set_unique(dense_shape)
         rows, values = self._rows.read_value(), self._values.read_value()
         return tf.IndexedSlices(values, rows, dense_shape)
+
+    def remove(self, rows: tf.Tensor) -> None:
+        """Removes some of the rows, which are unique."""
+        mine, values = self._rows.read_value(), self._values.read_value()
+        places = tf.searchsorted(mine, rows)[:, tf.newaxis]
+        removed = tf.scatter_nd(
+            places, tf.ones_like(places[:, 0]), tf.shape(mine)
+        )
+        self._rows.assign(tf.boolean_mask(mine, removed == 0))
+        self._values.assign(tf.boolean_mask(values, removed == 0))
 
     def clear(self) -> None:
         self._rows.assign(self._rows.read_value()[:0])
@@ -143,7 +160,9 @@ class GradientSums:
             own = self._of(variable, gradient)
             own.add(gradient, shard_weight if shard else weight)
 
-    def _of(self, variable: Variable, gradient: Gradient) -> Any:
+    def _of(
+        self, variable: Variable, gradient: Gradient
+    ) -> _DenseSum | _RowSum:
         sparse = isinstance(gradient, tf.IndexedSlices)
         key = id(value_of(variable)), sparse
         if key not in self._sums:
@@ -151,11 +170,20 @@ class GradientSums:
             self._sums[key] = kind(variable, gradient)
         return self._sums[key]
 
-    def pairs(self) -> list[tuple[Any, Any]]:
+    def pairs(self) -> list[tuple[TensorOrSlices, Variable]]:
         """The sums and their variables, in the order of the first step."""
         return [(each.value(), each.variable) for each in self._sums.values()]
 
-    def variables(self) -> list[Any]:
+    def remove(self, pairs: Sequence[tuple[tf.Tensor, Variable]]) -> None:
+        """Forgets the sums of some rows.
+
+        Args:
+            pairs: unique rows that have sums, and their variables.
+        """
+        for rows, variable in pairs:
+            self._sums[id(value_of(variable)), True].remove(rows)
+
+    def variables(self) -> list[Variable]:
         """Variables that there are sums for."""
         return [each.variable for each in self._sums.values()]
 
@@ -172,7 +200,8 @@ class AccumulatedRound(Round):
         super().__init__(steps)
         self._sums = GradientSums()
 
-    def step(self, pairs: Pairs, apply: Apply) -> None:
+    def step(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> None:
+        del optimizer
         with tf.control_dependencies(self._begin_step()):
             self._add(pairs)
             count = tf.convert_to_tensor(self._count.assign_add(1))
@@ -215,7 +244,7 @@ class AccumulatedRound(Round):
         super().clear()
         self._sums.clear()
 
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable]:
         return self._sums.variables()
 
     def end(self, strategy: Strategy, optimizer: Optimizer) -> None:
@@ -233,7 +262,7 @@ class AccumulatedRound(Round):
         self._run_alone(strategy, key, finish)
 
 
-def _divided(gradient: Any, total: tf.Tensor) -> Any:
+def _divided(gradient: TensorOrSlices, total: tf.Tensor) -> TensorOrSlices:
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.math.divide_no_nan(gradient, tf.cast(total, gradient.dtype))
     values = gradient.values

@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,8 +26,7 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.ops import group_ops
 from tfdist_ext.strategy import speeds
 from tfdist_ext.tables import checks
-
-Nest = Any
+from tfdist_ext.type_names import Nest
 
 # Batches after which ranks agree on measured shares.
 STEPS = 200
@@ -38,7 +36,7 @@ _LOG = logging.getLogger("tfdist_ext")
 _FIELDS = 3
 
 
-def check(balance: Any, world_size: int, where: str) -> None:
+def check(balance: str | Sequence[float], world_size: int, where: str) -> None:
     """Rejects an invalid argument `balance`.
 
     Args:
@@ -144,7 +142,9 @@ class Balance:
         watch = speeds.Watch(STEPS)
         rank, ranks = collectives.group.rank, collectives.group.world_size
 
-        def shares_of_next(ends: Any, count: Any) -> tuple[Any, Any]:
+        def shares_of_next(
+            ends: tf.Tensor, count: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
             ends = tf.cond(
                 count % STEPS == 0,
                 lambda: self._agree(count, ends, watch, collectives, name),
@@ -153,7 +153,7 @@ class Balance:
             ends = tf.ensure_shape(ends, [ranks + 1])
             return ends, (count, ends)
 
-        def cut_next(batch: Nest, shares: Any) -> Nest:
+        def cut_next(batch: Nest, shares: tuple[tf.Tensor, tf.Tensor]) -> Nest:
             count, ends = shares
             samples, work = batches.samples_between(
                 batch, ends[rank : rank + 2], by_ids=True
@@ -185,13 +185,15 @@ class Balance:
         """
         ranks = collectives.group.world_size
 
-        def measured() -> Any:
+        def measured() -> np.ndarray:
             line = watch.line()
             if line is None:
                 return np.full([1, _FIELDS], np.nan)
             return np.array([[line.fixed, line.slope, line.samples]])
 
-        def decide(count: Any, ends: Any, lines: Any) -> Any:
+        def decide(
+            count: int, ends: np.ndarray, lines: np.ndarray
+        ) -> np.ndarray:
             # An iterator begins with the latest shares of any iterator.
             now = self._ends if count == 0 else ends
             if np.isnan(lines).any():
@@ -200,7 +202,7 @@ class Balance:
             found = speeds.divided([speeds.Line(*x) for x in lines], before)
             return now[None] if found == before else speeds.ends_of(found)[None]
 
-        def adopt(ends: Any, lines: Any) -> None:
+        def adopt(ends: np.ndarray, lines: np.ndarray) -> None:
             if np.array_equal(ends, self._ends):
                 return
             before, self._ends = self.shares, np.array(ends)
@@ -226,14 +228,16 @@ def _note(
 ) -> None:
     """Records, whenever it runs, that a step has got its batch."""
 
-    def note(count: Any, work: Any, waited: Any) -> None:
+    def note(count: int, work: int, waited: float) -> None:
         watch.note(int(count), int(work), time.monotonic(), float(waited))
 
     waited = group_ops.waited(collectives.group.handle)
     tf.numpy_function(note, [count, work, waited], [])
 
 
-def _log(before: Sequence[float], found: Sequence[float], lines: Any) -> None:
+def _log(
+    before: Sequence[float], found: Sequence[float], lines: np.ndarray
+) -> None:
     """Logs new shares, with the times that they follow from."""
     for rank, (share, was) in enumerate(zip(found, before, strict=True)):
         fixed, slope, samples = lines[rank]

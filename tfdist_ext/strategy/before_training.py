@@ -16,32 +16,37 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext import thread_context
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.optimizers.supported import parts_of
 from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
 from tfdist_ext.strategy.loops import samples_of
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import EpochIterator
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
-Nest = Any
 keras = tf.keras
 
 
 def lengths_in_loop(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     strategy = model.distribute_strategy
     several = getattr(strategy, "collectives", None) is not None
     with thread_context.setting(in_loop_of_ranks=several):
         return original(model, *args, **kwargs)
 
 
-def keep_lengths(original: Original, adapter: Any) -> tf.data.Dataset:
+def keep_lengths(
+    original: Original[tf.data.Dataset], adapter: Any
+) -> tf.data.Dataset:
     dataset = original(adapter)
     batches = adapter.num_batches
     if not current.in_loop_of_ranks or batches is None:
@@ -50,8 +55,8 @@ def keep_lengths(original: Original, adapter: Any) -> tf.data.Dataset:
 
 
 def shuffle_equally(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     collectives = getattr(model.distribute_strategy, "collectives", None)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -89,8 +94,8 @@ _TRAINING = ("fit", "train_on_batch")
 
 
 def in_scope(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     strategy = model.distribute_strategy
     if hasattr(strategy, "collectives"):
         if original.__name__ in _TRAINING:
@@ -105,15 +110,14 @@ def in_scope(
     return original(model, *args, **kwargs)
 
 
-def _optimizers_of(model: Model) -> list[Any]:
+def _optimizers_of(model: Model) -> list[Optimizer]:
     """Optimizers of `compile`, and others of the model, such as of a GAN."""
     found = [
         each
         for each in vars(model).values()
         if isinstance(each, keras.optimizers.Optimizer)
     ]
-    inner = [getattr(each, "inner_optimizer", None) for each in found]
-    return found + [each for each in inner if each is not None]
+    return found + [part for each in found for part in parts_of(each)]
 
 
 def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
@@ -130,7 +134,7 @@ def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
     )
 
 
-def metrics_of(model: Model) -> Iterator[Any]:
+def metrics_of(model: Model) -> Iterator[Metric]:
     """All metrics of a model and its layers; some are yielded twice."""
     compiled = keras_internals.compile_config(model)
     given = [compiled.get(key) for key in ("metrics", "weighted_metrics")]
@@ -140,7 +144,7 @@ def metrics_of(model: Model) -> Iterator[Any]:
         yield from _metrics_in(list(vars(layer).values()))
 
 
-def _metrics_in(value: Any) -> Iterator[Any]:
+def _metrics_in(value: object) -> Iterator[Metric]:
     if isinstance(value, keras.metrics.Metric):
         yield value
     elif isinstance(value, dict):
@@ -191,10 +195,10 @@ def _is_outside(variable: Variable, strategy: Strategy) -> bool:
 
 
 def build(
-    original: Original,
+    original: Original[None],
     model: Model,
-    iterator: Any = None,
-    data_batch: Any = None,
+    iterator: EpochIterator | None = None,
+    data_batch: Nest = None,
 ) -> None:
     strategy = model.distribute_strategy
     if not hasattr(strategy, "collectives"):
@@ -229,7 +233,9 @@ def _is_built_for_own_steps(model: Model) -> bool:
     return own and all(each.built for each in layers if each is not model)
 
 
-def _build_unread(original: Original, model: Model, iterator: Any) -> None:
+def _build_unread(
+    original: Original[None], model: Model, iterator: EpochIterator
+) -> None:
     shapes = _shapes_of(iterator)
     if shapes is None:
         return original(model, iterator=iterator)
@@ -267,7 +273,7 @@ def _built_layers(model: Model) -> int:
     return sum(layer.built for layer in keras_internals.layers_of(model))
 
 
-def _shapes_of(iterator: Any) -> Nest | None:
+def _shapes_of(iterator: EpochIterator) -> Nest | None:
     """A batch of `tf.TensorSpec`; None if shapes are known only from data.
 
     Args:
@@ -288,7 +294,7 @@ def _shapes_of(iterator: Any) -> Nest | None:
     return tf.nest.pack_sequence_as(element, flat)
 
 
-def _dense(spec: Any) -> tf.TensorSpec | None:
+def _dense(spec: tf.TypeSpec) -> tf.TensorSpec | None:
     """Shape and dtype of a value of any type; None for Keras's None."""
     if isinstance(spec, tf.OptionalSpec):
         return None

@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from tfdist_ext.ops.horovod_ops import HorovodOps
 from tfdist_ext.strategy import cluster as cluster_lib
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.tables import checks
+from tfdist_ext.type_names import ClusterResolver
+from tfdist_ext.type_names import JsonObject
 
 _LOG = logging.getLogger(__name__)
 _THREADS = "TF_NUM_INTRAOP_THREADS"
@@ -269,8 +272,10 @@ def serve_keys(group: ProcessGroup) -> None:
 
 
 def locate(
-    resolver: Any, timeout: float, allow_unauthenticated: bool = False
-) -> tuple[Any, Cluster]:
+    resolver: ClusterResolver | None,
+    timeout: float,
+    allow_unauthenticated: bool = False,
+) -> tuple[ClusterResolver, Cluster]:
     """Finds the ranks by TF_CONFIG or the environment of another launcher.
 
     With another launcher this rank also takes its share of its host.
@@ -431,7 +436,7 @@ def start_horovod(collectives: Collectives) -> None:
     collectives.ops = HorovodOps(hvd)
 
 
-def _load() -> Any:
+def _load() -> ModuleType:
     try:
         return importlib.import_module("horovod.tensorflow")
     except Exception as error:  # Also an error of TensorFlow while it loads.
@@ -450,7 +455,7 @@ def share_seeds(collectives: Collectives) -> None:
     set the same seeds.
     """
     first = collectives.group.rank == 0
-    mine: dict[str, Any] = {"seed": internals.global_seed()}
+    mine: JsonObject = {"seed": internals.global_seed()}
     if first:
         if mine["seed"] is None:
             # The seed, and what is derived from it, must not be guessable.
@@ -478,7 +483,7 @@ def _bit_generator() -> str:
     return str(np.random.get_state(legacy=False)["bit_generator"])
 
 
-def _numpy_state() -> dict[str, Any]:
+def _numpy_state() -> JsonObject:
     """State of NumPy's global generator in types that JSON can represent."""
     state: Any = np.random.get_state(legacy=False)
     inner = {

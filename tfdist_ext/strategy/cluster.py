@@ -8,13 +8,14 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfdist_ext.comm import addresses as addresses_lib
 from tfdist_ext.comm.listener import Listening
 from tfdist_ext.launch import launched as launched_lib
+from tfdist_ext.type_names import ClusterResolver
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -57,7 +58,7 @@ class Cluster:
         return self.jobs[self.job][self.index] if self.jobs else ""
 
 
-def read(resolver: Any) -> Cluster:
+def read(resolver: ClusterResolver) -> Cluster:
     """Reads the cluster of a resolver and validates it.
 
     Args:
@@ -122,7 +123,9 @@ def _read_launched(index: int | None) -> Cluster:
     )
 
 
-def _check_jobs(jobs: Mapping[str, Any], job: str, index: int | None) -> None:
+def _check_jobs(
+    jobs: Mapping[str, Sequence[str]], job: str, index: int | None
+) -> None:
     """Rejects tasks that cannot be ranks, and an unknown own task."""
     wrong = set(jobs) - {"chief", "worker"}
     if wrong or job not in ("", "chief", "worker"):

@@ -13,19 +13,24 @@ reduce over the batch; `hinge` and `squared_hinge` check all labels to
 distinguish 0 and 1 from -1 and 1; `ctc` fails on a rank without samples;
 `MeanTensor` and `MeanRelativeError` have a state for each position in the
 batch.
+
+Metrics of this package are marked in their classes, see
+`marks.sums_over_samples`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext import marks
 from tfdist_ext.type_names import Loss
 from tfdist_ext.type_names import Metric
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
 
@@ -122,7 +127,7 @@ _METRIC_METHODS = ("update_state", "result", "reset_state")
 
 
 def is_loss_local(
-    loss: Loss, y_true: Nested, y_pred: Nested, sample_weight: Nested
+    loss: Loss, y_true: Nest, y_pred: Nest, sample_weight: Nest
 ) -> bool:
     """Whether a loss can be computed on each rank's own samples.
 
@@ -145,7 +150,7 @@ def is_loss_local(
 
 
 def is_metric_local(
-    metric: Metric, args: tuple[Any, ...], weighted: bool
+    metric: Metric, args: tuple[object, ...], weighted: bool
 ) -> bool:
     """Whether the states of a metric are sums over the samples of each rank.
 
@@ -170,7 +175,7 @@ def is_metric_local(
     return _is_by_sample(function, arguments, args[:2], weighted)
 
 
-def is_metric_class_local(kind: type[Any]) -> bool:
+def is_metric_class_local(kind: type[Metric]) -> bool:
     """Whether a class has the states and the result of a listed metric."""
     known = _known_class(kind)
     return known is not None and all(
@@ -179,7 +184,7 @@ def is_metric_class_local(kind: type[Any]) -> bool:
 
 
 @functools.cache
-def _named(names: tuple[str, ...]) -> tuple[Any, ...]:
+def _named(names: tuple[str, ...]) -> tuple[Callable[..., tf.Tensor], ...]:
     """Functions of these names that the installed Keras has."""
     found = [
         getattr(module, name, None)
@@ -189,24 +194,24 @@ def _named(names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def _is_one_of(function: Any, known: tuple[Any, ...]) -> bool:
+def _is_one_of(function: object, known: tuple[object, ...]) -> bool:
     return any(function is each for each in known)
 
 
 @functools.cache
-def _metric_classes() -> tuple[type[Any], ...]:
+def _metric_classes() -> tuple[type[Metric], ...]:
     names = (*_METRICS, "MeanMetricWrapper")
     found = [getattr(keras.metrics, name, None) for name in names]
     return tuple(each for each in found if each is not None)
 
 
-def _known_class(kind: type[Any]) -> type[Any] | None:
-    """First class in the method resolution order that is listed.
+def _known_class(kind: type[Metric]) -> type[Metric] | None:
+    """First class in the method resolution order that is listed or marked.
 
     None if a class of Keras that is not listed comes before it.
     """
     for each in kind.__mro__:
-        if each in _metric_classes():
+        if each in _metric_classes() or marks.has_sums_over_samples(each):
             return each
         if keras_internals.is_keras_class(each):
             return None
@@ -214,9 +219,9 @@ def _known_class(kind: type[Any]) -> type[Any] | None:
 
 
 def _is_by_sample(
-    function: Any,
-    arguments: dict[str, Any],
-    values: tuple[Any, ...],
+    function: object,
+    arguments: dict[str, object],
+    values: tuple[object, ...],
     weighted: bool,
 ) -> bool:
     """Whether a listed function returns a value for each sample.
@@ -244,7 +249,7 @@ def _is_by_sample(
     return _is_one_of(function, means) and not weighted and not masked
 
 
-def _rank(value: Any) -> int | None:
+def _rank(value: TensorLike) -> int | None:
     if not hasattr(value, "shape"):
         try:
             value = tf.convert_to_tensor(value)

@@ -16,6 +16,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls as step_lib
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.embedding.owner_rows import is_at_owners
 from tfdist_ext.numbers import whole_batch
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import SHARD
@@ -29,9 +30,16 @@ from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.strategy.cluster import Cluster
 from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.rounds import Rounds
+from tfdist_ext.type_names import ClusterResolver
+from tfdist_ext.type_names import Destinations
+from tfdist_ext.type_names import InputOptions
+from tfdist_ext.type_names import Keywords
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import ReduceOp
+from tfdist_ext.type_names import ReduceOptions
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
-
-Nest = Any
 
 
 class HybridParallelExtended(internals.CollectiveAllReduceExtended):
@@ -57,6 +65,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self.collectives = collectives
         self.error_feedback: ErrorFeedback | None = None
         self.rounds: Rounds | None = None  # None for `BSP`
+        self._applies_sums = False
         self.sparse_sums: BucketSums | None = None
         self.balance = Balance("equal", max(1, len(cluster.addresses)))
         self._cluster = cluster
@@ -68,7 +77,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             ),
         )
 
-    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+    def _initialize_strategy(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        devices: Sequence[str] | None,
+    ) -> None:
         # The stock method starts TensorFlow's server for several ranks.
         internals.initialize_local(self, cluster_resolver)
         if not self._cluster.jobs:
@@ -82,7 +95,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         self._is_chief = self._cluster.rank == 0
 
     def _initialize_local_devices(
-        self, cluster_resolver: Any, worker_device: str
+        self, cluster_resolver: ClusterResolver | None, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
         # One replica per process: each GPU needs a rank of its own.
         devices, kind = super()._initialize_local_devices(
@@ -91,29 +104,34 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return devices[:1], kind
 
     def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: Any
-    ) -> Any:
+        self, dataset: tf.data.Dataset, options: InputOptions
+    ) -> tf.distribute.DistributedDataset:
         # Called in a single process only; with several ranks the strategy
         # overrides the public method.
+        followed = input_lib.followed(dataset)
+        if followed is not None:
+            return followed
         if self._needs_no_copy(options) or input_lib.has_optional(dataset):
             return input_lib.read_ahead(dataset)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(
-        self, dataset_fn: Callable[[Any], tf.data.Dataset], options: Any
-    ) -> Any:
+        self,
+        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        options: InputOptions,
+    ) -> tf.distribute.DistributedDataset:
         if self._needs_no_copy(options):
             return input_lib.read_ahead(dataset_fn(self._make_input_context()))
         return super()._distribute_datasets_from_function(dataset_fn, options)
 
-    def _needs_no_copy(self, options: Any) -> bool:
+    def _needs_no_copy(self, options: InputOptions) -> bool:
         """Whether no batch is copied to a device."""
         return options is None and "CPU" in self.worker_devices[0]
 
     def _create_variable(
         self, next_creator: Callable[..., tf.Variable], **kwargs: Any
     ) -> tf.Variable:
-        owner = kwargs.get("colocate_with")
+        owner: Any = kwargs.get("colocate_with")
         spec = sharded_variable.spec_for(owner)
         if sharded_variable.is_shard(owner):  # The new variable is a slot.
             marks.fix(owner)
@@ -159,8 +177,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return create
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
-    ) -> Any:
+        self, replica_id: int, device: str, primary_var: Variable, **kwargs: Any
+    ) -> Callable[[], tf.Tensor]:
         if self.collectives is None or replica_id != 0:
             return super()._get_variable_creator_initial_value(
                 replica_id, device, primary_var, **kwargs
@@ -176,13 +194,15 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
         return broadcast_initial_value
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: Variable) -> bool:
         return sharded_variable.is_shard(
             v
         ) or super().variable_created_in_scope(v)
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> Iterator[None]:
         # An optimizer may be built outside of the scope to restore it. Its
         # variables then determine the strategy.
         scope = contextlib.nullcontext()
@@ -209,12 +229,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
     def _replica_ctx_update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        var: Variable,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest] = (),
+        kwargs: Keywords | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         # The stock method calls `fn` in another thread, for replicas on other
         # devices. It fails inside of a condition, which
         # `ema_overwrite_frequency` creates.
@@ -222,12 +242,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
 
     def _update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        var: tf.Variable,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: Keywords,
         group: bool,
-    ) -> Any:
+    ) -> Nest:
         self._check_created_here(var)
         supported.check_update(var, args)
         if self.collectives is not None and self.collectives.trial is not None:
@@ -249,18 +269,28 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             yield
 
     def _reduce_to(
-        self, reduce_op: Any, value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        value: TensorLike,
+        destinations: Destinations,
+        options: ReduceOptions,
+    ) -> TensorOrSlices:
         if self.collectives is None:
             return super()._reduce_to(reduce_op, value, destinations, options)
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, internals.Mirrored) and mean:
             return value
+        current = self.collectives.step
+        if current is not None and current.asynchronous:
+            return local_value(value)  # a metric of tf_keras, by itself
         return self._reduce_flat(mean, [local_value(value)], "reduce")[0]
 
     def _batch_reduce_to(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any
-    ) -> list[Any]:
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[TensorLike, Destinations]],
+        options: ReduceOptions,
+    ) -> list[TensorOrSlices]:
         if self.collectives is None:
             return super()._batch_reduce_to(
                 reduce_op, value_destination_pairs, options
@@ -270,18 +300,29 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return self._reduce_flat(mean, values, "gradients")
 
     def _replica_ctx_all_reduce(
-        self, reduce_op: Any, value: Nest, options: Any = None
+        self, reduce_op: ReduceOp, value: Nest, options: ReduceOptions = None
     ) -> Nest:
+        if self._applies_sums or self._is_on_whole_batch():
+            return value
         if self.collectives is None:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
-        if self._is_on_whole_batch():
-            return value
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         flat = tf.nest.flatten(value)
         reduced = self._reduce_flat(mean, flat, "gradients")
         return tf.nest.pack_sequence_as(value, reduced)
 
-    def reduce_gradients(self, values: list[Any]) -> list[Any]:
+    @contextlib.contextmanager
+    def applying_sums(self) -> Iterator[None]:
+        """Optimizers in the context are given sums over the ranks."""
+        outer, self._applies_sums = self._applies_sums, True
+        try:
+            yield
+        finally:
+            self._applies_sums = outer
+
+    def reduce_gradients(
+        self, values: list[TensorOrSlices]
+    ) -> list[TensorOrSlices]:
         """Gradients of the global batch from those of the ranks.
 
         Called in steps of Keras's loops.
@@ -297,14 +338,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         """
         collectives = self.collectives
         assert collectives is not None and collectives.step is not None
-        if collectives.step.merges_rows:
-            for value in values:
-                if isinstance(value, tf.IndexedSlices):
-                    mark_unique_rows(value)
+        self._mark_rows(values)
         if self.rounds is not None and self.rounds.defer:
             return self._sum_rows_of_shards(values)
 
-        def reduce(parts: list[Any]) -> list[Any]:
+        def reduce(parts: list[TensorOrSlices]) -> list[TensorOrSlices]:
             return self.sum_gradients(parts, weighted=True)
 
         if internals.is_recording():
@@ -320,17 +358,29 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return result
 
     def sum_gradients(
-        self, values: list[Any], weighted: bool = False
-    ) -> list[Any]:
+        self, values: list[TensorOrSlices], weighted: bool = False
+    ) -> list[TensorOrSlices]:
         """Sums gradients over the ranks; see `gradients.reduce_values`."""
         assert self.collectives is not None
+        self._mark_rows(values)
         return gradients.reduce_values(
             *(self.collectives, values, "gradients", weighted),
             self.collectives.gradient_dtype,
             self._sums(of_optimizer=True),
         )
 
-    def sum_deferred(self, values: list[Any]) -> list[Any]:
+    def _mark_rows(self, values: list[TensorOrSlices]) -> None:
+        """Marks gradients whose equal rows the step's optimizer sums."""
+        assert self.collectives is not None
+        step = self.collectives.step
+        if step is not None and step.merges_rows:
+            for value in values:
+                if isinstance(value, tf.IndexedSlices):
+                    mark_unique_rows(value)
+
+    def sum_deferred(
+        self, values: list[TensorOrSlices]
+    ) -> list[TensorOrSlices]:
         """Sums gradients of this rank, which no optimizer sums again.
 
         Args:
@@ -345,13 +395,17 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
                 marks.set_dependence(value.values, SHARD)
         return result
 
-    def _sum_rows_of_shards(self, values: list[Any]) -> list[Any]:
+    def _sum_rows_of_shards(
+        self, values: list[TensorOrSlices]
+    ) -> list[TensorOrSlices]:
         """Gradients of which only those of shards are of all ranks."""
         result = list(values)
         for i, value in enumerate(values):
             if marks.gradient_spec(value) is not None:
                 (result[i],) = self.sum_gradients([value])
                 marks.set_dependence(result[i].values, SHARD)
+                if is_at_owners(value.values):
+                    marks.set_at_owners(result[i].values)
         return result
 
     def _sums(self, of_optimizer: bool) -> BucketSums | None:
@@ -367,7 +421,7 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
             return self.sparse_sums
         return self.error_feedback
 
-    def _is_whole(self, value: Any) -> bool:
+    def _is_whole(self, value: TensorOrSlices) -> bool:
         """Whether a value of a Keras step is that of the global batch."""
         current = whole_batch.keras_step()
         if current is None:
@@ -385,11 +439,12 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return kind.name == SAME and not follows_from_constants(value)
 
     def _reduce_flat(
-        self, mean: bool, values: list[Any], label: str
-    ) -> list[Any]:
+        self, mean: bool, values: list[TensorOrSlices], label: str
+    ) -> list[TensorOrSlices]:
         """Reduces values over the ranks, except those of the global batch."""
         result = list(values)
-        if self.rounds is not None and self.rounds.local:
+        local = self.rounds is not None and self.rounds.local
+        if local or self._applies_sums:
             return result
         parts = [i for i, v in enumerate(values) if not self._is_whole(v)]
         reduced = self._reduce_parts(mean, [values[i] for i in parts], label)
@@ -398,8 +453,8 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return result
 
     def _reduce_parts(
-        self, mean: bool, values: list[Any], label: str
-    ) -> list[Any]:
+        self, mean: bool, values: list[TensorOrSlices], label: str
+    ) -> list[TensorOrSlices]:
         collectives = self.collectives
         assert collectives is not None
         current = collectives.step
@@ -454,7 +509,11 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return current is not None and current.whole
 
     def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: int, options: Any
+        self,
+        value: TensorLike,
+        destinations: Destinations,
+        axis: int,
+        options: ReduceOptions,
     ) -> tf.Tensor:
         if self.collectives is None or self._is_on_whole_batch():
             # The stock method rejects values of a replica, which have no
@@ -474,27 +533,29 @@ class HybridParallelExtended(internals.CollectiveAllReduceExtended):
         return tf.transpose(gathered, order)
 
 
-def _of_one_process(value: Any) -> Any:
+def _of_one_process(value: TensorOrSlices) -> TensorOrSlices:
     """Returns the value unreduced: every rank has the global batch."""
     if isinstance(value, tf.IndexedSlices):
         return value
     return tf.convert_to_tensor(value)
 
 
-def _may_be_gradients(values: list[Any], gradients_only: bool) -> bool:
+def _may_be_gradients(
+    values: list[TensorOrSlices], gradients_only: bool
+) -> bool:
     # A single scalar is a count or a similar number that a step sums.
     alone = len(values) == 1 and tf.TensorShape(values[0].shape).rank == 0
     return gradients_only and not alone
 
 
-def _as_float(value: Any) -> Any:
+def _as_float(value: TensorOrSlices) -> TensorOrSlices:
     """A value that has a mean; integers become float64, as in TensorFlow."""
     if isinstance(value, tf.IndexedSlices) or not value.dtype.is_integer:
         return value
     return tf.cast(value, tf.float64)
 
 
-def local_value(value: Any) -> Any:
+def local_value(value: TensorLike) -> TensorLike:
     """Value of this rank's only replica."""
     if isinstance(value, tf.distribute.DistributedValues):
         return value.values[0]

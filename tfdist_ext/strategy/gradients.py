@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.ops.lookup_ops import has_unique_rows
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy.bucket_sums import BucketSums
+from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import WithGradient
 
 
 class ErrorFeedback(BucketSums):
@@ -69,12 +69,12 @@ _SMALL_TABLE_BYTES = 256 << 10
 
 def reduce_values(
     collectives: Collectives,
-    values: list[Any],
+    values: list[TensorOrSlices],
     label: str,
     weighted: bool,
     wire_dtype: tf.DType = tf.float32,
     sums: BucketSums | None = None,
-) -> list[Any]:
+) -> list[TensorOrSlices]:
     """Sums values over the ranks, or takes their mean.
 
     Args:
@@ -90,7 +90,8 @@ def reduce_values(
 
     Returns:
         The results, in order. IndexedSlices contain each row as often as in
-        one process with the global batch: an optimizer may square each one.
+        one process with the global batch, because an optimizer may clip or
+        square each one. Rows of a gradient that is marked as unique are summed.
     """
     result = list(values)
     round_to = {tf.float32: wire_dtype}
@@ -104,7 +105,7 @@ def reduce_values(
             rows, summed = sum_duplicate_rows(value.indices, value.values)
             marks.set_row_source(rows, value.indices)
             result[i] = tf.IndexedSlices(summed, rows, value.dense_shape)
-        elif has_unique_rows(value) and _is_small(value):
+        elif marks.is_unique(value) and _is_small(value):
             small[i] = _as_table(value)
         else:
             rows = (collectives, value, label, weighted, round_to)
@@ -122,10 +123,10 @@ def reduce_values(
 
 
 def differentiable(
-    reduce: Callable[[list[Any]], list[Any]],
-    values: list[Any],
+    reduce: Callable[[list[TensorOrSlices]], list[TensorOrSlices]],
+    values: list[TensorOrSlices],
     collectives: Collectives,
-) -> list[Any]:
+) -> list[TensorOrSlices]:
     """Gradients of the global batch that a tape can differentiate again.
 
     Args:
@@ -146,7 +147,7 @@ def differentiable(
         return result
 
     @tf.custom_gradient
-    def reduced(*parts: tf.Tensor) -> Any:
+    def reduced(*parts: tf.Tensor) -> WithGradient:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             ranks = collectives.group.world_size
             return collectives.all_reduce(
@@ -256,6 +257,6 @@ def _gather_rows(
         collectives.all_gather(slices.indices, f"{label}/indices"),
         slices.dense_shape,
     )
-    if has_unique_rows(slices):
+    if marks.is_unique(slices):
         return without_duplicates(gathered)
     return gathered

@@ -14,13 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import batches
+from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import prefetched_ids
 from tfdist_ext.numbers import data_digest
 from tfdist_ext.strategy.balance import Balance
+from tfdist_ext.type_names import Nest
 
-Nest = Any
 Finish = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
@@ -143,8 +144,11 @@ def distribute(
     rank, world_size = collectives.group.rank, collectives.group.world_size
     policy = dataset.options().experimental_distribute.auto_shard_policy
     balance = balance or Balance("equal", world_size)
+    feed = feed_of(dataset)
+    if feed is not None:
+        return _followed(feed, dataset, collectives, name, balance)
     if policy in (_Policy.FILE, _Policy.OFF):
-        _require_equal(balance, policy)
+        _require_equal(balance, f"auto_shard_policy={policy.name}")
         batch = internals.batch_size_of(dataset)
         if batch < 0:
             raise ValueError(
@@ -171,15 +175,93 @@ def distribute(
     return equal_steps(local, collectives, name)
 
 
-def _require_equal(balance: Balance, policy: Any) -> None:
+def _require_equal(balance: Balance, data: str) -> None:
     """Rejects shares of batches where each rank reads its own data."""
     if not balance.is_equal:
         raise ValueError(
             "Argument `balance` of the strategy divides batches that all ranks "
-            f"read, and with auto_shard_policy={policy.name} each rank reads "
-            "its own data. Use the policy DATA, or balance='equal'. Received: "
+            f"read, and with {data} each rank reads its own data. Use the "
+            "policy DATA, or balance='equal'. Received: "
             f"balance={balance.describe()}."
         )
+
+
+# Transformations after which a batch has the records that it had before.
+_KEEP_RECORDS = (
+    "MapDataset",
+    "ParallelMapDataset",
+    "PrefetchDataset",
+    "OptionsDataset",
+)
+
+
+def feed_of(dataset: tf.data.Dataset) -> Any:
+    """The feed of the `PositionedDataset` that a dataset reads, or None.
+
+    Args:
+        dataset: dataset that is about to be distributed.
+
+    Raises:
+        ValueError: a transformation changes which records a batch has, or
+            layers prefetch ids.
+    """
+    changed = ""
+    within = internals.datasets_within(dataset)
+    for each in within:
+        if marks.feed(each) is not None:
+            break
+        kind = type(each).__name__.lstrip("_")
+        if kind not in _KEEP_RECORDS and not changed:
+            changed = kind
+    else:
+        return None
+    if internals.may_change_order(dataset):
+        changed = changed or "map with deterministic=False"
+    if changed:
+        raise ValueError(
+            f"The dataset of a PositionedDataset has a {changed}, after which "
+            "its batches do not tell which records they have. After "
+            "`batches()`, use only `map`, `prefetch` and `with_options`. Drop "
+            "samples in a function of `map`, by `tf.boolean_mask`."
+        )
+    flat = tf.nest.flatten(dataset.element_spec)
+    if any(map(prefetched_ids.is_prefetched, flat)):
+        raise ValueError(
+            "Layers with prefetch_ids=True read a batch ahead of the position "
+            "of a PositionedDataset. Use prefetch_ids=False."
+        )
+    return marks.feed(each)
+
+
+def _followed(
+    feed: Any,
+    dataset: tf.data.Dataset,
+    collectives: Collectives,
+    name: str,
+    balance: Balance,
+) -> tf.data.Dataset:
+    if not feed.divides:
+        local = _slices(dataset, collectives, name, balance)
+    else:
+        _require_equal(balance, "a PositionedDataset")
+        local = dataset.map(_in_own_memory, synchronous=True)
+    return feed.distributed(local, collectives, name)
+
+
+def followed(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+    """The dataset of one process that moves the position of its stream.
+
+    Args:
+        dataset: any dataset.
+
+    Returns:
+        The dataset; None if it does not read a `PositionedDataset`.
+    """
+    feed = feed_of(dataset)
+    if feed is None:
+        return None
+    local = dataset.map(_in_own_memory, synchronous=True)
+    return feed.distributed(local, None, "")
 
 
 def _slices(
@@ -236,7 +318,9 @@ def _slices(
     return equal_steps(local, collectives, name, True, finish)
 
 
-def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
+def _require_cut_by_tensorflow(
+    dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy
+) -> None:
     """Rejects values that `Dataset.rebatch` cannot cut (`empty_like`)."""
     if any(
         hasattr(spec, "empty") for spec in tf.nest.flatten(dataset.element_spec)
@@ -249,7 +333,7 @@ def _require_cut_by_tensorflow(dataset: tf.data.Dataset, policy: Any) -> None:
         )
 
 
-def _single(arguments: tuple[Any, ...]) -> Nest:
+def _single(arguments: tuple[Nest, ...]) -> Nest:
     return arguments if len(arguments) > 1 else arguments[0]
 
 

@@ -28,10 +28,12 @@ from tfdist_ext.patching import extend
 from tfdist_ext.patching import stage
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
-Nest = Any
 keras = tf.keras
 
 # Largest size of a metric's states that ranks exchange in every step.
@@ -51,7 +53,7 @@ def watch_results(model: Model) -> None:
         extend(type(metric), "result", stage(_result, Need.STRATEGY))
 
 
-def _metrics_of(owner: Any) -> list[Any]:
+def _metrics_of(owner: Model | Metric) -> list[Metric]:
     """Metrics of a model, including those inside of other metrics."""
     found = []
     for metric in owner.metrics:
@@ -61,8 +63,8 @@ def _metrics_of(owner: Any) -> list[Any]:
 
 
 def _result(
-    original: Original, metric: Metric, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], metric: Metric, *args: Any, **kwargs: Any
+) -> T:
     result = original(metric, *args, **kwargs)
     if whole_batch.keras_step() is None:
         return result
@@ -114,6 +116,19 @@ def is_summed(metric: Metric) -> list[bool]:
     ]
 
 
+def _is_equal_on_ranks(metric: Metric) -> bool:
+    """Whether all states of a metric are equal on all ranks.
+
+    The metric is then updated with the whole batch.
+    """
+    variables = [keras_internals.value_of(v) for v in metric.variables]
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return bool(variables) and all(
+        isinstance(v, internals.SyncOnReadVariable) and v.aggregation == first
+        for v in variables
+    )
+
+
 def _is_averaged(variable: Variable) -> bool:
     return (
         isinstance(variable, internals.SyncOnReadVariable)
@@ -121,7 +136,9 @@ def _is_averaged(variable: Variable) -> bool:
     )
 
 
-def result_of_states(metric: Metric, states: Sequence[tf.Tensor]) -> list[Any]:
+def result_of_states(
+    metric: Metric, states: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     """Leaves of the result of a metric with the given states."""
     return list(tf.nest.flatten(metric.stateless_result(states)))
 
@@ -166,6 +183,10 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
         return outputs
     flat = [_as_tensor(value) for value in tf.nest.flatten(outputs)]
     places = [i for i, value in enumerate(flat) if _is_scalar(value)]
+    if step.asynchronous:  # The other ranks may be in other steps.
+        for i in places:
+            marks.set_reduced(flat[i])
+        return tf.nest.pack_sequence_as(outputs, flat)
     parts = _of_metrics(flat, places)
     others = set(places).difference(*(part.places for part in parts))
     names = batches.names_of(outputs)
@@ -187,7 +208,7 @@ def of_whole_batch(outputs: Nest, collectives: Collectives) -> Nest:
     return tf.nest.pack_sequence_as(outputs, flat)
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: TensorLike) -> TensorLike:
     """Converts a variable, or an integer that may be a static size."""
     variable = tf.is_tensor(value) and not isinstance(
         value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor
@@ -197,7 +218,7 @@ def _as_tensor(value: Any) -> Any:
     return value
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: object) -> bool:
     return (
         isinstance(value, tf.Tensor)
         and value.shape.rank == 0
@@ -211,7 +232,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _exchange(
-    parts: Sequence[_Parts], flat: list[Any], collectives: Collectives
+    parts: Sequence[_Parts], flat: list[TensorLike], collectives: Collectives
 ) -> None:
     sent = [tensor for part in parts for tensor in part.own]
     sums = iter(collectives.all_reduce(sent, "logs"))
@@ -221,9 +242,11 @@ def _exchange(
             flat[i] = value
 
 
-def _of_metrics(flat: Sequence[Any], places: Sequence[int]) -> list[_Parts]:
+def _of_metrics(
+    flat: Sequence[TensorLike], places: Sequence[int]
+) -> list[_Parts]:
     """Results of metrics, computed from the states of all ranks."""
-    of_metric: dict[int, tuple[Any, list[int], list[int]]] = {}
+    of_metric: dict[int, tuple[Metric, list[int], list[int]]] = {}
     for i in places:
         metric, index = marks.result_of(flat[i]) or (None, 0)
         if metric is not None:
@@ -232,10 +255,18 @@ def _of_metrics(flat: Sequence[Any], places: Sequence[int]) -> list[_Parts]:
             known[2].append(index)
     parts = []
     for metric, where, indices in of_metric.values():
+        if _is_equal_on_ranks(metric):
+            parts.append(_of_equal([flat[i] for i in where], where))
+            continue
         states = states_of(metric)
         if states is not None:
             parts.append(_of_metric(metric, states, where, indices))
     return parts
+
+
+def _of_equal(values: Sequence[tf.Tensor], where: Sequence[int]) -> _Parts:
+    """Values that all ranks have already."""
+    return _Parts([], lambda sums: values, where)
 
 
 def _of_metric(

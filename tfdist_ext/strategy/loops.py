@@ -24,23 +24,28 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.collectives import Loop
 from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.strategy import refused
+from tfdist_ext.type_names import Config
+from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Variable
 
 keras = tf.keras
-Nest = Any
 
 # Batch size of arrays if `fit` has no `batch_size`.
 _BATCH_OF_KERAS = 32
 
-Find = Callable[[Any], Sequence[Any]]
-Place = Callable[[Any, Collectives], None]
+Find = Callable[[Model], Sequence[Layer]]
+Place = Callable[[Model, Collectives], None]
 
 
-def place_first(find: Find, place: Place) -> Callable[..., Any]:
+def place_first(find: Find, place: Place) -> StageFunction:
     """Creates a stage of Keras's loops that places the tables of a model.
 
     Args:
@@ -49,7 +54,9 @@ def place_first(find: Find, place: Place) -> Callable[..., Any]:
             call it.
     """
 
-    def stage(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stage(
+        original: Original[T], self: Model, *args: Any, **kwargs: Any
+    ) -> T:
         collectives = getattr(self.distribute_strategy, "collectives", None)
         if collectives is None or collectives.loop is not None:
             return original(self, *args, **kwargs)
@@ -72,13 +79,18 @@ def place_first(find: Find, place: Place) -> Callable[..., Any]:
     return stage
 
 
-def place_built(place: Place) -> Callable[..., Any]:
+def place_built(place: Place) -> StageFunction:
     """Creates a stage of `Optimizer.build` that places the tables of a model.
 
     All layers are built then, and no slots exist yet.
     """
 
-    def stage(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stage(
+        original: Original[T],
+        self: tf.keras.optimizers.Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
         collectives = collectives_lib.active()
         loop = collectives.loop if collectives else None
         if collectives is not None and loop is not None and not self.built:
@@ -164,7 +176,7 @@ def _specs_of(x: TensorLike) -> Nest | None:
     return tf.nest.pack_sequence_as(x, [_of_any_batch(each) for each in specs])
 
 
-def _spec_of(value: Any) -> Any:
+def _spec_of(value: TensorLike) -> tf.TypeSpec:
     """TensorFlow type of a value; does not read data from a file."""
     if isinstance(value, tf.Tensor | tf.__internal__.CompositeTensor):
         return tf.type_spec_from_value(value)
@@ -174,7 +186,7 @@ def _spec_of(value: Any) -> Any:
         return None
 
 
-def _of_any_batch(spec: Any) -> Any:
+def _of_any_batch(spec: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
     return spec
@@ -184,8 +196,8 @@ _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def on_all_ranks(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     collectives = collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -213,8 +225,8 @@ def _warn_of_eager_steps(model: Model) -> None:
 
 
 def build_on_all_ranks(
-    original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> T:
     """Waits until all ranks are about to build an optimizer.
 
     Keras marks the optimizer as built before it has created the slots. If
@@ -228,8 +240,8 @@ def build_on_all_ranks(
 
 
 def finite_on_all_ranks(
-    original: Original, optimizer: Optimizer, grads: Any
-) -> Any:
+    original: Original[T], optimizer: Optimizer, grads: Sequence[Gradient]
+) -> T:
     """Lets ranks agree whether Keras 3's loss scale skips a step.
 
     Keras checks the gradients before they are summed, so they may be
@@ -242,7 +254,9 @@ def finite_on_all_ranks(
 
 
 def average_of_rows(
-    original: Original, optimizer: Optimizer, variables: Sequence[Variable]
+    original: Original[None],
+    optimizer: tf.keras.optimizers.Optimizer,
+    variables: Sequence[Variable],
 ) -> None:
     """Lets Keras 3 average weights although this rank has no rows of a table.
 
@@ -283,8 +297,8 @@ _Policy = tf.data.experimental.AutoShardPolicy
 
 
 def compare_settings(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     name, strategy = original.__name__, model.distribute_strategy
     collectives = getattr(strategy, "collectives", None)
     if collectives is not None and not kwargs.get(keras_internals.WITHIN_FIT):
@@ -348,7 +362,9 @@ def compare_texts(
     )
 
 
-def settings_of(model: Model, arguments: Mapping[str, Any]) -> dict[str, str]:
+def settings_of(
+    model: Model, arguments: Mapping[str, object]
+) -> dict[str, str]:
     """Text of each setting that must be equal on all ranks, by its name.
 
     Args:
@@ -391,7 +407,7 @@ def _digest(data: bytes) -> str:
     return "#" + hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
-def _describe_data(value: Any) -> str:
+def _describe_data(value: object) -> str:
     if isinstance(value, tf.data.Dataset):
         return _describe_dataset(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -414,12 +430,12 @@ def _describe_dataset(dataset: tf.data.Dataset) -> str:
     return str(dataset.element_spec)
 
 
-def is_numbers(value: Any) -> bool:
+def is_numbers(value: Sequence[object]) -> bool:
     """Whether a list is data, rather than a list of inputs."""
     return all(isinstance(v, bool | int | float | str | list) for v in value)
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _flat(name: str, value: object) -> Iterator[tuple[str, str]]:
     """Names and texts of a setting and of its components."""
     if isinstance(value, tf.Variable) or tf.is_tensor(value):
         value = np.asarray(value)
@@ -445,7 +461,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, getattr(value, "__qualname__", type(value).__name__)
 
 
-def _config_of(value: Any) -> dict[str, Any]:
+def _config_of(value: Any) -> Config:
     try:
         config = value.get_config()
     except Exception:  # A class of the user may not implement it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,19 @@ from tfdist_ext.strategy import loops
 from tfdist_ext.strategy import predictions
 from tfdist_ext.strategy import refused
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
-Nest = Any
 _FUNCTIONS = {"train_on_batch": "train", "test_on_batch": "test"}
 
 
 def step_on_batch(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, *args, **kwargs)
@@ -55,19 +58,19 @@ def step_on_batch(
 
 
 def _run_on_slice(
-    function: Callable[[Any], Any],
+    function: Callable[[Iterator[tuple[TensorLike, ...]]], T],
     strategy: Strategy,
     name: str,
-    iterator: Any,
-) -> Any:
+    iterator: Iterator[tuple[TensorLike, ...]],
+) -> T:
     """Runs Keras's function of a loop on this rank's samples of a batch."""
     part = _slice(next(iter(iterator)), strategy, name)
     return function(iter(_dataset_of(part)))
 
 
 def predict_on_batch(
-    original: Original, model: Model, x: Nest, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, x: Nest, *args: Any, **kwargs: Any
+) -> T:
     collectives = _collectives_of(model)
     if collectives is None:
         return original(model, x, *args, **kwargs)
@@ -82,7 +85,9 @@ def _collectives_of(model: Model) -> Collectives | None:
     return getattr(model.distribute_strategy, "collectives", None)
 
 
-def _slice(batch: Nest, strategy: Strategy, name: str) -> Nest:
+def _slice(
+    batch: tuple[TensorLike, ...], strategy: Strategy, name: str
+) -> Nest:
     """This rank's samples of a batch that all ranks have.
 
     Raises:
@@ -108,7 +113,7 @@ def _slice(batch: Nest, strategy: Strategy, name: str) -> Nest:
     return tf.nest.pack_sequence_as(values, parts)
 
 
-def _with_arrays(batch: Nest) -> Nest:
+def _with_arrays(batch: tuple[TensorLike, ...]) -> tuple[TensorLike, ...]:
     """The batch, with lists of Python numbers converted to arrays."""
     return type(batch)(
         np.asarray(part)
@@ -118,12 +123,12 @@ def _with_arrays(batch: Nest) -> Nest:
     )
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: TensorLike) -> TensorLike:
     composite = isinstance(value, tf.__internal__.CompositeTensor)
     return value if value is None or composite else tf.convert_to_tensor(value)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: TensorLike) -> str:
     parts = tf.nest.flatten(value, expand_composites=True)
     shape = getattr(value, "shape", None)
     digest = hashlib.blake2b(digest_size=8)
@@ -136,7 +141,7 @@ def _describe(value: Any) -> str:
     return f"{value.dtype.name}{shape} #{digest.hexdigest()}"
 
 
-def _spec_of(value: Any) -> Any:
+def _spec_of(value: TensorLike) -> tf.TypeSpec:
     """Spec of a value with any batch size; None for None."""
     if value is None:
         return None

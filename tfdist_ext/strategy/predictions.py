@@ -21,11 +21,14 @@ from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.strategy import logs
 from tfdist_ext.thread_context import current
 from tfdist_ext.type_names import Model
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import Nested
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
-Nest = Any
 _LABEL = "gather"
 
 
@@ -36,14 +39,14 @@ class NoRowsError(ValueError):
     __init__ = Exception.__init__
 
 
-def concatenate(original: Original, value: Any, strategy: Strategy) -> Any:
+def concatenate(original: Original[T], value: T, strategy: Strategy) -> T:
     if marks.is_reduced(value):
         return value
     return original(value, strategy)
 
 
 def outputs_of(
-    fn: Callable[..., Any], outputs: Nest, collectives: Collectives
+    fn: Callable[..., Nest], outputs: Nest, collectives: Collectives
 ) -> Nest:
     """Outputs of a step of Keras's loops for the global batch.
 
@@ -85,11 +88,13 @@ def of_all_ranks(outputs: Nest, collectives: Collectives) -> Nest:
     return tf.nest.pack_sequence_as(outputs, flat)
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     return isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
 
 
-def _of_all_ranks(value: Any, name: str, collectives: Collectives) -> Any:
+def _of_all_ranks(
+    value: TensorLike, name: str, collectives: Collectives
+) -> TensorLike:
     step = collectives.step
     assert step is not None
     parts = tf.nest.flatten(value, expand_composites=True)
@@ -153,11 +158,11 @@ def _mean(value: tf.Tensor, name: str, collectives: Collectives) -> tf.Tensor:
     return mean
 
 
-def _rows(value: Any, collectives: Collectives) -> Any:
+def _rows(value: TensorLike, collectives: Collectives) -> TensorLike:
     return exchanges.all_gather_rows(collectives, value, _LABEL)[0]
 
 
-def trace_for(model: Model, spec: Any) -> None:
+def trace_for(model: Model, spec: Nested[tf.TypeSpec]) -> None:
     """Creates a model's function of `predict`, for batches of any size.
 
     Args:
@@ -169,7 +174,9 @@ def trace_for(model: Model, spec: Any) -> None:
         model.make_predict_function()
 
 
-def predict(original: Original, model: Model, *args: Any, **kwargs: Any) -> Any:
+def predict(
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     strategy = model.distribute_strategy
     if getattr(strategy, "collectives", None) is None:
         return original(model, *args, **kwargs)
@@ -179,8 +186,8 @@ def predict(original: Original, model: Model, *args: Any, **kwargs: Any) -> Any:
 
 
 def make_predict_function(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     before = model.predict_function
     made = original(model, *args, **kwargs)
     function = model.predict_function
@@ -194,7 +201,9 @@ def make_predict_function(
     return made
 
 
-def _trace(function: Any, strategy: Strategy) -> None:
+def _trace(
+    function: tf.types.experimental.PolymorphicFunction, strategy: Strategy
+) -> None:
     """Traces a step for the specs of the loop's dataset.
 
     Args:
@@ -215,7 +224,7 @@ def _trace(function: Any, strategy: Strategy) -> None:
         collectives.give_up("tracing a step of predict", error)
 
 
-def _varies(spec: Any) -> bool:
+def _varies(spec: tf.TypeSpec) -> bool:
     """Whether the batch size is unknown; False for Keras's None."""
     if isinstance(spec, tf.OptionalSpec):
         return False

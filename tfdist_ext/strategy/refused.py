@@ -9,19 +9,23 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
+from tfdist_ext.consistency import ASP
 from tfdist_ext.consistency import Accumulate
 from tfdist_ext.consistency import Consistency
 from tfdist_ext.consistency import LocalSteps
+from tfdist_ext.consistency import is_asynchronous
 from tfdist_ext.embedding import sharded_variable
 from tfdist_ext.optimizers import supported
+from tfdist_ext.tables import checks
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 
 keras = tf.keras
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer | None) -> None:
     """Rejects an optimizer of Horovod, which would sum gradients again.
 
     Args:
@@ -41,7 +45,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def check_callbacks(callbacks: Any) -> None:
+def check_callbacks(callbacks: object) -> None:
     """Rejects callbacks of Horovod, whose work the strategy does.
 
     Args:
@@ -61,7 +65,7 @@ def check_callbacks(callbacks: Any) -> None:
             )
 
 
-def _of_horovod(thing: Any) -> bool:
+def _of_horovod(thing: object) -> bool:
     modules = [base.__module__ for base in type(thing).__mro__]
     return any(name.partition(".")[0] == "horovod" for name in modules)
 
@@ -91,8 +95,8 @@ def check_recurrent(model: Model, ranks: int) -> None:
 
 
 def compile_without_xla(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     result = original(model, *args, **kwargs)
     if model.jit_compile and _is_beyond_xla(model):
         warnings.warn(
@@ -130,7 +134,7 @@ def check_consistency(model: Model, mode: Consistency) -> None:
     scaled = not keras_internals.KERAS_3 and hasattr(
         optimizer, "inner_optimizer"
     )
-    if legacy or (scaled and isinstance(mode, LocalSteps)):
+    if legacy or (scaled and isinstance(mode, LocalSteps | ASP)):
         kind = "tf_keras.optimizers.legacy" if legacy else "tf_keras"
         remedy = (
             "Use the optimizer of this kind in tfdist_ext.optimizers."
@@ -142,6 +146,18 @@ def check_consistency(model: Model, mode: Consistency) -> None:
             f"over the ranks by itself in every step, which {name} must not "
             f"do. {remedy}"
         )
+    parts = supported.parts_of(optimizer)
+    for part in parts:
+        _check_accumulation(part, mode)
+        _check_row_clip(part, mode)
+    if len(parts) > 1 and not isinstance(mode, Accumulate):
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__} has two optimizers, and "
+            f"consistency={mode} expects one. Use BSP() or Accumulate(k), or "
+            "one of tfdist_ext.optimizers for the whole model."
+        )
+    if is_asynchronous(mode):
+        _check_for_owners(optimizer, name)
     if not isinstance(mode, Accumulate):
         return
     losses = keras_internals.compile_config(model).get("loss")
@@ -155,6 +171,64 @@ def check_consistency(model: Model, mode: Consistency) -> None:
                 "loss that is a mean. Use reduction='sum_over_batch_size', "
                 "and a learning rate that is larger by the batch size."
             )
+
+
+def check_first(
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
+    """Checks a model that is about to be trained.
+
+    A step of tf_keras does not say which model it is of.
+    """
+    extended = getattr(model.distribute_strategy, "extended", None)
+    rounds = getattr(extended, "rounds", None)
+    if rounds is not None:
+        check_consistency(model, rounds.mode)
+    return original(model, *args, **kwargs)
+
+
+def _check_accumulation(optimizer: Optimizer | None, mode: Consistency) -> None:
+    """Rejects Keras's accumulation of gradients."""
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if steps:
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__}: argument "
+            "`gradient_accumulation_steps` and the strategy's "
+            f"consistency={mode} both put steps together. Leave one of them "
+            f"out. Received: gradient_accumulation_steps={steps}."
+        )
+
+
+def _check_row_clip(optimizer: Optimizer | None, mode: Consistency) -> None:
+    """Rejects clipping by the samples of a row in one step."""
+    sums = isinstance(mode, Accumulate) or getattr(mode, "tables", False)
+    sums = sums or is_asynchronous(mode)
+    if sums and getattr(optimizer, "row_clip", None) is not None:
+        raise ValueError(
+            f"Optimizer {type(optimizer).__name__} has a `row_clip`, which "
+            "needs the number of samples of each row in one step, and "
+            f"consistency={mode} gives it those of several steps, or of one "
+            "rank. Leave out `row_clip`, or use a consistency that updates "
+            "rows once in every step: BSP() or LocalSteps(k)."
+        )
+
+
+def _check_for_owners(optimizer: Optimizer | None, mode: str) -> None:
+    """Rejects what owners of variables cannot compute from their part."""
+    problem = ""
+    for name in ("clipnorm", "global_clipnorm", "use_ema"):
+        value = getattr(optimizer, name, None)
+        if value:
+            problem = f"{name}={value}"
+    if hasattr(optimizer, "inner_optimizer"):
+        problem = type(optimizer).__name__
+    if problem:
+        raise ValueError(
+            f"{mode} applies the gradients of each rank where the weights are, "
+            f"and {problem} needs those of all ranks and weights at once. "
+            f"Received: {type(optimizer).__name__} with {problem}. Leave it "
+            "out (clipvalue works), or use consistency.BSP()."
+        )
 
 
 def check_model(model: Model) -> None:
@@ -179,7 +253,7 @@ def check_model(model: Model) -> None:
 
 
 def check_in_one_process(model: Model) -> None:
-    """Rejects an optimizer that fails under a strategy with any ranks.
+    """Rejects options that are wrong under a strategy with any ranks.
 
     Args:
         model: see `check_model`.
@@ -188,3 +262,27 @@ def check_in_one_process(model: Model) -> None:
         ValueError: the error says what to do instead.
     """
     supported.check_accumulation(getattr(model, "optimizer", None))
+
+
+def check_gradients(
+    gradient_dtype: str, error_feedback: bool, where: str
+) -> None:
+    """Rejects bad arguments of the same names of the strategy."""
+    dtypes = checks.GRADIENT_DTYPES
+    checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
+    if error_feedback and gradient_dtype == "float32":
+        raise ValueError(
+            "Argument `error_feedback` is for gradients that are rounded."
+            " Received: error_feedback=True with gradient_dtype="
+            "'float32'. Set gradient_dtype='bfloat16', or leave it out."
+        )
+
+
+def check_alone(mode: Consistency, gradient_dtype: str, where: str) -> None:
+    """Rejects what needs all ranks where they step alone."""
+    if gradient_dtype != "float32":
+        raise ValueError(
+            "Argument `gradient_dtype` is for gradients that all ranks sum in "
+            f"one exchange. Received: gradient_dtype={gradient_dtype!r} with "
+            f"consistency={mode} ({where}). Leave one of them out."
+        )

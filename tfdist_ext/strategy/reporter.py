@@ -15,6 +15,7 @@ import time
 import types
 from collections.abc import Callable
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
@@ -34,12 +35,14 @@ class Reporter:
 
     Attributes:
         shares: returns the current share of each rank in a batch.
+        staleness: returns `Figures.staleness`.
     """
 
     def __init__(
         self, group: ProcessGroup | None, file: live_stats.RankFile | None
     ) -> None:
         self.shares: Callable[[], tuple[float, ...]] = tuple
+        self.staleness: Callable[[], tuple[int, ...]] = tuple
         self._group = group
         self._file = file
         if file is None:
@@ -99,6 +102,7 @@ class Reporter:
             waited,
             _memory(),
             self.shares(),
+            self.staleness(),
         )
 
 
@@ -150,7 +154,11 @@ def shorten_tracebacks(name: str) -> None:
         _before, sys.excepthook = sys.excepthook, _show
 
 
-def _show(kind: Any, error: Any, traceback: Any) -> None:
+def _show(
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
     filtered = tf.debugging.is_traceback_filtering_enabled()
     if filtered and issubclass(kind, Exception):
         print(f"{_name}{reason_of(error)}", file=sys.stderr)

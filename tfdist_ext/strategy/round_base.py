@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +15,14 @@ import tensorflow as tf
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.consistency import Accumulate
-from tfdist_ext.consistency import LocalSteps
 from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import Variable
 
-Pairs = Sequence[tuple[Any, Any]]
-Apply = Callable[[list[tuple[Any, Any]]], Any]
+Pairs = Sequence[tuple[TensorOrSlices, Variable]]
+Apply = Callable[[list[tuple[TensorOrSlices, Variable]]], Any]
 # Label of the exchanged numbers of samples.
 COUNT = "consistency/samples"
 
@@ -30,7 +31,7 @@ class Steps:
     """The step that runs, and how optimizers apply what they are given.
 
     Attributes:
-        mode: the strategy's `consistency`, not `BSP`.
+        mode: the strategy's `consistency`, not `BSP`; rounds know its class.
         collectives: its collectives; None in a single process.
         reduce: see `HybridParallelExtended.sum_deferred`.
         alone: the step that runs in a single process, None outside of steps.
@@ -40,9 +41,9 @@ class Steps:
 
     def __init__(
         self,
-        mode: Accumulate | LocalSteps,
+        mode: Any,
         collectives: Collectives | None,
-        reduce: Callable[[list[Any]], list[Any]],
+        reduce: Callable[[list[TensorOrSlices]], list[TensorOrSlices]],
     ) -> None:
         self.mode = mode
         self.collectives = collectives
@@ -84,21 +85,27 @@ class Steps:
 class Round:
     """The steps of one optimizer that belong together.
 
+    Attributes:
+        asynchronous: whether each rank steps alone, see `calls.Step`.
+
     Args:
         steps: what the rounds of the strategy have in common.
     """
+
+    asynchronous = False
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._count = local_variable(lambda: tf.zeros([], tf.int64), "steps")
         self._samples = local_variable(lambda: tf.zeros([]), "samples")
         self._weighted = False
-        self._ends: dict[Any, Callable[[], None]] = {}
+        self._ends: dict[Hashable, Callable[[], None]] = {}
 
-    def step(self, pairs: Pairs, apply: Apply) -> None:
+    def step(self, optimizer: Optimizer, pairs: Pairs, apply: Apply) -> None:
         """Makes a step of the round; the last one ends it.
 
         Args:
+            optimizer: the optimizer, to which the round keeps no reference.
             pairs: gradients of this rank, and their variables.
             apply: gives gradients to the optimizer.
         """
@@ -113,7 +120,7 @@ class Round:
         """Whether the round has no steps yet."""
         return int(self._count.numpy()) == 0
 
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable]:
         """Variables that the steps have had gradients of."""
         raise NotImplementedError
 
@@ -128,7 +135,7 @@ class Round:
         return step.checks_here() if step else []
 
     def _run_alone(
-        self, strategy: Strategy, key: Any, function: Callable[[], None]
+        self, strategy: Strategy, key: Hashable, function: Callable[[], None]
     ) -> None:
         """Runs a function in a replica, outside of the program's steps.
 
@@ -149,6 +156,7 @@ class Round:
         step = calls.Step(
             *(tf.constant(1.0), self._weighted, "end of a round"),
             graph=internals.current_graph(),
+            asynchronous=self.asynchronous,
         )
         collectives = self._steps.collectives
         stepping = collectives or self._steps

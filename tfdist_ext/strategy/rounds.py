@@ -1,32 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are applied or exchanged together: modes other than BSP."""
+"""Steps that are applied or exchanged together: modes other than BSP.
+
+Optimizers give their gradients to the rounds of the strategy. A round ends by
+its mode, after epochs of `fit`, before evaluation and before files.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.consistency import ASP
+from tfdist_ext.consistency import BAP
+from tfdist_ext.consistency import SSP
 from tfdist_ext.consistency import Accumulate
+from tfdist_ext.consistency import Consistency
 from tfdist_ext.consistency import LocalSteps
+from tfdist_ext.embedding.row_copies import RowCopies
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.strategy.accumulated_rounds import AccumulatedRound
 from tfdist_ext.strategy.local_rounds import LocalRound
+from tfdist_ext.strategy.owner_rounds import OwnerRound
 from tfdist_ext.strategy.round_base import Apply
 from tfdist_ext.strategy.round_base import Pairs
 from tfdist_ext.strategy.round_base import Round
 from tfdist_ext.strategy.round_base import Steps
+from tfdist_ext.strategy.significant_rounds import SignificantRound
+from tfdist_ext.strategy.significant_rounds import shares_held_back
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Logs
+from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import StageFunction
 from tfdist_ext.type_names import Strategy
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import Variable
+
+keras = tf.keras
 
 _alive: weakref.WeakSet[Rounds] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -53,14 +76,20 @@ class Rounds(Steps):
     def __init__(
         self,
         strategy: Strategy,
-        mode: Accumulate | LocalSteps,
+        mode: Consistency,
         collectives: Collectives | None,
-        reduce: Callable[[list[Any]], list[Any]],
+        reduce: Callable[[list[TensorOrSlices]], list[TensorOrSlices]],
     ) -> None:
         super().__init__(mode, collectives, reduce)
+        if collectives is not None:
+            collectives.keeps_rows = getattr(mode, "tables", False)
+            if getattr(mode, "row_cache", False):
+                collectives.row_copies = RowCopies()
         self._strategy = weakref.ref(strategy)
-        self._of = weakref.WeakKeyDictionary[Any, Round]()
-        self._outer_slots = weakref.WeakKeyDictionary[Any, dict[int, Any]]()
+        self._of = weakref.WeakKeyDictionary[Optimizer, Round]()
+        self._outer_slots = weakref.WeakKeyDictionary[
+            Optimizer, dict[int, Variable]
+        ]()
         self.number = next(_numbers)
         _alive.add(self)
 
@@ -85,17 +114,22 @@ class Rounds(Steps):
         _build(optimizer, [variable for _, variable in pairs])
         if optimizer not in self._of:
             self._of[optimizer] = self._new_round(optimizer)
-        self._of[optimizer].step(pairs, apply)
+        self._of[optimizer].step(optimizer, pairs, apply)
         return optimizer.iterations
 
     def _new_round(self, optimizer: Optimizer) -> Round:
         if isinstance(self.mode, Accumulate):
             return AccumulatedRound(self)
+        if isinstance(self.mode, ASP):
+            return SignificantRound(self)
+        if isinstance(self.mode, SSP | BAP):
+            return OwnerRound(self, self._strategy(), optimizer)
+        assert isinstance(self.mode, LocalSteps)
         velocities = self._outer_slots.get(optimizer, {})
         return LocalRound(self, self.mode.outer, velocities)
 
     def add_velocities(
-        self, optimizer: Optimizer, variables: Sequence[Any]
+        self, optimizer: Optimizer, variables: Sequence[Variable]
     ) -> None:
         """Adds slots for the outer optimizer of `LocalSteps`.
 
@@ -124,12 +158,34 @@ class Rounds(Steps):
             if optimizers is None or any(o is optimizer for o in optimizers):
                 round_.end(self._strategy(), optimizer)
 
-    def trained(self) -> list[tuple[Any, list[Any]]]:
+    def trained(self) -> list[tuple[Optimizer, list[Variable]]]:
         """The optimizers that have rounds, and the variables they train."""
         return [
             (optimizer, round_.variables())
             for optimizer, round_ in self._of.items()
         ]
+
+    def counts(self) -> np.ndarray | None:
+        """Numbers of this rank that `shares` needs; None if there are none."""
+        if self.collectives is not None and self.collectives.row_copies:
+            found: np.ndarray = self.collectives.row_copies.counts().numpy()
+            return found
+        if not isinstance(self.mode, ASP):
+            return None
+        counts = [
+            each.held_back().numpy()
+            for each in self._of.values()
+            if isinstance(each, SignificantRound)
+        ]
+        total: np.ndarray = np.sum([np.zeros(4), *counts], axis=0)
+        return total
+
+    def shares(self, counts: np.ndarray) -> dict[str, float]:
+        """Logs of what was held back, or found in copies of rows."""
+        if isinstance(self.mode, ASP):
+            return shares_held_back(counts.tolist())
+        asked, found = map(float, counts)
+        return {"row_cache_hits": found / max(asked, 1.0)}
 
     def are_complete(self) -> bool:
         """Whether no optimizer is in the middle of a round."""
@@ -141,7 +197,7 @@ class Rounds(Steps):
             round_.clear()
 
 
-def _build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
+def _build(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Creates slots outside of a branch, as the optimizer itself would."""
     if keras_internals.is_built(optimizer):
         return
@@ -150,11 +206,11 @@ def _build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
 
 
 def apply(
-    original: Original,
+    original: Original[T],
     optimizer: Optimizer,
     grads: Sequence[Gradient],
-    trainable_variables: Sequence[Any] | None = None,
-) -> Any:
+    trainable_variables: Sequence[Variable] | None = None,
+) -> T:
     rounds = _active()
     if rounds is None:
         return original(optimizer, grads, trainable_variables)
@@ -162,7 +218,7 @@ def apply(
     if variables is None:
         variables = keras_internals.trained_by(optimizer)
 
-    def give(pairs: list[tuple[Any, Any]]) -> Any:
+    def give(pairs: list[tuple[TensorOrSlices, Variable]]) -> T:
         return original(optimizer, *map(list, zip(*pairs, strict=True)))
 
     return rounds.update(
@@ -171,24 +227,28 @@ def apply(
 
 
 def apply_gradients(
-    original: Original, optimizer: Any, pairs: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    optimizer: Optimizer,
+    pairs: Iterable[tuple[Gradient, Variable]],
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     rounds = _active()
     if rounds is None:
         return original(optimizer, pairs, *args, **kwargs)
 
-    def give(pairs: list[tuple[Any, Any]]) -> Any:
+    def give(pairs: list[tuple[TensorOrSlices, Variable]]) -> T:
         return original(optimizer, pairs, *args, **kwargs)
 
     return rounds.update(optimizer, list(pairs), give)
 
 
 def build(
-    original: Original,
+    original: Original[T],
     optimizer: Optimizer,
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     *args: Any,
-) -> Any:
+) -> T:
     built = keras_internals.is_built(optimizer)
     result = original(optimizer, variables, *args)
     rounds = _active()
@@ -201,3 +261,108 @@ def _active() -> Rounds | None:
     extended = tf.distribute.get_strategy().extended
     rounds: Rounds | None = getattr(extended, "rounds", None)
     return rounds
+
+
+class _EndRound(keras.callbacks.Callback):  # type: ignore[name-defined]
+    """Ends the round of a model before other callbacks see the epoch's end."""
+
+    _counts: np.ndarray | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        rounds = _rounds_of(self.model)
+        self._counts = None if rounds is None else rounds.counts()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        _end_of(self.model)
+        rounds = _rounds_of(self.model)
+        if rounds is None or self._counts is None or logs is None:
+            return
+        before, self._counts = self._counts, rounds.counts()
+        of_epoch = self._counts - before
+        if rounds.collectives is not None:
+            (total,) = rounds.collectives.all_reduce(
+                [tf.constant(of_epoch)], "consistency/counts"
+            )
+            of_epoch = total.numpy()
+        logs.update(rounds.shares(of_epoch))
+
+
+def end_after_epochs(
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
+    rounds = _rounds_of(model)
+    if rounds is None:
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    given: Any = bound.arguments.get("callbacks")
+    own = _EndRound()
+    of_caller = isinstance(given, keras.callbacks.CallbackList)
+    if of_caller:  # Keras trains with it unchanged.
+        own.set_model(model)
+        given.callbacks.insert(0, own)
+    else:
+        callbacks = [own, *tf.nest.flatten(given or [])]
+        bound.arguments["callbacks"] = callbacks
+    _end_of(model)
+    try:
+        return original(*bound.args, **bound.kwargs)
+    except BaseException:
+        rounds.drop()  # The next step starts a round.
+        raise
+    finally:
+        if of_caller:
+            given.callbacks.remove(own)
+
+
+def end_before(
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
+    """Ends the rounds of a model before it is evaluated or written."""
+    _end_of(model)
+    return original(model, *args, **kwargs)
+
+
+def end_before_checkpoint(
+    objects_of: Callable[[tf.train.Checkpoint], Sequence[object]],
+) -> StageFunction:
+    """Creates a stage that ends the rounds of what a checkpoint has.
+
+    Args:
+        objects_of: returns the objects of a checkpoint.
+    """
+
+    def stage(
+        original: Original[T],
+        checkpoint: tf.train.Checkpoint,
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
+        every = all_rounds()
+        if every and tf.executing_eagerly():
+            found = {id(each) for each in objects_of(checkpoint)}
+            for rounds in every:
+                rounds.end(_in(found, rounds))
+        return original(checkpoint, *args, **kwargs)
+
+    return stage
+
+
+def _in(objects: set[int], rounds: Rounds) -> Sequence[Optimizer]:
+    """Optimizers of which a checkpoint has the variables."""
+    return [
+        optimizer
+        for optimizer, variables in rounds.trained()
+        if id(optimizer) in objects
+        or any(id(value_of(each)) in objects for each in variables)
+    ]
+
+
+def _rounds_of(model: Model) -> Rounds | None:
+    strategy = getattr(model, "distribute_strategy", None)
+    return getattr(getattr(strategy, "extended", None), "rounds", None)
+
+
+def _end_of(model: Model) -> None:
+    rounds = _rounds_of(model)
+    if rounds is not None and tf.executing_eagerly():
+        rounds.end()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -23,7 +22,10 @@ from tfdist_ext.tables import checks
 
 
 def check(
-    compression: Any, gradient_dtype: str, consistency: Consistency, where: str
+    compression: object,
+    gradient_dtype: str,
+    consistency: Consistency,
+    where: str,
 ) -> None:
     """Rejects an unknown compression, and options that exclude one.
 

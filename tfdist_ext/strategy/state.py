@@ -21,14 +21,18 @@ from tfdist_ext.numbers import whole_batch
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.type_names import DTypeLike
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import StageFunction
+from tfdist_ext.type_names import T
+from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
 
 _LOG = logging.getLogger("tfdist_ext")
 keras = tf.keras
 
 
-def _reading(convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    def converted(original: None, variable: Variable) -> Any:
+def _reading(convert: Callable[[tf.Tensor], T]) -> Callable[..., T]:
+    def converted(original: None, variable: tf.Variable) -> T:
         del original
         return convert(variable.read_value())
 
@@ -40,14 +44,14 @@ def _array(
     variable: Variable,
     dtype: DTypeLike = None,
     copy: bool | None = None,
-) -> Any:
+) -> np.ndarray:
     """Array of a variable; for a scalar, `numpy()` does not return an array."""
     del original, copy  # `numpy()` returns a copy.
     return np.asarray(variable.numpy(), dtype)
 
 
 # Stages of conversion methods by name. The stock class lacks these methods.
-CONVERSIONS: dict[str, Callable[..., Any]] = {
+CONVERSIONS: dict[str, StageFunction] = {
     "__array__": _array,
     "__complex__": _reading(complex),
     "__float__": _reading(float),
@@ -60,7 +64,9 @@ _LABEL = "state"
 _NAMED_AT_ONCE = 5
 
 
-def change_sum(original: Original, variable: Variable, value: Any) -> Any:
+def change_sum(
+    original: Original[T], variable: Variable, value: TensorLike
+) -> T:
     """Sums what the ranks add to a variable with aggregation "sum".
 
     Keras 3 assigns the total plus the value. TensorFlow would assign the sum
@@ -76,12 +82,12 @@ def change_sum(original: Original, variable: Variable, value: Any) -> Any:
 
 
 def write(
-    original: Callable[..., Any],
-    variable: Variable,
-    update: Callable[..., Any],
-    value: Any,
+    original: Callable[..., T],
+    variable: tf.Variable,
+    update: Callable[..., T],
+    value: TensorLike,
     **options: Any,
-) -> Any:
+) -> T:
     """Assigns a value computed from the values of all ranks, in a step.
 
     Args:
@@ -113,7 +119,7 @@ def _is_equal(step: Step, value: tf.Tensor) -> bool:
     return whole_batch.kind_of(step, value).name == SAME
 
 
-def _as_argument(aggregation: Any) -> str:
+def _as_argument(aggregation: tf.VariableAggregation) -> str:
     """Aggregation as it is passed to the installed version of Keras."""
     if keras_internals.KERAS_3:
         return repr(aggregation.name.lower())
@@ -135,7 +141,7 @@ class _Writing:
         self,
         collectives: Collectives,
         step: Step,
-        variable: Variable,
+        variable: tf.Variable,
         component: tf.Variable,
         writer: str,
     ) -> None:
@@ -145,13 +151,20 @@ class _Writing:
         self._component = component
         self._of_keras = keras_internals.is_of_keras(writer)
 
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: TensorOrSlices) -> TensorOrSlices:
         """Value that is assigned instead of this rank's value.
 
         Raises:
             ValueError: the variable has no rule to reduce the ranks' values.
         """
         aggregation = self._variable.aggregation
+        requests = self._collectives.requests
+        averaged = aggregation in (_Aggregation.MEAN, _Aggregation.NONE)
+        if self._step.asynchronous and requests is not None and averaged:
+            self._check_float(aggregation)
+            # Averaged when the ranks synchronize.
+            requests.assigned[id(self._component)] = self._component
+            return value
         if aggregation == _Aggregation.SUM:
             return self._sum(value)
         if aggregation != _Aggregation.ONLY_FIRST_REPLICA:
@@ -175,7 +188,7 @@ class _Writing:
             return value
         return mean(self._collectives, [value])[0]
 
-    def _check_float(self, aggregation: Any) -> None:
+    def _check_float(self, aggregation: tf.VariableAggregation) -> None:
         dtype = self._component.dtype
         if dtype.is_floating:
             return
@@ -191,7 +204,7 @@ class _Writing:
             f"is averaged. Received: aggregation={given}."
         )
 
-    def _is_later(self, value: Any) -> bool:
+    def _is_later(self, value: TensorOrSlices) -> bool:
         """Whether the ranks' values are reduced at the end of the step.
 
         Ranks may take different branches, or update different rows.
@@ -201,7 +214,7 @@ class _Writing:
         inner = self._step.inner_graphs()
         return bool(inner) and not any(map(internals.is_function, inner))
 
-    def _sum(self, value: Any) -> tf.Tensor:
+    def _sum(self, value: TensorLike) -> tf.Tensor:
         value = tf.convert_to_tensor(value, self._component.dtype)
         if value.dtype == tf.bool:
             count = self._collectives.all_reduce(

@@ -33,16 +33,21 @@ from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy import decomposing
 from tfdist_ext.strategy import whole_values
 from tfdist_ext.tables.plan import ShardingPlan
+from tfdist_ext.type_names import Arguments
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Loss
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import Scalar
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
+from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import Variable
 
-Nest = Any
 keras = tf.keras
 _NAMES = re.compile(
     r"(Depthwise|Separable)?Conv\dD(Transpose)?|(Max|Average)Pooling\dD"
@@ -56,10 +61,10 @@ _LAYERS = tuple(
 
 def call_without_samples(
     layer: Layer,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    original: Original[TensorLike],
+    args: Arguments,
+    kwargs: Keywords,
+) -> TensorLike:
     """Calls a layer whose input may have no samples.
 
     Convolution and pooling layers fail on an empty batch, so they get a
@@ -91,8 +96,8 @@ Moments = tuple[tf.Tensor, tf.Tensor]
 
 def keras_3_moments(
     original: Callable[..., Moments],
-    layer: Layer,
-    inputs: Nested,
+    layer: tf.keras.layers.BatchNormalization,
+    inputs: TensorLike,
     mask: TensorLike,
 ) -> Moments:
     if not _of_all_ranks(layer):
@@ -105,9 +110,9 @@ def keras_3_moments(
 
 def tf_keras_moments(
     original: Callable[..., Moments],
-    layer: Layer,
-    inputs: Nested,
-    reduction_axes: Any,
+    layer: tf.keras.layers.BatchNormalization,
+    inputs: TensorLike,
+    reduction_axes: Sequence[int],
     keep_dims: bool,
     mask: TensorLike = None,
 ) -> Moments:
@@ -116,7 +121,9 @@ def tf_keras_moments(
     return whole_moments(inputs, reduction_axes, keep_dims, mask)
 
 
-def skips_empty(original: Callable[..., bool], layer: Layer) -> bool:
+def skips_empty(
+    original: Callable[..., bool], layer: tf.keras.layers.BatchNormalization
+) -> bool:
     """Whether a rank without samples leaves its moving averages unchanged.
 
     A synchronized layer updates them: it has the moments of all ranks, and
@@ -125,17 +132,20 @@ def skips_empty(original: Callable[..., bool], layer: Layer) -> bool:
     return not _of_all_ranks(layer) and original(layer)
 
 
-def _of_all_ranks(layer: Layer) -> bool:
+def _of_all_ranks(layer: tf.keras.layers.BatchNormalization) -> bool:
     ranks = collectives_lib.active() is not None
     return layer.synchronized and ranks and _context() is not None
 
 
-def _context() -> Any:
+def _context() -> tf.distribute.ReplicaContext:
     return tf.distribute.get_replica_context()
 
 
 def whole_moments(
-    inputs: tf.Tensor, axes: Any, keep_dims: bool, mask: TensorLike = None
+    inputs: tf.Tensor,
+    axes: Sequence[int],
+    keep_dims: bool,
+    mask: TensorLike = None,
 ) -> Moments:
     """The mean and the variance over the samples of all ranks.
 
@@ -168,32 +178,34 @@ def whole_moments(
 
 
 def global_norm(
-    original: Original, t_list: Sequence[Any], name: Any = None
-) -> Any:
+    original: Original[T],
+    t_list: Sequence[TensorOrSlices],
+    name: str | None = None,
+) -> T:
     if not _has_shards(t_list):
         return original(t_list, name)
     return tf.sqrt(tf.add_n(_squares(t_list)))
 
 
 def clip_by_global_norm(
-    original: Original,
-    t_list: Sequence[Any],
-    clip_norm: Any,
-    use_norm: Any = None,
-    name: Any = None,
-) -> Any:
+    original: Original[T],
+    t_list: Sequence[TensorOrSlices],
+    clip_norm: Scalar,
+    use_norm: Scalar | None = None,
+    name: str | None = None,
+) -> T:
     if use_norm is None and _has_shards(t_list):
         use_norm = tf.sqrt(tf.add_n(_squares(t_list)))
     return original(t_list, clip_norm, use_norm, name)
 
 
 def clip_by_norm(
-    original: Original,
-    t: Any,
-    clip_norm: Any,
-    axes: Any = None,
-    name: Any = None,
-) -> Any:
+    original: Original[T],
+    t: TensorOrSlices,
+    clip_norm: Scalar,
+    axes: Sequence[int] | None = None,
+    name: str | None = None,
+) -> T:
     if axes is not None or not _has_shards([t]):
         return original(t, clip_norm, axes, name)
     norm = tf.sqrt(_squares([t])[0])
@@ -202,7 +214,7 @@ def clip_by_norm(
     return tf.IndexedSlices(t.values * factor, t.indices, t.dense_shape)
 
 
-def _has_shards(gradients: Any) -> bool:
+def _has_shards(gradients: Sequence[Gradient]) -> bool:
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
     return bool(step and step.weighted) and any(
@@ -218,11 +230,13 @@ def _squares(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     )
 
 
-def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_keras_step(function: Callable[..., T]) -> Callable[..., T]:
     """Decorates a stage to act in steps of Keras's loops only."""
 
     @functools.wraps(function)
-    def around(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        original: Original[T], self: object, *args: Any, **kwargs: Any
+    ) -> T:
         step = whole_batch.keras_step()
         if step is None:
             return original(self, *args, **kwargs)
@@ -234,8 +248,8 @@ def _in_keras_step(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allow_means(
-    original: Original, loss: Loss, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], loss: Loss, *args: Any, **kwargs: Any
+) -> T:
     """Lets losses of tf_keras be means where the ranks are averaged.
 
     The stock function allows means only for losses passed to `compile`,
@@ -249,8 +263,11 @@ def allow_means(
 
 
 def tell_forward_sums(
-    original: Original, context: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T],
+    context: tf.distribute.ReplicaContext,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
     """Records whether a sum over the ranks is called in a forward pass."""
     collectives = collectives_lib.active()
     step = collectives.step if collectives else None
@@ -265,7 +282,11 @@ def tell_forward_sums(
 
 @_in_keras_step
 def call_layer(
-    step: Step, original: Original, layer: Layer, *args: Any, **kwargs: Any
+    step: Step,
+    original: Original[Nest],
+    layer: Layer,
+    *args: Any,
+    **kwargs: Any,
 ) -> Nest:
     """Calls a layer and marks its results as one row for each sample.
 
@@ -289,11 +310,11 @@ def call_layer(
 @_in_keras_step
 def call_loss(
     step: Step,
-    original: Original,
+    original: Original[tf.Tensor],
     loss: Loss,
-    y_true: Nested,
-    y_pred: Nested,
-    sample_weight: Nested = None,
+    y_true: Nest,
+    y_pred: Nest,
+    sample_weight: Nest = None,
 ) -> tf.Tensor:
     """Loss of a batch, in a form that is averaged over the ranks."""
     if not decomposing.is_loss_local(loss, y_true, y_pred, sample_weight):
@@ -322,9 +343,7 @@ def call_loss(
     return value
 
 
-def _divisor(
-    loss: Loss, y_pred: Nested, sample_weight: Nested
-) -> tf.Tensor | None:
+def _divisor(loss: Loss, y_pred: Nest, sample_weight: Nest) -> tf.Tensor | None:
     """Divisor of a loss that need not be proportional to the samples.
 
     Returns:
@@ -349,11 +368,11 @@ def _divisor(
 @_in_keras_step
 def track_mean(
     step: Step,
-    original: Original,
+    original: Original[T],
     metric: Metric,
-    values: Any,
-    sample_weight: Nested = None,
-) -> Any:
+    values: TensorLike,
+    sample_weight: Nest = None,
+) -> T:
     """Counts a scalar that every rank has once, as one process would."""
     value = _scalar(values)
     if value is None:
@@ -369,11 +388,11 @@ def track_mean(
 @_in_keras_step
 def track_sum(
     step: Step,
-    original: Original,
+    original: Original[T],
     metric: Metric,
-    values: Any,
-    sample_weight: Nested = None,
-) -> Any:
+    values: TensorLike,
+    sample_weight: Nest = None,
+) -> T:
     """Adds a mean over the samples once, instead of once for every rank."""
     value = _scalar(values)
     if value is None or not tf.is_symbolic_tensor(value):
@@ -387,7 +406,7 @@ def track_sum(
     return original(values, sample_weight)
 
 
-def _scalar(values: Any) -> tf.Tensor | None:
+def _scalar(values: TensorLike) -> tf.Tensor | None:
     if isinstance(values, tf.RaggedTensor | tf.SparseTensor | list | tuple):
         return None
     value = tf.convert_to_tensor(values)
@@ -399,12 +418,12 @@ def _scalar(values: Any) -> tf.Tensor | None:
 @_in_keras_step
 def gradient(
     step: Step,
-    original: Original,
-    tape: Any,
+    original: Original[list[Gradient]],
+    tape: tf.GradientTape,
     target: Nest,
     sources: Nest,
     output_gradients: Nest = None,
-    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    unconnected_gradients: str = tf.UnconnectedGradients.NONE,
 ) -> Nest:
     """The gradient of the global batch.
 
@@ -426,10 +445,10 @@ def gradient(
 
 def _averageable(
     step: Step, target: Nest, output_gradients: Nest
-) -> tuple[list[Any], list[Any] | None]:
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None] | None]:
     """Targets and weights whose gradients the ranks can average."""
     targets = tf.nest.flatten(target)
-    given: list[Any] = [None] * len(targets)
+    given: list[tf.Tensor | None] = [None] * len(targets)
     if output_gradients is not None:
         given = tf.nest.flatten(output_gradients)
     pairs: whole_batch.Pairs = []
@@ -451,8 +470,8 @@ def _averageable(
 
 
 def _of_whole_batch(
-    step: Step, sources: list[Any], found: list[Any]
-) -> list[Any]:
+    step: Step, sources: list[Variable], found: list[Gradient]
+) -> list[Gradient]:
     """Gradients of the global batch, from values that are to be averaged."""
     result = list(found)
     shared = []
@@ -481,16 +500,16 @@ def _of_whole_batch(
     return result
 
 
-def _is_variable(source: Any) -> bool:
-    kinds: tuple[Any, ...] = (tf.Variable,)
+def _is_variable(source: object) -> bool:
+    kinds: tuple[type, ...] = (tf.Variable,)
     if keras_internals.KERAS_3:
         kinds = (tf.Variable, keras.Variable)
     return isinstance(source, kinds)
 
 
 def share_exchanges(
-    original: Original, model: Model, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[T], model: Model, *args: Any, **kwargs: Any
+) -> T:
     call = functools.partial(original, model, *args, **kwargs)
     collectives = collectives_lib.active()
     if (
@@ -522,7 +541,7 @@ def _share_nothing(model: Model, reason: str) -> None:
             layer.plan = noted[id(plan)]
 
 
-def _sparse_layers(layer: Layer) -> Iterator[Any]:
+def _sparse_layers(layer: Layer) -> Iterator[Layer]:
     """Layers inside of a layer that look up in tables in their own calls."""
     for inner in keras_internals.inner_layers(layer):
         if getattr(inner, "looks_up_tables", False):
@@ -534,7 +553,7 @@ def _sparse_layers(layer: Layer) -> Iterator[Any]:
 def _forget(model: Model, graph: tf.Graph) -> None:
     """Removes the tensors of a graph from the lists that layers have."""
 
-    def is_of_graph(value: Any) -> bool:
+    def is_of_graph(value: tf.Tensor) -> bool:
         return tf.is_symbolic_tensor(value) and value.graph is graph
 
     for layer in keras_internals.layers_of(model):

@@ -20,12 +20,14 @@ from tfdist_ext.comm import calls
 from tfdist_ext.comm import measuring
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.process_group import ProcessGroup
+from tfdist_ext.comm.requests import Requests
 from tfdist_ext.compression import Compression
 from tfdist_ext.consistency import Consistency
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.numbers import check
 from tfdist_ext.numbers import check_report
 from tfdist_ext.numbers.check_report import CheckReport
+from tfdist_ext.optimizers import supported
 from tfdist_ext.patching import Need
 from tfdist_ext.patching import hold
 from tfdist_ext.patching import release
@@ -46,10 +48,10 @@ from tfdist_ext.strategy.gradients import ErrorFeedback
 from tfdist_ext.strategy.input import DatasetNames
 from tfdist_ext.strategy.rounds import Rounds
 from tfdist_ext.tables import checks
+from tfdist_ext.type_names import InputOptions
 from tfdist_ext.type_names import Layer
-from tfdist_ext.type_names import Model
-
-Nest = Any
+from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import TensorLike
 
 
 class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -160,12 +162,14 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         compression: Compression | None = None,
     ) -> None:
         where = type(self).__name__
-        _check_gradients(gradient_dtype, error_feedback, where)
+        refused.check_gradients(gradient_dtype, error_feedback, where)
         checks.one_of("transport", transport, checks.TRANSPORTS, where)
         checks.one_of("engine", engine, checks.ENGINES, where)
         checks.one_of("check", check, checks.CHECKS, where)
         mode = check_report.mode_of(check, os.environ)
         self._consistency = consistency_lib.checked(consistency)
+        if consistency_lib.is_asynchronous(self._consistency):
+            refused.check_alone(self._consistency, gradient_dtype, where)
         sparse_sums.check(compression, gradient_dtype, self._consistency, where)
         resolver, cluster = bootstrap.locate(
             cluster_resolver, startup_timeout, allow_unauthenticated
@@ -207,7 +211,16 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self, resolver, cluster, self.collectives
         )
         tf.distribute.Strategy.__init__(self, extended)
-        if not isinstance(self._consistency, consistency_lib.BSP):
+        several = self.collectives is not None
+        mode = consistency_lib.effective(self._consistency, several)
+        self._consistency = mode
+        asynchronous = consistency_lib.is_asynchronous(mode)
+        if asynchronous and self.collectives is not None:
+            bound = getattr(mode, "staleness", None)
+            requests = Requests(self.collectives.group, bound)
+            self.collectives.requests = requests
+            self._reporter.staleness = requests.counts_of_staleness
+        if not isinstance(mode, consistency_lib.BSP):
             extended.rounds = Rounds(
                 *(self, self._consistency, self.collectives),
                 extended.sum_deferred,
@@ -215,7 +228,6 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._names = DatasetNames()
         hold(Need.STRATEGY, self)
         hold(Need.VARIABLES, extended)
-        several = self.collectives is not None
         reporter.shorten_tracebacks(f"rank {self.rank}: " if several else "")
         if self.collectives is not None:
             bootstrap.serve_keys(self.collectives.group)
@@ -300,8 +312,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def run(
         self,
         fn: Callable[..., Nest],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Nest:
         """Runs `fn` on this rank's replica, like the stock method.
@@ -333,8 +345,36 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 return super().run(fn, args, kwargs, options)
         if trial is None:  # A model of tf_keras may not be built yet.
             refused.check_model(model)
+        current = self._step_of(fn, args, kwargs)
+        requests = self.collectives.requests
+        with self.collectives.stepping(current):
+            if trial is not None:
+                fn = trial.marked(fn)
+            trains = current.weighted and not current.checking
+            if trains:
+                logs.watch_results(model)
+            outputs = super().run(fn, args, kwargs, options)
+            if requests is not None and current.asynchronous:
+                requests.start()
+                requests.tick(current.samples)
+            state.settle(self.collectives, current)
+            if not trains:
+                return outputs
+            with self.scope():
+                return predictions.outputs_of(fn, outputs, self.collectives)
+
+    def _step_of(
+        self,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: dict[str, Nest] | None,
+    ) -> calls.Step:
+        """The step of several ranks that calls a function."""
+        assert self.collectives is not None
+        trial = self.collectives.trial
         whole = trial is not None and trial.whole
-        current = calls.Step(
+        trains = trial is None and not calls.is_evaluation(fn)
+        return calls.Step(
             samples=calls.count_samples((args, kwargs or {})),
             weighted=whole or calls.is_keras_loop(fn),
             checking=whole,
@@ -342,23 +382,15 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             graph=internals.current_graph(),
             # A trial (a run of a check) calls `run` in its own function.
             is_function=trial is None and hasattr(fn, "python_function"),
-            merges_rows=_merges_rows(model),
+            merges_rows=supported.merges_rows(getattr(fn, "__self__", None)),
+            asynchronous=trains and self.collectives.requests is not None,
         )
-        with self.collectives.stepping(current):
-            if trial is not None:
-                fn = trial.marked(fn)
-            trains = current.weighted and not whole
-            if trains:
-                logs.watch_results(model)
-            outputs = super().run(fn, args, kwargs, options)
-            state.settle(self.collectives, current)
-            if not trains:
-                return outputs
-            with self.scope():
-                return predictions.outputs_of(fn, outputs, self.collectives)
 
     def _stepping_alone(
-        self, fn: Callable[..., Nest], args: Sequence[Any], kwargs: Any
+        self,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: dict[str, Nest] | None,
     ) -> contextlib.AbstractContextManager[None]:
         """A context that makes a step of one process known to its rounds."""
         rounds = self.extended.rounds
@@ -380,7 +412,10 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self.extended.rounds.end()
 
     def reduce(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: Any
+        self,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value: Nest,
+        axis: int | None,
     ) -> Nest:
         """Reduces a value, or each value of a nest, over the ranks.
 
@@ -397,7 +432,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         stock_reduce = super().reduce
 
-        def reduce_one(leaf: Any) -> Any:
+        def reduce_one(leaf: TensorLike) -> TensorLike:
             # `getattr` on distributed values would reduce them.
             local = extended_lib.local_value(leaf)
             if isinstance(local, tf.Tensor) and marks.is_reduced(local):
@@ -408,7 +443,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.map_structure(reduce_one, value)
 
     def experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset, options: Any = None
+        self, dataset: tf.data.Dataset, options: InputOptions = None
     ) -> tf.data.Dataset:
         """This rank's part of a dataset batched by the global batch size.
 
@@ -446,7 +481,7 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
-        options: Any = None,
+        options: InputOptions = None,
     ) -> tf.data.Dataset:
         """Dataset of this rank, created by `dataset_fn`.
 
@@ -535,33 +570,24 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Returns:
             Totals; `labels`, which maps a label to its calls, bytes sent and
-            seconds; `waited`, seconds of waiting for each rank; and `shares`,
-            the current share of each rank in a batch. Empty in a single
+            seconds; `waited`, seconds of waiting for each rank; `shares`,
+            the current share of each rank in a batch; and, with `SSP` and
+            `BAP`, `staleness`: updates of rows and variables of this rank by
+            how many steps old the values were that they were computed from.
+            With `ASP` it has `dense_held_back` and `rows_held_back` of this
+            rank, and with `row_cache` its `row_cache_hits`. Empty in a single
             process.
         """
         group = self.process_group
         if group is None:
             return {}
         shares = self.extended.balance.shares
-        return {**dataclasses.asdict(group.stats()), "shares": shares}
-
-
-def _check_gradients(
-    gradient_dtype: str, error_feedback: bool, where: str
-) -> None:
-    """Checks arguments of the same names of the strategy."""
-    dtypes = checks.GRADIENT_DTYPES
-    checks.one_of("gradient_dtype", gradient_dtype, dtypes, where)
-    if error_feedback and gradient_dtype == "float32":
-        raise ValueError(
-            "Argument `error_feedback` is for gradients that are rounded."
-            " Received: error_feedback=True with gradient_dtype="
-            "'float32'. Set gradient_dtype='bfloat16', or leave it out."
-        )
-
-
-def _merges_rows(model: Model) -> bool:
-    """Whether the model's optimizer first sums gradients of equal rows."""
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return bool(marks.does_work_over_ranks(optimizer))
+        found = {**dataclasses.asdict(group.stats()), "shares": shares}
+        requests = self.collectives.requests if self.collectives else None
+        if requests is not None:
+            found["staleness"] = dict(sorted(requests.staleness.items()))
+        rounds = self.extended.rounds
+        counts = rounds.counts() if rounds is not None else None
+        if rounds is not None and counts is not None:
+            found.update(rounds.shares(counts))
+        return found

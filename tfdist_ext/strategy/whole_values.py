@@ -25,15 +25,17 @@ from tfdist_ext.numbers.kinds import ROWS
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import follows_from_constants
 from tfdist_ext.strategy import decomposing
+from tfdist_ext.type_names import Arguments
+from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Loss
 from tfdist_ext.type_names import Metric
 from tfdist_ext.type_names import Model
-from tfdist_ext.type_names import Nested
+from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Original
+from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorLike
 
 keras = tf.keras
-Nest = Any
 
 LABEL = "losses/whole batch"
 # Bytes gathered per step above which a warning is logged.
@@ -65,7 +67,7 @@ def loss_of_batch(
     loss: Loss,
     y_true: Nest,
     y_pred: Nest,
-    sample_weight: Nested,
+    sample_weight: Nest,
 ) -> tf.Tensor:
     """The loss of the global batch, equal on all ranks.
 
@@ -103,12 +105,12 @@ def _own_part(
 
 
 def call_loss(
-    original: Callable[..., Any],
+    original: Callable[..., tf.Tensor],
     loss: Loss,
     y_true: Nest,
     y_pred: Nest,
-    sample_weight: Nested = None,
-) -> Any:
+    sample_weight: Nest = None,
+) -> tf.Tensor:
     """Calls a loss whose class computes its total itself, on all samples."""
     step = whole_batch.keras_step()
     call = functools.partial(keras_internals.converted(original), loss)
@@ -125,8 +127,8 @@ def final(value: tf.Tensor) -> tf.Tensor:
 
 
 def update_metric(
-    original: Callable[..., Any], metric: Metric, *args: Any, **kwargs: Any
-) -> Any:
+    original: Callable[..., T], metric: Metric, *args: Any, **kwargs: Any
+) -> T:
     """Updates a metric, with the global batch if it does not decompose."""
     step = whole_batch.keras_loop_step()
     if step is None or step.checking or keras_internals.is_container(metric):
@@ -181,14 +183,14 @@ def _count_once(step: Step, bound: inspect.BoundArguments) -> None:
         given["sample_weight"] = weights
 
 
-def _is_outermost(original: Callable[..., Any], metric: Metric) -> bool:
+def _is_outermost(original: Callable[..., object], metric: Metric) -> bool:
     outermost = inspect.unwrap(type(metric).update_state)
     return inspect.unwrap(original) is outermost
 
 
 def _labels_and_predictions(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], bool]:
+    args: tuple[Nest, ...], kwargs: dict[str, Nest]
+) -> tuple[tuple[Nest, ...], bool]:
     """Labels and predictions of a call, and whether it has sample weights."""
     names = ("y_true", "y_pred", "sample_weight")
     named = dict(zip(names, args, strict=False)) | kwargs
@@ -202,12 +204,12 @@ def read_as_is(metric: Metric) -> None:
         internals.read_from_first(keras_internals.value_of(variable))
 
 
-def describe(kind: str, value: Any) -> str:
+def describe(kind: str, value: Loss | Metric) -> str:
     """Name of a loss or a metric in errors and warnings."""
     return f"{kind} {value.name!r} ({type(value).__name__})"
 
 
-def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _tensors_of(args: Arguments, kwargs: Keywords) -> list[Any]:
     return [
         tuple(map(_tensors, args)),
         {name: _tensors(value) for name, value in kwargs.items()},
@@ -225,11 +227,11 @@ def _tensors(value: Nest) -> Nest:
     )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray | np.generic)
 
 
-def _has_rows(value: Any) -> bool:
+def _has_rows(value: object) -> bool:
     """Whether a value has a row for each sample of this rank."""
     if isinstance(value, tf.RaggedTensor):
         return True
@@ -238,7 +240,7 @@ def _has_rows(value: Any) -> bool:
     return value.shape.rank != 0
 
 
-def whole(step: Step, who: str, values: Nest, exchanged: bool = False) -> Nest:
+def whole(step: Step, who: str, values: Any, exchanged: bool = False) -> Any:
     """Values with the rows of all ranks, in the order of the batch.
 
     Args:
@@ -271,7 +273,9 @@ def _is_never_run() -> bool:
     )
 
 
-def _is_broadcast(flat: Sequence[Any], indices: list[int], i: int) -> bool:
+def _is_broadcast(
+    flat: Sequence[tf.Tensor], indices: list[int], i: int
+) -> bool:
     """Whether a value has a single row, which is broadcast to all samples."""
     others = [flat[k].shape[0] for k in indices if k != i]
     return flat[i].shape[0] == 1 and any(rows != 1 for rows in others)
@@ -290,7 +294,7 @@ def _numbers(who: str, values: Nest) -> Nest:
     return tf.nest.pack_sequence_as(values, flat)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return (
         isinstance(value, tf.Tensor)
         and value.shape.rank == 0
@@ -318,7 +322,7 @@ def _averageable(who: str, value: tf.Tensor) -> tf.Tensor:
 
 
 def _gathered(
-    step: Step, who: str, tensors: Sequence[Any]
+    step: Step, who: str, tensors: Sequence[TensorLike]
 ) -> list[whole_batch.Gathered]:
     """Rows of all ranks; each tensor is gathered once in a step."""
     collectives = collectives_lib.active()
@@ -360,7 +364,7 @@ def _known(
     return found
 
 
-def _check_rows(step: Step, who: str, tensors: Sequence[Any]) -> None:
+def _check_rows(step: Step, who: str, tensors: Sequence[TensorLike]) -> None:
     """Rejects tensors that do not have one row for each sample of the step."""
     samples = whole_batch.samples()
     known = tf.get_static_value(samples)
@@ -383,7 +387,7 @@ def _check_rows(step: Step, who: str, tensors: Sequence[Any]) -> None:
             )
 
 
-def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
+def _warn_of_many_bytes(who: str, tensors: Sequence[TensorLike]) -> None:
     collectives = collectives_lib.active()
     assert collectives is not None
     samples = tf.get_static_value(whole_batch.samples())
@@ -402,8 +406,8 @@ def _warn_of_many_bytes(who: str, tensors: Sequence[Any]) -> None:
 
 
 def add_state(
-    original: Original, metric: Metric, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original[tf.Variable], metric: Metric, *args: Any, **kwargs: Any
+) -> tf.Variable:
     """Creates a state, not summed over ranks if all of them have its value."""
     variable = original(metric, *args, **kwargs)
     local = decomposing.is_metric_class_local(type(metric))
@@ -420,7 +424,7 @@ def add_state(
 
 
 def gather_first(
-    original: Original,
+    original: Original[T],
     model: Model,
     x: Nest = None,
     y: Nest = None,
@@ -428,7 +432,7 @@ def gather_first(
     sample_weight: Nest = None,
     *training: Any,
     **kwargs: Any,
-) -> Any:
+) -> T:
     step = whole_batch.keras_step()
     if step is not None:
         given = [

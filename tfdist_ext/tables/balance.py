@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -205,7 +204,7 @@ class Options:
         options._weigh(effort)
         return options
 
-    def time(self, load: Load) -> Any:
+    def time(self, load: Load) -> Floats:
         """Weighted seconds of a load."""
         setting = self.problem.setting
         return load.transfer(setting) + self.effort * load.computing(setting)

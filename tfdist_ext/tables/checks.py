@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
+from typing import SupportsIndex
+from typing import TypeAlias
 from typing import get_args
 
+# Arguments of a dataclass by their names, as JSON has them.
+Fields: TypeAlias = dict[str, Any]
 # Exceeds all counts; products of a few such numbers stay finite.
 LARGEST = 1e18
 # Smallest limit of norms; float32 can represent its square.
@@ -23,13 +27,17 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 200
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """`repr` of a value, shortened if it is long or deeply nested."""
     return _BRIEF.repr(value)
 
 
 def integer(
-    field: str, value: Any, least: int, where: str, most: int | None = None
+    field: str,
+    value: SupportsIndex,
+    least: int,
+    where: str,
+    most: int | None = None,
 ) -> int:
     """`value` as an int; NumPy's integers are accepted too.
 
@@ -75,7 +83,7 @@ def number(
         )
 
 
-def max_norm(value: Any, where: str) -> None:
+def max_norm(value: float | None, where: str) -> None:
     """Rejects a value that cannot be the norm of a row.
 
     Raises:
@@ -85,7 +93,7 @@ def max_norm(value: Any, where: str) -> None:
         number("max_norm", value, where, least=SHORTEST_ROW)
 
 
-def storage(value: Any, where: str) -> None:
+def storage(value: object, where: str) -> None:
     """Rejects an invalid storage; None means that others choose it.
 
     Raises:
@@ -95,7 +103,7 @@ def storage(value: Any, where: str) -> None:
         one_of("storage", value, STORAGES, where)
 
 
-def name(what: str, value: Any) -> None:
+def name(what: str, value: object) -> None:
     """Rejects a value that is no name.
 
     Raises:
@@ -109,7 +117,7 @@ def name(what: str, value: Any) -> None:
 
 
 def one_of(
-    field: str, value: Any, choices: tuple[str, ...], where: str
+    field: str, value: object, choices: tuple[str, ...], where: str
 ) -> None:
     """Rejects a value that is not one of `choices`.
 
@@ -123,7 +131,9 @@ def one_of(
         )
 
 
-def boolean(field: str, value: Any, where: str, optional: bool = True) -> None:
+def boolean(
+    field: str, value: object, where: str, optional: bool = True
+) -> None:
     """Rejects a value that is no bool; None is accepted if `optional`.
 
     Raises:
@@ -137,7 +147,7 @@ def boolean(field: str, value: Any, where: str, optional: bool = True) -> None:
         )
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
+def mapping(value: object, where: str) -> Mapping[str, Any]:
     """`value`, if it is a mapping, which JSON calls an object.
 
     Raises:
@@ -148,7 +158,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def entries(value: Any, where: str) -> list[Any]:
+def entries(value: object, where: str) -> list[Any]:
     """`value` as a list, if it is what JSON calls an array.
 
     Raises:
@@ -160,8 +170,8 @@ def entries(value: Any, where: str) -> list[Any]:
 
 
 def fields_of(
-    kind: Any, value: Any, where: str, needed: Sequence[str] = ()
-) -> dict[str, Any]:
+    kind: Any, value: object, where: str, needed: Sequence[str] = ()
+) -> Fields:
     """The arguments of a dataclass, after a check that they are complete.
 
     Args:
@@ -271,7 +281,7 @@ _SHORT = {
 }
 
 
-def full_placement(name: Any) -> Any:
+def full_placement(name: object) -> Any:
     """The full name of a placement; other values unchanged."""
     return _SHORT.get(name, name) if isinstance(name, str) else name
 
@@ -294,7 +304,7 @@ _REMOVED = {
 }
 
 
-def refuse_removed(option: str, value: Any, where: str) -> None:
+def refuse_removed(option: str, value: object, where: str) -> None:
     """Rejects a removed option, unless it is off.
 
     Args:
@@ -313,7 +323,7 @@ def refuse_removed(option: str, value: Any, where: str) -> None:
         )
 
 
-def without_removed(value: Any, option: str, where: str) -> Any:
+def without_removed(value: object, option: str, where: str) -> Any:
     """The contents of a file, without a removed option that is off.
 
     Raises:

@@ -39,7 +39,6 @@ table is partitioned, latency and frames of three exchanges are added.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -319,7 +318,7 @@ def _seconds(
     }
 
 
-def _rice_bytes(rows: Any, ids: Any) -> Floats:
+def _rice_bytes(rows: Floats, ids: Floats) -> Floats:
     """Bytes per id in ascending lists of `ids` ids out of `rows` rows."""
     gap = np.maximum(rows / np.maximum(ids, 1e-9), 1.0)
     return np.asarray((np.log2(gap) + _RICE_BITS) / 8)

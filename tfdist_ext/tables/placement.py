@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 from typing import Literal
 
 import numpy as np
@@ -49,9 +48,9 @@ class TablePlacement:
     column_parts: int = 1
     ranks: tuple[int, ...] = ()
     deduplicate: bool = False
-    hot_ids: dataclasses.InitVar[Any] = ()
+    hot_ids: dataclasses.InitVar[object] = ()
 
-    def __post_init__(self, hot_ids: Any) -> None:
+    def __post_init__(self, hot_ids: object) -> None:
         refuse_removed("hot_ids", hot_ids, "a placement")
         self._check_types()
         parts = (self.row_parts, self.column_parts)
@@ -90,7 +89,7 @@ class TablePlacement:
         cls,
         rank: int = 0,
         deduplicate: bool = False,
-        hot_ids: Any = (),
+        hot_ids: object = (),
     ) -> TablePlacement:
         """The unpartitioned table on one rank.
 
@@ -106,7 +105,7 @@ class TablePlacement:
         cls,
         world_size: int,
         deduplicate: bool = False,
-        hot_ids: Any = (),
+        hot_ids: object = (),
     ) -> TablePlacement:
         """Rows divided over all ranks.
 

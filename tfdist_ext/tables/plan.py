@@ -230,7 +230,7 @@ class ShardingPlan:
         tables = tuple(_within(t, world_size) for t in self.problem.tables)
         return _solve(Problem(tables, self.problem.features, setting))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> checks.Fields:
         """The plan as JSON values."""
         return {
             "format": _FORMAT,
@@ -243,7 +243,7 @@ class ShardingPlan:
         }
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ShardingPlan:
+    def from_dict(cls, content: Mapping[str, object]) -> ShardingPlan:
         """The plan that `to_dict` describes.
 
         Raises:

@@ -345,7 +345,7 @@ def draw_plan(
     return sheet
 
 
-def _layers(loads: Mapping[str, Load], attribute: str) -> dict[str, Any]:
+def _layers(loads: Mapping[str, Load], attribute: str) -> dict[str, np.ndarray]:
     """Megabytes `[W]` by table; the smaller tables are summed into one."""
     values = {
         name: np.asarray(getattr(load, attribute)) / 1e6
@@ -360,7 +360,9 @@ def _layers(loads: Mapping[str, Load], attribute: str) -> dict[str, Any]:
     return layers
 
 
-def _draw_panel(panel: Any, world_size: int, layers: dict[str, Any]) -> None:
+def _draw_panel(
+    panel: Any, world_size: int, layers: dict[str, np.ndarray]
+) -> None:
     bottom = np.zeros(world_size)
     for name, values in layers.items():
         panel.bar(range(world_size), values, bottom=bottom, label=name)

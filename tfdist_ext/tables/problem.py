@@ -45,7 +45,7 @@ class Machine:
     read_bytes_per_second: float
     cores: float
 
-    def speeds(self) -> dict[str, Any]:
+    def speeds(self) -> checks.Fields:
         """The speeds as arguments of `plan`."""
         return {
             "link_bytes_per_second": self.link_bytes_per_second,
@@ -226,7 +226,7 @@ class Setting:
         object.__setattr__(self, "rank_speeds", tuple(map(float, entries)))
 
 
-def batch(size: int | None) -> dict[str, Any]:
+def batch(size: int | None) -> checks.Fields:
     """The fields of `Setting` for a batch size, None if unknown."""
     if size is None:
         return {"batch_size": USUAL_BATCH, "batch_known": False}
@@ -334,7 +334,7 @@ class Problem:
             )
         return names.index(table)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> checks.Fields:
         """The problem as JSON values."""
         config = dataclasses.asdict(self)
         for entry, table in zip(config["tables"], self.tables, strict=True):
@@ -343,7 +343,7 @@ class Problem:
         return config
 
     @classmethod
-    def from_dict(cls, config: Any) -> Problem:
+    def from_dict(cls, config: object) -> Problem:
         """The inverse of `to_dict`.
 
         Raises:
@@ -377,7 +377,7 @@ class Problem:
         )
 
 
-def _check_kind(table: str, placement: Any) -> None:
+def _check_kind(table: str, placement: object) -> None:
     """Rejects a value that is neither a placement nor the name of a kind.
 
     Raises:
@@ -510,7 +510,7 @@ def _table(
     )
 
 
-def _slots_of(optimizer: Any, slots: float | str) -> tuple[float, float]:
+def _slots_of(optimizer: object, slots: float | str) -> tuple[float, float]:
     """Numbers per weight and per row that the table's optimizer stores."""
     if optimizer is not None:
         name = optimizer if isinstance(optimizer, str) else None

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import SupportsIndex
 
 from tfdist_ext.tables import checks
 from tfdist_ext.tables.checks import refuse_removed
@@ -105,12 +107,12 @@ class DynamicVocabulary:
         wanted = min(max(self.capacity // _ROWS_OF_BUCKET, 1), _MOST_BUCKETS)
         return 1 << (wanted.bit_length() - 1)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> checks.Fields:
         """The arguments that create an equal object."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DynamicVocabulary:
+    def from_config(cls, config: Mapping[str, object]) -> DynamicVocabulary:
         """The object that `get_config` describes.
 
         Args:
@@ -122,7 +124,7 @@ class DynamicVocabulary:
         return cls(**checks.fields_of(cls, config, "config of a vocabulary"))
 
 
-def refuse_vocabulary(field: str, value: Any, where: str) -> None:
+def refuse_vocabulary(field: str, value: object, where: str) -> None:
     """Rejects a dynamic vocabulary as a number of rows.
 
     Raises:
@@ -145,7 +147,7 @@ _NEEDED = 0
 SMALLEST = 1e-9
 
 
-def _as_is(value: Any) -> Any:
+def _as_is(value: object) -> object:
     return value
 
 
@@ -203,7 +205,7 @@ class TableConfig:
     placement: str | TablePlacement = "auto"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
-    hot_rows: dataclasses.InitVar[Any] = dataclasses.field(
+    hot_rows: dataclasses.InitVar[object] = dataclasses.field(
         default=0, kw_only=True
     )
     deduplicate: bool | None = dataclasses.field(default=None, kw_only=True)
@@ -220,7 +222,7 @@ class TableConfig:
         default=None, kw_only=True
     )
 
-    def __post_init__(self, hot_rows: Any) -> None:
+    def __post_init__(self, hot_rows: object) -> None:
         where = f"table {self.name!r}"
         checks.name("a table", self.name)
         refuse_removed("hot_rows", hot_rows, where)
@@ -284,13 +286,13 @@ class TableConfig:
             )
 
     def get_config(
-        self, serialize: Callable[[Any], Any] = _as_is
-    ) -> dict[str, Any]:
+        self, serialize: Callable[[object], object] = _as_is
+    ) -> checks.Fields:
         """The arguments that create an equal object.
 
         Args:
             serialize: function applied to `initializer` and `optimizer`, for
-                example `keras.saving.serialize_keras_object`.
+                example `keras.utils.serialize_keras_object`.
 
         Returns:
             A dictionary, of JSON values if `serialize` returns such.
@@ -310,8 +312,8 @@ class TableConfig:
     @classmethod
     def from_config(
         cls,
-        config: Mapping[str, Any],
-        deserialize: Callable[[Any], Any] = _as_is,
+        config: Mapping[str, object],
+        deserialize: Callable[[object], object] = _as_is,
     ) -> TableConfig:
         """The object that `get_config` describes.
 
@@ -418,8 +420,8 @@ class FeatureConfig:
             )
 
     def get_config(
-        self, serialize: Callable[[Any], Any] = _as_is
-    ) -> dict[str, Any]:
+        self, serialize: Callable[[object], object] = _as_is
+    ) -> checks.Fields:
         """The arguments that create an equal object; see `TableConfig`."""
         return {
             "name": self.name,
@@ -433,8 +435,8 @@ class FeatureConfig:
     @classmethod
     def from_config(
         cls,
-        config: Mapping[str, Any],
-        deserialize: Callable[[Any], Any] = _as_is,
+        config: Mapping[str, object],
+        deserialize: Callable[[object], object] = _as_is,
     ) -> FeatureConfig:
         """The object that `get_config` describes.
 
@@ -454,7 +456,7 @@ class FeatureConfig:
         return cls(**arguments)
 
 
-def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
+def placement_to_dict(placement: TablePlacement) -> checks.Fields:
     """A placement as JSON values."""
     return {
         "row_parts": placement.row_parts,
@@ -465,7 +467,7 @@ def placement_to_dict(placement: TablePlacement) -> dict[str, Any]:
 
 
 def placement_from_dict(
-    config: Mapping[str, Any], where: str = "placement"
+    config: Mapping[str, object], where: str = "placement"
 ) -> TablePlacement:
     """The inverse of `placement_to_dict`.
 
@@ -486,7 +488,9 @@ def placement_from_dict(
     return TablePlacement(**fields)
 
 
-def _shape(field: str, value: Any, where: str) -> tuple[int | None, ...]:
+def _shape(
+    field: str, value: Iterable[SupportsIndex | None], where: str
+) -> tuple[int | None, ...]:
     """`value` as a tuple; tf.TensorShape and lists are accepted too."""
     try:
         shape = tuple(

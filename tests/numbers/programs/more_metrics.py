@@ -215,6 +215,7 @@ def _with_tracker(c, tracker):
     REFUSED,
     kerases=(2,),
     says="created in the same distribution strategy scope",
+    alone=REFUSED,
 )
 def compiled_outside(c):
     """`compile` is given metrics made outside of the scope."""
@@ -228,6 +229,7 @@ def compiled_outside(c):
     REFUSED,
     kerases=(2,),
     says="created in the same distribution strategy scope",
+    alone=REFUSED,
 )
 def compile_outside(c):
     """`compile` is called outside of the scope, the optimizer made inside."""

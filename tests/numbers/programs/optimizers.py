@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras's optimizers with each of their options."""
 
+import functools
+
+import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
 from tests.numbers.registry import EQUAL
 from tests.numbers.registry import REFUSED
 from tests.numbers.registry import program
+from tfdist_ext.layers import Embedding
 
 keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
@@ -49,7 +53,6 @@ OPTIONS = {
     },
     "weight_decay": {"weight_decay": 0.1},
 }
-ACCUMULATION = "(?i)accumulat"
 CLIPPED = "tfdist_ext.optimizers"
 
 
@@ -95,6 +98,58 @@ for base in ("SGD", "Adam"):
             f"Keras's `{base}` with `{option}`.",
             lambda base=base, a=arguments: keras_own(base, **a),
         )
+
+
+class ClipsByHand(keras.Model):
+    """Clips each gradient in its training step."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = tape.gradient(value, variables)
+        clipped = [tf.clip_by_norm(g, 0.05) for g in gradients]
+        self.optimizer.apply_gradients(zip(clipped, variables, strict=True))
+        return {"loss": value}
+
+
+def repeated_ids(c, make, kind=keras.Model, sharding=None):
+    """Trains a model of Keras's table, or of one of ours, whose ids repeat."""
+    start = keras.initializers.Constant(c.normal(10, 4))
+    layer = keras.layers.Embedding
+    if sharding is not None and c.strategy is not None:
+        layer = functools.partial(Embedding, sharding=sharding)
+    with c.scope():
+        x = keras.Input([6], dtype="int32")
+        rows = layer(10, 4, embeddings_initializer=start)(x)
+        model = kind(x, c.dense(2)(keras.layers.Flatten()(rows)))
+    ids = np.random.default_rng(2).integers(0, 10, [c.samples, 6])
+    data = c.batched((ids.astype(np.int32), c.labels()))
+    return c.train(model, data, "mse", optimizer=make, evaluate=False)
+
+
+def with_repeated_ids(option, sharding):
+    def run(c):
+        make = functools.partial(keras_own, "SGD", **OPTIONS[option])
+        return repeated_ids(c, make, sharding=sharding)
+
+    whose = "Keras's table" if sharding is None else "a table on every rank"
+    run.__doc__ = f"Keras's `SGD` with `{option}` and {whose}; ids repeat."
+    return run
+
+
+for owner, kind in (
+    ("keras", keras.optimizers),
+    ("own", tfdist_ext.optimizers),
+):
+
+    @program(f"optimizer/{owner}/clip_by_hand", tables=(False,))
+    def clip_by_hand(c, kind=kind):
+        """A step clips the gradient of Keras's table, whose ids repeat."""
+        return repeated_ids(c, lambda: kind.SGD(0.1), ClipsByHand)
+
+
 for option in ("clipnorm", "global_clipnorm", "clipvalue"):
     register(
         f"keras/tables/{option}",
@@ -103,7 +158,18 @@ for option in ("clipnorm", "global_clipnorm", "clipvalue"):
         REFUSED,
         tables=(True,),
         says=CLIPPED,
+        alone=REFUSED,
     )
+    program(f"optimizer/keras/embedding/{option}", tables=(False,))(
+        with_repeated_ids(option, None)
+    )
+    program(
+        f"optimizer/keras/replicated/{option}",
+        REFUSED,
+        tables=(False,),
+        says=CLIPPED,
+        alone=REFUSED,
+    )(with_repeated_ids(option, "data_parallel"))
     register(
         f"own/{option}",
         f"This package's `SGD` with `{option}`.",
@@ -127,14 +193,7 @@ register(
 )
 
 
-@program(
-    "optimizer/accumulation",
-    REFUSED,
-    kerases=(3,),
-    tables=(False,),
-    says=ACCUMULATION,
-    alone=REFUSED,
-)
+@program("optimizer/accumulation", kerases=(3,))
 def accumulation(c):
     """`gradient_accumulation_steps` of Keras 3."""
     return trained(c, lambda: keras_own("SGD", gradient_accumulation_steps=2))

@@ -255,9 +255,19 @@ def images(c):
 @program(
     "sequence/stateful",
     REFUSED,
+    kerases=(3,),
     tables=(False,),
     batches=("even",),
     says="(?i)stateful",
+)
+@program(
+    "sequence/stateful_of_tf_keras",
+    REFUSED,
+    kerases=(2,),
+    tables=(False,),
+    batches=("even",),
+    says="(?i)stateful",
+    alone=REFUSED,
 )
 def stateful(c):
     """A stateful recurrent layer, which has one state for each sample."""

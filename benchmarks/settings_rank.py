@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of a rank: settings of ours in turns, in the same processes."""
+"""The task of a rank: alternates between settings in the same processes."""
 
 import dataclasses
 from typing import Any

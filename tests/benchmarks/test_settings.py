@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings in turns: how they are read, what the table says of them."""
+"""Compared settings: how they are read, what the table says of them."""
 
 import argparse
 
 import pytest
 
-from benchmarks import turns
+from benchmarks import settings
 
 
 def test_settings_are_names_and_values():
     text = "sharding=auto,prefetch_ids=true,batch=512"
     expected = {"sharding": "auto", "prefetch_ids": True, "batch": 512}
-    assert turns.parse_setting(text) == expected
+    assert settings.parse_setting(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "auto", "sharding=auto,packed"])
 def test_what_is_no_setting_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="NAME=VALUE"):
-        turns.parse_setting(text)
+        settings.parse_setting(text)
 
 
-def _rank(*settings):
+def _rank(*measured):
     """A rank's result: of every setting the rounds' milliseconds and bytes."""
-    rounds = zip(*(times for times, _ in settings), strict=True)
+    rounds = zip(*(times for times, _ in measured), strict=True)
     return {
         "rounds": [
             {
                 str(index): {
                     "p50": time,
                     "per_step": {
-                        "egress_bytes": settings[index][1],
+                        "egress_bytes": measured[index][1],
                         "cpu_ms": 2 * time,
                     },
                 }
@@ -45,8 +45,8 @@ def test_the_slowest_rank_of_each_round_counts():
         _rank(([10.0, 12.0, 30.0], 2e6), ([6.0, 4.0, 5.0], 1e6)),
         _rank(([11.0, 10.0, 10.0], 1e6), ([1.0, 9.0, 1.0], 1.5e6)),
     )
-    settings = [{"sharding": "row"}, {"sharding": "auto", "wire_packing": True}]
-    _, first, second = turns.table(settings, results).splitlines()
+    given = [{"sharding": "row"}, {"sharding": "auto", "wire_packing": True}]
+    _, first, second = settings.table(given, results).splitlines()
     assert first.split() == [
         *("12.00", "11.00", "-", "30.00", "0%", "24.00", "2.0000", "0%"),
         "sharding=row",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times settings of ours against each other, in turns in one job.
+"""Times settings of this package against each other in one job.
 
 All are built in the same processes and take turns of some steps, so what the
 machine does besides meets all of them alike. Bytes are exact; `gain` is
@@ -18,9 +18,10 @@ from benchmarks import run
 
 _EXAMPLES = """\
 examples:
-  python -m benchmarks.turns --workload timelines --ranks 4 --egress 100mbit \\
-      --settings sharding=row sharding=auto sharding=auto,wire_dtype=bfloat16
-  python -m benchmarks.turns --workload timelines --ranks 2 --loop fit \\
+  python -m benchmarks.settings --workload timelines --ranks 4 \\
+      --egress 100mbit --settings sharding=row sharding=auto \\
+      sharding=auto,wire_dtype=bfloat16
+  python -m benchmarks.settings --workload timelines --ranks 2 --loop fit \\
       --settings sharding=row,timeline=none sharding=row,timeline=all
 """
 
@@ -28,7 +29,7 @@ examples:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.turns",
+        prog="python -m benchmarks.settings",
         description=__doc__,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -119,11 +120,11 @@ def main() -> None:
     run.exit_on_signals()
     arguments = make_parser().parse_args()
     options = run.settings_of(arguments)
-    name = f"turns-{arguments.workload}-{arguments.ranks}"
+    name = f"settings-{arguments.workload}-{arguments.ranks}"
     folder = run.new_folder(arguments.output, name)
     with run.open_network(arguments, arguments.ranks) as net:
         outcome = launch.run_job(
-            "turns",
+            "settings",
             options,
             net,
             folder / "job",

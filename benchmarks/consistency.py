@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the modes of `consistency` where ranks or links are slow.
+
+    python -m benchmarks.consistency                 all settings, 4 ranks
+    python -m benchmarks.consistency --settings slow --modes 'BSP()' 'SSP(4)'
+    python -m benchmarks.consistency --settings quality --seeds 5
+
+Every rank sleeps for each of its samples as if it computed, so more ranks than
+cores can be timed. Settings:
+
+- equal: ranks and links are fast.
+- slow: the last rank takes three times as long for a sample.
+- pauses: a step takes half a second, and each rank pauses for 2 seconds after
+  one of 10 steps, at random. SSP(4) can hide pauses of 4 steps.
+- link150, link15, link5: each rank sends at most so many MB/s.
+- quality: no rank sleeps; the AUC after equal samples, with several seeds.
+
+Columns: steps per second, and samples per second of the job, in the last part;
+kB that a rank sends in a step (- on loopback); AUC after all steps; seconds
+until the AUC that the worst mode reaches; shares of the ranks; and the share of
+updates that are stale by 1 step or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+from benchmarks import launch
+from benchmarks import network
+from benchmarks import run
+
+MODES: dict[str, dict[str, Any]] = {
+    "BSP()": {"mode": ["BSP", {}]},
+    "BSP(), measured": {"mode": ["BSP", {}], "balance": "measured"},
+    "Accumulate(4)": {"mode": ["Accumulate", {"k": 4}]},
+    "LocalSteps(8)": {"mode": ["LocalSteps", {"k": 8}]},
+    "LocalSteps(8, Nesterov)": {
+        "mode": ["LocalSteps", {"k": 8, "outer": ["Nesterov", {}]}]
+    },
+    "LocalSteps(8, rows)": {"mode": ["LocalSteps", {"k": 8, "tables": True}]},
+    "LocalSteps(8, cache)": {
+        "mode": ["LocalSteps", {"k": 8, "tables": True, "row_cache": True}]
+    },
+    "SSP(4)": {"mode": ["SSP", {"staleness": 4}]},
+    "BAP()": {"mode": ["BAP", {}]},
+    "BAP(), measured": {"mode": ["BAP", {}], "balance": "measured"},
+    "BAP('inverse')": {"mode": ["BAP", {"stale_scale": "inverse"}]},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "slow": {"slower": 3.0},
+    "pauses": {"microseconds": 8000.0, "pauses": 0.1, "steps": 40, "parts": 2},
+    "link150": {"egress": "150mbps"},
+    "link15": {"egress": "15mbps"},
+    "link5": {"egress": "5mbps"},
+    "quality": {"microseconds": 0.0},
+}
+# Options of the command that the task reads.
+_OF_TASK = (
+    *("batch", "microseconds", "steps", "parts", "warm_up", "optimizer"),
+    *("learning_rate", "hidden", "rows", "samples"),
+)
+_HEAD = (
+    f"{'mode':<25}{'steps/s':>9}{'samples/s':>11}{'kB/step':>9}{'of rows':>9}"
+    f"{'AUC':>9}{'s to AUC':>10}  {'shares':<16}{'stale':>6}"
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--ranks", type=int, default=4)
+    add("--batch", type=int, default=64, help="samples of a rank")
+    add("--microseconds", type=float, default=400.0, help="for a sample")
+    add("--steps", type=int, default=150, help="between two tests")
+    add("--parts", type=int, default=6, help="tests")
+    add("--warm-up", type=int, default=10, help="steps")
+    add("--optimizer", default="Adagrad")
+    add("--learning-rate", type=float, default=0.05)
+    add("--hidden", type=int, nargs="+", default=[256, 128])
+    add("--rows", type=int, default=300, help="of each table, at most")
+    add("--samples", type=int, default=2**18)
+    add("--seeds", type=int, default=1, help="runs of `quality`")
+    add("--limit", type=float, default=600.0, help="seconds of a job")
+    add("--output", type=pathlib.Path, default=pathlib.Path("build/bench"))
+    return parser
+
+
+def options_of(
+    arguments: argparse.Namespace, setting: str, mode: str, seed: int
+) -> dict[str, Any]:
+    """The options of a job; see `consistency_rank`."""
+    options = {name: getattr(arguments, name) for name in _OF_TASK}
+    options |= {"slower": 1.0, "pauses": 0.0, "pause_seconds": 2.0}
+    options |= {"balance": "equal", "seed": seed}
+    return options | SETTINGS[setting] | MODES[mode]
+
+
+def _run(
+    arguments: argparse.Namespace,
+    folder: pathlib.Path,
+    setting: str,
+    mode: str,
+    seed: int,
+) -> dict[str, Any]:
+    options = options_of(arguments, setting, mode, seed)
+    rate = options.pop("egress", None)
+    place = folder / f"{setting}-{len(list(folder.iterdir()))}"
+    task = ("consistency", options)
+    if rate is None:
+        net = network.loopback(arguments.ranks)
+        outcome = launch.run_job(*task, net, place, arguments.limit)
+    else:
+        with network.namespaces(arguments.ranks, rate) as net:
+            outcome = launch.run_job(*task, net, place, arguments.limit)
+    return {
+        "setting": setting,
+        "mode": mode,
+        "seed": seed,
+        "steps": options["steps"],
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "ranks": list(outcome.results),
+    }
+
+
+def last_rate(curve: list[list[float]], steps: int) -> float:
+    """Steps per second of the last part: shares have then been measured."""
+    before = curve[-2][0] if len(curve) > 1 else 0.0
+    return steps / (curve[-1][0] - before)
+
+
+def seconds_to(curve: list[list[float]], auc: float) -> float:
+    """Seconds after which a run has reached an AUC; infinite if it has not."""
+    reached = [seconds for seconds, found in curve if found >= auc]
+    return reached[0] if reached else float("inf")
+
+
+def show(records: list[dict[str, Any]], batch: int) -> None:
+    """Prints the runs of a setting."""
+    fine = [record for record in records if record["status"] == "ok"]
+    aucs = [record["ranks"][0]["curve"][-1][1] for record in fine]
+    goal = min(aucs, default=0.0)
+    print(_HEAD)
+    for record in records:
+        if record["status"] != "ok":
+            print(f"{record['mode']:<25}  {record['reason'][:90]}")
+            continue
+        ranks = record["ranks"]
+        first = ranks[0]
+        rate = min(last_rate(each["curve"], record["steps"]) for each in ranks)
+        sent = max(each["bytes_per_step"] for each in ranks)
+        rows = max(each["row_bytes_per_step"] for each in ranks)
+        stale = sum(
+            count
+            for each in ranks
+            for steps, count in each["staleness"].items()
+            if int(steps) > 0
+        )
+        updates = sum(sum(each["staleness"].values()) for each in ranks)
+        shares = "/".join(f"{100 * share:.0f}" for share in first["shares"])
+        size = f"{sent / 1e3:.1f}" if sent else "-"
+        old = f"{100 * stale / updates:.0f} %" if updates else "-"
+        print(
+            f"{record['mode']:<25}{rate:>9.2f}"
+            f"{rate * batch * len(ranks):>11.0f}{size:>9}{rows / 1e3:>9.1f}"
+            f"{first['curve'][-1][1]:>9.4f}"
+            f"{seconds_to(first['curve'], goal):>10.1f}  {shares:<16}{old:>6}",
+            flush=True,
+        )
+
+
+def show_quality(records: list[dict[str, Any]]) -> None:
+    """Prints the AUC of each mode, and its differences to the first mode.
+
+    Differences are of runs with the same seed; the last number is their
+    standard deviation.
+    """
+    print(f"{'mode':<25}{'runs':>5}{'AUC':>10}{'spread':>10}{'to first':>10}")
+    by_mode: dict[str, dict[int, float]] = {}
+    for record in records:
+        aucs = by_mode.setdefault(record["mode"], {})
+        if record["status"] == "ok":
+            aucs[record["seed"]] = record["ranks"][0]["curve"][-1][1]
+    first = next(iter(by_mode.values()))
+    for mode, aucs in by_mode.items():
+        found = list(aucs.values())
+        pairs = [aucs[seed] - first[seed] for seed in aucs if seed in first]
+        if not found:
+            print(f"{mode:<25}{0:>5}")
+            continue
+        mean = statistics.fmean(found)
+        to_first = statistics.fmean(pairs) if pairs else float("nan")
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        of_pairs = statistics.stdev(pairs) if len(pairs) > 1 else 0.0
+        print(
+            f"{mode:<25}{len(found):>5}{mean:>10.4f}{spread:>10.4f}"
+            f"{to_first:>+10.4f} +- {of_pairs:.4f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Runs all settings and modes; exits with 1 if a run fails."""
+    run.exit_on_signals()
+    arguments = make_parser().parse_args()
+    folder = run.new_folder(arguments.output, "consistency")
+    everything = []
+    for setting in arguments.settings:
+        print(f"\n{setting}, {arguments.ranks} ranks", flush=True)
+        seeds = arguments.seeds if setting == "quality" else 1
+        records = [
+            _run(arguments, folder, setting, mode, seed)
+            for mode in arguments.modes
+            for seed in range(seeds)
+        ]
+        everything += records
+        if setting == "quality":
+            show_quality(records)
+        else:
+            show(records, arguments.batch)
+        text = json.dumps({"machine": run.machine(), "runs": everything})
+        (folder / "result.json").write_text(text + "\n")
+    print(f"\nlogs and result.json: {folder}")
+    sys.exit(any(record["status"] != "ok" for record in everything))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics in Keras's loops on ranks, against their definitions."""
+
+import warnings
+
+import metric_references as references
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist_ext import metrics
+
+keras = tf.keras
+KERAS_3 = hasattr(keras, "ops")
+# The last batch has one sample, so that some ranks have none.
+SAMPLES, BATCH, GROUPS, ITEMS, K, WINDOW = 33, 8, 5, 20, 4, 2
+BUCKETS = 16
+
+
+def data():
+    """Columns of samples; predictions tie, and some queries want nothing."""
+    rng = np.random.default_rng(5)
+    chances = rng.integers(1, BUCKETS, SAMPLES) / BUCKETS
+    labels = (rng.random(SAMPLES) < chances).astype(np.float32)
+    found = np.stack([rng.permutation(ITEMS)[:6] for _ in range(SAMPLES)])
+    relevant = np.stack([rng.permutation(ITEMS)[:8] for _ in range(SAMPLES)])
+    relevant[np.arange(8) >= rng.integers(0, 9, [SAMPLES, 1])] = -1
+    weights = rng.integers(0, 4, SAMPLES).astype(np.float32)
+    weights[-1] = 2.0
+    return {
+        "label": labels,
+        "chance": chances.astype(np.float32),
+        "weight": weights,
+        "group": rng.integers(0, GROUPS, SAMPLES),
+        "found": found,
+        "relevant": relevant,
+    }
+
+
+def _of_predictions(prefix, window=None):
+    more = {"window": window}
+    return {
+        "ne": metrics.NormalizedEntropy(name=f"{prefix}ne", **more),
+        "calibration": metrics.Calibration(name=f"{prefix}cal", **more),
+        "ece": metrics.ExpectedCalibrationError(5, name=f"{prefix}ece", **more),
+    }
+
+
+def _of_found(prefix, window=None):
+    more = {"window": window}
+    return {
+        "recall": metrics.RecallAtK(K, name=f"{prefix}recall", **more),
+        "hit": metrics.HitAtK(K, name=f"{prefix}hit", **more),
+        "mrr": metrics.MRRAtK(K, name=f"{prefix}mrr", **more),
+        "ndcg": metrics.NDCGAtK(K, name=f"{prefix}ndcg", **more),
+        "coverage": metrics.ItemCoverageAtK(
+            ITEMS, K, name=f"{prefix}coverage", **more
+        ),
+    }
+
+
+def _grouped(prefix, weightings, window=None):
+    found = {}
+    for weighting in weightings:
+        name = f"{prefix}gauc_{weighting}"
+        found[f"gauc {weighting}"] = metrics.GAUC(
+            50, weighting, window, name=name
+        )
+        if window is None:
+            found[f"buckets {weighting}"] = metrics.BucketedGAUC(
+                GROUPS, BUCKETS, weighting, name=f"{name}_buckets"
+            )
+    return found
+
+
+class Model(keras.Model):
+    """Returns given predictions, and updates metrics of other inputs."""
+
+    def __init__(self, sets):
+        super().__init__()
+        self.scale = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones"
+        )
+        self.sets = sets
+        # Keras finds metrics in attributes.
+        self.every = [m for each in sets for m in each["all"].values()]
+
+    def call(self, x):
+        return self.scale(x["chance"][:, tf.newaxis])
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        for each in self.sets:
+            weight = x["weight"] if each["weighted"] else None
+            for metric in each["predictions"].values():
+                metric.update_state(y, y_pred, sample_weight=weight)
+            for metric in each["found"].values():
+                metric.update_state(x["relevant"], x["found"], weight)
+            for metric in each["grouped"].values():
+                metric.update_state(y, y_pred, weight, groups=x["group"])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def _set(weighted, window, weightings):
+    prefix = f"{weighted}_{window}_".lower()
+    parts = {
+        "predictions": _of_predictions(prefix, window),
+        "found": _of_found(prefix, window),
+        "grouped": _grouped(prefix, weightings, window),
+    }
+    every = {k: m for part in parts.values() for k, m in part.items()}
+    return {"weighted": weighted, "window": window, "all": every, **parts}
+
+
+def _expected(columns, key, weighted, window):
+    if window is not None:
+        start = (SAMPLES - 1) // BATCH * BATCH - (window - 1) * BATCH
+        columns = {name: value[start:] for name, value in columns.items()}
+    weights = columns["weight"] if weighted else np.ones(len(columns["label"]))
+    given = (columns["label"], columns["chance"], weights)
+    found = (columns["found"], weights, K)
+    kind, _, weighting = key.partition(" ")
+    if kind in ("ne", "calibration"):
+        return getattr(references, kind)(*given)
+    if kind == "ece":
+        return references.ece(*given, 5)
+    if kind == "coverage":
+        return references.coverage(*found, ITEMS)
+    if weighting:
+        return references.gauc(*given, columns["group"], weighting)
+    return references.ranking(kind, columns["relevant"], *found)
+
+
+def in_evaluate(strategy, folder):
+    """All metrics: of all batches, and of the last ones with weights."""
+    columns = data()
+    with strategy.scope():
+        sets = [
+            _set(False, None, ["samples", "groups"]),
+            _set(True, WINDOW, ["positives"]),
+        ]
+        model = Model(sets)
+        model.compile("sgd", "mse")
+    labels = columns["label"][:, np.newaxis]
+    dataset = tf.data.Dataset.from_tensor_slices((columns, labels))
+    dataset = dataset.batch(BATCH)
+    for _ in range(2):  # The second time begins with a reset.
+        logs = model.evaluate(dataset, verbose=0, return_dict=True)
+        for each in sets:
+            for key, metric in each["all"].items():
+                expected = _expected(
+                    columns, key, each["weighted"], each["window"]
+                )
+                np.testing.assert_allclose(
+                    logs[metric.name], expected, rtol=1e-6, err_msg=metric.name
+                )
+
+
+def _gathered(strategy):
+    labels = strategy.statistics().get("labels", {})  # None in one process.
+    return labels.get("losses/whole batch", [0])[0]
+
+
+def in_compile(strategy, folder):
+    """Metrics of predictions, given to `compile`, send no samples."""
+    columns = data()
+    with strategy.scope():
+        inputs = keras.Input([1])
+        output = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones"
+        )(inputs)
+        model = keras.Model(inputs, output)
+        plain, weighted = _of_predictions("all_"), _of_predictions("weighted_")
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            "mse",
+            metrics=list(plain.values()),
+            weighted_metrics=list(weighted.values()),
+        )
+    parts = [columns[name][:, np.newaxis] for name in ("chance", "label")]
+    dataset = tf.data.Dataset.from_tensor_slices((*parts, columns["weight"]))
+    before = _gathered(strategy)
+    history = model.fit(dataset.batch(BATCH), epochs=2, verbose=0).history
+    assert _gathered(strategy) == before
+    for weights, found in ((False, plain), (True, weighted)):
+        for key, metric in found.items():
+            expected = _expected(columns, key, weights, None)
+            np.testing.assert_allclose(
+                history[metric.name], [expected] * 2, rtol=1e-6, err_msg=key
+            )
+
+
+def many_samples_are_refused(strategy, folder):
+    """More samples than `GAUC` can store are an error on every rank."""
+    columns = data()
+    with strategy.scope():
+        one = {"gauc": metrics.GAUC(20)}
+        none = {"predictions": {}, "found": {}}
+        model = Model([{"weighted": False, "all": one, "grouped": one, **none}])
+        model.compile("sgd", "mse")
+    labels = columns["label"][:, np.newaxis]
+    dataset = tf.data.Dataset.from_tensor_slices((columns, labels))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"max_samples=20.*BucketedGAUC"
+    ):
+        model.evaluate(dataset.batch(BATCH), verbose=0)
+
+
+def large_states(strategy, folder):
+    """Only states that are summed are too large for the logs of steps."""
+    columns = data()
+    labels = columns["label"][:, np.newaxis]
+    dataset = tf.data.Dataset.from_tensor_slices((columns, labels))
+    given = (columns["label"], columns["chance"], np.ones(SAMPLES))
+    expected = references.gauc(*given, columns["group"], "samples")
+    for make, summed in (
+        (lambda: metrics.GAUC(4000), False),
+        (lambda: metrics.BucketedGAUC(1000, BUCKETS), True),
+    ):
+        with strategy.scope():
+            one = {"gauc": make()}
+            none = {"predictions": {}, "found": {}}
+            model = Model(
+                [{"weighted": False, "all": one, "grouped": one, **none}]
+            )
+            model.compile("sgd", "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            logs = model.evaluate(
+                dataset.batch(BATCH), verbose=0, return_dict=True
+            )
+        np.testing.assert_allclose(logs["gauc"], expected, rtol=1e-6)
+        told = [each for each in caught if "too many" in str(each.message)]
+        assert bool(told) == (summed and KERAS_3 and strategy.world_size > 1)
+
+
+class Searching(keras.Model):
+    """Searches the full catalogue for the neighbour of each item."""
+
+    def __init__(self, rows):
+        super().__init__()
+        from tfdist_ext.layers import Embedding
+        from tfdist_ext.layers import ShardedTopK
+
+        self.items = Embedding(
+            *rows.shape,
+            embeddings_initializer=keras.initializers.Constant(rows),
+            sharding="row_wise",
+        )
+        self.index = ShardedTopK(k=K).index(self.items)
+
+    def build(self, _=None):
+        self.items.build(None)
+
+    def call(self, ids):
+        _, found = self.index.query_with_exclusions(
+            self.items(ids), ids[:, tf.newaxis]
+        )
+        return found
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+        return tf.reduce_mean(tf.cast(x, tf.float32))
+
+
+def of_a_search(strategy, folder):
+    """Metrics of `compile` rank all rows of a table that is partitioned."""
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=[ITEMS, 3]).astype(np.float32)
+    ids = np.arange(ITEMS)
+    wanted = np.stack([(ids + 1) % ITEMS, (ids + 2) % ITEMS], axis=1)
+    with strategy.scope():
+        model = Searching(rows)
+        used = {k: m for k, m in _of_found("").items() if k != "coverage"}
+        model.compile("sgd", metrics=list(used.values()))
+    dataset = tf.data.Dataset.from_tensor_slices((ids, wanted)).batch(7)
+    logs = model.evaluate(dataset, verbose=0, return_dict=True)
+    scores = rows @ rows.T
+    np.fill_diagonal(scores, -np.inf)
+    found = np.argsort(-scores, axis=1)
+    for kind, metric in used.items():
+        expected = references.ranking(kind, wanted, found, np.ones(ITEMS), K)
+        np.testing.assert_allclose(logs[metric.name], expected, rtol=1e-6)
