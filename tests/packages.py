@@ -13,6 +13,7 @@ PACKAGES = {
         "tables",
     },
     "patching": set(),
+    "op_origin": set(),
     "tensorflow_internals": {
         "type_names",
     },
@@ -55,6 +56,7 @@ PACKAGES = {
         "comm",
         "keras_internals",
         "marks",
+        "op_origin",
         "ops",
         "patching",
         "tables",
@@ -79,6 +81,7 @@ PACKAGES = {
         "keras_internals",
         "launch",
         "marks",
+        "op_origin",
         "tables",
         "tensorflow_internals",
         "type_names",

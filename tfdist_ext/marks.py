@@ -88,6 +88,26 @@ def is_unique(slices: TensorOrSlices) -> bool:
     return hasattr(slices.dense_shape, "_tfdist_unique")
 
 
+def set_table_rows(slices: tf.IndexedSlices) -> None:
+    """Marks the gradient of a table of this package.
+
+    The values are marked, by which later ops are found, and the `dense_shape`;
+    see `set_gradient_spec`.
+    """
+    slices.values._tfdist_table_rows = True
+    slices.dense_shape._tfdist_of_table = True
+
+
+def is_of_table(slices: tf.IndexedSlices) -> bool:
+    """Whether a gradient has the mark of `set_table_rows`."""
+    return hasattr(slices.dense_shape, "_tfdist_of_table")
+
+
+def is_table_rows(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is the values of a gradient of a table."""
+    return hasattr(tensor, "_tfdist_table_rows")
+
+
 def set_at_owners(values: tf.Tensor) -> None:
     """Marks the values of a gradient whose rows only their owners compute."""
     values._tfdist_at_owners = True

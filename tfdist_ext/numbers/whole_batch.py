@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import pathlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -37,37 +36,10 @@ from tfdist_ext.numbers.kinds import Kind
 from tfdist_ext.numbers.kinds import number_of
 from tfdist_ext.numbers.whole_functions import Whole
 from tfdist_ext.numbers.whole_functions import WholeValues
+from tfdist_ext.op_origin import is_of_keras
+from tfdist_ext.op_origin import line_of
 from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import WithGradient
-
-_KERAS = {"keras", "tf_keras"}
-_LIBRARIES = {"tensorflow", "tfdist_ext", *_KERAS}
-# Directories of code that creates ops for a caller.
-_BETWEEN = {"tensorflow", "tfdist_ext", "ops", "backend"}
-
-
-def line_of(op: tf.Operation) -> str:
-    """`file.py:12` of the innermost frame outside of libraries."""
-    frames: Any = op.traceback or ()
-    for frame in reversed(list(frames)):
-        parts = pathlib.PurePath(frame.filename).parts
-        if not _LIBRARIES.intersection(parts):
-            return f"{parts[-1]}:{frame.lineno}"
-    return "unknown line"
-
-
-def is_of_keras(op: tf.Operation) -> bool:
-    """Whether Keras's own code created an op, such as a regularizer's.
-
-    For an op created in `keras.ops`, the caller counts.
-    """
-    frames: Any = op.traceback or ()
-    for frame in reversed(list(frames)):
-        parts = pathlib.PurePath(frame.filename).parts
-        if not _BETWEEN.intersection(parts):
-            return bool(_KERAS.intersection(parts))
-    return False
-
 
 Pairs = list[tuple[tf.Tensor, tf.Tensor | None]]
 

@@ -203,7 +203,9 @@ def unique_slices(
     if spec is not None:
         marks.set_gradient_spec(dense_shape, spec)
     marks.set_unique(dense_shape)
-    return tf.IndexedSlices(values, rows, dense_shape)
+    slices = tf.IndexedSlices(values, rows, dense_shape)
+    marks.set_table_rows(slices)
+    return slices
 
 
 def mark_unique_rows(slices: tf.IndexedSlices) -> None:

@@ -15,6 +15,7 @@ from tfdist_ext import keras_internals
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import active
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.optimizers.processed_rows import warn_of_rows
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
@@ -342,6 +343,8 @@ def _check(
 ) -> None:
     if not hasattr(tf.distribute.get_strategy(), "collectives"):
         return
+    pairs = list(pairs)
+    warn_of_rows(gradient for gradient, _ in pairs)
     for gradient, variable in pairs:
         check_table_optimizer(optimizer, variable)
         if marks.shard_spec(variable) is not None:

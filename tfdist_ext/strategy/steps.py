@@ -28,6 +28,7 @@ from tfdist_ext.numbers.kinds import MEAN
 from tfdist_ext.numbers.kinds import ROWS
 from tfdist_ext.numbers.kinds import SAME
 from tfdist_ext.numbers.kinds import UNKNOWN
+from tfdist_ext.optimizers.processed_rows import warn_of_norm
 from tfdist_ext.optimizers.row_gradients import square_norms
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy import decomposing
@@ -182,6 +183,7 @@ def global_norm(
     t_list: Sequence[TensorOrSlices],
     name: str | None = None,
 ) -> T:
+    warn_of_norm(t_list, "tf.linalg.global_norm")
     if not _has_shards(t_list):
         return original(t_list, name)
     return tf.sqrt(tf.add_n(_squares(t_list)))
@@ -194,6 +196,8 @@ def clip_by_global_norm(
     use_norm: Scalar | None = None,
     name: str | None = None,
 ) -> T:
+    if use_norm is None:
+        warn_of_norm(t_list, "tf.clip_by_global_norm")
     if use_norm is None and _has_shards(t_list):
         use_norm = tf.sqrt(tf.add_n(_squares(t_list)))
     return original(t_list, clip_norm, use_norm, name)
@@ -206,6 +210,7 @@ def clip_by_norm(
     axes: Sequence[int] | None = None,
     name: str | None = None,
 ) -> T:
+    warn_of_norm([t], "tf.clip_by_norm")
     if axes is not None or not _has_shards([t]):
         return original(t, clip_norm, axes, name)
     norm = tf.sqrt(_squares([t])[0])

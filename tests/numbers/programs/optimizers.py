@@ -9,6 +9,7 @@ import tensorflow as tf
 import tfdist_ext
 from tests.numbers.registry import EQUAL
 from tests.numbers.registry import REFUSED
+from tests.numbers.registry import WARNED
 from tests.numbers.registry import program
 from tfdist_ext.layers import Embedding
 
@@ -100,8 +101,8 @@ for base in ("SGD", "Adam"):
         )
 
 
-class ClipsByHand(keras.Model):
-    """Clips each gradient in its training step."""
+class ProcessesRows(keras.Model):
+    """Changes each gradient in its training step by `process`."""
 
     def train_step(self, data):
         x, y = data
@@ -109,9 +110,39 @@ class ClipsByHand(keras.Model):
             value = self.compute_loss(x, y, self(x, training=True))
         variables = self.trainable_variables
         gradients = tape.gradient(value, variables)
-        clipped = [tf.clip_by_norm(g, 0.05) for g in gradients]
-        self.optimizer.apply_gradients(zip(clipped, variables, strict=True))
-        return {"loss": value}
+        changed = list(map(self.process, gradients))
+        self.optimizer.apply_gradients(zip(changed, variables, strict=True))
+        return {"loss": value, **self.logs(gradients)}
+
+    def process(self, gradient):
+        return gradient
+
+    def logs(self, gradients):
+        return {}
+
+
+class ClipsByNorm(ProcessesRows):
+    def process(self, gradient):
+        return tf.clip_by_norm(gradient, 0.05)
+
+
+class ClipsByValue(ProcessesRows):
+    def process(self, gradient):
+        return tf.clip_by_value(gradient, -0.002, 0.002)
+
+
+class Scales(ProcessesRows):
+    def process(self, gradient):
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                0.5 * gradient.values, gradient.indices, gradient.dense_shape
+            )
+        return 0.5 * gradient
+
+
+class NormInLogs(ProcessesRows):
+    def logs(self, gradients):
+        return {"norm": tf.linalg.global_norm(gradients)}
 
 
 def repeated_ids(c, make, kind=keras.Model, sharding=None):
@@ -122,7 +153,10 @@ def repeated_ids(c, make, kind=keras.Model, sharding=None):
         layer = functools.partial(Embedding, sharding=sharding)
     with c.scope():
         x = keras.Input([6], dtype="int32")
-        rows = layer(10, 4, embeddings_initializer=start)(x)
+        if c.tables:
+            rows = c.embedding(10, 4)(x)
+        else:
+            rows = layer(10, 4, embeddings_initializer=start)(x)
         model = kind(x, c.dense(2)(keras.layers.Flatten()(rows)))
     ids = np.random.default_rng(2).integers(0, 10, [c.samples, 6])
     data = c.batched((ids.astype(np.int32), c.labels()))
@@ -147,7 +181,33 @@ for owner, kind in (
     @program(f"optimizer/{owner}/clip_by_hand", tables=(False,))
     def clip_by_hand(c, kind=kind):
         """A step clips the gradient of Keras's table, whose ids repeat."""
-        return repeated_ids(c, lambda: kind.SGD(0.1), ClipsByHand)
+        return repeated_ids(c, lambda: kind.SGD(0.1), ClipsByNorm)
+
+
+ONE_ROW = "one row per id"
+for kind, what, says in (
+    (ClipsByNorm, "is clipped by its norm", r"`tf.clip_by_norm` gets.*"),
+    (ClipsByValue, "is clipped by value", r"Op M\w+imum \(optimizers.py:.*"),
+    (NormInLogs, "has its norm logged", r"`tf.linalg.global_norm` gets.*"),
+    (Scales, "is halved", None),
+):
+    for sharding in ("row", "data_parallel"):
+
+        def rows_processed(c, kind=kind, sharding=sharding):
+            make = functools.partial(keras_own, "SGD")
+            return repeated_ids(c, make, kind, sharding)
+
+        rows_processed.__doc__ = (
+            f"The gradient of a {sharding} table, whose ids repeat, {what}."
+        )
+        verdict = EQUAL if says is None else WARNED
+        program(
+            f"optimizer/tables/{kind.__name__}/{sharding}",
+            verdict,
+            tables=(sharding == "row",),
+            says="" if says is None else says + ONE_ROW,
+            alone=verdict,
+        )(rows_processed)
 
 
 for option in ("clipnorm", "global_clipnorm", "clipvalue"):
