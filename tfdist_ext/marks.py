@@ -219,15 +219,26 @@ def own_optimizer(variable: Variable) -> Any:
     return _mark_of(variable, "_tfdist_optimizer")
 
 
-def set_table(variable: Variable) -> None:
-    """Marks a weight as a table of a layer of this package."""
+def set_table(variable: Variable, like_keras: bool) -> None:
+    """Marks a weight as a table of a layer of this package.
+
+    Args:
+        variable: the weight.
+        like_keras: whether the layer is used in place of
+            `keras.layers.Embedding`.
+    """
     for component in _components(variable):
-        component._tfdist_table = True
+        component._tfdist_table = like_keras
 
 
 def is_table(variable: Variable) -> bool:
     """Whether a variable has the mark of `set_table`."""
     return _mark_of(variable, "_tfdist_table") is not None
+
+
+def is_table_like_keras(variable: Variable) -> bool:
+    """Whether a variable is a table in place of `keras.layers.Embedding`'s."""
+    return bool(_mark_of(variable, "_tfdist_table"))
 
 
 def set_max_norm(variable: Variable, max_norm: float) -> None:

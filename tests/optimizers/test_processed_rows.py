@@ -113,4 +113,28 @@ def test_eager_steps_are_told_of_norms():
 
 
 def test_an_earlier_update_is_not_named():
-    assert said(SILENT["nothing"], kind=Cubes, updates=2) == []
+    messages = said(SILENT["nothing"], kind=Cubes, updates=2)
+    assert messages
+    assert not [each for each in messages if "computes with" in each]
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb"),
+    [
+        (keras.optimizers.Adam, "trains"),
+        (keras.optimizers.Adadelta, "trains"),
+        (Cubes, "may train"),
+    ],
+)
+def test_optimizers_that_square_each_occurrence_are_named(kind, verb):
+    (message,) = said(SILENT["nothing"], kind=kind)
+    assert f"Optimizer {kind.__name__} of Keras 3" in message
+    assert "'embeddings'" in message
+    assert f"So it {verb} other weights" in message
+
+
+@pytest.mark.parametrize(
+    "kind", [keras.optimizers.Lion, tfdist_ext.optimizers.Adam]
+)
+def test_optimizers_that_use_the_sum_are_not_named(kind):
+    assert said(SILENT["nothing"], kind=kind) == []

@@ -104,6 +104,8 @@ class FullSparse(OneTable):
         ValueError: if an argument has a value that is not allowed.
     """
 
+    _like_keras: bool = False  # it is used in place of sparse products
+
     def __init__(
         self,
         units: int,

@@ -174,8 +174,10 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
         **kwargs: arguments of a Keras layer.
     """
 
-    # `keras_training.shared_exchanges` counts layers that have this attribute.
+    # Packages below this one find layers with tables by this attribute.
     looks_up_tables = True
+    # Whether the layer is used in place of `keras.layers.Embedding`.
+    _like_keras: bool = True
     _features: Sequence[Feature]
 
     def __init__(
@@ -332,7 +334,7 @@ class SparseLayer(keras.layers.Layer):  # type: ignore[name-defined]
             )
 
         def made() -> None:
-            marks.set_table(variable)
+            marks.set_table(variable, self._like_keras)
             whole_tables.accept_whole(variable)
             if keys is not None:
                 keys.attach(keras_internals.value_of(variable))

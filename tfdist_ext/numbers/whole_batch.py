@@ -8,7 +8,6 @@ import functools
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any
 from typing import TypeAlias
 
 import tensorflow as tf

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns of code that computes with the rows of a table's gradient.
+"""Warns where rows of a table's gradient differ from those of Keras.
 
 A table's gradient has one row per id, summed over all occurrences of the id
 in the batch, at any number of ranks. That of `keras.layers.Embedding` has one
-row per occurrence. Both train the same weights, unless a step computes with
-the rows before an optimizer gets them: the norm of a sum is not the norm of
-its terms.
+row per occurrence. Both train the same weights, unless a step or an optimizer
+squares, clips or takes the norm of rows: the square of a sum is not the sum of
+the squares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ import tensorflow as tf
 
 from tfdist_ext import marks
 from tfdist_ext import op_origin
+from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import is_of_keras
 from tfdist_ext.type_names import Gradient
+from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import TensorOrSlices
+from tfdist_ext.type_names import Variable
 
+keras = tf.keras
+
+# Optimizers whose update is linear in the gradient, or uses the sum of rows.
+_LINEAR = (keras.optimizers.SGD, keras.optimizers.Lion)
 # Ops that are linear in an input that is a gradient.
 _SCALES = {"Cast", "Identity", "Neg", "Mul", "MulNoNan", "ConcatV2", "Reshape"}
 _DIVIDES = {"RealDiv", "Div", "DivNoNan"}
@@ -68,6 +76,33 @@ def warn_of_norm(gradients: Iterable[TensorOrSlices], name: str) -> None:
         if isinstance(each, tf.IndexedSlices) and marks.is_of_table(each):
             _warn(f"`{name}` gets")
             return
+
+
+def warn_of_squares(optimizer: Optimizer, variable: Variable) -> None:
+    """Warns if an optimizer would square each occurrence of a row.
+
+    Optimizers of this package and of tf_keras sum rows first.
+
+    Args:
+        optimizer: an optimizer of Keras 3 or tf_keras.
+        variable: a variable that it updates.
+    """
+    kind = getattr(optimizer, "inner_optimizer", optimizer).__class__
+    if not KERAS_3 or not marks.is_table_like_keras(variable):
+        return
+    if marks.does_work_over_ranks(optimizer) or kind in _LINEAR:
+        return
+    trains = "trains" if is_of_keras(kind.__module__) else "may train"
+    warnings.warn(
+        f"Optimizer {kind.__name__} of Keras 3 gets one row per id from table "
+        f"'{variable.name}' of this package: the sum of the gradients of all "
+        "occurrences of the id in the batch. From keras.layers.Embedding it "
+        "gets one row per occurrence, and squares each by itself. So it "
+        f"{trains} other weights than with that layer where an id occurs twice "
+        "in a batch. They are equal at all numbers of ranks. Optimizers of "
+        "tfdist_ext.optimizers train both layers alike.",
+        stacklevel=2,
+    )
 
 
 def _look_at(op: tf.Operation, of_rows: set[str]) -> None:

@@ -16,6 +16,7 @@ from tfdist_ext import marks
 from tfdist_ext.comm.collectives import active
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.optimizers.processed_rows import warn_of_rows
+from tfdist_ext.optimizers.processed_rows import warn_of_squares
 from tfdist_ext.type_names import Gradient
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Optimizer
@@ -347,6 +348,8 @@ def _check(
     warn_of_rows(gradient for gradient, _ in pairs)
     for gradient, variable in pairs:
         check_table_optimizer(optimizer, variable)
+        if gradient is not None:
+            warn_of_squares(optimizer, variable)
         if marks.shard_spec(variable) is not None:
             check_supported(optimizer)
             check_gradient(variable, gradient)

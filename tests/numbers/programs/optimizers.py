@@ -2,6 +2,7 @@
 """Keras's optimizers with each of their options."""
 
 import functools
+import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -210,6 +211,29 @@ for kind, what, says in (
         )(rows_processed)
 
 
+SQUARES = r"Optimizer %s of Keras 3 gets one row per id.*squares each"
+for each in ("SGD_momentum", "Adam", "Adagrad", "RMSprop", "Ftrl", "Lion"):
+    for version, sharding in itertools.product(BOTH, ("row", "data_parallel")):
+
+        def with_table(c, each=each, sharding=sharding):
+            make = functools.partial(keras_own, each)
+            return repeated_ids(c, make, sharding=sharding)
+
+        library = "keras" if version == 3 else "tf_keras"
+        with_table.__doc__ = (
+            f"`{each.replace('_', ' with ')}` of {library} and a {sharding} "
+            "table, whose ids repeat."
+        )
+        linear = each in ("SGD_momentum", "Lion")
+        verdict = EQUAL if linear or version == 2 else WARNED
+        program(
+            f"optimizer/{library}/tables/{each}/{sharding}",
+            verdict,
+            tables=(sharding == "row",),
+            kerases=(version,),
+            says=SQUARES % each,
+            alone=verdict,
+        )(with_table)
 for option in ("clipnorm", "global_clipnorm", "clipvalue"):
     register(
         f"keras/tables/{option}",
