@@ -84,8 +84,9 @@ class Embedding(OneTable):
             `tfdist_ext.embedding.initial_rows`.
         embeddings_regularizer: a Keras regularizer. It is applied to the rows
             that a batch looks up, once for each lookup of a row, and its
-            result is added to the loss. With `sharding="data_parallel"` it is
-            applied to the entire table, as in Keras.
+            result is added to the loss; a warning says so. With
+            `sharding="data_parallel"` it is applied to the entire table, as in
+            Keras.
         embeddings_constraint: a Keras constraint; allowed only with
             `sharding="data_parallel"`.
         mask_zero: whether id 0 is padding, which following layers mask.
@@ -183,6 +184,16 @@ class Embedding(OneTable):
                 "regularizer": self.embeddings_regularizer,
                 "constraint": self.embeddings_constraint,
             }
+        elif self.embeddings_regularizer is not None:
+            warnings.warn(
+                f"Layer '{self.name}': `embeddings_regularizer` is applied to "
+                "the rows that a batch looks up, each as often as it is "
+                "looked up. keras.layers.Embedding applies it to the whole "
+                "table in every step, so the loss and the weights differ. "
+                "Use sharding='data_parallel' for that, or scale the "
+                "regularizer.",
+                stacklevel=2,
+            )
         self.embeddings = self._add_table(
             "embeddings",
             self._place(input_shape),

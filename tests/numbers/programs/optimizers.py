@@ -185,6 +185,34 @@ for owner, kind in (
         return repeated_ids(c, lambda: kind.SGD(0.1), ClipsByNorm)
 
 
+def regularized(c, **how):
+    """Trains a table with a regularizer."""
+    with c.scope():
+        x = keras.Input([6], dtype="int32")
+        rows = c.embedding(10, 4, embeddings_regularizer="l2", **how)(x)
+        model = keras.Model(x, c.dense(2)(keras.layers.Flatten()(rows)))
+    data = c.batched((c.integers(10, c.samples, 6), c.labels()))
+    return c.train(model, data, "mse", evaluate=False)
+
+
+@program(
+    "optimizer/regularizer/tables",
+    WARNED,
+    tables=(True,),
+    says="`embeddings_regularizer` is applied to the rows that a batch",
+    alone=WARNED,
+)
+def regularized_table(c):
+    """`embeddings_regularizer` of a partitioned table."""
+    return regularized(c)
+
+
+@program("optimizer/regularizer/keras", tables=(False,))
+def regularized_embedding(c):
+    """`embeddings_regularizer` of Keras's table."""
+    return regularized(c)
+
+
 ONE_ROW = "one row per id"
 for kind, what, says in (
     (ClipsByNorm, "is clipped by its norm", r"`tf.clip_by_norm` gets.*"),
