@@ -27,3 +27,9 @@ OF_KERAS = scenarios.only(
 )
 def test_scenario(run_scenario, ranks, keras, scenario):
     run_scenario(scenario, ranks=ranks, keras=keras)
+
+
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (2, 2), (4, 3)])
+def test_an_index_for_faiss(run_scenario, ranks, keras):
+    pytest.importorskip("faiss", reason="needs pip install faiss-cpu")
+    run_scenario("faiss_scenarios.exports", ranks=ranks, keras=keras)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 from typing import TypeVar
@@ -16,11 +18,13 @@ from tfdist_ext import marks
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import check_same
+from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.embedding import whole_tables
 from tfdist_ext.keras_internals import is_shape_inference
 from tfdist_ext.keras_internals import is_symbolic_build
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.layers import candidate_rows
+from tfdist_ext.layers import faiss_index
 from tfdist_ext.layers.candidate_rows import OwnRows
 from tfdist_ext.layers.candidate_rows import TableRows
 from tfdist_ext.layers.candidate_rows import variable_of_table
@@ -36,6 +40,8 @@ from tfdist_ext.type_names import Variable
 
 keras = tf.keras
 Method = TypeVar("Method", bound=Callable[..., Any])
+# Candidates that are queries where none are given to measure a recall.
+_SAMPLED_QUERIES = 1000
 
 
 def on_all_ranks(method: Method) -> Method:
@@ -473,6 +479,9 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         Returns:
             The identifiers `[n]` and the rows `[n, dim]`.
         """
+        return self._gathered()
+
+    def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
         found, ranks = self._source(), self._collectives
         if isinstance(found, TableRows):
             rows = whole_tables.gather(found.variable, ranks)
@@ -480,6 +489,64 @@ class ShardedTopK(keras.layers.Layer):  # type: ignore[name-defined]
         else:
             rows = found.gather(ranks)
         return self._named(tf.range(found.count, dtype=tf.int64)).numpy(), rows
+
+    @on_all_ranks
+    def export_faiss(
+        self,
+        path: str | os.PathLike[str],
+        factory: str = "HNSW32",
+        queries: TensorLike = None,
+        k: int | None = None,
+    ) -> dict[str, Any]:
+        """Writes an approximate index for faiss; a joint call of all ranks.
+
+        The index finds the largest products, and its results are identifiers.
+        Where identifiers are strings, its results are positions in the list
+        "identifiers" of the file `PATH.json`. All candidates must fit into the
+        memory of every rank. Needs `pip install faiss-cpu`.
+
+        Args:
+            path: path of the index file, which rank 0 writes.
+            factory: a description for `faiss.index_factory`: "HNSW32" (a
+                graph), "IVF1024,Flat" or "IVF1024,PQ16" (clusters, the latter
+                compressed), "Flat" (exact).
+            queries: float `[q, dim]`, rows of queries that measure the recall,
+                best those of real users. None takes up to 1,000 candidates.
+            k: how many candidates are compared; None for the layer's k.
+
+        Returns:
+            What `PATH.json` contains too: "recall", the share of the k best
+            candidates of an exact search that the index finds; "candidates",
+            "queries", "k", "dim", "factory", and the index's "bytes".
+
+        Raises:
+            ImportError: faiss is not installed, on rank 0.
+            ValueError: faiss cannot build the index, or `k` or the shape of
+                `queries` is wrong.
+            OSError: rank 0 cannot write.
+        """
+        where = f"layer '{self.name}'"
+        identifiers, rows = self._gathered()
+        k = checks.integer("k", self.k if k is None else k, 1, where)
+        k = min(k, len(rows))
+        if queries is None:
+            step = -(-len(rows) // _SAMPLED_QUERIES)
+            queries = rows[::step]
+        queries = np.asarray(queries)
+        if queries.ndim != 2 or queries.shape[1:] != rows.shape[1:]:
+            raise ValueError(
+                f"`queries` must have the shape [q, {rows.shape[1]}] ({where})."
+                f" Received: {queries.shape}."
+            )
+        facts = ""
+        if self._collectives is None or self._collectives.group.rank == 0:
+            inputs = (identifiers, rows, queries, k)
+            facts = json.dumps(
+                faiss_index.write(os.fspath(path), factory, *inputs)
+            )
+        facts = text_of_first_rank(facts, self._collectives, "faiss index")
+        result: dict[str, Any] = json.loads(facts)
+        return result
 
     def as_model(self) -> tuple[Model, Nest]:
         """Returns the layer as a Keras model, for `tfdist_ext.export`.
