@@ -139,6 +139,39 @@ def int8(strategy, folder):
     assert (errors.max(1) <= scales * 0.5001).all()
 
 
+def requests_for_a_server(strategy, folder):
+    """Versions, and warm-up requests as TensorFlow Serving reads them."""
+    from tensorflow_serving.apis import prediction_log_pb2
+
+    with strategy.scope():
+        model = serving_models.Everything(strategy.world_size, "float32")
+    batches = [serving_models.batch(seed) for seed in range(2)]
+    strategy.run(lambda given: model(given), args=(batches[0],))
+    path = folder / "model" / "1"
+    tfdist_ext.export(model, path, inputs=batches[0], warm_up=batches)
+    if strategy.rank > 0:
+        return
+    assert [each.name for each in (folder / "model").iterdir()] == ["1"]
+    served = tf.saved_model.load(str(path))
+    predict = served.signatures["serving_default"]
+    file = path / "assets.extra" / "tf_serving_warmup_requests"
+    records = tf.data.TFRecordDataset(str(file)).as_numpy_iterator()
+    for batch, record in zip(batches, records, strict=True):
+        log = prediction_log_pb2.PredictionLog.FromString(record)
+        assert log.WhichOneof("log_type") == "predict_log"
+        request = log.predict_log.request
+        assert request.model_spec.signature_name == "serving_default"
+        tensors = {n: tf.make_ndarray(v) for n, v in request.inputs.items()}
+        given = predict.structured_input_signature[1]
+        assert tensors.keys() == given.keys()
+        found = predict(**{n: tf.constant(v) for n, v in tensors.items()})
+        expected = served.serve(batch)
+        assert len(found) >= len(expected)
+        for name, values in expected.items():
+            if isinstance(values, tf.Tensor):
+                np.testing.assert_array_equal(found[name], values)
+
+
 def failures(strategy, folder):
     """Whatever cannot be done says so on all ranks and leaves nothing."""
     model = trained(strategy)
@@ -156,6 +189,7 @@ def failures(strategy, folder):
 
     with strategy.scope():
         exchanging, unknown = Exchanging(), keras.Model()
+        new = serving_models.Growing()
     ids = np.arange(24).reshape(8, 3)
     for error, text, save in (
         (ValueError, "int4", lambda p: export(model, p, "int4")),
@@ -170,6 +204,21 @@ def failures(strategy, folder):
             ValueError,
             "takes no `signatures`",
             lambda p: tf.saved_model.save(model, p, signature),
+        ),
+        (
+            ValueError,
+            "have no tables yet",
+            lambda p: export(new, p, inputs=ids),
+        ),
+        (
+            ValueError,
+            "Batch 1 of `warm_up` is no input of the model",
+            lambda p: export(model, p, warm_up=[ids, ids[:, :2]]),
+        ),
+        (
+            ValueError,
+            "at most 1000 batches. Received: 1001",
+            lambda p: export(model, p, warm_up=[ids] * 1001),
         ),
         *(
             [(Exception, "Pass `inputs`", lambda p: export(unknown, p))]

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.process
 PROGRAM = pathlib.Path(__file__).with_name("served_program.py")
 SCENARIOS = scenarios.without(
     scenarios.of("serving_scenarios", "delta_scenarios"),
-    {"for_another_process", "every_layer_in_16_bits"},
+    {
+        "for_another_process",
+        "every_layer_in_16_bits",
+        "requests_for_a_server",
+    },
 )
 
 
@@ -49,3 +53,13 @@ def test_process_without_this_package(run_scenario, tmp_path, ranks, keras):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (2, 2)])
+def test_requests_for_a_server(run_scenario, ranks, keras):
+    pytest.importorskip(
+        "tensorflow_serving", reason="needs pip install tensorflow-serving-api"
+    )
+    run_scenario(
+        "serving_scenarios.requests_for_a_server", ranks=ranks, keras=keras
+    )

@@ -22,6 +22,7 @@ from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.embedding.whole_tables import row_blocks
 from tfdist_ext.saving import shared_files
+from tfdist_ext.saving import warm_up as warm_up_files
 from tfdist_ext.saving.deltas import Exported
 from tfdist_ext.saving.deltas import new_export_id
 from tfdist_ext.saving.served_model import ServedModel
@@ -51,6 +52,7 @@ def write_model(
     signatures: Mapping[str, Callable[..., object]],
     path: str,
     collectives: Collectives | None,
+    requests: Sequence[Mapping[str, tf.Tensor]] = (),
 ) -> None:
     """Writes a SavedModel; all ranks must call.
 
@@ -59,6 +61,7 @@ def write_model(
         signatures: functions, by name.
         path: path of the folder, the same on all ranks.
         collectives: collectives of the strategy; None in one process.
+        requests: warm-up requests, see `tfdist_ext.saving.warm_up`.
     """
     rank = 0 if collectives is None else collectives.group.rank
     folder = _hidden_path(path, "writing")
@@ -69,6 +72,8 @@ def write_model(
             _remove(folder)
             gfile.makedirs(parts)
             tf.saved_model.save(served, folder, signatures)
+            if requests:
+                warm_up_files.write(folder, requests)
             for table in mapped_tables(served):
                 table.make_files(folder)
         _barrier(collectives, "saved")
@@ -282,6 +287,7 @@ def export(
     *,
     inputs: Nest = None,
     deltas: bool = False,
+    warm_up: Sequence[Nest] = (),
 ) -> None:
     """Writes a SavedModel of plain TensorFlow ops; all ranks must call.
 
@@ -310,6 +316,9 @@ def export(
         deltas: whether the model takes deltas (`export_delta`). Each rank then
             stores 8 bytes for each of its rows and for each key of a dynamic
             vocabulary, 16 for a string key.
+        warm_up: batches as for `predict`, at most 1,000. TensorFlow Serving
+            computes them before it serves the model, so that no user waits
+            for what happens at the first request.
 
     Raises:
         ValueError: an argument is invalid, the inputs of the model are not
@@ -333,7 +342,8 @@ def export(
             place = os.path.abspath(path)
             place = text_of_first_rank(place, collectives, "export/place")
         served = ServedModel(model, inputs, table_dtype, place)
-        _write(model, served, path, collectives, deltas)
+        requests = served.requests(warm_up)
+        _write(model, served, path, collectives, deltas, requests)
 
 
 def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
@@ -353,6 +363,17 @@ def _check(
             "Argument `model` must be a model of Keras. Received: "
             f"{type(model).__name__}. Put the layer into a keras.Sequential."
         )
+    unbuilt = [
+        layer.name
+        for layer in keras_internals.layers_of(model)
+        if getattr(layer, "looks_up_tables", False) and not layer.built
+    ]
+    if unbuilt:
+        raise ValueError(
+            f"Model '{model.name}' cannot be exported: its layers {unbuilt} "
+            "have no tables yet. Call the model with a batch first, or train "
+            "it."
+        )
     checks.one_of("tables", tables, ("inside", "files"), "export")
     if tables == "files" and (deltas or "://" in path):
         raise ValueError(
@@ -368,6 +389,7 @@ def _write(
     path: str,
     collectives: Collectives | None,
     deltas: bool,
+    requests: Sequence[Mapping[str, tf.Tensor]],
 ) -> None:
     if collectives is not None:
         collectives.group.check_same(
@@ -379,7 +401,7 @@ def _write(
         served.take_deltas(new_export_id(collectives))
         exported = Exported(served, collectives)
     with served.keys_filled(collectives):
-        write_model(served, served.signatures(), path, collectives)
+        write_model(served, served.signatures(), path, collectives, requests)
     if deltas:
         marks.set_exported(model, exported)
 

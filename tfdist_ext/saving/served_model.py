@@ -24,6 +24,7 @@ from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving import delta_files
+from tfdist_ext.saving import warm_up
 from tfdist_ext.saving.served_keys import ServedKeys
 from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
@@ -392,6 +393,45 @@ class ServedModel(tf.Module):
         self.apply_delta = tf.function(
             apply, input_signature=[spec], autograph=False
         )
+
+    def requests(self, batches: Sequence[Nest]) -> list[dict[str, tf.Tensor]]:
+        """The tensors of `serving_default` for batches, by name.
+
+        Args:
+            batches: inputs of the model, as for `predict`.
+
+        Raises:
+            ValueError: a batch has another structure, shape or dtype than the
+                inputs of the model, or there are more than a server takes.
+        """
+        if len(batches) > warm_up.MOST:
+            raise ValueError(
+                f"`warm_up` must have at most {warm_up.MOST} batches. "
+                f"Received: {len(batches)}."
+            )
+        return [self._request(number, x) for number, x in enumerate(batches)]
+
+    def _request(self, number: int, batch: Nest) -> dict[str, tf.Tensor]:
+        specs = tf.nest.flatten(self._specs)
+        try:
+            tf.nest.assert_same_structure(self._specs, batch)
+            leaves = [
+                value
+                if isinstance(value, tf.RaggedTensor | tf.SparseTensor)
+                else tf.convert_to_tensor(value, spec.dtype)
+                for value, spec in zip(
+                    tf.nest.flatten(batch), specs, strict=True
+                )
+            ]
+            for leaf, spec in zip(leaves, specs, strict=True):
+                if not spec.is_compatible_with(leaf):
+                    raise ValueError(f"{spec} does not fit {leaf}.")
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Batch {number} of `warm_up` is no input of the model, which "
+                f"takes {self._specs}. {error}"
+            ) from error
+        return flattened(names_of_inputs(self._specs), leaves)
 
     def signatures(
         self,
