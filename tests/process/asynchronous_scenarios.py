@@ -99,6 +99,8 @@ def trained(strategy, folder, optimizer, of_keras, options):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*shuffle=True.*")
+        # Of Keras 3 and repeated rows.
+        warnings.filterwarnings("ignore", message="Optimizer .* gets one row")
         history = model.fit(
             batches(4),
             epochs=6,
