@@ -320,7 +320,7 @@ def export(
             ranks. Nothing is changed then.
     """
     path = os.fspath(path)
-    model, inputs = _as_model(model, inputs)
+    model, inputs = as_model(model, inputs)
     _check(model, path, table_dtype, tables, deltas)
     collectives = shared_files.end_round(model)
     with (
@@ -336,7 +336,7 @@ def export(
         _write(model, served, path, collectives, deltas)
 
 
-def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
+def as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
     """A model or index as a model, and its inputs if they are known."""
     if not hasattr(model, "as_model"):
         return model, inputs
@@ -344,15 +344,29 @@ def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
     return model, asked if inputs is None else inputs
 
 
-def _check(
-    model: Model, path: str, table_dtype: str, tables: str, deltas: bool
-) -> None:
-    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
+def check_model(model: Model, table_dtype: str, where: str) -> None:
+    """Refuses what cannot be exported.
+
+    Args:
+        model: argument of the user.
+        table_dtype: argument of the user.
+        where: name of the function, for errors.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, where)
     if not isinstance(model, tf.keras.Model):
         raise ValueError(
             "Argument `model` must be a model of Keras. Received: "
             f"{type(model).__name__}. Put the layer into a keras.Sequential."
         )
+
+
+def _check(
+    model: Model, path: str, table_dtype: str, tables: str, deltas: bool
+) -> None:
+    check_model(model, table_dtype, "export")
     checks.one_of("tables", tables, ("inside", "files"), "export")
     if tables == "files" and (deltas or "://" in path):
         raise ValueError(
@@ -405,11 +419,16 @@ def export_archive(
     bound = inspect.signature(original).bind(model, filepath, *args, **kwargs)
     form = bound.arguments.get("format", "tf_saved_model")
     if form != "tf_saved_model":
+        instead = (
+            "Call tfdist_ext.export_onnx(model, path)."
+            if form == "onnx"
+            else "Convert what tfdist_ext.export(model, path) writes: its ops "
+            "are TensorFlow's."
+        )
         raise ValueError(
             f"Model '{model.name}' has sparse layers of tfdist_ext and can "
             f"only be exported as a SavedModel. Received: format='{form}' for "
-            f"'{filepath}'. Convert what tfdist_ext.export(model, path) "
-            "writes: its ops are TensorFlow's."
+            f"'{filepath}'. {instead}"
         )
     signature = bound.arguments.get("input_signature")
     return export(model, filepath, inputs=_one_input(signature))
