@@ -117,6 +117,8 @@ class Everything(keras.Model):
         joined = tf.concat([*joined, inputs["numbers"]], 1)
         found["hidden"] = self.hidden(self.norm(joined, training=training))
         found["top"] = self.top(found["hidden"])
+        numbers = inputs["numbers"]
+        found["logs"] = tf.where(numbers > 0, tf.math.log(numbers), 7.0)
         return found
 
 
@@ -129,6 +131,7 @@ def batch(seed=0, samples=6):
     ids["roots"][:, 2] = -1
     weights = {key: rng.random(size, np.float32) for key, size in sizes.items()}
     numbers = rng.random([samples, 3], np.float32)
+    numbers[:, 1] = 0
     given = {"ids": ids, "weights": weights, "numbers": numbers}
     return tf.nest.map_structure(tf.constant, given)
 
@@ -269,6 +272,63 @@ def functional(strategy, folder):
         with refused(Exception, "out of data bounds"):
             run(path, given)
     assert names_in(folder) == {"model.onnx"}
+
+
+def ragged(strategy, folder):
+    """Lists of several lengths, also empty ones."""
+
+    class Ragged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.plain = [
+                FullSparse(3, ROWS, kernel_initializer=normal(1)),
+                _pooled("mean", "error"),
+                _pooled("sqrtn", "ignore"),
+            ]
+
+        def call(self, inputs):
+            return [
+                self.plain[0](inputs["seen"]),
+                *(
+                    layer({"of": inputs["seen"]})["of"]
+                    for layer in self.plain[1:]
+                ),
+            ]
+
+    def lists(values):
+        return tf.ragged.constant(values, tf.int64, ragged_rank=1)
+
+    with strategy.scope():
+        model = Ragged()
+    first = lists([[1, 2], [], [3, 4, 5], [7]])
+    strategy.run(lambda: model({"seen": first}))
+    path = folder / "model.onnx"
+    tfdist_ext.export_onnx(model, path, inputs={"seen": first})
+    for values in (first, lists([[], [1], []]), lists([[2, 2, 2, 2], [2]])):
+        expected = strategy.run(lambda given=values: model({"seen": given}))
+        if strategy.rank == 0:
+            splits = values.row_splits.numpy()
+            given = {
+                "seen": values.flat_values.numpy(),
+                "seen_row_splits": splits,
+            }
+            found = run(path, given)
+            assert_close(
+                found, {f"output_{i}": v for i, v in enumerate(expected)}
+            )
+
+
+def _pooled(combiner, out_of_range):
+    table = TableConfig(
+        combiner,
+        ROWS,
+        DIM,
+        normal(2),
+        combiner=combiner,
+        out_of_range=out_of_range,
+    )
+    feature = FeatureConfig("of", table, (None, None), (None, DIM))
+    return DistributedEmbedding({"of": feature}, name=f"of_{combiner}")
 
 
 def for_triton(strategy, folder):

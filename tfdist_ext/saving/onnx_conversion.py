@@ -64,8 +64,11 @@ def converted(
             call,
             input_signature=specs,
             opset=OPSET,
-            # The converter only passes arguments if there are some.
-            custom_op_handlers={"Erfc": (_convert_erfc, [None])},
+            custom_op_handlers={
+                # The converter only calls handlers with arguments.
+                "Erfc": (_convert_erfc, [None]),
+                "SelectV2": (_convert_select, [None]),
+            },
         )
     _check(model, errors)
     arrays = _name_arrays(model.graph)
@@ -139,6 +142,14 @@ def _convert_erfc(ctx: Any, node: Any, name: str, args: Any) -> None:
     erf = ctx.make_node("Erf", [value], dtypes=[dtype], shapes=[shape])
     node.type = "Sub"
     ctx.replace_inputs(node, [one.output[0], erf.output[0]])
+
+
+def _convert_select(ctx: Any, node: Any, name: str, args: Any) -> None:
+    """Writes tf.where as Where, for tf2onnx, which multiplies by 0 and 1.
+
+    A value that is not selected may be infinite or NaN.
+    """
+    node.type = "Where"
 
 
 def _check(model: Any, errors: Sequence[str]) -> None:
