@@ -37,13 +37,13 @@ WHEELS_ARGS ?=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-all test-fast test-process test-fault test-ports \
-    test-numbers test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    test-numbers test-keras test-install test-onnx test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel wheels bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-all test-fast test-process test-fault' \
-	    'test-ports test-numbers test-keras test-install test-asan test-tsan' \
+	    'test-ports test-numbers test-keras test-install test-onnx test-asan test-tsan' \
 	    'test-horovod fuzz soak coverage wheel wheels bench' \
 	    'gpu-check clean'
 
@@ -73,6 +73,25 @@ test-ports: build
 # Every program of tests/numbers in all settings at 1, 2 and 3 ranks.
 test-numbers: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/numbers
+
+# Models as ONNX files, in an environment on top of $(VENV) with the packages
+# that convert and run them. Without these the tests would only be skipped.
+ONNX = build/onnx-$(TF)
+test-onnx: build $(ONNX)/.installed
+	PYTHONPATH=$(CURDIR) $(ONNX)/bin/python -c 'import onnxruntime, tf2onnx'
+	PYTHONPATH=$(CURDIR) $(ONNX)/bin/python -m pytest $(PYTEST_ARGS) \
+	    tests/process/test_onnx.py
+
+$(ONNX)/.installed: requirements-onnx.txt $(VENV)/.installed-dev
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$($(@D)/bin/python -c \
+	    'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(@D)/bin/python -m pip install -q --no-compile \
+	    --disable-pip-version-check -r requirements-onnx.txt \
+	    -c $(CONSTRAINTS) tensorflow==$(TF)
+	@touch $@
 
 # All of Keras's own tests of its loops and callbacks; the suite has some.
 test-keras: build

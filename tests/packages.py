@@ -215,6 +215,7 @@ PUBLIC = {
         "apply_delta",
         "consistency",
         "export_delta",
+        "export_onnx",
         "export_safetensors",
         "launch",
         "load_safetensors",

@@ -244,7 +244,7 @@ def test_plans_are_made_without_tensorflow() -> None:
     loading = {"HybridParallelStrategy", "layers", "losses", "optimizers"}
     loading |= {"measure_machine", "export", "apply_delta", "export_delta"}
     loading |= {"scaled_rate", "callbacks", "data", "metrics"}
-    loading |= {"export_safetensors", "load_safetensors"}
+    loading |= {"export_onnx", "export_safetensors", "load_safetensors"}
     program = (
         "import sys, tfdist_ext\n"
         f"for name in {sorted(names - loading)}: getattr(tfdist_ext, name)\n"

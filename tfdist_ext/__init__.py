@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tfdist_ext.saving.deltas import apply_delta
     from tfdist_ext.saving.deltas import export_delta
     from tfdist_ext.saving.exporting import export
+    from tfdist_ext.saving.onnx_files import export_onnx
     from tfdist_ext.saving.safetensors_files import export_safetensors
     from tfdist_ext.saving.safetensors_files import load_safetensors
     from tfdist_ext.strategy.strategy import HybridParallelStrategy
@@ -52,6 +53,7 @@ __all__ = [
     "data",
     "export",
     "export_delta",
+    "export_onnx",
     "export_safetensors",
     "launch",
     "layers",
@@ -77,6 +79,7 @@ def __getattr__(name: str) -> Any:
         "apply_delta": "saving.deltas",
         "export": "saving.exporting",
         "export_delta": "saving.deltas",
+        "export_onnx": "saving.onnx_files",
         "export_safetensors": "saving.safetensors_files",
         "load_safetensors": "saving.safetensors_files",
         "measure_machine": "comm.measuring",

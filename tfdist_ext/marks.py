@@ -169,6 +169,16 @@ def samples_of_lists(rows: tf.Tensor) -> Callable[[], tf.Tensor] | None:
     return getattr(rows, "_tfdist_samples_of_lists", None)
 
 
+def set_list_length(row_splits: tf.Tensor, length: int) -> None:
+    """Marks row splits of lists that all have this many ids."""
+    row_splits._tfdist_list_length = length
+
+
+def list_length(row_splits: tf.Tensor) -> int | None:
+    """Value of `set_list_length` for row splits; None if it is not set."""
+    return getattr(row_splits, "_tfdist_list_length", None)
+
+
 def set_collectives(variable: Trackable, collectives: object) -> None:
     """Sets the collectives with which checkpoints read parts of a shard."""
     variable._tfdist_collectives = collectives

@@ -14,6 +14,7 @@ NOT_RUN = {
     "docs/launchers.md": 3,
     "docs/migrating.md": 1,
     "docs/monitoring.md": 1,
+    "docs/serving.md": 3,
     "docs/streams.md": 1,
 }
 TIME = re.compile(r"\b\d+(s|[mu]?s/step)$")

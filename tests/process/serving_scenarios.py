@@ -172,6 +172,26 @@ def requests_for_a_server(strategy, folder):
                 np.testing.assert_array_equal(found[name], values)
 
 
+def wrong_arguments(strategy, folder):
+    """Batches that are no inputs, and a model without tables."""
+    model, ids = trained(strategy), np.arange(24).reshape(8, 3)
+    with strategy.scope():
+        new = serving_models.Growing()
+    for text, arguments in (
+        ("have no tables yet", {"model": new, "inputs": ids}),
+        (
+            "Batch 1 of `warm_up` is no input of the model",
+            {"warm_up": [ids, ids[:, :2]]},
+        ),
+        ("at most 1000 batches. Received: 1001", {"warm_up": [ids] * 1001}),
+    ):
+        given = {"model": model, "path": folder / "model", **arguments}
+        with refused(ValueError, text):
+            tfdist_ext.export(**given)
+        strategy.collectives.barrier("refused")
+    assert not names_in(folder)
+
+
 def failures(strategy, folder):
     """Whatever cannot be done says so on all ranks and leaves nothing."""
     model = trained(strategy)
@@ -189,7 +209,6 @@ def failures(strategy, folder):
 
     with strategy.scope():
         exchanging, unknown = Exchanging(), keras.Model()
-        new = serving_models.Growing()
     ids = np.arange(24).reshape(8, 3)
     for error, text, save in (
         (ValueError, "int4", lambda p: export(model, p, "int4")),
@@ -204,21 +223,6 @@ def failures(strategy, folder):
             ValueError,
             "takes no `signatures`",
             lambda p: tf.saved_model.save(model, p, signature),
-        ),
-        (
-            ValueError,
-            "have no tables yet",
-            lambda p: export(new, p, inputs=ids),
-        ),
-        (
-            ValueError,
-            "Batch 1 of `warm_up` is no input of the model",
-            lambda p: export(model, p, warm_up=[ids, ids[:, :2]]),
-        ),
-        (
-            ValueError,
-            "at most 1000 batches. Received: 1001",
-            lambda p: export(model, p, warm_up=[ids] * 1001),
         ),
         *(
             [(Exception, "Pass `inputs`", lambda p: export(unknown, p))]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist_ext import marks
 from tfdist_ext.embedding import id_layout
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.id_layout import Layout
@@ -325,7 +326,9 @@ def _without_weights(
 
 def _one_each(values: tf.Tensor) -> tf.Tensor:
     """Returns row splits of lists of one id each."""
-    return _from_zero_to(tf.size(values, tf.int64))
+    splits = _from_zero_to(tf.size(values, tf.int64))
+    marks.set_list_length(splits, 1)
+    return splits
 
 
 def _feature(
@@ -472,6 +475,7 @@ def _from_dense(
     flat = _require_ids(tf.reshape(value, [-1]), layer, kinds)
     if value.shape[-1]:  # statically known, and not 0
         splits = _from_zero_to(tf.size(flat, tf.int64), value.shape[-1])
+        marks.set_list_length(splits, value.shape[-1])
         return Ids(flat, splits, tf.zeros([0]))
     shape = tf.shape(value, tf.int64)
     lists = _from_zero_to(tf.reduce_prod(shape[:-1]))

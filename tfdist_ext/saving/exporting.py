@@ -301,8 +301,7 @@ def export(
     Args:
         model: Keras model, built, or a `ShardedTopK`; its call in inference is
             exported.
-        path: path of the folder. An existing SavedModel is replaced when the
-            new one is complete.
+        path: path of the folder. A complete SavedModel replaces an older one.
         table_dtype: dtype of the served tables: "float32", "bfloat16", or
             "int8" with a float32 scale per row, which takes 4 more bytes.
         tables: where tables are stored. "inside": among the variables, which a
@@ -310,15 +309,13 @@ def export(
             into memory. It then starts at once, reads only rows that it looks
             up, and shares them with other servers of the host. The model must
             not be moved.
-        inputs: a nest of `tf.TensorSpec`, `tf.RaggedTensorSpec` and
-            `tf.SparseTensorSpec`, or a batch. Not needed for Functional and
-            Sequential models, nor for called tf_keras models and indexes.
+        inputs: a nest of specs of TensorFlow, or a batch. Not needed for
+            Functional and Sequential models, called tf_keras models, indexes.
         deltas: whether the model takes deltas (`export_delta`). Each rank then
             stores 8 bytes for each of its rows and for each key of a dynamic
             vocabulary, 16 for a string key.
         warm_up: batches as for `predict`, at most 1,000. TensorFlow Serving
-            computes them before it serves the model, so that no user waits
-            for what happens at the first request.
+            computes them before it serves the model.
 
     Raises:
         ValueError: an argument is invalid, the inputs of the model are not
@@ -329,7 +326,7 @@ def export(
             ranks. Nothing is changed then.
     """
     path = os.fspath(path)
-    model, inputs = _as_model(model, inputs)
+    model, inputs = as_model(model, inputs)
     _check(model, path, table_dtype, tables, deltas)
     collectives = shared_files.end_round(model)
     with (
@@ -337,16 +334,14 @@ def export(
         if collectives is None
         else collectives.joint_call(f"export to '{path}'", end_barrier=True)
     ):
-        place = None
-        if tables == "files":
-            place = os.path.abspath(path)
+        place = os.path.abspath(path) if tables == "files" else None
+        if place is not None:
             place = text_of_first_rank(place, collectives, "export/place")
         served = ServedModel(model, inputs, table_dtype, place)
-        requests = served.requests(warm_up)
-        _write(model, served, path, collectives, deltas, requests)
+        _write(model, served, path, collectives, deltas, warm_up)
 
 
-def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
+def as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
     """A model or index as a model, and its inputs if they are known."""
     if not hasattr(model, "as_model"):
         return model, inputs
@@ -354,10 +349,18 @@ def _as_model(model: Model, inputs: Nest) -> tuple[Model, Nest]:
     return model, asked if inputs is None else inputs
 
 
-def _check(
-    model: Model, path: str, table_dtype: str, tables: str, deltas: bool
-) -> None:
-    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, "export")
+def check_model(model: Model, table_dtype: str, where: str) -> None:
+    """Refuses what cannot be exported.
+
+    Args:
+        model: argument of the user.
+        table_dtype: argument of the user.
+        where: name of the function, for errors.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+    checks.one_of("table_dtype", table_dtype, TABLE_DTYPES, where)
     if not isinstance(model, tf.keras.Model):
         raise ValueError(
             "Argument `model` must be a model of Keras. Received: "
@@ -374,6 +377,12 @@ def _check(
             "have no tables yet. Call the model with a batch first, or train "
             "it."
         )
+
+
+def _check(
+    model: Model, path: str, table_dtype: str, tables: str, deltas: bool
+) -> None:
+    check_model(model, table_dtype, "export")
     checks.one_of("tables", tables, ("inside", "files"), "export")
     if tables == "files" and (deltas or "://" in path):
         raise ValueError(
@@ -389,8 +398,9 @@ def _write(
     path: str,
     collectives: Collectives | None,
     deltas: bool,
-    requests: Sequence[Mapping[str, tf.Tensor]],
+    warm_up: Sequence[Nest],
 ) -> None:
+    requests = served.requests(warm_up)
     if collectives is not None:
         collectives.group.check_same(
             [f"{name} {table.rows}" for name, table in served.tables.items()]
@@ -427,11 +437,16 @@ def export_archive(
     bound = inspect.signature(original).bind(model, filepath, *args, **kwargs)
     form = bound.arguments.get("format", "tf_saved_model")
     if form != "tf_saved_model":
+        instead = (
+            "Call tfdist_ext.export_onnx(model, path)."
+            if form == "onnx"
+            else "Convert what tfdist_ext.export(model, path) writes: its ops "
+            "are TensorFlow's."
+        )
         raise ValueError(
             f"Model '{model.name}' has sparse layers of tfdist_ext and can "
             f"only be exported as a SavedModel. Received: format='{form}' for "
-            f"'{filepath}'. Convert what tfdist_ext.export(model, path) "
-            "writes: its ops are TensorFlow's."
+            f"'{filepath}'. {instead}"
         )
     signature = bound.arguments.get("input_signature")
     return export(model, filepath, inputs=_one_input(signature))

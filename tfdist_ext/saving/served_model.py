@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import equal_lists
 from tfdist_ext.embedding import pooled_lookup
 from tfdist_ext.embedding.capture import Lookup
 from tfdist_ext.embedding.feature import Feature
@@ -25,6 +26,7 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving import delta_files
 from tfdist_ext.saving import warm_up
+from tfdist_ext.saving.onnx_tables import OnnxTable
 from tfdist_ext.saving.served_keys import ServedKeys
 from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
@@ -273,6 +275,7 @@ class ServedModel(tf.Module):
         inputs: see `inputs_of`.
         table_dtype: dtype of the served tables.
         folder: folder of tables that are files; None for tables in variables.
+        for_onnx: whether the model is converted to ONNX, and not run.
 
     Attributes:
         serve: the model's call in inference, on a nest of inputs.
@@ -292,23 +295,21 @@ class ServedModel(tf.Module):
         inputs: Nest,
         table_dtype: str,
         folder: str | None = None,
+        for_onnx: bool = False,
     ) -> None:
         super().__init__()
         self.export_id = ""
         self.delta_number: tf.Variable | None = None
         # They are not attributes, as TensorFlow would save everything in them.
         made: dict[int, Table] = {}
-
-        def make(name: str, spec: ShardSpec, source: Variable) -> Table:
-            if folder is None:
-                return ServedTable(name, spec, table_dtype, source)
-            return MappedTable(name, spec, table_dtype, source, folder)
-
+        make = _maker(table_dtype, folder, for_onnx)
         dynamic: dict[int, ServedKeys] = {}
+
+        look_up = equal_lists.look_up if for_onnx else pooled_lookup.look_up
 
         def answer(lookup: Lookup) -> list[tf.Tensor]:
             return [
-                pooled_lookup.look_up(
+                look_up(
                     _with_rows(dynamic, lists, feature),
                     feature,
                     _table(made, lookup, feature, make).rows_of,
@@ -458,6 +459,21 @@ class ServedModel(tf.Module):
         return found
 
 
+Maker = Callable[[str, ShardSpec, Variable], Table]
+
+
+def _maker(table_dtype: str, folder: str | None, for_onnx: bool) -> Maker:
+    """The function that makes a served table of a trained one."""
+
+    def make(name: str, spec: ShardSpec, source: Variable) -> Table:
+        if folder is None:
+            return ServedTable(name, spec, table_dtype, source)
+        kind = OnnxTable if for_onnx else MappedTable
+        return kind(name, spec, table_dtype, source, folder)
+
+    return make
+
+
 def _with_rows(
     dynamic: dict[int, ServedKeys], lists: Sequence[Ids], feature: Feature
 ) -> Sequence[Ids]:
@@ -480,7 +496,7 @@ def _table(
     made: dict[int, Table],
     lookup: Lookup,
     feature: Feature,
-    make: Callable[[str, ShardSpec, Variable], Table],
+    make: Maker,
 ) -> Table:
     source = value_of(lookup.tables[feature.table])
     if id(source) not in made:

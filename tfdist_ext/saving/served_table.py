@@ -47,10 +47,10 @@ def encoded_rows(block: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
 
 
 def decoded_rows(parts: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Decodes arrays of rows, by name, into rows float32 `[n, dim]`."""
+    """Decodes arrays of rows, by name, into rows float32 `[..., dim]`."""
     rows = tf.cast(parts["values"], tf.float32)
     if "scales" in parts:
-        rows *= parts["scales"][:, tf.newaxis]
+        rows *= tf.expand_dims(parts["scales"], -1)
     return rows
 
 
@@ -82,28 +82,37 @@ class MappedTable(tf.Module):
         # It is a function, so that TensorFlow does not save the variable too.
         self.source = lambda: source
         self._dtype, self._folder = dtype, folder
-        self._kinds = lambda: parts_of_table(dtype, spec.rows, spec.dim)
 
     def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
-        """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
+        """Rows float32 `[..., dim]` of ids int64 `[...]`, all in the table."""
         parts = {
             name: tf.gather(
                 tf.raw_ops.ImmutableConst(
                     dtype=dtype,
                     shape=shape,
-                    memory_region_name=os.path.join(
-                        self._folder, FOLDER, self._file(name)
-                    ),
+                    memory_region_name=self.file(name),
                 ),
                 ids,
             )
-            for name, (dtype, shape) in self._kinds().items()
+            for name, (dtype, shape) in self.kinds().items()
         }
         return decoded_rows(parts)
 
     def parts(self) -> dict[str, tf.Variable]:
         """No variables, as the rows are in files."""
         return {}
+
+    def kinds(self) -> dict[str, tuple[tf.DType, list[Any]]]:
+        """The arrays in the files, by name: dtype and shape."""
+        return parts_of_table(self._dtype, self.rows, self.dim)
+
+    def file(self, part: str) -> str:
+        """The path of an array's file on servers.
+
+        Args:
+            part: name of the array, a key of `kinds`.
+        """
+        return os.path.join(self._folder, FOLDER, self._file(part))
 
     def encoded(self, block: np.ndarray) -> dict[str, np.ndarray]:
         """Encodes rows `[n, dim]` for the files; returns arrays by name."""
@@ -112,7 +121,7 @@ class MappedTable(tf.Module):
     def make_files(self, folder: str) -> None:
         """Creates files of the table's size in a SavedModel's folder."""
         os.makedirs(os.path.join(folder, FOLDER), exist_ok=True)
-        for name, (dtype, shape) in self._kinds().items():
+        for name, (dtype, shape) in self.kinds().items():
             path = os.path.join(folder, FOLDER, self._file(name))
             with open(path, "wb") as file:
                 file.truncate(math.prod(map(int, shape)) * dtype.size)
@@ -177,7 +186,7 @@ class ServedTable(tf.Module):
         return parts
 
     def rows_of(self, ids: tf.Tensor) -> tf.Tensor:
-        """Rows float32 `[n, dim]` of ids int64 `[n]`, all in the table."""
+        """Rows float32 `[..., dim]` of ids int64 `[...]`, all in the table."""
         # It reads single rows: after a read of the entire variable, every
         # update would copy the table.
         found = {

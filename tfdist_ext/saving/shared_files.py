@@ -293,7 +293,8 @@ def refuse_export(shard: Variable, where: str) -> NoReturn:
         f"A model with partitioned tables cannot be exported {where} by "
         f"{spec.world_size} ranks. Received: table '{spec.table}'. Call "
         "tfdist_ext.export(model, path), on all ranks: it writes a SavedModel "
-        "of TensorFlow's own ops, which others convert. See docs/serving.md."
+        "of TensorFlow's own ops, which others convert. For ONNX, call "
+        "tfdist_ext.export_onnx(model, path). See docs/serving.md."
     )
 
 
