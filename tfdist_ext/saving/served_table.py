@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -143,7 +143,7 @@ class MappedTable(tf.Module):
                 file.write(value.tobytes())
 
     def _file(self, part: str) -> str:
-        return re.sub(r"[^\w.-]", "_", self.table_name) + f".{part}"
+        return f"{urllib.parse.quote(self.table_name, safe='')}.{part}"
 
 
 class ServedTable(tf.Module):
