@@ -113,6 +113,8 @@ def _look_at(op: tf.Operation, of_rows: set[str]) -> None:
         of_rows: names of tensors that are linear in rows of a table's gradient.
     """
     of_rows.update(x.name for x in op.outputs if marks.is_table_rows(x))
+    if not of_rows:
+        return  # this op is of the forward pass, as most are
     given = [each.name in of_rows for each in op.inputs]
     if not any(given) or op.type in _HARMLESS or op_origin.is_of_update(op):
         return

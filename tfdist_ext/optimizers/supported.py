@@ -345,7 +345,8 @@ def _check(
     if not hasattr(tf.distribute.get_strategy(), "collectives"):
         return
     pairs = list(pairs)
-    warn_of_rows(gradient for gradient, _ in pairs)
+    if any(marks.is_table(variable) for _, variable in pairs):
+        warn_of_rows(gradient for gradient, _ in pairs)
     for gradient, variable in pairs:
         check_table_optimizer(optimizer, variable)
         if gradient is not None:

@@ -33,6 +33,7 @@ from tfdist_ext.saving.served_table import MappedTable
 from tfdist_ext.saving.served_table import ServedTable
 from tfdist_ext.tables import checks
 from tfdist_ext.thread_context import current
+from tfdist_ext.type_names import Layer
 from tfdist_ext.type_names import Model
 from tfdist_ext.type_names import Nest
 from tfdist_ext.type_names import Nested
@@ -366,11 +367,8 @@ def check_model(model: Model, table_dtype: str, where: str) -> None:
             "Argument `model` must be a model of Keras. Received: "
             f"{type(model).__name__}. Put the layer into a keras.Sequential."
         )
-    unbuilt = [
-        layer.name
-        for layer in keras_internals.layers_of(model)
-        if getattr(layer, "looks_up_tables", False) and not layer.built
-    ]
+    layers = _layers_with_tables(model)
+    unbuilt = [layer.name for layer in layers if not layer.built]
     if unbuilt:
         raise ValueError(
             f"Model '{model.name}' cannot be exported: its layers {unbuilt} "
@@ -419,10 +417,15 @@ def _write(
 def _has_tables(model: Model) -> bool:
     if hasattr(model, "as_model"):
         return True
-    return isinstance(model, keras.Model) and any(
-        getattr(layer, "looks_up_tables", False)
+    return isinstance(model, keras.Model) and bool(_layers_with_tables(model))
+
+
+def _layers_with_tables(model: Model) -> list[Layer]:
+    return [
+        layer
         for layer in keras_internals.layers_of(model)
-    )
+        if getattr(layer, "looks_up_tables", False)
+    ]
 
 
 def export_archive(
