@@ -102,7 +102,8 @@ def test_install_lines_work_in_a_fresh_environment(folder):
     said = run(["tfdist-run", "-n", "2", "train.py"], folder, environment)
     for place, rank, text in documented_outputs("README.md", 2):
         if place == example.place:
-            assert any(like(text, line) for line in of_rank(rank, said)), text
+            lines = of_rank(rank, said)
+            assert any(like(text, line) for line in lines), (text, said)
 
 
 def of_rank(rank: int, said: str) -> list[str]:

@@ -151,6 +151,63 @@ def test_other_ranks_show_whole_lines_without_bars(program) -> None:
     assert "\b\b\b\r" + bar in done.stdout  # Rank 0's bar is as it was.
 
 
+def test_lines_of_ranks_are_not_mixed(program) -> None:
+    """Also where every part of a line is a write of its own."""
+    script = program("""
+        for number in range(300):
+            print("line", number, "of rank", RANK)
+    """)
+    done = launch("-n", "3", script, PYTHONUNBUFFERED="1")
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"{prefix}line {number} of rank {rank}"
+        for rank, prefix in enumerate(("", "[1] ", "[2] "))
+        for number in range(300)
+    )
+
+
+def test_a_prompt_of_rank_0_is_shown(program) -> None:
+    """A line without an end is held back for a second only."""
+    script = program("""
+        if RANK == 0:
+            sys.stdout.write("begun\\nname: ")
+            sys.stdout.flush()
+            print(sys.stdin.readline().strip())
+    """)
+    with subprocess.Popen(
+        [*LAUNCHER, "-n", "2", script],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        shown = ""
+        while not shown.endswith("name: "):
+            shown += job.stdout.read(1)
+        shown += job.communicate("it\n", timeout=LIMIT)[0]
+    assert (shown, job.returncode) == ("begun\nname: it\n", 0)
+
+
+def test_rank_0_ends_with_the_reader_of_its_output(program) -> None:
+    script = program("""
+        while True:
+            print("again", flush=True)
+            time.sleep(0.01)
+    """)
+    with subprocess.Popen(
+        [*LAUNCHER, "-n", "2", script],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert "again" in job.stdout.readline()
+        job.stdout.close()
+        job.stdout = None
+        errors = job.communicate(timeout=LIMIT)[1]
+    assert "BrokenPipeError" in errors
+    assert job.returncode != 0
+
+
 def test_rank_0_keeps_the_terminal(program, tmp_path: pathlib.Path) -> None:
     script = program("""
         width = os.get_terminal_size(1).columns if RANK == 0 else "unknown"

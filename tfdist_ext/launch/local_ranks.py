@@ -11,6 +11,7 @@ import fcntl
 import os
 import pathlib
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ _BAR = re.compile(
 )
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
+_UNFINISHED_SECONDS = 1.0  # until a prompt without a line end is written
 
 
 class Pump:
@@ -54,6 +56,7 @@ class Pump:
         *,
         prefix: bytes | None,
         log: BinaryIO | None = None,
+        ends_with_sink: bool = False,
     ) -> None:
         """Starts to copy.
 
@@ -62,8 +65,11 @@ class Pump:
             sink: file to write to.
             lock: lock held while writing, shared by all pumps.
             prefix: prefix of every line; progress bars are then left out. None
-                copies every byte unchanged.
+                copies every byte: at once to a terminal, otherwise in whole
+                lines, because lines of other ranks go to the same file.
             log: log file that also gets every byte.
+            ends_with_sink: whether to close `source` if `sink` cannot be
+                written, so that the rank gets an error too.
         """
         self.tail: collections.deque[bytes] = collections.deque(
             maxlen=_TAIL_LINES
@@ -73,7 +79,9 @@ class Pump:
         self._lock = lock
         self._prefix = prefix
         self._log = log
+        self._ends_with_sink = ends_with_sink
         self._unlogged = b""
+        self._unwritten = b""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -84,15 +92,37 @@ class Pump:
     def _run(self) -> None:
         lines = LineSplitter(self._show_line)
         try:
-            while data := _read(self._source):
+            while data := self._read():
                 self._write_log(data)
-                if self._prefix is None:
-                    self._write(data)
+                self._copy(data)
                 lines.feed(data)
+            self._write(self._unwritten)
             lines.close()
             self._write_log(b"", last=True)
+        except (OSError, ValueError):
+            pass  # `sink` cannot be written.
         finally:
             os.close(self._source)
+
+    def _read(self) -> bytes:
+        if self._unwritten:
+            poll = select.poll()
+            poll.register(self._source, select.POLLIN)
+            if not poll.poll(_UNFINISHED_SECONDS * 1000):
+                self._write(self._unwritten)
+                self._unwritten = b""
+        return _read(self._source)
+
+    def _copy(self, data: bytes) -> None:
+        """Writes what ends with a line end or a carriage return."""
+        if self._prefix is not None:
+            return
+        data = self._unwritten + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if self._sink.isatty() or len(data) - end > _LONGEST_LINE:
+            end = len(data)
+        self._unwritten = data[end:]
+        self._write(data[:end])
 
     def _show_line(self, line: bytes) -> None:
         self.tail.append(line)
@@ -110,10 +140,13 @@ class Pump:
             self._log.flush()
 
     def _write(self, data: bytes) -> None:
-        # If the reader of the output has ended, the ranks still go on.
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            self._sink.write(data)
-            self._sink.flush()
+        try:
+            with self._lock:
+                self._sink.write(data)
+                self._sink.flush()
+        except (OSError, ValueError):  # for example, the reader has ended
+            if self._ends_with_sink:
+                raise
 
 
 class LineSplitter:
@@ -221,9 +254,10 @@ class _Process:
         lock: threading.Lock,
     ) -> None:
         self.rank = rank
-        # Rank 0 writes to the terminal itself, unless its output must be copied
-        # to a log. Its errors are read, as they name a rank that it has lost.
-        piped = rank.rank != 0 or log is not None or not terminal
+        # Rank 0 writes to a terminal itself, unless its output is copied to a
+        # log. Its errors are read, as they name a rank that it has lost.
+        copied = rank.rank != 0 or log is not None or not terminal
+        piped = copied or not sys.stdout.isatty()
         reads_errors = piped or not sys.stderr.isatty()
         terminal = piped and rank.rank == 0 and sys.stdout.isatty()
         source, out = (
@@ -247,7 +281,14 @@ class _Process:
                 os.close(descriptor)
         prefix = None if rank.rank == 0 else b"[%d] " % rank.rank
         self._pumps = [
-            Pump(each, sink.buffer, lock, prefix=prefix, log=log)
+            Pump(
+                each,
+                sink.buffer,
+                lock,
+                prefix=prefix,
+                log=log,
+                ends_with_sink=sink is sys.stdout and not copied,
+            )
             for each, sink in ((source, sys.stdout), (error_source, sys.stderr))
             if each >= 0
         ]
