@@ -37,13 +37,14 @@ WHEELS_ARGS ?=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-all test-fast test-process test-fault test-ports \
-    test-numbers test-keras test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    test-numbers test-keras test-orbax test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel wheels bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-all test-fast test-process test-fault' \
-	    'test-ports test-numbers test-keras test-install test-asan test-tsan' \
+	    'test-ports test-numbers test-keras test-orbax test-install' \
+	    'test-asan test-tsan' \
 	    'test-horovod fuzz soak coverage wheel wheels bench' \
 	    'gpu-check clean'
 
@@ -77,6 +78,25 @@ test-numbers: build
 # All of Keras's own tests of its loops and callbacks; the suite has some.
 test-keras: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/keras_own
+
+# Checkpoints of Orbax, in an environment on top of .venv: where JAX is installed
+# Keras imports it, which would slow all other tests down.
+ORBAX = build/orbax
+test-orbax: build $(ORBAX)/.installed
+	$(ORBAX)/bin/python -c 'import orbax.checkpoint'
+	$(ORBAX)/bin/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS) \
+	    tests/process/test_orbax.py
+
+PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(ORBAX)/.installed: $(VENV)/.installed-dev requirements-orbax.txt
+	rm -rf $(ORBAX)
+	$(BIN)/python -m venv $(ORBAX)
+	$(BIN)/python $(PURELIB) > \
+	    "$$($(ORBAX)/bin/python $(PURELIB))/environment.pth"
+	$(ORBAX)/bin/python -m pip install -q --no-compile \
+	    --disable-pip-version-check -r requirements-orbax.txt \
+	    -c $(CONSTRAINTS) tensorflow==$(TF)
+	@touch $@
 
 # The README's install lines in a fresh environment: needs a package index.
 test-install: environment

@@ -52,6 +52,7 @@ SKIPS_EMPTY = "_support_zero_size_input"  # BatchNormalization, tf_keras
 LOG_WEIGHTS = "_log_weights"  # TensorBoard
 WRITE_BACKUP = "_save_model"  # BackupAndRestore, Keras 3
 SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
+WRITE_ORBAX = "_save_checkpoint"  # OrbaxCheckpoint, Keras 3
 
 # Argument of `evaluate` that is set if `fit` calls it.
 WITHIN_FIT = "_use_cached_eval_dataset"
@@ -464,11 +465,15 @@ class SavingModules:
             self.hdf5 = self.folders.hdf5_format
 
 
-def public_readers() -> list[types.ModuleType]:
-    """Modules that have Keras's public function `load_model`."""
-    public = keras.models.load_model
+def public_readers(name: str = "load_model") -> list[types.ModuleType]:
+    """Modules that have one of Keras's public functions that read files.
+
+    Args:
+        name: "load_model", or "load_weights", which only Keras 3 has.
+    """
+    public = inspect.unwrap(keras.models.load_model).__globals__[name]
     modules = list(sys.modules.values())
-    return [m for m in modules if vars(m).get("load_model") is public]
+    return [m for m in modules if vars(m).get(name) is public]
 
 
 def function_arguments(wrapper: object) -> dict[str, Any]:
