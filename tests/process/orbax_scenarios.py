@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "own": lambda: OWN.Adagrad(0.1),
     "keras": lambda: keras.optimizers.Adam(0.1),
     "split": lambda: OWN.Split(keras.optimizers.Lamb(0.1), OWN.Adam(0.1)),
+    "same": lambda: OWN.Split(keras.optimizers.Adam(0.1), OWN.Adam(0.2)),
 }
 
 
@@ -76,7 +77,9 @@ def state(strategy, model):
     for variable in model.optimizer.variables:
         # Keras numbers optimizers.
         name, _, slot = variable.path.partition("/")
-        found[f"{name.rstrip('_0123456789')} {slot}"] = whole(variable)
+        key = f"{name.rstrip('_0123456789')} {slot}"
+        # Both parts of an optimizer may have one name.
+        found[f"{key} again" if key in found else key] = whole(variable)
     return found
 
 

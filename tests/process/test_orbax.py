@@ -32,6 +32,7 @@ SCENARIOS = (
         (3, 3, 2, "keras"),
         (2, 3, 3, "keras"),
         (2, 3, 1, "split"),
+        (2, 3, 2, "same"),
     ],
 )
 def test_written_here_read_there(

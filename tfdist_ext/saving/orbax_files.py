@@ -252,10 +252,12 @@ def _without_model(path: str, model: str) -> str:
     return re.sub(f"^{_numbered(model)}/", "", path)
 
 
-def _without_optimizer(path: str, model: str) -> str:
-    """The path of a slot, without the names of optimizer and model."""
-    slot = path.partition("/")[2] or path
-    return re.sub(f"^{_numbered(model)}_", "", slot)
+def _number_of(name: str) -> tuple[str, int]:
+    """A name without the number that Keras adds to it, and the number."""
+    digits = re.search(r"_(\d+)$", name)
+    if digits is None:
+        return name, 0
+    return name[: digits.start()], int(digits[1])
 
 
 def _match(
@@ -320,14 +322,44 @@ def _seeds(by_path: dict[str, Any]) -> list[Any]:
     """Removes the states of seeds, and returns them in Keras's numbering."""
 
     def number(path: str) -> tuple[str, int]:
-        folder = path.removesuffix(_SEED).rstrip("/")
-        digits = re.search(r"_(\d+)$", folder)
-        if digits is None:
-            return folder, 0
-        return folder[: digits.start()], int(digits[1])
+        return _number_of(path.removesuffix(_SEED).rstrip("/"))
 
     paths = sorted((p for p in by_path if p.endswith(_SEED)), key=number)
     return [by_path.pop(path) for path in paths]
+
+
+def _match_slots(
+    stored: Mapping[str, np.ndarray], variables: Mapping[str, Any], model: str
+) -> tuple[_Pairs, list[str], list[str]]:
+    """Like `_match`, for an optimizer; its parts are in Keras's numbering."""
+    there, here = _by_slot(stored, model), _by_slot(variables, model)
+    pairs: _Pairs = []
+    missing: list[str] = []
+    unknown: list[str] = []
+    for slot in sorted(there.keys() | here.keys()):
+        values, owners = there.get(slot, []), here.get(slot, [])
+        if len(values) == len(owners):
+            pairs += [
+                (variables[owner], stored[value])
+                for owner, value in zip(owners, values, strict=True)
+            ]
+        else:
+            missing += owners
+            unknown += values
+    return pairs, missing, unknown
+
+
+def _by_slot(
+    paths: Iterable[str], model: str
+) -> dict[tuple[str, str], list[str]]:
+    """Paths by the names of optimizer and slot, in the order of numbers."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(paths, key=lambda p: _number_of(p.partition("/")[0])):
+        optimizer, _, slot = path.partition("/")
+        slot = re.sub(f"^{_numbered(model)}_", "", slot)
+        key = (_number_of(optimizer)[0], slot)
+        found.setdefault(key, []).append(path)
+    return found
 
 
 def _pairs_of_optimizer(tree: _Tree, model: Model) -> _Pairs:
@@ -342,10 +374,9 @@ def _pairs_of_optimizer(tree: _Tree, model: Model) -> _Pairs:
         variables = owns[i].variables if i < len(owns) else []
         values = _flat(added.get(str(i), {}))
         parts.append((values, {v.path: v for v in variables}))
-    short = functools.partial(_without_optimizer, model=model.name)
     pairs: _Pairs = []
     for stored, variables in parts:
-        found, missing, unknown = _match(stored, variables, short)
+        found, missing, unknown = _match_slots(stored, variables, model.name)
         if missing or unknown:
             warnings.warn(
                 "The Orbax checkpoint has the state of another optimizer, "
