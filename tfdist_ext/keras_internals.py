@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -463,17 +462,6 @@ class SavingModules:
         else:
             self.folders = modules["legacy_sm_saving_lib"]
             self.hdf5 = self.folders.hdf5_format
-
-
-def public_readers(name: str = "load_model") -> list[types.ModuleType]:
-    """Modules that have one of Keras's public functions that read files.
-
-    Args:
-        name: "load_model", or "load_weights", which only Keras 3 has.
-    """
-    public = inspect.unwrap(keras.models.load_model).__globals__[name]
-    modules = list(sys.modules.values())
-    return [m for m in modules if vars(m).get(name) is public]
 
 
 def function_arguments(wrapper: object) -> dict[str, Any]:

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
+
 import tensorflow as tf
 
 from tfdist_ext import keras_internals as names
@@ -120,9 +124,20 @@ def _readers() -> list[Hook]:
         *(
             hook(module, name, why, _SAVING, reading, stage(read, RANKS))
             for name in public
-            for module in names.public_readers(name)
+            for module in _public_readers(name)
         ),
     ]
+
+
+def _public_readers(name: str) -> list[types.ModuleType]:
+    """Modules that have one of Keras's public functions that read files.
+
+    Args:
+        name: "load_model", or "load_weights", which only Keras 3 has.
+    """
+    public = inspect.unwrap(keras.models.load_model).__globals__[name]
+    modules = list(sys.modules.values())
+    return [m for m in modules if vars(m).get(name) is public]
 
 
 def _copies() -> list[Hook]:
