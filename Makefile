@@ -86,6 +86,8 @@ test-orbax: build $(ORBAX)/.installed
 	$(ORBAX)/bin/python -c 'import orbax.checkpoint'
 	$(ORBAX)/bin/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS) \
 	    tests/process/test_orbax.py
+	TFDIST_TEST_EVERY_SIZE=1 $(ORBAX)/bin/python -m pytest $(TWO_AT_A_TIME) \
+	    $(PYTEST_ARGS) tests/keras_own -k orbax
 
 PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(ORBAX)/.installed: $(VENV)/.installed-dev requirements-orbax.txt
