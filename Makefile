@@ -37,13 +37,14 @@ WHEELS_ARGS ?=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help demo test test-all test-fast test-process test-fault test-ports \
-    test-numbers test-keras test-install test-onnx test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
+    test-numbers test-keras test-onnx test-orbax test-install test-asan test-tsan test-horovod test-horovodrun fuzz soak coverage build editable \
     library environment lint format docs wheel wheels bench gpu-check clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,6p'
 	@echo 'Also: build lint format docs test-all test-fast test-process test-fault' \
-	    'test-ports test-numbers test-keras test-install test-onnx test-asan test-tsan' \
+	    'test-ports test-numbers test-keras test-onnx test-orbax test-install' \
+	    'test-asan test-tsan' \
 	    'test-horovod fuzz soak coverage wheel wheels bench' \
 	    'gpu-check clean'
 
@@ -74,22 +75,30 @@ test-ports: build
 test-numbers: build
 	TFDIST_TEST_EVERY_SIZE=1 $(PYTEST) tests/numbers
 
-# Models as ONNX files, in an environment on top of $(VENV) with the packages
-# that convert and run them. Without these the tests would only be skipped.
+# Models as ONNX files, and checkpoints of Orbax. Each runs in an environment on
+# top of $(VENV) with the packages that it needs. Without them the tests would
+# only be skipped; with JAX installed, Keras imports it, which slows other tests.
 ONNX = build/onnx-$(TF)
+ORBAX = build/orbax-$(TF)
+test-onnx test-orbax: export PYTHONPATH = $(CURDIR)
 test-onnx: build $(ONNX)/.installed
-	PYTHONPATH=$(CURDIR) $(ONNX)/bin/python -c 'import onnxruntime, tf2onnx'
-	PYTHONPATH=$(CURDIR) $(ONNX)/bin/python -m pytest $(PYTEST_ARGS) \
-	    tests/process/test_onnx.py
+	$(ONNX)/bin/python -c 'import onnxruntime, tf2onnx'
+	$(ONNX)/bin/python -m pytest $(PYTEST_ARGS) tests/process/test_onnx.py
 
-$(ONNX)/.installed: requirements-onnx.txt $(VENV)/.installed-dev
+test-orbax: build $(ORBAX)/.installed
+	$(ORBAX)/bin/python -c 'import orbax.checkpoint'
+	$(ORBAX)/bin/python -m pytest $(TWO_AT_A_TIME) $(PYTEST_ARGS) \
+	    tests/process/test_orbax.py
+	TFDIST_TEST_EVERY_SIZE=1 $(ORBAX)/bin/python -m pytest $(TWO_AT_A_TIME) \
+	    $(PYTEST_ARGS) tests/keras_own -k orbax
+
+PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+build/%-$(TF)/.installed: requirements-%.txt $(VENV)/.installed-dev
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	    > $$($(@D)/bin/python -c \
-	    'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(BIN)/python $(PURELIB) > "$$($(@D)/bin/python $(PURELIB))/below.pth"
 	$(@D)/bin/python -m pip install -q --no-compile \
-	    --disable-pip-version-check -r requirements-onnx.txt \
+	    --disable-pip-version-check -r requirements-$*.txt \
 	    -c $(CONSTRAINTS) tensorflow==$(TF)
 	@touch $@
 

@@ -69,6 +69,7 @@ PRIVATE_KERAS = {
     "_prev_training_metadata_path",
     "_prev_weights_path",
     "_random_generator",
+    "_save_checkpoint",
     "_save_model",
     "_saved_model_arg_spec",
     "_saved_model_inputs_spec",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -52,6 +51,7 @@ SKIPS_EMPTY = "_support_zero_size_input"  # BatchNormalization, tf_keras
 LOG_WEIGHTS = "_log_weights"  # TensorBoard
 WRITE_BACKUP = "_save_model"  # BackupAndRestore, Keras 3
 SHOULD_WRITE_MODEL = "_should_save_model"  # ModelCheckpoint, Keras 3
+WRITE_ORBAX = "_save_checkpoint"  # OrbaxCheckpoint, Keras 3
 
 # Argument of `evaluate` that is set if `fit` calls it.
 WITHIN_FIT = "_use_cached_eval_dataset"
@@ -462,13 +462,6 @@ class SavingModules:
         else:
             self.folders = modules["legacy_sm_saving_lib"]
             self.hdf5 = self.folders.hdf5_format
-
-
-def public_readers() -> list[types.ModuleType]:
-    """Modules that have Keras's public function `load_model`."""
-    public = keras.models.load_model
-    modules = list(sys.modules.values())
-    return [m for m in modules if vars(m).get("load_model") is public]
 
 
 def function_arguments(wrapper: object) -> dict[str, Any]:

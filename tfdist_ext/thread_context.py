@@ -32,6 +32,8 @@ class ThreadContext(threading.local):
         answer: answers lookups with stock ops during an export, else None.
         predicting: the model of Keras 3 whose `predict` runs, else None.
         in_loop_of_ranks: whether a loop of Keras runs on several ranks.
+        state_trees: "saved" or "loaded", while Keras's state trees are those
+            of Orbax checkpoints, else None.
     """
 
     savers: Any = None
@@ -47,6 +49,7 @@ class ThreadContext(threading.local):
     answer: Any = None
     predicting: Any = None
     in_loop_of_ranks: bool = False
+    state_trees: str | None = None
 
 
 current = ThreadContext()

@@ -73,6 +73,10 @@ def of_all_ranks(
     os.chdir(own)
     try:
         with contextlib.ExitStack() as stack:
+            # Some tests name a folder by the id of an object.
+            stack.enter_context(
+                mock.patch.object(module, "id", lambda _: 0, create=True)
+            )
             for name, values in (("os", of_os), ("tempfile", of_tempfile)):
                 if hasattr(module, name):
                     stand_in = types.SimpleNamespace(**values)

@@ -60,10 +60,6 @@ def refusals(strategy, folder):
     for arguments in ({}, {"by_name": True, "skip_mismatch": True}):
         with refused(Exception, "legacy format", "alone.h5"):
             model.load_weights(folder / "alone.h5", **arguments)
-    with refused(ValueError, "ModelCheckpoint"):
-        orbax = object.__new__(keras.callbacks.OrbaxCheckpoint)
-        orbax._model = model
-        orbax.on_train_begin()
     assert names_in(folder) == {"alone.h5"}
     goes_on(strategy, model)
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
+
 import tensorflow as tf
 
 from tfdist_ext import keras_internals as names
@@ -17,6 +21,7 @@ from tfdist_ext.patching import hook
 from tfdist_ext.patching import stage
 from tfdist_ext.saving import exporting
 from tfdist_ext.saving import keras_files
+from tfdist_ext.saving import orbax_files
 from tfdist_ext.saving import saver
 from tfdist_ext.saving import shared_files
 from tfdist_ext.strategy import rounds
@@ -40,6 +45,7 @@ def rows() -> list[Hook]:
         *_copies(),
         *_checkpoints(),
         *_callbacks(),
+        *_orbax(),
         *_exports(),
     ]
 
@@ -103,16 +109,35 @@ def _readers() -> list[Hook]:
         (files, "load_weights_only", read),
         (hdf5, "load_weights_from_hdf5_group", refuse),
         (hdf5, "load_weights_from_hdf5_group_by_name", refuse),
-        # These check first whether the file exists.
-        *((module, "load_model", read) for module in names.public_readers()),
         (keras.Model, "load_weights", read),
         (keras.optimizers.Optimizer, "load_own_variables", slots),
     ]
     why = "All ranks read one file, and their parts of tables."
+    reading = stage(orbax_files.reading, STRATEGY, Need.VOCABULARY)
+    # These check first whether the file exists.
+    public = ["load_model", "load_weights"] if KERAS_3 else ["load_model"]
     return [
-        hook(owner, name, why, _SAVING, stage(call, RANKS))
-        for owner, name, call in loaded
+        *(
+            hook(owner, name, why, _SAVING, stage(call, RANKS))
+            for owner, name, call in loaded
+        ),
+        *(
+            hook(module, name, why, _SAVING, reading, stage(read, RANKS))
+            for name in public
+            for module in _public_readers(name)
+        ),
     ]
+
+
+def _public_readers(name: str) -> list[types.ModuleType]:
+    """Modules that have one of Keras's public functions that read files.
+
+    Args:
+        name: "load_model", or "load_weights", which only Keras 3 has.
+    """
+    public = inspect.unwrap(keras.models.load_model).__globals__[name]
+    modules = list(sys.modules.values())
+    return [m for m in modules if vars(m).get(name) is public]
 
 
 def _copies() -> list[Hook]:
@@ -175,9 +200,6 @@ def _callbacks() -> list[Hook]:
                 shared_files.make_folder,
             ),
         ]
-        if hasattr(callbacks, "OrbaxCheckpoint"):
-            refuse = shared_files.refuse_orbax
-            own.append((callbacks.OrbaxCheckpoint, "on_train_begin", refuse))
     calls = callbacks.CallbackList
     return [
         *(
@@ -208,6 +230,31 @@ def _callbacks() -> list[Hook]:
             for name, call in (
                 ("on_train_batch_begin", timeline.time_begin),
                 ("on_train_batch_end", timeline.time_end),
+            )
+        ),
+    ]
+
+
+def _orbax() -> list[Hook]:
+    """Hooks of checkpoints of Orbax, which Keras 3 makes from state trees."""
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    if orbax is None:
+        return []
+    needs = (STRATEGY, Need.VOCABULARY)
+    why = "A checkpoint has whole tables and the keys of vocabularies."
+    return [
+        hook(
+            orbax,
+            names.WRITE_ORBAX,
+            "One rank writes, and tables are written whole.",
+            _CALLBACKS,
+            stage(orbax_files.save, *needs),
+        ),
+        *(
+            hook(keras.Model, name, why, _SAVING, stage(call, *needs))
+            for name, call in (
+                ("get_state_tree", orbax_files.get_state_tree),
+                ("set_state_tree", orbax_files.set_state_tree),
             )
         ),
     ]

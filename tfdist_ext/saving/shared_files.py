@@ -438,20 +438,6 @@ def make_folder(
 
 
 @_with_ranks
-def refuse_orbax(
-    collectives: Collectives,
-    call: Callable[[], object],
-    callback: Callback,
-    logs: Logs = None,
-) -> None:
-    raise ValueError(
-        "OrbaxCheckpoint would write each rank's part of the model to the "
-        f"same path. Received: a strategy of {collectives.group.world_size} "
-        "ranks. Use ModelCheckpoint, or tf.train.CheckpointManager."
-    )
-
-
-@_with_ranks
 def log_once(
     collectives: Collectives,
     call: Callable[[], object],
