@@ -121,7 +121,8 @@ class LocalSteps:
     With `outer`: Douillard et al., DiLoCo, 2023, arXiv:2311.08105. With
     `row_cache`: Miao et al., HET: Scaling out Huge Embedding Model Training
     via Cache-enabled Distributed Framework, PVLDB 15(2), 2021,
-    arXiv:2112.07221; there, each row is refreshed by a clock of its own.
+    arXiv:2112.07221; there, each row is refreshed by a clock of its own, as
+    with `SSP`.
 
     Args:
         k: number of steps of a round, at least 1.
@@ -249,24 +250,45 @@ class SSP:
     Sources: Ho et al., More Effective Distributed ML via a Stale Synchronous
     Parallel Parameter Server, NIPS 2013. With `stale_scale="inverse"`: Zhang
     et al., Staleness-Aware Async-SGD for Distributed Deep Learning, IJCAI
-    2016, arXiv:1511.05950.
+    2016, arXiv:1511.05950. With `row_cache`: Miao et al., HET, see
+    `LocalSteps`.
 
     Args:
         staleness: steps that a rank may be ahead, at least 0.
         stale_scale: "inverse" divides a gradient by how many steps old the
             values are that it was computed from, if more than one. "none"
             applies it as it is.
+        row_cache: whether a rank answers its lookups from its own copy of a
+            row while the copy has the updates of all but the last `staleness`
+            steps, which is what the owner guarantees too. A copy lacks later
+            updates, also those of this rank. Row bytes from the owners fall by
+            the share `row_cache_hits`, in the logs of `fit` and in
+            `strategy.statistics()`; gradients are sent with their ids. It
+            acts on features whose rows are deduplicated, which the planner
+            chooses for features of one id per sample, and not on dynamic
+            vocabularies. Rows that the program itself assigns are read after
+            `strategy.synchronize()`.
 
     Raises:
-        ValueError: an argument is out of bounds.
+        ValueError: an argument is out of bounds, or `row_cache` is given with
+            `stale_scale="inverse"`.
     """
 
     staleness: int
     stale_scale: str = "none"
+    row_cache: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("staleness", self.staleness, 0, "SSP")
         checks.one_of("stale_scale", self.stale_scale, _SCALES, "SSP")
+        checks.boolean("row_cache", self.row_cache, "SSP", optional=False)
+        if self.row_cache and self.stale_scale == "inverse":
+            raise ValueError(
+                'Argument `stale_scale` is "inverse", for which owners count '
+                "how old the rows of a gradient are. They do not know it of "
+                "copies. Received: row_cache=True (SSP). Leave one of the two "
+                "out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

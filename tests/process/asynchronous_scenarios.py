@@ -22,6 +22,7 @@ from tfdist_ext.callbacks import Resume
 from tfdist_ext.callbacks import Timeline
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 KERAS_3 = hasattr(keras, "ops")
@@ -38,13 +39,25 @@ class Slow(keras.callbacks.Callback):
         time.sleep(self.seconds)
 
 
+def once(strategy, sharding):
+    """A placement whose rows are looked up once per batch."""
+    ranks = range(strategy.num_replicas_in_sync)
+    parts = {f"{sharding}_parts": len(ranks), "ranks": tuple(ranks)}
+    return TablePlacement(deduplicate=True, **parts)
+
+
 def linear_model(strategy):
     """Its loss is linear in all weights: no gradient depends on weights."""
     with strategy.scope():
         ids = keras.Input([3], dtype="int64")
         x = keras.Input([2])
         sparse = FullSparse(
-            2, 40, use_bias=False, kernel_initializer=normal(1), name="sparse"
+            2,
+            40,
+            use_bias=False,
+            kernel_initializer=normal(1),
+            name="sparse",
+            sharding=once(strategy, "row"),
         )
         rows = keras.layers.Flatten()(sparse(ids))
         total = keras.layers.Dense(
@@ -90,6 +103,40 @@ def loop_over(strategy, model, data):
         for batch in strategy.experimental_distribute_dataset(data):
             run(batch)
         strategy.synchronize()
+
+
+def seen(strategy, folder, sharding):
+    """How many updates a row has had that a rank sees in its steps."""
+    start, rate = 100.0, 0.5
+    with strategy.scope():
+        ids = keras.Input([1], dtype="int64")
+        table = tfdist_ext.layers.Embedding(
+            8,
+            4,
+            embeddings_initializer=keras.initializers.Constant(start / 4),
+            sharding=once(strategy, sharding),
+        )
+        rows = keras.layers.Flatten()(table(ids))
+        total = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones", trainable=False
+        )(rows)
+        model = keras.Model(ids, total)
+        model.compile(tfdist_ext.optimizers.SGD(rate), "mae")
+    batch = np.full([12, 1], 5), np.zeros([12, 1])
+    losses, found = [], []
+    copies = strategy.collectives.row_copies
+    for _ in range(16):
+        time.sleep(0.01 * strategy.rank)
+        losses.append(float(model.train_on_batch(*batch)))
+        found.append(0 if copies is None else copies.counts().numpy()[1])
+    strategy.synchronize()
+    (row,) = strategy.gather_table(table)[5:6]
+    every = 4 * rate  # of a step of all ranks
+    return {
+        "updates": [(start - loss) / every for loss in losses],
+        "updates after the round": (start - float(row.sum())) / every,
+        "hits": np.diff(found),
+    }
 
 
 def trained(strategy, folder, optimizer, of_keras, options):

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.process
 
 SSP = ["SSP", {"staleness": 2}]
 BAP = ["BAP", {}]
+CACHE = ["SSP", {"staleness": 3, "row_cache": True}]
 INVERSE = ["BAP", {"stale_scale": "inverse"}]
 
 
@@ -19,6 +20,9 @@ INVERSE = ["BAP", {"stale_scale": "inverse"}]
         (2, 3, BAP, True),
         (2, 2, SSP, True),
         (3, 3, SSP, False),
+        (2, 3, CACHE, False),
+        (2, 2, CACHE, True),
+        (3, 2, CACHE, False),
     ],
 )
 def test_updates_are_those_of_one_process(
@@ -37,6 +41,31 @@ def test_updates_are_those_of_one_process(
             )
 
 
+@pytest.mark.parametrize(("ranks", "keras"), [(2, 3), (2, 2), (3, 3)])
+@pytest.mark.parametrize("sharding", ["row", "column"])
+def test_copies_of_rows_are_not_too_old(run_scenario, ranks, keras, sharding):
+    mode = {"staleness": 3, "row_cache": True}
+    for row_cache in (True, False):
+        mode["row_cache"] = row_cache
+        for found in run_scenario(
+            "asynchronous_scenarios.seen",
+            sharding,
+            ranks=ranks,
+            keras=keras,
+            consistency=["SSP", mode],
+        ):
+            updates = np.array(found["updates"])
+            steps = np.arange(len(updates))
+            assert (updates >= steps - 3 - 1e-3).all(), updates
+            # A copy is read until it is three steps old.
+            assert (np.diff(updates)[found["hits"] == 1] == 0).all(), found
+            assert found["hits"].sum() >= (8 if row_cache else 0), found
+            # In the first step other ranks may count by their last batch.
+            assert found["updates after the round"] == pytest.approx(
+                len(updates), abs=0.5
+            )
+
+
 @pytest.mark.parametrize(
     ("ranks", "keras", "mode", "optimizer", "of_keras", "options"),
     [
@@ -45,6 +74,8 @@ def test_updates_are_those_of_one_process(
         (2, 3, BAP, "Adam", True, {"steps_per_execution": 3}),
         (2, 2, INVERSE, "Adagrad", True, {}),
         (3, 3, INVERSE, "Adagrad", False, {}),
+        (2, 3, CACHE, "Adagrad", False, {}),
+        (2, 2, CACHE, "Adam", False, {"steps_per_execution": 3}),
     ],
 )
 def test_all_ranks_have_one_model_after_fit(
@@ -119,6 +150,11 @@ def test_what_needs_all_ranks_is_refused(run_scenario, what):
         ("resumed", BAP, 3, ()),
         ("watched", SSP, 3, ()),
         ("guarded", SSP, 3, ()),
+        ("guarded", CACHE, 3, ()),
+        ("a_rank_fails", CACHE, 3, ()),
+        ("a_bad_id", CACHE, 3, ()),
+        ("saved", CACHE, 3, ()),
+        ("serial", CACHE, 3, ("Adam",)),
         ("averaged", BAP, 3, ()),
         ("averaged", SSP, 2, ()),
         ("serial", BAP, 3, ("Adam",)),

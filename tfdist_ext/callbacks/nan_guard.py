@@ -180,8 +180,8 @@ class FiniteSteps:
         step = self._collectives.step if self._collectives else None
         if step is not None and step.asynchronous:
             # The gradients of tables have no rows yet.
-            for _, values, _ in step.row_gradients:
-                zeros = tf.reduce_sum(tf.zeros_like(values) * values)
+            for each in step.row_gradients:
+                zeros = tf.reduce_sum(tf.zeros_like(each.values) * each.values)
                 loss += tf.cast(zeros, loss.dtype)
         before = [_of_numbers(loss)]
         for part, (gradient, _) in zip(own, pairs, strict=True):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -163,6 +164,23 @@ def brief_error(error: BaseException) -> str:
 _KERAS_STEPS = ("train_step", "test_step", "predict_step")
 
 
+class RowGradient(NamedTuple):
+    """The gradient of a lookup, which the owners of the rows apply.
+
+    Attributes:
+        tag: tag of the requests for the rows.
+        values: `[n]`, gradients of the owners' replies, in their dtype.
+        splits: int64 `[world_size]`, the number of these values by owner.
+        ids: messages with the ids of all rows and their bytes by owner, see
+            `exchange.encode`; None if they are the ids that were asked for.
+    """
+
+    tag: int
+    values: tf.Tensor
+    splits: tf.Tensor
+    ids: tuple[tf.Tensor, tf.Tensor] | None = None
+
+
 @dataclasses.dataclass
 class Step:
     """State of one `Strategy.run` call.
@@ -204,8 +222,7 @@ class Step:
             at the end of the step.
         asynchronous: whether other ranks may be in other steps: the step has no
             collectives, and the owners of rows and variables answer requests.
-        row_gradients: tags of requests for rows, with the gradients of their
-            replies and the number of values of each reply.
+        row_gradients: gradients that are to be sent to the owners of rows.
     """
 
     samples: tf.Tensor
@@ -231,9 +248,7 @@ class Step:
     assigned: list[tf.Variable] = dataclasses.field(default_factory=list)
     later: list[tf.Variable] = dataclasses.field(default_factory=list)
     asynchronous: bool = False
-    row_gradients: list[tuple[int, tf.Tensor, tf.Tensor]] = dataclasses.field(
-        default_factory=list
-    )
+    row_gradients: list[RowGradient] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
     def on_whole_batch(self) -> Iterator[None]:

@@ -59,10 +59,14 @@ class Requests:
 
     Attributes:
         group: process group of the ranks.
+        bound: steps that a rank may be ahead of the slowest; None for no
+            bound.
         steps: int64 variable, the clock of this rank.
         pushed: int64 variable that is written after the updates of a step.
         updating: lock that a handler holds while it reads or writes rows. An
             update is atomic: nothing is read between a row and its slots.
+        known_clocks: int64 variable `[world_size]`, the clocks of all ranks, as
+            far as this rank has been told.
         staleness: how often an update was computed from values that were so
             many steps old.
         owners: what answers lookups, by the tag of their requests.
@@ -70,9 +74,8 @@ class Requests:
             averaged when the ranks synchronize.
 
     Args:
-        group: process group of the ranks.
-        bound: steps that a rank may be ahead of the slowest; None for no
-            bound.
+        group: see the attributes.
+        bound: see the attributes.
     """
 
     def __init__(self, group: ProcessGroup, bound: int | None) -> None:
@@ -81,7 +84,7 @@ class Requests:
         self.staleness: collections.Counter[int] = collections.Counter()
         self.owners: dict[int, Any] = {}
         self.assigned: dict[int, tf.Variable] = {}
-        self._bound = bound
+        self.bound = bound
         self._clocks = np.zeros(group.world_size, np.int64)
         self._changed = threading.Condition()
         self._over = False
@@ -91,6 +94,9 @@ class Requests:
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, trainable=False, dtype=tf.int64)
             self.pushed = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self.known_clocks = tf.Variable(
+                tf.zeros([group.world_size], tf.int64), trainable=False
+            )
             self._samples = tf.Variable(
                 tf.zeros([group.world_size]), trainable=False
             )
@@ -198,7 +204,7 @@ class Requests:
         Raises:
             RuntimeError: the ranks do not exchange any more.
         """
-        bound = self._bound
+        bound = self.bound
         if bound is None:
             return
         with self._changed:
@@ -212,6 +218,7 @@ class Requests:
         self._samples[peer].assign(tf.bitcast(message, tf.float32))
         with self._changed:
             self._clocks[peer] = max(step, self._clocks[peer])
+            self.known_clocks.assign(self._clocks)
             self._changed.notify_all()
 
     def tick(self, samples: tf.Tensor) -> None:
@@ -231,6 +238,19 @@ class Requests:
             step,
             replies=False,
         )
+
+    def oldest_clock(self) -> tf.Tensor:
+        """Steps of every rank whose updates the owners have applied.
+
+        This rank may not have been told of the last ones. int64 scalar.
+        """
+        own = tf.one_hot(
+            self.group.rank, self.group.world_size, True, False, dtype=tf.bool
+        )
+        known = tf.where(
+            own, self.steps.read_value(), self.known_clocks.read_value()
+        )
+        return tf.reduce_min(known)
 
     def share_of(self, samples: tf.Tensor) -> tf.Tensor:
         """This rank's share of a global batch.
@@ -269,4 +289,5 @@ class Requests:
         with self._changed:
             # A rank that has begun another step may be ahead.
             self._clocks = np.maximum(self._clocks, step)
+            self.known_clocks.assign(self._clocks)
             self._changed.notify_all()

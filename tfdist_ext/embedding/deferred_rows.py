@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist_ext import marks
@@ -87,17 +86,7 @@ def deferring(
         `tf.IndexedSlices` of unique, ascending rows of the entire table,
         marked as deferred.
     """
-    with internals.not_recording():
-        results = [
-            tf.raw_ops.PreventGradient(
-                input=each,
-                message="the gradient of a lookup stays on its rank "
-                "in this mode of `consistency`, and only a tape in the same "
-                "function knows it. Call the layer and the tape in one "
-                "tf.function.",
-            )
-            for each in look_up()
-        ]
+    results = unrecorded(look_up)
     used = exchange.used_tables(features)
 
     def gradient(*upstream: tf.Tensor) -> list[Gradient]:
@@ -109,6 +98,24 @@ def deferring(
     natives = [value_of(tables[table]) for table in used]
     internals.record_gradient(results, natives, gradient)
     return results
+
+
+def unrecorded(look_up: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Looks up rows whose gradient the caller tells tapes.
+
+    A tape of another function would not know it, which is an error.
+    """
+    with internals.not_recording():
+        return [
+            tf.raw_ops.PreventGradient(
+                input=each,
+                message="the gradient of a lookup stays on its rank "
+                "in this mode of `consistency`, and only a tape in the same "
+                "function knows it. Call the layer and the tape in one "
+                "tf.function.",
+            )
+            for each in look_up()
+        ]
 
 
 def _gradient(
@@ -296,14 +303,8 @@ def _sent(
         placements=[feature.placement for feature in features],
         world_size=ranks,
     )
-    columns = [
-        [feature.spec.at(rank).local_dim for feature in features]
-        for rank in range(ranks)
-    ]
-    counts = route.sample_splits * np.array(columns, np.int64)
-    received = exchange.sent(
-        parts, tf.reduce_sum(counts, axis=1), collectives, wire, LABEL
-    )
+    counts = exchange.values_by_owner(route.sample_splits, features)
+    received = exchange.sent(parts, counts, collectives, wire, LABEL)
     shapes = [feature.spec.local_shape for feature in features]
     with tf.device("CPU:0"):
         rows, sums = lookup_ops.lookup_grad(

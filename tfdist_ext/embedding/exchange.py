@@ -393,6 +393,22 @@ def join(
     )
 
 
+def values_by_owner(
+    sample_splits: tf.Tensor, features: Sequence[Feature]
+) -> tf.Tensor:
+    """The number of values of samples for each owner, int64 `[world_size]`.
+
+    Args:
+        sample_splits: see `Route`.
+        features: the features that are looked up.
+    """
+    columns = [
+        [feature.spec.at(rank).local_dim for feature in features]
+        for rank in range(sample_splits.shape[0])
+    ]
+    return tf.reduce_sum(sample_splits * tf.constant(columns, tf.int64), axis=1)
+
+
 def sent(
     values: tf.Tensor,
     send_splits: tf.Tensor,

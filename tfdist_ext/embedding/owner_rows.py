@@ -14,19 +14,26 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist_ext import marks
+from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import collectives as collectives_lib
+from tfdist_ext.comm.calls import RowGradient
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
+from tfdist_ext.embedding import deferred_rows
 from tfdist_ext.embedding import exchange
 from tfdist_ext.embedding.exchange import OwnedIds
 from tfdist_ext.embedding.exchange import Route
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
+from tfdist_ext.embedding.row_copies import Age
+from tfdist_ext.embedding.row_copies import Found
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.ops import id_ops
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import request_ops  # registers the op
+from tfdist_ext.tables.placement import ShardSpec
 from tfdist_ext.tables.placement import spec_from_json
 from tfdist_ext.tables.placement import spec_to_json
 from tfdist_ext.type_names import Gradient
@@ -34,6 +41,8 @@ from tfdist_ext.type_names import Keywords
 from tfdist_ext.type_names import Variable
 
 assert request_ops
+
+_LENGTH = 8  # bytes of the length of ids
 
 
 @dataclasses.dataclass
@@ -128,17 +137,22 @@ class OwnerRows:
     def answer(self, peer: int, message: tf.Tensor, step: int) -> tf.Tensor:
         """Sums the rows that a rank asks for; a handler of `Requests`."""
         self._requests.await_step(step)
-        messages = list(self._empty)
-        messages[peer] = message
-        payload = tf.concat(messages, 0)
-        splits = tf.constant([int(each.shape[0]) for each in messages])
-        splits = tf.cast(splits, tf.int64)
+        payload, splits = self._of_one(peer, message)
         with self._requests.updating:
             values: tf.Tensor = self._function(
                 payload, splits, tf.constant(step, tf.int64)
             )
             self._reads[peer] = _Read(payload, splits, self._version)
         return values
+
+    def _of_one(
+        self, peer: int, message: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Messages of all ranks, and their bytes, if only one has ids."""
+        messages = list(self._empty)
+        messages[peer] = message
+        sizes = [int(each.shape[0]) for each in messages]
+        return tf.concat(messages, 0), tf.constant(sizes, tf.int64)
 
     def _answer(
         self, payload: tf.Tensor, splits: tf.Tensor, seed: tf.Tensor
@@ -166,7 +180,7 @@ class OwnerRows:
         """Gradients of this rank's tables from those of a rank's replies.
 
         Args:
-            payload: ids of the lookup, see `last_read`.
+            payload: ids of the lookup, see `received`.
             splits: bytes of their messages.
             replies: uint8 `[bytes]`, gradients of the replies.
         """
@@ -188,29 +202,61 @@ class OwnerRows:
         """The tables that `gradients` returns the gradients of, in order."""
         return [self._tables[i] for i in exchange.used_tables(self._features)]
 
-    def last_read(self, peer: int) -> tuple[tf.Tensor, tf.Tensor, int]:
-        """The last lookup of a rank, and how old the rows are now.
+    def received(
+        self, peer: int, message: tf.Tensor, has_ids: bool
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, int]:
+        """Reads a message with the gradients of a rank's lookup.
+
+        Args:
+            peer: the rank.
+            message: uint8 `[bytes]`, see `message_of`.
+            has_ids: whether it has ids. Otherwise they are those that the rank
+                has asked for last.
 
         Returns:
             The arguments of `gradients`, and the number of updates that the
-            rows have had since.
+            rows have had since the rank has asked.
         """
         read = self._reads[peer]
-        return read.payload, read.splits, self._version - read.version
+        behind = self._version - read.version
+        if not has_ids:
+            return read.payload, read.splits, message, behind
+        size = int(tf.bitcast(message[:_LENGTH], tf.int64))
+        ids, values = tf.split(message[_LENGTH:], [size, -1])
+        return *self._of_one(peer, ids), values, behind
 
     def count_update(self) -> None:
         """Counts an update of the rows."""
         self._version += 1
 
 
-def ask_owners(
+def message_of(gradient: RowGradient) -> tuple[tf.Tensor, tf.Tensor]:
+    """Messages with a gradient and ids, if it has any, and bytes by owner."""
+    values = tf.reshape(tf.bitcast(gradient.values, tf.uint8), [-1])
+    value_bytes = gradient.splits * gradient.values.dtype.size
+    if gradient.ids is None:
+        return values, value_bytes
+    ids, id_bytes = gradient.ids
+    ranks = gradient.splits.shape[0]
+    lengths = tf.bitcast(id_bytes, tf.uint8)
+    parts = zip(
+        tf.unstack(lengths, ranks),
+        tf.split(ids, id_bytes, num=ranks),
+        tf.split(values, value_bytes, num=ranks),
+        strict=True,
+    )
+    payload = tf.concat([each for of_rank in parts for each in of_rank], 0)
+    return payload, _LENGTH + id_bytes + value_bytes
+
+
+def look_up_at_owners(
     ids: Sequence[Sequence[Ids]],
     features: Sequence[Feature],
     tables: Sequence[Variable],
     collectives: Collectives,
     wire: Wire,
-) -> tuple[tf.Tensor, Route]:
-    """Sums of rows as their owners have them now.
+) -> list[tf.Tensor]:
+    """Sums of rows as their owners have them now, or had when they were copied.
 
     Args:
         ids: per feature, the lists whose results are summed.
@@ -220,10 +266,103 @@ def ask_owners(
         wire: wire format of the replies.
 
     Returns:
-        The replies of all owners, float32 `[v]`, and how to join them.
+        Per feature float32 `[b, dim]`.
 
     Raises:
         ValueError: a feature or the wire format needs all ranks at once.
+    """
+    if collectives.row_copies is None:
+        parts, route, _ = _ask(ids, features, tables, collectives, wire)
+        return exchange.join(parts, route, features, collectives)
+    return _look_up_with_copies(ids, features, tables, collectives, wire)
+
+
+def _look_up_with_copies(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    tables: Sequence[Variable],
+    collectives: Collectives,
+    wire: Wire,
+) -> list[tf.Tensor]:
+    """Asks only for rows of which this rank has no copy, or an old one.
+
+    Only features with unique rows and without a dynamic vocabulary have copies.
+    The gradients of all rows are sent with their ids.
+    """
+    requests = collectives.requests
+    assert requests is not None and requests.bound is not None
+    # Read before the owners answer: rows may have had later updates as well.
+    now = requests.oldest_clock()
+    age = Age(now, requests.steps.read_value() - requests.bound)
+    found: dict[int, Found] = {
+        i: collectives.row_copies.find(
+            ids[i][0].values, feature, tables[feature.table], age
+        )
+        for i, feature in enumerate(features)
+        if feature.unique and feature.keys is None
+    }
+    asked = [
+        [exchange.each_alone(found[i].missing)] if i in found else lists
+        for i, lists in enumerate(ids)
+    ]
+    with internals.not_recording(), tf.control_dependencies([now]):
+        parts, route, owner = _ask(asked, features, tables, collectives, wire)
+
+    def look_up() -> list[tf.Tensor]:
+        results = exchange.join(parts, route, features, collectives)
+        for index, each in found.items():
+            results[index] = each.complete(results[index])
+        return results
+
+    results = deferred_rows.unrecorded(look_up)
+    variables = owner.tables_of_gradients()
+    step, samples = collectives.step, collectives.samples()
+    assert step is not None
+
+    def gradient(*upstream: tf.Tensor) -> list[Gradient]:
+        for each in found.values():
+            each.count()
+        payload, splits, sample_ids, sample_splits = exchange.encode(
+            ids, features, samples, False, owner.where
+        )
+        scale = route.gradient_scale
+        values = lookup_ops.parts_of_gradient(
+            [tf.math.multiply_no_nan(each, scale) for each in upstream],
+            sample_ids,
+            sample_splits,
+            placements=owner.where["placements"],
+            world_size=owner.where["world_size"],
+        )
+        _, seed = wire.seeds(collectives.group.rank)
+        values = id_ops.to_wire(
+            values, owner.place.dtype, rounding=wire.rounding, seed=seed
+        )
+        step.row_gradients.append(
+            RowGradient(
+                owner.place.tag,
+                values,
+                exchange.values_by_owner(sample_splits, features),
+                (payload, splits),
+            )
+        )
+        return [_at_owners(v.shape, marks.shard_spec(v)) for v in variables]
+
+    internals.record_gradient(results, list(map(value_of, variables)), gradient)
+    return results
+
+
+def _ask(
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    tables: Sequence[Variable],
+    collectives: Collectives,
+    wire: Wire,
+) -> tuple[tf.Tensor, Route, OwnerRows]:
+    """Asks the owners of rows; see `look_up_at_owners` for the arguments.
+
+    Returns:
+        The replies of all owners, float32 `[v]`, how to join them, and what
+        answers for this rank.
     """
     requests = collectives.requests
     step = collectives.step
@@ -253,11 +392,12 @@ def ask_owners(
         tables=variables,
         shards=[spec_to_json(marks.shard_spec(each)) for each in variables],
     )
-    parts = id_ops.from_wire(values, rounding=wire.rounding)
+    _, seed = wire.seeds(collectives.group.rank)
+    parts = id_ops.from_wire(values, rounding=wire.rounding, seed=seed)
     count = tf.stack(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
-    return parts, Route(count, sample_ids, sample_splits, share)
+    return parts, Route(count, sample_ids, sample_splits, share), owner
 
 
 def _check(
@@ -293,19 +433,26 @@ def _request_gradient(
     collectives = collectives_lib.active()
     assert collectives is not None and collectives.step is not None
     collectives.step.row_gradients.append(
-        (op.get_attr("tag"), grad, op.outputs[1])
+        RowGradient(op.get_attr("tag"), grad, op.outputs[1])
     )
-    slices: list[Gradient] = []
-    for shape, shard in zip(
-        op.get_attr("table_shapes"), op.get_attr("shards"), strict=True
-    ):
-        sizes = tf.TensorShape(shape).as_list()
-        values = tf.zeros([0, sizes[1]])
-        marks.set_at_owners(values)
-        rows = tf.zeros([0], tf.int64)
-        spec = spec_from_json(shard)
-        slices.append(lookup_ops.unique_slices(values, rows, sizes, spec))
+    slices = [
+        _at_owners(tf.TensorShape(shape), spec_from_json(shard))
+        for shape, shard in zip(
+            op.get_attr("table_shapes"), op.get_attr("shards"), strict=True
+        )
+    ]
     return [*slices, None, None, None]
+
+
+def _at_owners(
+    shape: tf.TensorShape, spec: ShardSpec | None
+) -> tf.IndexedSlices:
+    """The gradient of a shard, without rows: the owners compute them."""
+    assert spec is not None
+    values = tf.zeros([0, shape[1]])
+    marks.set_at_owners(values)
+    rows = tf.zeros([0], tf.int64)
+    return lookup_ops.unique_slices(values, rows, shape.as_list(), spec)
 
 
 def is_at_owners(values: tf.Tensor) -> bool:

@@ -30,7 +30,7 @@ from tfdist_ext.embedding.exchange import output_dist
 from tfdist_ext.embedding.feature import Feature
 from tfdist_ext.embedding.feature import Ids
 from tfdist_ext.embedding.feature import Wire
-from tfdist_ext.embedding.owner_rows import ask_owners
+from tfdist_ext.embedding.owner_rows import look_up_at_owners
 from tfdist_ext.embedding.prefetched_ids import Ahead
 from tfdist_ext.embedding.row_copies import Found
 from tfdist_ext.embedding.rows_of_keys import rows_of_keys
@@ -437,13 +437,10 @@ class _Exchange:
         self, ids: Sequence[Sequence[Ids]], tables: Sequence[Variable]
     ) -> list[tf.Tensor]:
         lists, poolings = self._without_duplicates(ids)
-        parts, route = ask_owners(
+        results = look_up_at_owners(
             *(lists, self.features, tables, self.collectives, self.wire)
         )
-        return self._pooled(
-            exchange.join(parts, route, self.features, self.collectives),
-            poolings,
-        )
+        return self._pooled(results, poolings)
 
     def ask(
         self, ids: Sequence[Sequence[Ids]], tables: Sequence[Variable]

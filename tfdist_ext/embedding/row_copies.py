@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of rows that a rank has read in a round of `LocalSteps`.
+"""Copies of rows that a rank has read, and answers its own lookups from.
 
-With `LocalSteps(tables=True)` the rows of tables change only where rounds end.
-With `row_cache=True` as well, a rank asks the owner of a row once in a round,
-and then answers its lookups from its own copy.
+With `LocalSteps(tables=True)` the rows of tables change only where rounds end,
+so all copies of a round can be used until then. With `SSP` each copy has a
+clock, and can be used until it is too old.
 
 Source: Miao et al., HET: Scaling out Huge Embedding Model Training via
-Cache-enabled Distributed Framework, PVLDB 15(2), 2021. There, each row has a
-clock of its own; here, all copies are as old as the round.
+Cache-enabled Distributed Framework, PVLDB 15(2), 2021, arXiv:2112.07221.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -30,6 +30,7 @@ class _Copies:
     Attributes:
         ids: int64 `[n]`, unique ids.
         rows: float32 `[n, dim]`, their rows.
+        clocks: int64 `[n]`, see `Age`.
         round: number of the round in which they were read.
     """
 
@@ -40,9 +41,24 @@ class _Copies:
         self.rows = local_variable(
             lambda: tf.zeros([0, dim]), "copies_of_rows", [None, dim]
         )
+        self.clocks = local_variable(
+            lambda: tf.zeros([0], tf.int64), "clocks_of_copies", [None]
+        )
         self.round = local_variable(
             lambda: tf.constant(-1, tf.int64), "round_of_copies"
         )
+
+
+class Age(NamedTuple):
+    """Clocks of copies: numbers of steps of every rank that a row has had.
+
+    Attributes:
+        now: int64 scalar, the clock of rows that are asked for now.
+        oldest: int64 scalar, the lowest clock of copies that can be used.
+    """
+
+    now: tf.Tensor
+    oldest: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,27 +107,46 @@ class RowCopies:
         self._open.assign(False)
         self._round.assign_add(1)
 
-    def find(self, ids: tf.Tensor, feature: Feature, table: Variable) -> Found:
+    def find(
+        self,
+        ids: tf.Tensor,
+        feature: Feature,
+        table: Variable,
+        age: Age | None = None,
+    ) -> Found:
         """Finds the ids of which this rank has copies.
 
         Args:
             ids: int64 `[u]`, unique ids of a batch.
             feature: the feature that is looked up.
             table: this rank's part of the table.
+            age: clocks; None if all copies of a round can be used.
         """
         copies = self._copies(feature, table)
-        usable = self._open.read_value() & tf.equal(
+        in_round = self._open.read_value() & tf.equal(
             copies.round.read_value(), self._round.read_value()
         )
-        known = copies.ids.read_value()
-        count = tf.where(usable, tf.size(known), 0)
-        known = known[:count]
+        if age is None:
+            count = tf.where(in_round, tf.size(copies.ids.read_value()), 0)
+        else:
+            young = copies.clocks.read_value() >= age.oldest
+            chosen = tf.where(young & in_round)[:, 0]
+            count = tf.size(chosen)
+
+        def usable(values: tf.Variable) -> tf.Tensor:
+            if age is None:
+                return values.read_value()[:count]
+            return tf.gather(values.read_value(), chosen)
+
         # Copies come first, then missing ids, both in their order.
-        unique, places = tf.unique(tf.concat([known, ids], 0))
+        unique, places = tf.unique(tf.concat([usable(copies.ids), ids], 0))
         places = places[count:]
 
         def complete(received: tf.Tensor) -> tf.Tensor:
-            rows = tf.concat([copies.rows.read_value()[:count], received], 0)
+            rows = tf.concat([usable(copies.rows), received], 0)
+            if age is not None:
+                new = tf.fill([tf.size(unique) - count], age.now)
+                copies.clocks.assign(tf.concat([usable(copies.clocks), new], 0))
             copies.ids.assign(unique)
             copies.rows.assign(rows)
             copies.round.assign(self._round.read_value())

@@ -26,6 +26,8 @@ from tfdist_ext.comm.requests import Handler
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.embedding.owner_rows import OwnerRows
 from tfdist_ext.embedding.owner_rows import is_at_owners
+from tfdist_ext.embedding.owner_rows import message_of
+from tfdist_ext.embedding.row_copies import RowCopies
 from tfdist_ext.embedding.sharded_variable import local_variable
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.numbers.model_state import variables_of_optimizer
@@ -66,6 +68,7 @@ class OwnerRound(Round):
         assert steps.collectives is not None
         assert steps.collectives.requests is not None
         self._requests: Requests = steps.collectives.requests
+        self._copies: RowCopies | None = steps.collectives.row_copies
         self._strategy = weakref.ref(strategy)
         self._optimizer = weakref.ref(optimizer)
         self._owned: dict[int, tuple[Variable, int]] = {}
@@ -100,6 +103,8 @@ class OwnerRound(Round):
         with tf.control_dependencies(sent):
             self._number.assign_add(1)
             self._count.assign_add(1)
+            if self._copies is not None:
+                self._copies.open()
             self._requests.pushed.assign_add(1)
 
     def _send_rows(
@@ -111,29 +116,31 @@ class OwnerRound(Round):
         trained = {id(value_of(each)): each for each in variables}
         sent = []
         seen: set[int] = set()
-        for tag, gradient, splits in collectives.step.row_gradients:
-            rows: OwnerRows = self._requests.owners[tag]
+        for gradient in collectives.step.row_gradients:
+            rows: OwnerRows = self._requests.owners[gradient.tag]
             tables = [value_of(each) for each in rows.tables_of_gradients()]
             if not any(id(each) in trained for each in tables):
                 continue
-            _check_once(tag, seen, tables)
+            _check_once(gradient.tag, seen, tables)
             label = rows.place.label.removesuffix("/rows")
             place = collectives.place_of_request(f"{label}/gradients", tf.uint8)
             if place.tag not in self._served:
                 self._served.add(place.tag)
                 known = [trained.get(id(each)) for each in tables]
-                make = functools.partial(self._row_handler, rows, known)
+                make = functools.partial(
+                    self._row_handler, rows, known, gradient.ids is not None
+                )
                 self._requests.serve_later(place, make)
-            size = gradient.dtype.size
-            payload = tf.reshape(tf.bitcast(gradient, tf.uint8), [-1])
-            replies, _ = self._requests.request(
-                place, payload, splits * size, number
-            )
+            message = message_of(gradient)
+            replies, _ = self._requests.request(place, *message, number)
             sent.append(replies)
         return sent
 
     def _row_handler(
-        self, rows: OwnerRows, variables: Sequence[Variable | None]
+        self,
+        rows: OwnerRows,
+        variables: Sequence[Variable | None],
+        has_ids: bool,
     ) -> Handler:
         """Applies gradients of this rank's rows, when a rank sends them."""
 
@@ -161,12 +168,9 @@ class OwnerRound(Round):
 
         def handle(peer: int, message: tf.Tensor, number: int) -> tf.Tensor:
             with self._requests.updating:
-                payload, splits, behind = rows.last_read(peer)
+                *arguments, behind = rows.received(peer, message, has_ids)
                 scale = self._scale_of(behind)
-                function(
-                    *(payload, splits, message, scale),
-                    tf.constant(number, tf.int64),
-                )
+                function(*arguments, scale, tf.constant(number, tf.int64))
                 rows.count_update()
             return tf.zeros([0], tf.uint8)
 
@@ -299,7 +303,9 @@ class OwnerRound(Round):
         return self._owned[key][1]
 
     def clear(self) -> None:
-        """Does nothing: updates are not held back."""
+        """Forgets copies of rows; updates are not held back."""
+        if self._copies is not None:
+            self._copies.clear()
 
     def is_complete(self) -> bool:
         """True: all ranks can synchronize after any step."""
@@ -327,6 +333,7 @@ class OwnerRound(Round):
             iterations.assign(tf.cast(most[1], iterations.dtype))
         self._number.assign(tf.cast(iterations.read_value(), tf.int64))
         self._count.assign(0)
+        self.clear()
         self._requests.reset(int(most[2]))
 
     def _share(self, collectives: Collectives, optimizer: Optimizer) -> None:
