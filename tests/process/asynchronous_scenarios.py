@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What models become where each rank steps alone: SSP and BAP."""
 
+import gc
 import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 import tensorflow as tf
@@ -137,6 +139,68 @@ def seen(strategy, folder, sharding):
         "updates after the round": (start - float(row.sum())) / every,
         "hits": np.diff(found),
     }
+
+
+class Bias(keras.layers.Layer):
+    """Adds a trained number."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, x):
+        return x + self.bias
+
+
+def row_model(strategy, start, dim):
+    """A model whose output is the sum of a row; all have the same names."""
+    with strategy.scope():
+        ids = keras.Input([1], dtype="int64")
+        table = tfdist_ext.layers.Embedding(
+            8,
+            dim,
+            embeddings_initializer=keras.initializers.Constant(start / dim),
+            sharding="row",
+            name="table",
+        )
+        rows = keras.layers.Flatten()(table(ids))
+        total = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="ones", trainable=False
+        )(rows)
+        model = keras.Model(ids, Bias(name="bias")(total))
+        model.compile(tfdist_ext.optimizers.SGD(0.5), "mae")
+    return model
+
+
+def two_models(strategy, folder, dims):
+    """Each is trained by its own owners, and can be deleted."""
+    models = [
+        row_model(strategy, start, dim)
+        for start, dim in zip((10.0, 20.0), dims, strict=True)
+    ]
+    batch = np.arange(8)[:, np.newaxis] % 4, np.zeros([8, 1])
+    for _ in range(6):
+        for model in models:
+            model.train_on_batch(*batch)
+    strategy.synchronize()
+    for model, start, dim in zip(models, (10.0, 20.0), dims, strict=True):
+        rows = strategy.gather_table(model.get_layer("table"))
+        # Each of the six updates is of a quarter of the samples. In the first
+        # one, other ranks may count by an earlier batch.
+        expected = np.full([4, dim], start / dim - 6 * 0.5 / 4)
+        np.testing.assert_allclose(rows[:4], expected, atol=0.1)
+        np.testing.assert_allclose(rows[4:], start / dim)
+        bias = np.array(model.get_layer("bias").bias)
+        np.testing.assert_allclose(bias, -6 * 0.5, atol=0.4)
+    owners = strategy.collectives.requests.owners
+    tables = [each.get_layer("table") for each in models]
+    deleted = [weakref.ref(each) for each in (*models, *tables)]
+    deleted += [weakref.ref(each.optimizer) for each in models]
+    before = len(owners)
+    del models, model, tables
+    keras.backend.clear_session()
+    gc.collect()
+    assert [each() for each in deleted] == [None] * len(deleted)
+    assert len(owners) <= before - 2, dict(owners)
 
 
 def trained(strategy, folder, optimizer, of_keras, options):

@@ -349,14 +349,20 @@ class Collectives:
             )
         return self._tags.take(step, label, kind, dtype)
 
-    def place_of_request(self, label: str, dtype: tf.DType) -> Place:
+    def place_of_request(
+        self, label: str, dtype: tf.DType, server: str
+    ) -> Place:
         """A kind of request of the current step, the same on all ranks.
 
         Args:
             label: names the requests in errors and statistics.
             dtype: dtype of the replies.
+            server: names what serves the requests. Lookups of two models may
+                have one label, and their optimizers too.
         """
-        tag = self._tags.take(self.step, label, "request", dtype)
+        tag = self._tags.take(
+            self.step, f"{label} of {server}", "request", dtype
+        )
         return Place(tag, label, dtype)
 
     @contextlib.contextmanager

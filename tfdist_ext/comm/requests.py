@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -69,7 +72,8 @@ class Requests:
             far as this rank has been told.
         staleness: how often an update was computed from values that were so
             many steps old.
-        owners: what answers lookups, by the tag of their requests.
+        owners: what answers lookups, by the tag of their requests. Graphs of
+            steps keep these objects alive, see `keep`.
         assigned: variables that steps of this rank have assigned, to be
             averaged when the ranks synchronize.
 
@@ -82,7 +86,10 @@ class Requests:
         self.group = group
         self.updating = threading.Lock()
         self.staleness: collections.Counter[int] = collections.Counter()
-        self.owners: dict[int, Any] = {}
+        self.owners = weakref.WeakValueDictionary[int, Any]()
+        self._kept = weakref.WeakKeyDictionary[tf.Graph, list[object]]()
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._next = itertools.count()
         self.assigned: dict[int, tf.Variable] = {}
         self.bound = bound
         self._clocks = np.zeros(group.world_size, np.int64)
@@ -101,6 +108,33 @@ class Requests:
                 tf.zeros([group.world_size]), trainable=False
             )
         self._serve(Place(_CLOCK_TAG, _CLOCK), self._note_clock, False)
+
+    def number_of(self, value: object) -> int:
+        """The number of an object, to which no reference is kept.
+
+        It is the same on all ranks if they ask in the same order.
+        """
+        key = id(value)
+        if key not in self._numbers:
+
+            def forget(_: object) -> None:
+                self._numbers.pop(key, None)
+
+            reference = weakref.ref(value, forget)
+            self._numbers[key] = reference, next(self._next)
+        return self._numbers[key][1]
+
+    def keep(self, value: object) -> None:
+        """Keeps an object alive as long as a function that is being traced."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        while hasattr(graph, "outer_graph"):
+            self._kept.setdefault(graph, []).append(value)
+            graph = graph.outer_graph
+
+    def forget(self, tags: Iterable[int]) -> None:
+        """Deletes handlers of requests that no rank sends any more."""
+        for tag in tags:
+            self._handlers.pop(tag, None)
 
     def serve(self, place: Place, handler: Handler) -> None:
         """Answers the requests of all ranks from now on.
@@ -164,7 +198,10 @@ class Requests:
             return True
         values, error = tf.zeros([0], place.dtype), ""
         try:
-            values = self._handlers[place.tag](peer, message, number)
+            handler = self._handlers.get(place.tag)
+            if handler is None:
+                raise RuntimeError("the model or optimizer has been deleted")
+            values = handler(peer, message, number)
         except Exception as failure:  # The requesting rank raises it.
             text = getattr(failure, "message", None) or str(failure)
             error = f"rank {self.group.rank}: {text}"[:_MOST_TEXT]

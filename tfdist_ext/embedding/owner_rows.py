@@ -9,6 +9,7 @@ sums of rows, and later applies the gradients of these sums.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import collectives as collectives_lib
 from tfdist_ext.comm.calls import RowGradient
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.comm.requests import Handler
 from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.embedding import deferred_rows
@@ -369,13 +371,23 @@ def _ask(
     assert requests is not None and step is not None
     _check(features, wire, step.inner_graphs())
     dtype = tf.as_dtype(wire.dtype)
-    place = collectives.place_of_request(f"{wire.label}/rows", dtype)
     used = exchange.used_tables(features)
+    numbers = [requests.number_of(value_of(tables[i])) for i in used]
+    server = f"tables {numbers}"
+    place = collectives.place_of_request(f"{wire.label}/rows", dtype, server)
     owner = requests.owners.get(place.tag)
-    if owner is None or not owner.serves(features, tables):
+    if owner is None:
         owner = OwnerRows(place, features, tables, wire, collectives, requests)
         requests.owners[place.tag] = owner
-        requests.serve(place, owner.answer)
+        requests.serve(place, _weak(owner))
+    elif not owner.serves(features, tables):
+        raise ValueError(
+            f"Layer '{features[0].name}' looks up in the same table as before, "
+            "with other arguments. With consistency.SSP or consistency.BAP "
+            "the owners of the rows answer both in one way. Give the layers "
+            "different names, or use consistency.BSP()."
+        )
+    requests.keep(owner)
     samples = collectives.samples()
     share = requests.share_of(samples) if step.weighted else tf.constant(1.0)
     payload, splits, sample_ids, sample_splits = exchange.encode(
@@ -398,6 +410,19 @@ def _ask(
         [tf.size(lists[0].row_splits, tf.int64) - 1 for lists in ids]
     )
     return parts, Route(count, sample_ids, sample_splits, share), owner
+
+
+def _weak(owner: OwnerRows) -> Handler:
+    """Answers requests as long as the owner's rows exist."""
+    found = weakref.ref(owner)
+
+    def answer(peer: int, message: tf.Tensor, step: int) -> tf.Tensor:
+        rows = found()
+        if rows is None:
+            raise RuntimeError("the model has been deleted")
+        return rows.answer(peer, message, step)
+
+    return answer
 
 
 def _check(

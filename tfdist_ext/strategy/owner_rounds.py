@@ -74,6 +74,8 @@ class OwnerRound(Round):
         self._owned: dict[int, tuple[Variable, int]] = {}
         self._bytes = [0] * steps.collectives.group.world_size
         self._served: set[int] = set()
+        self._name = f"optimizer {self._requests.number_of(optimizer)}"
+        weakref.finalize(optimizer, self._requests.forget, self._served)
         with tf.init_scope():
             # Owners set the optimizer's own counter to that of an update.
             iterations = component(optimizer.iterations)
@@ -123,7 +125,11 @@ class OwnerRound(Round):
                 continue
             _check_once(gradient.tag, seen, tables)
             label = rows.place.label.removesuffix("/rows")
-            place = collectives.place_of_request(f"{label}/gradients", tf.uint8)
+            place = collectives.place_of_request(
+                f"{label}/gradients",
+                tf.uint8,
+                f"{self._name}, {rows.place.tag}",
+            )
             if place.tag not in self._served:
                 self._served.add(place.tag)
                 known = [trained.get(id(each)) for each in tables]
@@ -189,7 +195,9 @@ class OwnerRound(Round):
             by_owner[owner].append(variable)
             part = tf.cast(self._part(gradient), dtype)
             messages[owner].append(tf.reshape(part, [-1]))
-        place = collectives.place_of_request(f"{_DENSE}/{dtype.name}", tf.uint8)
+        place = collectives.place_of_request(
+            f"{_DENSE}/{dtype.name}", tf.uint8, self._name
+        )
         rank = collectives.group.rank
         if place.tag not in self._served:
             self._served.add(place.tag)
