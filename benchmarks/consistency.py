@@ -47,6 +47,8 @@ MODES: dict[str, dict[str, Any]] = {
         "mode": ["LocalSteps", {"k": 8, "tables": True, "row_cache": True}]
     },
     "SSP(4)": {"mode": ["SSP", {"staleness": 4}]},
+    "SSP(8)": {"mode": ["SSP", {"staleness": 8}]},
+    "SSP(8, cache)": {"mode": ["SSP", {"staleness": 8, "row_cache": True}]},
     "BAP()": {"mode": ["BAP", {}]},
     "BAP(), measured": {"mode": ["BAP", {}], "balance": "measured"},
     "BAP('inverse')": {"mode": ["BAP", {"stale_scale": "inverse"}]},

@@ -35,6 +35,11 @@ keras = tf.keras
             r"`row_cache`.*row_cache=None.*LocalSteps",
         ),
         (
+            lambda: consistency.SSP(2, "inverse", row_cache=True),
+            ValueError,
+            r'`stale_scale` is "inverse".*row_cache=True \(SSP\)',
+        ),
+        (
             lambda: consistency.LocalSteps(2, row_cache=True),
             ValueError,
             r"`row_cache`.*tables=False.*Use tables=True",

@@ -373,20 +373,18 @@ def _ask(
     dtype = tf.as_dtype(wire.dtype)
     used = exchange.used_tables(features)
     numbers = [requests.number_of(value_of(tables[i])) for i in used]
-    server = f"tables {numbers}"
+    kinds = [
+        (f.name, f.table, f.combiner, f.out_of_range, f.unique)
+        for f in features
+    ]
+    server = f"tables {numbers}, features {kinds}"
     place = collectives.place_of_request(f"{wire.label}/rows", dtype, server)
     owner = requests.owners.get(place.tag)
     if owner is None:
         owner = OwnerRows(place, features, tables, wire, collectives, requests)
         requests.owners[place.tag] = owner
         requests.serve(place, _weak(owner))
-    elif not owner.serves(features, tables):
-        raise ValueError(
-            f"Layer '{features[0].name}' looks up in the same table as before, "
-            "with other arguments. With consistency.SSP or consistency.BAP "
-            "the owners of the rows answer both in one way. Give the layers "
-            "different names, or use consistency.BSP()."
-        )
+    assert owner.serves(features, tables)
     requests.keep(owner)
     samples = collectives.samples()
     share = requests.share_of(samples) if step.weighted else tf.constant(1.0)

@@ -144,12 +144,15 @@ class RowCopies:
 
         def complete(received: tf.Tensor) -> tf.Tensor:
             rows = tf.concat([usable(copies.rows), received], 0)
-            if age is not None:
-                new = tf.fill([tf.size(unique) - count], age.now)
-                copies.clocks.assign(tf.concat([usable(copies.clocks), new], 0))
-            copies.ids.assign(unique)
-            copies.rows.assign(rows)
-            copies.round.assign(self._round.read_value())
+            # If the exchange fails, the copies stay as they are.
+            with tf.control_dependencies([rows]):
+                if age is not None:
+                    new = tf.fill([tf.size(unique) - count], age.now)
+                    clocks = tf.concat([usable(copies.clocks), new], 0)
+                    copies.clocks.assign(clocks)
+                copies.ids.assign(unique)
+                copies.rows.assign(rows)
+                copies.round.assign(self._round.read_value())
             return tf.gather(rows, places)
 
         def note() -> None:
