@@ -324,33 +324,54 @@ def _look_up_with_copies(
     def gradient(*upstream: tf.Tensor) -> list[Gradient]:
         for each in found.values():
             each.count()
-        payload, splits, sample_ids, sample_splits = exchange.encode(
-            ids, features, samples, False, owner.where
-        )
         scale = route.gradient_scale
-        values = lookup_ops.parts_of_gradient(
-            [tf.math.multiply_no_nan(each, scale) for each in upstream],
-            sample_ids,
-            sample_splits,
-            placements=owner.where["placements"],
-            world_size=owner.where["world_size"],
-        )
-        _, seed = wire.seeds(collectives.group.rank)
-        values = id_ops.to_wire(
-            values, owner.place.dtype, rounding=wire.rounding, seed=seed
-        )
+        scaled = [tf.math.multiply_no_nan(each, scale) for each in upstream]
         step.row_gradients.append(
-            RowGradient(
-                owner.place.tag,
-                values,
-                exchange.values_by_owner(sample_splits, features),
-                (payload, splits),
-            )
+            _gradient_with_ids(scaled, ids, features, samples, owner, wire)
         )
         return [_at_owners(v.shape, marks.shard_spec(v)) for v in variables]
 
     internals.record_gradient(results, list(map(value_of, variables)), gradient)
     return results
+
+
+def _gradient_with_ids(
+    upstream: Sequence[tf.Tensor],
+    ids: Sequence[Sequence[Ids]],
+    features: Sequence[Feature],
+    samples: tf.Tensor,
+    owner: OwnerRows,
+    wire: Wire,
+) -> RowGradient:
+    """What is sent to the owners of all rows, also of those with copies.
+
+    Args:
+        upstream: per feature float32 `[b, dim]`, gradients of sums of rows.
+        ids: see `look_up_at_owners`; so is `features`.
+        features: features that were looked up.
+        samples: float32 scalar, samples of this rank in the step.
+        owner: what answers the lookup for this rank.
+        wire: wire format of the gradients.
+    """
+    payload, splits, sample_ids, sample_splits = exchange.encode(
+        ids, features, samples, False, owner.where
+    )
+    values = lookup_ops.parts_of_gradient(
+        upstream,
+        sample_ids,
+        sample_splits,
+        placements=owner.where["placements"],
+        world_size=owner.where["world_size"],
+    )
+    _, seed = wire.seeds(owner.where["rank"])
+    return RowGradient(
+        owner.place.tag,
+        id_ops.to_wire(
+            values, owner.place.dtype, rounding=wire.rounding, seed=seed
+        ),
+        exchange.values_by_owner(sample_splits, features),
+        (payload, splits),
+    )
 
 
 def _ask(
