@@ -31,8 +31,8 @@ and removes them.
   stays; the stages of this package end with what needs them.
 
 Names that begin with an underscore are private. The tests of this package use
-them with TensorFlow 2.21, its Keras 3 and its tf_keras; the README says what is
-tested with earlier versions. `python -m tests.hooks_page` writes this page.
+them with TensorFlow 2.18, 2.19, 2.20 and 2.21, Keras 3.15 and tf_keras.
+`python -m tests.hooks_page` writes this page.
 """
 
 
