@@ -42,6 +42,7 @@ def test_the_library_of_the_format_reads_it(pools, tmp_path, ranks, keras):
         "safetensors.numpy", reason="needs pip install safetensors"
     )
     safetensors = pytest.importorskip("safetensors")
+    pytest.importorskip("ml_dtypes")  # gives NumPy bfloat16
     expected, _ = pools.run(
         "safetensors_scenarios.write", tmp_path, ranks=ranks, keras=keras
     )
