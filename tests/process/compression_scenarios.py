@@ -122,6 +122,30 @@ def nothing_is_lost(strategy, folder):
         assert not found[-1].any()
 
 
+def in_turns(strategy, folder):
+    """What is kept of one model or optimizer is not added to another one's."""
+    parts = parts_of(4, strategy.world_size)
+    expected = list(top_k_by_numpy(parts, SHARE, True))
+    with compressed(strategy, TopK(SHARE)):
+        for graph in (True, False):
+            one, other = Sums(strategy, graph), Sums(strategy, graph)
+            found = []
+            for step in parts:
+                found.append(one(step[strategy.rank]))
+                other(step[strategy.rank] ** 2)
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        alone, one, other = (make_model(strategy) for _ in range(3))
+        for ids, labels in data():
+            alone.train_on_batch(ids, labels)
+        for ids, labels in data():
+            one.train_on_batch(ids, labels)
+            other.train_on_batch(ids, 1 - labels)
+        for found, expected in zip(
+            weights(strategy, one), weights(strategy, alone), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+
+
 def random_k(strategy, folder):
     """Each step has other indices, equal on all ranks; the mean is exact."""
     parts = parts_of(1, strategy.world_size)[0]

@@ -13,7 +13,8 @@ AT_THREE_RANKS = scenarios.only(
     EVERY, {"top_k", "random_k", "nothing_is_lost", "weighted_by_samples"}
 )
 TF_KERAS = scenarios.only(
-    EVERY, {"optimizers", "weighted_by_samples", "checked", "bad_id"}
+    EVERY,
+    {"optimizers", "weighted_by_samples", "checked", "bad_id", "in_turns"},
 )
 PROGRAM = pathlib.Path(__file__).with_name("compression_program.py")
 

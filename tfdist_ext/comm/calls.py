@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.type_names import Nest
+from tfdist_ext.type_names import Optimizer
 from tfdist_ext.type_names import T
 from tfdist_ext.type_names import TensorOrSlices
 from tfdist_ext.type_names import Variable
@@ -222,6 +223,8 @@ class Step:
             at the end of the step.
         asynchronous: whether other ranks may be in other steps: the step has no
             collectives, and the owners of rows and variables answer requests.
+        owners: what errors of compressed gradients are kept for: the optimizer
+            that sums them, or the variables.
         row_gradients: gradients that are to be sent to the owners of rows.
     """
 
@@ -248,6 +251,7 @@ class Step:
     assigned: list[tf.Variable] = dataclasses.field(default_factory=list)
     later: list[tf.Variable] = dataclasses.field(default_factory=list)
     asynchronous: bool = False
+    owners: Sequence[object] = ()
     row_gradients: list[RowGradient] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
@@ -260,18 +264,31 @@ class Step:
             self.whole = outer
 
     @contextlib.contextmanager
-    def optimizing(self, merges_rows: bool) -> Iterator[None]:
+    def optimizing(
+        self, optimizer: Optimizer, merges_rows: bool
+    ) -> Iterator[None]:
         """Marks the context as that of an optimizer that applies gradients.
 
         Args:
+            optimizer: the optimizer.
             merges_rows: whether it sums the gradients of equal rows first.
         """
         outer = self.optimizes, self.merges_rows
         self.optimizes, self.merges_rows = True, merges_rows
         try:
-            yield
+            with self.summing([optimizer]):
+                yield
         finally:
             self.optimizes, self.merges_rows = outer
+
+    @contextlib.contextmanager
+    def summing(self, owners: Sequence[object]) -> Iterator[None]:
+        """Sets `owners` for sums of gradients in the context."""
+        outer, self.owners = self.owners, owners
+        try:
+            yield
+        finally:
+            self.owners = outer
 
     def inner_graphs(self) -> list[tf.Graph]:
         """Graphs within the step's that are being traced, outermost first.

@@ -301,7 +301,8 @@ def _optimizing(
     collectives = active()
     if collectives is None or collectives.step is None:
         return contextlib.nullcontext()
-    return collectives.step.optimizing(sums_rows_first(optimizer))
+    merges_rows = sums_rows_first(optimizer)
+    return collectives.step.optimizing(optimizer, merges_rows)
 
 
 # Their training steps give gradients to the optimizer as they are.

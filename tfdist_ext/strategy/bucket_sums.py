@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -13,15 +14,16 @@ from tfdist_ext.embedding.sharded_variable import local_variable
 
 # Label and occurrence of an exchange, kind of the error, number of values.
 Key = tuple[str, int, str, int]
+_Errors = dict[Key, tf.Variable]
 
 
 class BucketSums:
     """All-reduce of float32 tensors that a subclass sends in fewer bytes.
 
     Errors of a step, which are added in the next one, are not saved in
-    checkpoints. They are stored by label, occurrence in the step, and size.
-    Steps of another batch size therefore share them, and so do models of one
-    size that a program trains alternately.
+    checkpoints. They are stored by variables or optimizer (see `Step.owners`),
+    label, occurrence in the step, and size. Steps of another batch size
+    therefore share them.
 
     A subclass defines `sum_of`.
 
@@ -31,7 +33,9 @@ class BucketSums:
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self._errors: dict[Key, tf.Variable] = {}
+        self._errors: dict[
+            tuple[int, ...], tuple[weakref.ref[object], _Errors]
+        ] = {}
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], label: str, weighted: bool = False
@@ -103,11 +107,25 @@ class BucketSums:
         step = self.collectives.step
         return step.checks_here() if step else None
 
+    def _errors_of_owners(self) -> _Errors:
+        """Errors of the step's owners, as long as the first one exists."""
+        step = self.collectives.step
+        owners = (step.owners if step else ()) or [self]
+        ids = tuple(map(id, owners))
+        if ids not in self._errors:
+
+            def forget(_: object) -> None:
+                self._errors.pop(ids, None)
+
+            self._errors[ids] = weakref.ref(owners[0], forget), {}
+        return self._errors[ids][1]
+
     def _variable(self, key: Key) -> tf.Variable:
-        if key not in self._errors:
+        errors = self._errors_of_owners()
+        if key not in errors:
             label, occurrence, kind, size = key
-            self._errors[key] = local_variable(
+            errors[key] = local_variable(
                 lambda: tf.zeros([size]),
                 f"error_of_{kind}/{label}/{occurrence}",
             )
-        return self._errors[key]
+        return errors[key]

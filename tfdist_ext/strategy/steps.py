@@ -496,11 +496,10 @@ def _of_whole_batch(
             if tf.is_symbolic_tensor(result[i]) and kind.axis == 0:
                 marks.set_dependence(result[i], ROWS)
     extended = tf.distribute.get_strategy().extended
-    for i, gradient in zip(
-        shared,
-        extended.reduce_gradients([found[i] for i in shared]),
-        strict=True,
-    ):
+    variables = [sources[i] for i in shared if _is_variable(sources[i])]
+    with step.summing(list(map(keras_internals.value_of, variables))):
+        sums = extended.reduce_gradients([found[i] for i in shared])
+    for i, gradient in zip(shared, sums, strict=True):
         result[i] = gradient
     return result
 
