@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels in one exchange, and how, on two or more ranks."""
 
+import time
+
 import numpy as np
 import tensorflow as tf
 from exchange_models import BATCH
@@ -56,6 +58,48 @@ def shared(strategy, folder):
     # Layers of one model share an exchange without being told, too.
     by_itself = labels["wide, deep/ids"][0]
     assert labels["shared/ids"][0] == by_itself >= STEPS, labels
+
+
+def two_gradients_of_one_lookup(strategy, folder):
+    """They are not confused if ranks compute them in different orders."""
+
+    def late(rank):
+        def sleep(value):
+            time.sleep(0.2 * (strategy.rank == rank))
+            return value
+
+        @tf.custom_gradient
+        def identity(x):
+            def wait(gradient):
+                slept = tf.numpy_function(sleep, [gradient], tf.float32)
+                return tf.ensure_shape(slept, gradient.shape)
+
+            return tf.identity(x), wait
+
+        return identity
+
+    with strategy.scope():
+        layer = FullSparse(2, 40, sharding="row", use_bias=False, name="both")
+        layer.build([None, 3])
+    ids = np.arange(12).reshape(4, 3) + strategy.rank
+
+    @tf.function
+    def gradients():
+        def step():
+            with tf.GradientTape(persistent=True) as tape:
+                rows = layer(ids)
+                ones = tf.reduce_sum(late(0)(rows))
+                tens = tf.reduce_sum(10 * late(1)(rows))
+            found = [tape.gradient(loss, layer.kernel) for loss in (ones, tens)]
+            return [each.values for each in found]
+
+        return strategy.run(step)
+
+    for _ in range(3):
+        for values, expected in zip(gradients(), (1.0, 10.0), strict=True):
+            found = np.unique(values)
+            shares = {expected, expected * strategy.world_size}
+            assert set(found) <= shares, (expected, found)
 
 
 def built_by_fit(strategy, folder):

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -220,6 +224,43 @@ def _run_independently(output: tf.Tensor) -> None:
         order.run_independently(output.op)
 
 
+# By graph, and by the tag of an op, the name of its last gradient's exchange.
+_last_gradients: weakref.WeakKeyDictionary[tf.Graph, dict[int, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextlib.contextmanager
+def _after_other_gradients(
+    op: tf.Operation,
+) -> Iterator[Callable[[tf.Tensor], None]]:
+    """Orders exchanges of several gradients of one op, which share a tag.
+
+    A persistent tape can compute them. Otherwise, a rank could receive one
+    gradient of another rank in place of the other one.
+
+    Args:
+        op: the op whose gradient is computed.
+
+    Yields:
+        A function to be called with an output of the gradient's exchange.
+    """
+    if tf.executing_eagerly():
+        yield lambda _: None
+        return
+    tag = op.get_attr("tag")
+    graph = tf.compat.v1.get_default_graph()
+    known = _last_gradients.setdefault(graph, {})
+    last = [graph.get_operation_by_name(known[tag])] if tag in known else []
+
+    def note(output: tf.Tensor) -> None:
+        _run_independently(output)
+        known[tag] = output.op.name
+
+    with tf.control_dependencies(last):
+        yield note
+
+
 def _without_weightless(
     tensor: tf.Tensor, weight: tf.Tensor | float | None
 ) -> tf.Tensor:
@@ -234,10 +275,13 @@ def _all_to_all_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> list[tf.Tensor | None]:
     # Each row is sent back to the rank that it came from.
-    result = library().tfdist_all_to_all(
-        input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
-    )
-    _run_independently(result.output)
+    with _after_other_gradients(op) as note:
+        result = library().tfdist_all_to_all(
+            input=gradient,
+            send_splits=op.outputs[1],
+            **_gradient_attributes(op),
+        )
+        note(result.output)
     return [tf.reshape(result.output, tf.shape(op.inputs[0])), None]
 
 
@@ -246,10 +290,13 @@ def _all_gather_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> tf.Tensor:
     # Each rank sends back the gradient of every rank's rows. They are summed.
-    result = library().tfdist_all_to_all(
-        input=gradient, send_splits=op.outputs[1], **_gradient_attributes(op)
-    )
-    _run_independently(result.output)
+    with _after_other_gradients(op) as note:
+        result = library().tfdist_all_to_all(
+            input=gradient,
+            send_splits=op.outputs[1],
+            **_gradient_attributes(op),
+        )
+        note(result.output)
     world_size = tf.size(op.outputs[1])
     shape = tf.concat([[world_size], tf.shape(op.inputs[0])], axis=0)
     return tf.reduce_sum(tf.reshape(result.output, shape), axis=0)
@@ -264,10 +311,11 @@ def _all_reduce_gradient(
             "A weighted all_reduce has no gradient (op "
             f"{op.get_attr('label')!r}); use a plain sum."
         )
-    sums = library().tfdist_all_reduce(
-        inputs=list(gradients), weight=1.0, **_gradient_attributes(op)
-    )
-    _run_independently(sums[0])
+    with _after_other_gradients(op) as note:
+        sums = library().tfdist_all_reduce(
+            inputs=list(gradients), weight=1.0, **_gradient_attributes(op)
+        )
+        note(sums[0])
     return [*sums, None]
 
 
