@@ -165,6 +165,18 @@ def test_lines_of_ranks_are_not_mixed(program) -> None:
     )
 
 
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """A launcher whose output can be read while it runs."""
+    return subprocess.Popen(
+        [*LAUNCHER, *arguments],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_prompt_of_rank_0_is_shown(program) -> None:
     """A line without an end is held back for a second only."""
     script = program("""
@@ -173,16 +185,12 @@ def test_a_prompt_of_rank_0_is_shown(program) -> None:
             sys.stdout.flush()
             print(sys.stdin.readline().strip())
     """)
-    with subprocess.Popen(
-        [*LAUNCHER, "-n", "2", script],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with started("-n", "2", script) as job:
         shown = ""
         while not shown.endswith("name: "):
-            shown += job.stdout.read(1)
+            character = job.stdout.read(1)
+            assert character, f"ended after {shown!r}"
+            shown += character
         shown += job.communicate("it\n", timeout=LIMIT)[0]
     assert (shown, job.returncode) == ("begun\nname: it\n", 0)
 
@@ -193,13 +201,7 @@ def test_rank_0_ends_with_the_reader_of_its_output(program) -> None:
             print("again", flush=True)
             time.sleep(0.01)
     """)
-    with subprocess.Popen(
-        [*LAUNCHER, "-n", "2", script],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with started("-n", "2", script) as job:
         assert "again" in job.stdout.readline()
         job.stdout.close()
         job.stdout = None

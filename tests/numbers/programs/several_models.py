@@ -30,6 +30,16 @@ def towers(c):
         return [keras.Model(inputs, c.dense(2)(common)) for _ in range(2)]
 
 
+def fitted_in_turns(c, models):
+    """Logs and weights of two epochs of each model."""
+    found = {}
+    for epoch in range(2):
+        for i, model in enumerate(models):
+            history = model.fit(c.data(), verbose=0, shuffle=False)
+            found |= with_logs(history, f"{i}/{epoch}")
+    return found | c.weights(*models)
+
+
 @program("models/in_turns")
 def in_turns(c):
     """Two models with layers of the same names, batch by batch in turns."""
@@ -51,24 +61,13 @@ def in_turns(c):
 def in_turns_by_fit(c):
     """Two models, epoch by epoch in turns, each with momentum."""
     models = [compiled(c, c.model(), momentum=0.9) for _ in range(2)]
-    found = {}
-    for epoch in range(2):
-        for i, model in enumerate(models):
-            history = model.fit(c.data(), verbose=0, shuffle=False)
-            found |= with_logs(history, f"{i}/{epoch}")
-    return found | c.weights(*models)
+    return fitted_in_turns(c, models)
 
 
 @program("models/common_layers")
 def common_layers(c):
     """Two models with common layers, trained in turns."""
-    models = [compiled(c, each) for each in towers(c)]
-    found = {}
-    for epoch in range(2):
-        for i, model in enumerate(models):
-            history = model.fit(c.data(), verbose=0, shuffle=False)
-            found |= with_logs(history, f"{i}/{epoch}")
-    return found | c.weights(*models)
+    return fitted_in_turns(c, [compiled(c, each) for each in towers(c)])
 
 
 @program("models/fine_tuned")
