@@ -231,16 +231,16 @@ _last_gradients: weakref.WeakKeyDictionary[tf.Graph, dict[int, str]] = (
 
 
 @contextlib.contextmanager
-def _after_other_gradients(
-    op: tf.Operation,
+def after_other_gradients(
+    tag: int,
 ) -> Iterator[Callable[[tf.Tensor], None]]:
-    """Orders exchanges of several gradients of one op, which share a tag.
+    """Orders exchanges of several gradients of one exchange: they share a tag.
 
     A persistent tape can compute them. Otherwise, a rank could receive one
     gradient of another rank in place of the other one.
 
     Args:
-        op: the op whose gradient is computed.
+        tag: tag of the exchange whose gradient is computed.
 
     Yields:
         A function to be called with an output of the gradient's exchange.
@@ -248,13 +248,11 @@ def _after_other_gradients(
     if tf.executing_eagerly():
         yield lambda _: None
         return
-    tag = op.get_attr("tag")
     graph = tf.compat.v1.get_default_graph()
     known = _last_gradients.setdefault(graph, {})
     last = [graph.get_operation_by_name(known[tag])] if tag in known else []
 
     def note(output: tf.Tensor) -> None:
-        _run_independently(output)
         known[tag] = output.op.name
 
     with tf.control_dependencies(last):
@@ -275,12 +273,13 @@ def _all_to_all_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> list[tf.Tensor | None]:
     # Each row is sent back to the rank that it came from.
-    with _after_other_gradients(op) as note:
+    with after_other_gradients(op.get_attr("tag")) as note:
         result = library().tfdist_all_to_all(
             input=gradient,
             send_splits=op.outputs[1],
             **_gradient_attributes(op),
         )
+        _run_independently(result.output)
         note(result.output)
     return [tf.reshape(result.output, tf.shape(op.inputs[0])), None]
 
@@ -290,12 +289,13 @@ def _all_gather_gradient(
     op: tf.Operation, gradient: tf.Tensor, _: tf.Tensor
 ) -> tf.Tensor:
     # Each rank sends back the gradient of every rank's rows. They are summed.
-    with _after_other_gradients(op) as note:
+    with after_other_gradients(op.get_attr("tag")) as note:
         result = library().tfdist_all_to_all(
             input=gradient,
             send_splits=op.outputs[1],
             **_gradient_attributes(op),
         )
+        _run_independently(result.output)
         note(result.output)
     world_size = tf.size(op.outputs[1])
     shape = tf.concat([[world_size], tf.shape(op.inputs[0])], axis=0)
@@ -311,10 +311,11 @@ def _all_reduce_gradient(
             "A weighted all_reduce has no gradient (op "
             f"{op.get_attr('label')!r}); use a plain sum."
         )
-    with _after_other_gradients(op) as note:
+    with after_other_gradients(op.get_attr("tag")) as note:
         sums = library().tfdist_all_reduce(
             inputs=list(gradients), weight=1.0, **_gradient_attributes(op)
         )
+        _run_independently(sums[0])
         note(sums[0])
     return [*sums, None]
 

@@ -59,9 +59,12 @@ class HorovodOps:
                 of_output: tf.Tensor, _: tf.Tensor | None = None
             ) -> tf.Tensor:
                 # Each row is sent back to the rank that it came from.
-                back, _ = self._all_to_all(
-                    group, of_output, recv_splits, tag + 1, f"{label}/gradient"
-                )
+                with collective_ops.after_other_gradients(tag) as note:
+                    back, _ = self._all_to_all(
+                        *(group, of_output, recv_splits),
+                        *(tag + 1, f"{label}/gradient"),
+                    )
+                    note(back)
                 return tf.reshape(back, tf.shape(x))
 
             return (output, recv_splits), gradient
@@ -86,9 +89,12 @@ class HorovodOps:
                 of_output: tf.Tensor, _: tf.Tensor | None = None
             ) -> tf.Tensor:
                 # Each rank sends back the gradient of every rank's rows.
-                back, _ = self._all_to_all(
-                    group, of_output, splits, tag + 1, f"{label}/gradient"
-                )
+                with collective_ops.after_other_gradients(tag) as note:
+                    back, _ = self._all_to_all(
+                        *(group, of_output, splits),
+                        *(tag + 1, f"{label}/gradient"),
+                    )
+                    note(back)
                 shape = tf.concat([[group.world_size], tf.shape(x)], axis=0)
                 return tf.reduce_sum(tf.reshape(back, shape), axis=0)
 
@@ -121,7 +127,12 @@ class HorovodOps:
                         f"{label!r}); use a plain sum."
                     )
                 name = f"{label}/gradient"
-                return self._all_reduce(group, of_sums, tag + 1, name, None)
+                with collective_ops.after_other_gradients(tag) as note:
+                    parts = self._all_reduce(
+                        group, of_sums, tag + 1, name, None
+                    )
+                    note(parts[0])
+                return parts
 
             return sums, gradient
 
