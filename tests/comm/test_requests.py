@@ -96,6 +96,7 @@ def test_an_error_of_a_handler_reaches_the_rank_that_asks():
         with pytest.raises(tf.errors.InvalidArgumentError) as error:
             ask(group, requests, [1, 1])
         assert "rank 1: row 7 is missing" in str(error.value)
+        meet(group)  # both ranks have asked the handler that fails
         requests.serve(PLACE, doubled)
         meet(group)
         ask(group, requests, [1, 1])  # the next request succeeds
