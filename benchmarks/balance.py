@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step time with one slow rank, by the strategy's `balance`.
+"""Step time of uneven ranks and of sequences, by the strategy's `balance`.
 
     tfdist-run -n 4 -m benchmarks.balance
+    tfdist-run -n 4 -m benchmarks.balance --sequences --samples 16
 
 Every rank sleeps in the forward pass for each of its samples, and the last rank
 three times as long. Sleeping needs no core, so more ranks than cores can be
 timed, and busy machines give the same figures. The first setting has equal
 ranks. First each setting is checked: losses and rows of its first steps are
 those of one process of stock Keras.
+
+With `--sequences` all ranks are equal, and sleep for each of their ids. The
+samples have 1 to 1000 ids, whose number is drawn from a log-normal distribution
+with a median of 33 and a mean of 69.
 
 Columns: median milliseconds of a step, the ratio to equal ranks, and the shares
 of the ranks at the end. No division of samples is faster than `least`, the
@@ -27,7 +32,7 @@ import tensorflow as tf
 import tfdist_ext
 
 keras = tf.keras
-ROWS, IDS, CHECKED, SLOWER = 1000, 4, 20, 3
+ROWS, IDS, CHECKED, SLOWER, RATE = 1000, 4, 20, 3, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,52 +86,74 @@ class Timer(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def make_data(batch: int) -> tf.data.Dataset:
+def make_data(batch: int, sequences: bool) -> tf.data.Dataset:
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, ROWS, [CHECKED * batch, IDS])
-    labels = (ids.sum(1, keepdims=True) % 7 / 7).astype(np.float32)
+    samples = CHECKED * batch
+    lengths = np.full([samples], IDS)
+    if sequences:
+        lengths = rng.lognormal(3.5, 1.3, samples).clip(1, 1000).astype(int)
+    flat = rng.integers(0, ROWS, lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    totals = np.add.reduceat(flat, starts)[:, None]
+    labels = (totals % 7 / 7).astype(np.float32)
+    ids = tf.RaggedTensor.from_row_lengths(flat, lengths)
+    if not sequences:
+        ids = ids.to_tensor()
     slices = tf.data.Dataset.from_tensor_slices((ids, labels))
     return slices.batch(batch, drop_remainder=True).cache().repeat()
 
 
-def make_model(seconds: float) -> keras.Model:
-    model = keras.Sequential(
-        [
-            keras.Input([IDS], dtype="int64"),
-            tfdist_ext.layers.FullSparse(
-                16,
-                ROWS,
-                use_bias=False,
-                kernel_initializer=keras.initializers.RandomNormal(seed=1),
-            ),
-            Sleep(seconds),
-            keras.layers.Dense(
-                1, kernel_initializer=keras.initializers.GlorotUniform(seed=2)
-            ),
-        ]
-    )
-    model.compile(tfdist_ext.optimizers.SGD(0.1), "mse")
-    return model
+class Ours(keras.Model):  # type: ignore[name-defined]
+    """A dense layer of the sum of a sample's rows; it sleeps in training."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.table = tfdist_ext.layers.FullSparse(
+            16,
+            ROWS,
+            use_bias=False,
+            kernel_initializer=keras.initializers.RandomNormal(0, 0.01, seed=1),
+        )
+        self.sleep = Sleep(seconds)
+        self.last = keras.layers.Dense(
+            1, kernel_initializer=keras.initializers.GlorotUniform(seed=2)
+        )
+
+    def call(self, ids: Any, training: bool = False) -> tf.Tensor:
+        if isinstance(ids, tf.RaggedTensor):
+            flat = self.sleep(ids.flat_values, training=training)
+            return self.last(self.table(ids.with_flat_values(flat)))
+        return self.last(self.sleep(self.table(ids), training=training))
 
 
-def stock_losses(table: np.ndarray, batch: int) -> list[float]:
+class Stock(keras.Model):  # type: ignore[name-defined]
+    """The same model, of Keras's layers.
+
+    Args:
+        table: initial rows.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        super().__init__()
+        self.table = keras.layers.Embedding(
+            *table.shape, embeddings_initializer=lambda *_, **__: table
+        )
+        self.last = keras.layers.Dense(
+            1, kernel_initializer=keras.initializers.GlorotUniform(seed=2)
+        )
+
+    def call(self, ids: Any) -> tf.Tensor:
+        if isinstance(ids, tf.RaggedTensor):
+            rows = ids.with_flat_values(self.table(ids.flat_values))
+            return self.last(tf.reduce_sum(rows, axis=1))
+        return self.last(tf.reduce_sum(self.table(ids), axis=1))
+
+
+def stock_losses(table: np.ndarray, data: tf.data.Dataset) -> list[float]:
     """Losses of one process of stock Keras, from the same table."""
-    model = keras.Sequential(
-        [
-            keras.Input([IDS], dtype="int64"),
-            keras.layers.Embedding(ROWS, table.shape[1], name="table"),
-            keras.layers.Lambda(lambda rows: tf.reduce_sum(rows, axis=1)),
-            keras.layers.Dense(
-                1, kernel_initializer=keras.initializers.GlorotUniform(seed=2)
-            ),
-        ]
-    )
-    model.get_layer("table").set_weights([table])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    timer = Timer()
-    model.fit(
-        make_data(batch), steps_per_epoch=CHECKED, verbose=0, callbacks=[timer]
-    )
+    model, timer = Stock(table), Timer()
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    model.fit(data, steps_per_epoch=CHECKED, verbose=0, callbacks=[timer])
     return timer.losses
 
 
@@ -151,12 +178,15 @@ def run(setting: Setting, options: argparse.Namespace) -> Result:
         last = strategy.rank == strategy.world_size - 1
         factor = setting.slower if last else 1.0
         batch = options.samples * strategy.world_size
+        data = make_data(batch, options.sequences)
         with strategy.scope():
-            model = make_model(factor * options.microseconds / 1e6)
-        table = strategy.gather_table(model.layers[0])
-        data, check, timer = make_data(batch), Timer(), Timer()
+            model = Ours(factor * options.microseconds / 1e6)
+            model.compile(tfdist_ext.optimizers.SGD(RATE), "mse")
+            model(next(iter(data))[0][:1])
+        table = strategy.gather_table(model.table)
+        check, timer = Timer(), Timer()
         model.fit(data, steps_per_epoch=CHECKED, verbose=0, callbacks=[check])
-        expected = stock_losses(table, batch)
+        expected = stock_losses(table, data)
         np.testing.assert_allclose(check.losses, expected, rtol=1e-4)
         model.fit(
             data, steps_per_epoch=options.steps, verbose=0, callbacks=[timer]
@@ -168,21 +198,36 @@ def run(setting: Setting, options: argparse.Namespace) -> Result:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=64, help="per rank")
-    parser.add_argument("--microseconds", type=float, default=400.0)
-    parser.add_argument("--steps", type=int, default=1000, help="trained")
-    parser.add_argument("--timed", type=int, default=300, help="the last ones")
-    options = parser.parse_args()
-    settings = [
+def settings_of(options: argparse.Namespace) -> list[Setting]:
+    """What is timed; the first one is what the others are compared to."""
+    if options.sequences:
+        return [
+            Setting("sequences, ids", "ids", 1),
+            Setting("sequences, equal", "equal", 1),
+        ]
+    return [
         Setting("equal ranks, equal", "equal", 1),
         Setting("equal ranks, measured", "measured", 1),
         Setting("a slow rank, equal", "equal", SLOWER),
         Setting("a slow rank, measured", "measured", SLOWER),
     ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--samples", type=int, default=64, help="per rank")
+    add("--microseconds", type=float, help="400; 50 for an id of --sequences")
+    add("--sequences", action="store_true", help="samples of 1 to 1000 ids")
+    add("--steps", type=int, default=1000, help="trained")
+    add("--timed", type=int, default=300, help="the last ones")
+    options = parser.parse_args()
+    if options.microseconds is None:
+        options.microseconds = 50.0 if options.sequences else 400.0
     base = 0.0
-    for setting in settings:
+    for setting in settings_of(options):
         result = run(setting, options)
         base = base or result.seconds
         ranks = len(result.shares)
@@ -193,7 +238,7 @@ def main() -> None:
                 f"{result.seconds / base:6.2f}   {shares} %",
                 flush=True,
             )
-    if result.rank == 0:
+    if result.rank == 0 and not options.sequences:
         least = ranks / (ranks - 1 + 1 / SLOWER)
         print(f"{'least':24} {'':11} {least:6.2f}")
 

@@ -3,7 +3,8 @@
 
     python -m benchmarks.consistency                 all settings, 4 ranks
     python -m benchmarks.consistency --settings slow --modes 'BSP()' 'SSP(4)'
-    python -m benchmarks.consistency --settings quality --seeds 5
+    python -m benchmarks.consistency --settings quality --ranks 2 4 --seeds 5
+    python -m benchmarks.consistency --settings clicks --ml-100k FOLDER
 
 Every rank sleeps for each of its samples as if it computed, so more ranks than
 cores can be timed. Settings:
@@ -14,16 +15,20 @@ cores can be timed. Settings:
   one of 10 steps, at random. SSP(4) can hide pauses of 4 steps.
 - link150, link15, link5: each rank sends at most so many MB/s.
 - quality: no rank sleeps; the AUC after equal samples, with several seeds.
+- clicks: as quality, for clicks of ml-100k. FOLDER has the files that the
+  package `recbole` 1.2.1 ships (`ml-100k.inter`, `.user` and `.item`).
 
 Columns: steps per second, and samples per second of the job, in the last part;
 kB that a rank sends in a step (- on loopback); AUC after all steps; seconds
 until the AUC that the worst mode reaches; shares of the ranks; and the share of
-updates that are stale by 1 step or more.
+updates that are stale by 1 step or more. `benchmarks.consistency_chart` draws
+charts of `result.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import statistics
@@ -46,6 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
     "LocalSteps(8, cache)": {
         "mode": ["LocalSteps", {"k": 8, "tables": True, "row_cache": True}]
     },
+    "ASP(0.01)": {"mode": ["ASP", {"significance": 0.01}]},
     "SSP(4)": {"mode": ["SSP", {"staleness": 4}]},
     "SSP(8)": {"mode": ["SSP", {"staleness": 8}]},
     "SSP(8, cache)": {"mode": ["SSP", {"staleness": 8, "row_cache": True}]},
@@ -56,16 +62,19 @@ MODES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "equal": {},
     "slow": {"slower": 3.0},
-    "pauses": {"microseconds": 8000.0, "pauses": 0.1, "steps": 40, "parts": 2},
+    "pauses": {"microseconds": 8000.0, "pauses": 0.1},
     "link150": {"egress": "150mbps"},
     "link15": {"egress": "15mbps"},
     "link5": {"egress": "5mbps"},
     "quality": {"microseconds": 0.0},
+    "clicks": {"microseconds": 0.0},
 }
+# Settings that are run with several seeds, and not timed.
+UNTIMED = ("quality", "clicks")
 # Options of the command that the task reads.
 _OF_TASK = (
     *("batch", "microseconds", "steps", "parts", "warm_up", "optimizer"),
-    *("learning_rate", "hidden", "rows", "samples"),
+    *("learning_rate", "hidden", "rows", "samples", "ml_100k"),
 )
 _HEAD = (
     f"{'mode':<25}{'steps/s':>9}{'samples/s':>11}{'kB/step':>9}{'of rows':>9}"
@@ -79,9 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS)[:-1])
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
-    add("--ranks", type=int, default=4)
+    add("--ranks", type=int, nargs="+", default=[4])
     add("--batch", type=int, default=64, help="samples of a rank")
     add("--microseconds", type=float, default=400.0, help="for a sample")
     add("--steps", type=int, default=150, help="between two tests")
@@ -92,19 +101,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hidden", type=int, nargs="+", default=[256, 128])
     add("--rows", type=int, default=300, help="of each table, at most")
     add("--samples", type=int, default=2**18)
-    add("--seeds", type=int, default=1, help="runs of `quality`")
+    add("--seeds", type=int, default=1, help="runs of an untimed setting")
+    add("--ml-100k", metavar="FOLDER", help="data of `clicks`")
     add("--limit", type=float, default=600.0, help="seconds of a job")
     add("--output", type=pathlib.Path, default=pathlib.Path("build/bench"))
     return parser
 
 
 def options_of(
-    arguments: argparse.Namespace, setting: str, mode: str, seed: int
+    arguments: argparse.Namespace, setting: str, mode: str
 ) -> dict[str, Any]:
     """The options of a job; see `consistency_rank`."""
     options = {name: getattr(arguments, name) for name in _OF_TASK}
+    if setting != "clicks":
+        options["ml_100k"] = None
+    seeds = arguments.seeds if setting in UNTIMED else 1
     options |= {"slower": 1.0, "pauses": 0.0, "pause_seconds": 2.0}
-    options |= {"balance": "equal", "seed": seed}
+    options |= {"balance": "equal", "seeds": list(range(seeds))}
     return options | SETTINGS[setting] | MODES[mode]
 
 
@@ -113,27 +126,32 @@ def _run(
     folder: pathlib.Path,
     setting: str,
     mode: str,
-    seed: int,
-) -> dict[str, Any]:
-    options = options_of(arguments, setting, mode, seed)
+    ranks: int,
+) -> list[dict[str, Any]]:
+    """Runs a job; returns a record for each of its seeds."""
+    options = options_of(arguments, setting, mode)
     rate = options.pop("egress", None)
     place = folder / f"{setting}-{len(list(folder.iterdir()))}"
     task = ("consistency", options)
     if rate is None:
-        net = network.loopback(arguments.ranks)
+        net = network.loopback(ranks)
         outcome = launch.run_job(*task, net, place, arguments.limit)
     else:
-        with network.namespaces(arguments.ranks, rate) as net:
+        with network.namespaces(ranks, rate) as net:
             outcome = launch.run_job(*task, net, place, arguments.limit)
-    return {
-        "setting": setting,
-        "mode": mode,
-        "seed": seed,
-        "steps": options["steps"],
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "ranks": list(outcome.results),
-    }
+    return [
+        {
+            "setting": setting,
+            "mode": mode,
+            "seed": seed,
+            "batch": options["batch"] * ranks,
+            "steps": options["steps"],
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "ranks": [result["runs"][i] for result in outcome.results],
+        }
+        for i, seed in enumerate(options["seeds"])
+    ]
 
 
 def last_rate(curve: list[list[float]], steps: int) -> float:
@@ -143,12 +161,20 @@ def last_rate(curve: list[list[float]], steps: int) -> float:
 
 
 def seconds_to(curve: list[list[float]], auc: float) -> float:
-    """Seconds after which a run has reached an AUC; infinite if it has not."""
-    reached = [seconds for seconds, found in curve if found >= auc]
-    return reached[0] if reached else float("inf")
+    """Seconds after which a run has reached an AUC; infinite if it has not.
+
+    Between two tests the AUC is taken to grow evenly.
+    """
+    before, lower = 0.0, 0.5
+    for seconds, found in curve:
+        if found >= auc:
+            share = (auc - lower) / (found - lower) if found > lower else 1.0
+            return before + max(share, 0.0) * (seconds - before)
+        before, lower = seconds, found
+    return float("inf")
 
 
-def show(records: list[dict[str, Any]], batch: int) -> None:
+def show(records: list[dict[str, Any]]) -> None:
     """Prints the runs of a setting."""
     fine = [record for record in records if record["status"] == "ok"]
     aucs = [record["ranks"][0]["curve"][-1][1] for record in fine]
@@ -175,7 +201,7 @@ def show(records: list[dict[str, Any]], batch: int) -> None:
         old = f"{100 * stale / updates:.0f} %" if updates else "-"
         print(
             f"{record['mode']:<25}{rate:>9.2f}"
-            f"{rate * batch * len(ranks):>11.0f}{size:>9}{rows / 1e3:>9.1f}"
+            f"{rate * record['batch']:>11.0f}{size:>9}{rows / 1e3:>9.1f}"
             f"{first['curve'][-1][1]:>9.4f}"
             f"{seconds_to(first['curve'], goal):>10.1f}  {shares:<16}{old:>6}",
             flush=True,
@@ -215,22 +241,21 @@ def show_quality(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Runs all settings and modes; exits with 1 if a run fails."""
     run.exit_on_signals()
-    arguments = make_parser().parse_args()
+    parser = make_parser()
+    arguments = parser.parse_args()
+    if "clicks" in arguments.settings and arguments.ml_100k is None:
+        parser.error("the setting clicks needs --ml-100k FOLDER")
     folder = run.new_folder(arguments.output, "consistency")
     everything = []
-    for setting in arguments.settings:
-        print(f"\n{setting}, {arguments.ranks} ranks", flush=True)
-        seeds = arguments.seeds if setting == "quality" else 1
-        records = [
-            _run(arguments, folder, setting, mode, seed)
-            for mode in arguments.modes
-            for seed in range(seeds)
-        ]
+    for setting, ranks in itertools.product(
+        arguments.settings, arguments.ranks
+    ):
+        print(f"\n{setting}, {ranks} ranks", flush=True)
+        records = []
+        for mode in arguments.modes:
+            records += _run(arguments, folder, setting, mode, ranks)
         everything += records
-        if setting == "quality":
-            show_quality(records)
-        else:
-            show(records, arguments.batch)
+        (show_quality if setting in UNTIMED else show)(records)
         text = json.dumps({"machine": run.machine(), "runs": everything})
         (folder / "result.json").write_text(text + "\n")
     print(f"\nlogs and result.json: {folder}")
