@@ -244,7 +244,7 @@ def test_rank_0_starts_again_while_the_others_wait(free_port, caplog):
 
 def test_a_rank_that_ends_for_good_is_named(free_port):
     addresses, outcomes = addresses_of(3, free_port()), {}
-    thread = start(0, addresses, outcomes, timeout=0.5)
+    thread = start(0, addresses, outcomes, timeout=3.0)
     come_and_end(addresses, 1, b"dead")
     thread.join(LIMIT)
     assert "rank 1 (127.0.0.1:1), rank 2 (127.0.0.1:2) of 3" in outcomes[0]
@@ -283,8 +283,8 @@ def test_a_job_without_a_secret_refuses_other_users(free_port, monkeypatch):
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     threads = [
-        start(0, addresses, outcomes, timeout=1.0, secret=b""),
-        start(1, addresses, outcomes, timeout=1.0, secret=b""),
+        start(0, addresses, outcomes, timeout=4.0, secret=b""),
+        start(1, addresses, outcomes, timeout=4.0, secret=b""),
     ]
     for thread in threads:
         thread.join(LIMIT)

@@ -2,6 +2,7 @@
 """What models become under the modes of `consistency`."""
 
 import contextlib
+import gc
 import warnings
 
 import numpy as np
@@ -108,6 +109,32 @@ def fitted(strategy, folder, size, optimizer, of_keras, options):
     return {"loss": history["loss"], "updates": updates} | state(
         strategy, model
     )
+
+
+def fitted_after_others(strategy, folder, size, optimizer):
+    """Like `fitted`; ranks delete models at different times before.
+
+    The models are in the middle of a round. `alive` counts those that the rank
+    has not deleted yet.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            model = make_model(strategy, optimizer)
+            for _ in range(2):
+                model.train_on_batch(*arrays(size))
+            if strategy.collectives.requests is not None:
+                # Other ranks may be in the last step, and need the owners.
+                strategy.synchronize()
+            del model
+            if strategy.rank == number % strategy.world_size:
+                gc.collect()
+        alive = len(strategy.extended.rounds.trained())
+        found = fitted(strategy, folder, size, optimizer, False, {})
+        return found | {"alive": alive}
+    finally:
+        gc.enable()
 
 
 def looped(strategy, folder, size, optimizer, accumulation=None):

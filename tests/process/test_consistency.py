@@ -209,6 +209,46 @@ def test_accumulation_of_keras_is_resumed(run_scenario, ranks, keras):
     run_scenario(scenario, "Adagrad", K, ranks=ranks, keras=keras)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "keras", "mode"),
+    [
+        *((2, 3, mode) for mode in (ACCUMULATE, LOCAL, TABLES, ASP)),
+        (2, 3, ["SSP", {"staleness": 2}]),
+        (3, 2, LOCAL),
+        (3, 2, ["BAP", {}]),
+    ],
+)
+def test_ranks_need_not_delete_models_at_the_same_time(
+    run_scenario, ranks, keras, mode
+):
+    arguments = (4, "SGD")
+    found = run_scenario(
+        "consistency_scenarios.fitted_after_others",
+        *arguments,
+        ranks=ranks,
+        keras=keras,
+        consistency=mode,
+    )
+    alive = [each.pop("alive") for each in found]
+    if mode[0] in ("SSP", "BAP"):  # Two runs differ.
+        for each in found[1:]:
+            assert_close(
+                {name: each[name] for name in each if name != "loss"},
+                {name: found[0][name] for name in each if name != "loss"},
+            )
+    else:
+        expected = run_scenario(
+            "consistency_scenarios.fitted",
+            *(*arguments, False, {}),
+            ranks=ranks,
+            keras=keras,
+            consistency=mode,
+        )
+        for each, other in zip(found, expected, strict=True):
+            assert_close(each, other)
+    assert len(set(alive)) > 1, alive
+
+
 def simulated(
     ranks, size, samples, outer, in_loop, epochs=2, significance=None
 ):

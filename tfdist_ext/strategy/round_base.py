@@ -87,12 +87,14 @@ class Round:
 
     Attributes:
         asynchronous: whether each rank steps alone, see `calls.Step`.
+        number: number of the round in the strategy, the same on all ranks.
 
     Args:
         steps: what the rounds of the strategy have in common.
     """
 
     asynchronous = False
+    number = 0
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

@@ -7,6 +7,7 @@ its mode, after epochs of `fit`, before evaluation and before files.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import weakref
@@ -87,6 +88,7 @@ class Rounds(Steps):
                 collectives.row_copies = RowCopies()
         self._strategy = weakref.ref(strategy)
         self._of = weakref.WeakKeyDictionary[Optimizer, Round]()
+        self._created = 0
         self._outer_slots = weakref.WeakKeyDictionary[
             Optimizer, dict[int, Variable]
         ]()
@@ -113,7 +115,10 @@ class Rounds(Steps):
             return apply(list(pairs))
         _build(optimizer, [variable for _, variable in pairs])
         if optimizer not in self._of:
-            self._of[optimizer] = self._new_round(optimizer)
+            round_ = self._new_round(optimizer)
+            round_.number = self._created
+            self._of[optimizer] = round_
+            self._created += 1
         self._of[optimizer].step(optimizer, pairs, apply)
         return optimizer.iterations
 
@@ -154,9 +159,41 @@ class Rounds(Steps):
         Args:
             optimizers: those whose rounds end; None for all.
         """
-        for optimizer, round_ in list(self._of.items()):
-            if optimizers is None or any(o is optimizer for o in optimizers):
-                round_.end(self._strategy(), optimizer)
+        for optimizer, round_ in self._to_end(optimizers):
+            round_.end(self._strategy(), optimizer)
+
+    def _to_end(
+        self, optimizers: Sequence[Optimizer] | None
+    ) -> list[tuple[Optimizer, Round]]:
+        """The rounds of some optimizers, or those that all ranks have.
+
+        Python deletes the optimizer of a model that the program has dropped
+        when its garbage collector runs, on each rank at another time. The
+        steps of such a round are lost on all ranks.
+        """
+        if optimizers is not None:
+            wanted = {id(each) for each in optimizers}
+            return [e for e in self._of.items() if id(e[0]) in wanted]
+        if self.collectives is None or self._created == 0:
+            return list(self._of.items())
+        if isinstance(self.mode, Accumulate):
+            # Complete rounds exchange nothing, so one rank may end them.
+            if not self.are_complete():
+                gc.collect()
+            return list(self._of.items())
+        known = list(self._of.items())  # Nothing of it is deleted now.
+        mine = [round_.number for _, round_ in known]
+        everyone = self.collectives.all_gather(
+            tf.constant(mine, tf.int64), "consistency/rounds"
+        ).numpy()
+        ranks = self.collectives.group.world_size
+        found = []
+        for optimizer, round_ in known:
+            if np.count_nonzero(everyone == round_.number) == ranks:
+                found.append((optimizer, round_))
+            else:
+                round_.clear()
+        return found
 
     def trained(self) -> list[tuple[Optimizer, list[Variable]]]:
         """The optimizers that have rounds, and the variables they train."""
@@ -165,27 +202,48 @@ class Rounds(Steps):
             for optimizer, round_ in self._of.items()
         ]
 
-    def counts(self) -> np.ndarray | None:
-        """Numbers of this rank that `shares` needs; None if there are none."""
+    def counts(self) -> dict[int, np.ndarray] | None:
+        """Numbers of this rank that `shares` needs; None if there are none.
+
+        Returns:
+            Numbers by the round, or under -1 those of all rounds.
+        """
         if self.collectives is not None and self.collectives.row_copies:
-            found: np.ndarray = self.collectives.row_copies.counts().numpy()
-            return found
+            return {-1: self.collectives.row_copies.counts().numpy()}
         if not isinstance(self.mode, ASP):
             return None
-        counts = [
-            each.held_back().numpy()
+        return {
+            each.number: each.held_back().numpy()
             for each in self._of.values()
             if isinstance(each, SignificantRound)
-        ]
-        total: np.ndarray = np.sum([np.zeros(4), *counts], axis=0)
-        return total
+        }
 
-    def shares(self, counts: np.ndarray) -> dict[str, float]:
-        """Logs of what was held back, or found in copies of rows."""
+    def shares(
+        self,
+        counts: dict[int, np.ndarray],
+        before: dict[int, np.ndarray] | None = None,
+        *,
+        of_all: bool = False,
+    ) -> dict[str, float]:
+        """Logs of what was held back, or found in copies of rows.
+
+        Args:
+            counts: what `counts` has returned.
+            before: what it returned earlier; shares are of the time since then.
+            of_all: whether to add up the numbers of all ranks, which must call.
+        """
+        total = np.zeros(4 if isinstance(self.mode, ASP) else 2)
+        for number, found in counts.items():
+            total += found - (before or {}).get(number, 0)
+        if of_all and self.collectives is not None:
+            (summed,) = self.collectives.all_reduce(
+                [tf.constant(total)], "consistency/counts"
+            )
+            total = summed.numpy()
         if isinstance(self.mode, ASP):
-            return shares_held_back(counts.tolist())
-        asked, found = map(float, counts)
-        return {"row_cache_hits": found / max(asked, 1.0)}
+            return shares_held_back(total.tolist())
+        asked, hits = map(float, total)
+        return {"row_cache_hits": hits / max(asked, 1.0)}
 
     def are_complete(self) -> bool:
         """Whether no optimizer is in the middle of a round."""
@@ -266,7 +324,7 @@ def _active() -> Rounds | None:
 class _EndRound(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Ends the round of a model before other callbacks see the epoch's end."""
 
-    _counts: np.ndarray | None = None
+    _counts: dict[int, np.ndarray] | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         rounds = _rounds_of(self.model)
@@ -278,13 +336,8 @@ class _EndRound(keras.callbacks.Callback):  # type: ignore[name-defined]
         if rounds is None or self._counts is None or logs is None:
             return
         before, self._counts = self._counts, rounds.counts()
-        of_epoch = self._counts - before
-        if rounds.collectives is not None:
-            (total,) = rounds.collectives.all_reduce(
-                [tf.constant(of_epoch)], "consistency/counts"
-            )
-            of_epoch = total.numpy()
-        logs.update(rounds.shares(of_epoch))
+        assert self._counts is not None
+        logs.update(rounds.shares(self._counts, before, of_all=True))
 
 
 def end_after_epochs(
