@@ -170,8 +170,10 @@ def draw(folder: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
 
     Args:
         folder: where they are written.
-        records: `runs` of results.
+        records: `runs` of results. Modes are drawn in the order of `MODES`.
     """
+    order = list(consistency.MODES)
+    records = sorted(records, key=lambda record: order.index(record["mode"]))
     timed: dict[str, dict[str, _Records]] = {}
     untimed: dict[tuple[str, int], _Records] = {}
     for record in records:
@@ -195,6 +197,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=pathlib.Path, help="of the charts")
     parser.add_argument("results", type=pathlib.Path, nargs="+")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=consistency.MODES,
+        default=list(consistency.MODES),
+        help="modes that are drawn",
+    )
     return parser
 
 
@@ -203,7 +212,8 @@ def main() -> None:
     arguments = make_parser().parse_args()
     texts = [path.read_text() for path in arguments.results]
     runs = [run for text in texts for run in json.loads(text)["runs"]]
-    draw(arguments.folder, runs)
+    drawn = [run for run in runs if run["mode"] in arguments.modes]
+    draw(arguments.folder, drawn)
 
 
 if __name__ == "__main__":
