@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what `benchmarks.consistency` has measured, a chart per setting.
 
-    python -m benchmarks.consistency_chart docs/benchmarks RESULT.json ...
+    python -m benchmarks.consistency_chart docs/charts RESULT.json ...
 
 Writes FOLDER/consistency_SETTING.svg; settings whose names begin with `link`
 share a chart, and so do settings with several seeds, whose chart has the
@@ -150,6 +150,9 @@ def draw_quality(
 
 def _draw_points(place: axes.Axes, found: dict[str, list[float]]) -> None:
     place.axvline(0, color=_BASE, linewidth=0.8)
+    # Differences of any size are seen; up to 0.002 the axis is linear.
+    place.set_xscale("symlog", linthresh=0.002)
+    place.xaxis.set_major_formatter("{x:g}")
     for mode, values in found.items():
         mean = sum(values) / len(values)
         place.plot(values, [mode] * len(values), ".", color=_OTHER, alpha=0.5)
@@ -197,13 +200,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=pathlib.Path, help="of the charts")
     parser.add_argument("results", type=pathlib.Path, nargs="+")
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=consistency.MODES,
-        default=list(consistency.MODES),
-        help="modes that are drawn",
-    )
     return parser
 
 
@@ -212,8 +208,7 @@ def main() -> None:
     arguments = make_parser().parse_args()
     texts = [path.read_text() for path in arguments.results]
     runs = [run for text in texts for run in json.loads(text)["runs"]]
-    drawn = [run for run in runs if run["mode"] in arguments.modes]
-    draw(arguments.folder, drawn)
+    draw(arguments.folder, runs)
 
 
 if __name__ == "__main__":
