@@ -71,6 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Settings that are run with several seeds, and not timed.
 UNTIMED = ("quality", "clicks")
+_WITHOUT_DATA = [name for name in SETTINGS if name != "clicks"]
 # Options of the command that the task reads.
 _OF_TASK = (
     *("batch", "microseconds", "steps", "parts", "warm_up", "optimizer"),
@@ -88,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS)[:-1])
+    add("--settings", nargs="+", choices=SETTINGS, default=_WITHOUT_DATA)
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--ranks", type=int, nargs="+", default=[4])
     add("--batch", type=int, default=64, help="samples of a rank")
@@ -208,6 +209,26 @@ def show(records: list[dict[str, Any]]) -> None:
         )
 
 
+def aucs_of(records: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """AUC of the runs that ended well, by mode and seed."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        aucs = found.setdefault(record["mode"], {})
+        if record["status"] == "ok":
+            aucs[record["seed"]] = record["ranks"][0]["curve"][-1][1]
+    return found
+
+
+def differences(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """AUC of each mode less that of the first one, with the same seed."""
+    found = aucs_of(records)
+    first = next(iter(found.values()))
+    return {
+        mode: [aucs[seed] - first[seed] for seed in aucs if seed in first]
+        for mode, aucs in found.items()
+    }
+
+
 def show_quality(records: list[dict[str, Any]]) -> None:
     """Prints the AUC of each mode, and its differences to the first mode.
 
@@ -215,25 +236,18 @@ def show_quality(records: list[dict[str, Any]]) -> None:
     standard deviation.
     """
     print(f"{'mode':<25}{'runs':>5}{'AUC':>10}{'spread':>10}{'to first':>10}")
-    by_mode: dict[str, dict[int, float]] = {}
-    for record in records:
-        aucs = by_mode.setdefault(record["mode"], {})
-        if record["status"] == "ok":
-            aucs[record["seed"]] = record["ranks"][0]["curve"][-1][1]
-    first = next(iter(by_mode.values()))
-    for mode, aucs in by_mode.items():
-        found = list(aucs.values())
-        pairs = [aucs[seed] - first[seed] for seed in aucs if seed in first]
+    to_first = differences(records)
+    for mode, aucs in aucs_of(records).items():
+        found, pairs = list(aucs.values()), to_first[mode]
         if not found:
             print(f"{mode:<25}{0:>5}")
             continue
-        mean = statistics.fmean(found)
-        to_first = statistics.fmean(pairs) if pairs else float("nan")
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        mean = statistics.fmean(pairs) if pairs else float("nan")
         of_pairs = statistics.stdev(pairs) if len(pairs) > 1 else 0.0
         print(
-            f"{mode:<25}{len(found):>5}{mean:>10.4f}{spread:>10.4f}"
-            f"{to_first:>+10.4f} +- {of_pairs:.4f}",
+            f"{mode:<25}{len(found):>5}{statistics.fmean(found):>10.4f}"
+            f"{spread:>10.4f}{mean:>+10.4f} +- {of_pairs:.4f}",
             flush=True,
         )
 

@@ -102,20 +102,6 @@ def _draw_bars(
     place.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def differences(records: _Records) -> dict[str, list[float]]:
-    """AUC of each mode less that of the first one, with the same seed."""
-    found: dict[str, dict[int, float]] = {}
-    for record in records:
-        if record["status"] == "ok":
-            auc = record["ranks"][0]["curve"][-1][1]
-            found.setdefault(record["mode"], {})[record["seed"]] = auc
-    first = next(iter(found.values()))
-    return {
-        mode: [aucs[seed] - first[seed] for seed in aucs if seed in first]
-        for mode, aucs in found.items()
-    }
-
-
 def draw_quality(
     path: pathlib.Path, groups: dict[tuple[str, int], _Records]
 ) -> None:
@@ -127,7 +113,9 @@ def draw_quality(
     """
     names = list(dict.fromkeys(setting for setting, _ in groups))
     columns = max(sum(s == name for s, _ in groups) for name in names)
-    found = {key: differences(records) for key, records in groups.items()}
+    found = {
+        key: consistency.differences(records) for key, records in groups.items()
+    }
     modes = max(len(each) for each in found.values())
     height = len(names) * (1.5 * _HEAD + _BAR * modes)
     sheet = figure.Figure((_WIDTH, height), layout="constrained")
@@ -154,6 +142,8 @@ def _draw_points(place: axes.Axes, found: dict[str, list[float]]) -> None:
     place.set_xscale("symlog", linthresh=0.002)
     place.xaxis.set_major_formatter("{x:g}")
     for mode, values in found.items():
+        if not values:
+            continue
         mean = sum(values) / len(values)
         place.plot(values, [mode] * len(values), ".", color=_OTHER, alpha=0.5)
         place.plot([mean], [mode], "|", color="black", markersize=9)

@@ -67,7 +67,9 @@ def ml_100k(folder: str, seed: int) -> Data:
         folder: has the files that the package `recbole` ships.
         seed: draws 80 % for training and 10 % for the test.
     """
-    sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+    examples = str(pathlib.Path(__file__).parents[1] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
     from quality import clicks
     from quality import files
     from quality import splits

@@ -66,7 +66,7 @@ def test_differences_are_of_runs_with_the_same_seed():
 
     records = [run("BSP()", 0, 0.7), run("BSP()", 1, 0.8)]
     records += [run("BAP()", 1, 0.75), run("BAP()", 0, 0.71)]
-    found = consistency_chart.differences(records)
+    found = consistency.differences(records)
     assert found["BSP()"] == [0.0, 0.0]
     assert found["BAP()"] == pytest.approx([-0.05, 0.01])
 
