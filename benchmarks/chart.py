@@ -186,6 +186,10 @@ def _save(sheet: figure.Figure, path: pathlib.Path) -> None:
         if colour in drawn
     ]
     sheet.legend(handles=legend, loc="outside lower center", ncols=3)
+    _write(sheet, path)
+
+
+def _write(sheet: figure.Figure, path: pathlib.Path) -> None:
     is_svg = path.suffix == ".svg"
     # Text as text: a file of half the size, that can be searched.
     rc = {"svg.hashsalt": path.name, "svg.fonttype": "none"}
@@ -229,6 +233,32 @@ def draw_scaling(
         panels[-1].plot(list(limits), most, "k--", label="limit")
     panels[-1].legend()
     sheet.savefig(path, dpi=120)
+
+
+def draw_speedups(
+    path: pathlib.Path, title: str, factors: dict[str, dict[int, float]]
+) -> None:
+    """Writes a chart: factors against ranks, one line per variant.
+
+    Args:
+        path: of the chart.
+        title: of the chart.
+        factors: variant -> ranks -> how many times as fast as the others.
+    """
+    sheet = _sheet(3.4)
+    place = sheet.subplots()
+    for name, points in factors.items():
+        place.plot(points.keys(), points.values(), "o-", label=name)
+    ticks = sorted({ranks for points in factors.values() for ranks in points})
+    place.set_xticks(ticks)
+    place.set_xlabel("ranks")
+    place.set_ylim(bottom=0)
+    place.spines[["top", "right"]].set_visible(False)
+    place.set_title(
+        f"{title}\nsteps per second, times those of stock", fontsize=9
+    )
+    place.legend(frameon=False)
+    _write(sheet, path)
 
 
 def _label(value: float) -> str:

@@ -4,7 +4,9 @@
 Every placement runs on 1, 2, 4, ... ranks with the same batch per rank (weak
 scaling), is checked as in `benchmarks.run`, and drawn into scaling.png. With
 --dilation auto, ranks that share cores are timed as if each had its own. With
---memory, peak memory is held against the rank's share of tables and slots.
+--memory, peak memory is held against the rank's share of tables and slots. With
+--others, "x others" is the time of the fastest of them over ours, drawn into
+speedup.svg. --recorded prints and draws the results.jsonl of earlier runs.
 """
 
 import argparse
@@ -61,6 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory", action="store_true", help="judge peak memory"
     )
+    parser.add_argument(
+        "--recorded",
+        type=pathlib.Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="run nothing, read these; later files replace rows of earlier",
+    )
     return parser
 
 
@@ -78,16 +88,41 @@ def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> report.Rows:
                 outcome = run.run_variant(name, settings, net, place)
                 dilation = run.dilation_of(arguments, ranks)
                 rows[name, ranks] = report.make_row(name, outcome, dilation)
-                _keep(folder, name, ranks, outcome)
+                job = {"variant": name, "ranks": ranks, "dilation": dilation}
+                with (folder / "results.jsonl").open("a") as file:
+                    file.write(json.dumps({**job, **vars(outcome)}) + "\n")
     return rows
 
 
-def _keep(
-    folder: pathlib.Path, name: str, ranks: int, outcome: launch.Outcome
-) -> None:
-    line = {"variant": name, "ranks": ranks, **vars(outcome)}
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def read(paths: list[pathlib.Path]) -> report.Rows:
+    """Returns the rows of files that `measure` has written."""
+    rows: report.Rows = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            name, ranks = record.pop("variant"), record.pop("ranks")
+            dilation = record.pop("dilation")
+            outcome = launch.Outcome(**record)
+            rows[name, ranks] = report.make_row(name, outcome, dilation)
+    return rows
+
+
+def speedups(rows: report.Rows) -> dict[str, dict[int, float]]:
+    """Times of the fastest of the others over ours: variant -> ranks -> factor.
+
+    Numbers of ranks at which no other variant ran are left out.
+    """
+    others: dict[int, float] = {}
+    for (_, ranks), row in rows.items():
+        if row.status == "ok" and not row.ours:
+            known = others.get(ranks, row.milliseconds)
+            others[ranks] = min(known, row.milliseconds)
+    found: dict[str, dict[int, float]] = {}
+    for (name, ranks), row in rows.items():
+        if row.status == "ok" and row.ours and ranks in others:
+            factor = others[ranks] / row.milliseconds
+            found.setdefault(name, {})[ranks] = factor
+    return found
 
 
 def table(rows: report.Rows) -> str:
@@ -99,9 +134,12 @@ def table(rows: report.Rows) -> str:
         "egress MB",
         "ingress MB",
         "RSS MB",
+        "x others",
     )
     lines = [_line("variant", columns)]
+    factors = speedups(rows)
     for (name, ranks), row in report.by_variant(rows):
+        factor = factors.get(name, {}).get(ranks)
         if row.status != "ok":
             lines.append(f"{name:<18}{ranks:>6}  {row.status}: {row.reason}")
             continue
@@ -112,6 +150,7 @@ def table(rows: report.Rows) -> str:
             f"{row.egress / report.MEGABYTE:.3f}",
             f"{row.ingress / report.MEGABYTE:.3f}",
             f"{row.peak_rss / report.MEGABYTE:.0f}",
+            f"{factor:.1f}" if factor else "-",
         )
         lines.append(_line(name, cells))
     return "\n".join(lines)
@@ -157,7 +196,7 @@ def main() -> None:
     arguments = make_parser().parse_args()
     workload = workloads.WORKLOADS[arguments.workload]
     folder = run.new_folder(arguments.output, f"scaling-{workload.name}")
-    rows = measure(arguments, folder)
+    rows = read(arguments.recorded) or measure(arguments, folder)
     title = f"{workload.name}, {arguments.batch} samples per rank"
     if arguments.dilation != 1:
         title += ", times divided by the ranks of a core"
@@ -173,6 +212,10 @@ def main() -> None:
         }
     path = folder / "scaling.png"
     run.draw(lambda chart: chart.draw_scaling(path, title, rows, limits))
+    factors = speedups(rows)
+    if factors:
+        path = folder / "speedup.svg"
+        run.draw(lambda chart: chart.draw_speedups(path, title, factors))
     print(f"logs, results.jsonl and scaling.png: {folder}")
     sys.exit(any(row.ours and row.status != "ok" for row in rows.values()))
 

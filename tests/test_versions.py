@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests import conftest
+from tests import tiers
 from tests.numbers import registry
 from tests.source_files import ROOT
 
@@ -15,7 +15,7 @@ TESTS = ROOT / "tests"
 
 def test_files_and_folders_exist():
     missing = [
-        name for name in conftest.VERSION_TESTS if not (TESTS / name).exists()
+        name for name in tiers.VERSION_TESTS if not (TESTS / name).exists()
     ]
     assert not missing
 
@@ -23,14 +23,14 @@ def test_files_and_folders_exist():
 def test_scenarios_are_tested():
     paths = (TESTS / "process").glob("test_*.py")
     text = "".join(path.read_text() for path in paths)
-    for module in conftest.VERSION_SCENARIOS:
+    for module in tiers.VERSION_SCENARIOS:
         assert f'"{module}"' in text, module
-    assert f"def {conftest.VERSION_PROCESS}(" in text
+    assert f"def {tiers.VERSION_PROCESS}(" in text
 
 
 def test_programs_exist():
     names = list(registry.programs())
-    for begin in conftest.VERSION_PROGRAMS:
+    for begin in tiers.VERSION_PROGRAMS:
         assert any(name.startswith(begin) for name in names), begin
 
 

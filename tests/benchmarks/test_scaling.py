@@ -34,6 +34,16 @@ def test_lines_of_a_variant_stand_together():
     assert "aborted: memory" in lines[-1]
 
 
+def test_speedups_are_those_over_the_fastest_other():
+    rows = {
+        **_ROWS,
+        ("parameter-server", 1): _row("parameter-server", 25.0, 1e9),
+    }
+    assert scaling.speedups(rows) == {"hybrid-row": {1: 2.5}}
+    lines = scaling.table(rows).splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == ["others", "2.5", "-"]
+
+
 def test_a_share_is_tables_and_slots_over_ranks():
     ads = workloads.WORKLOADS["ads"]
     share = scaling.share_bytes(ads, "adagrad", 4)
@@ -74,6 +84,13 @@ def test_chart_is_a_png(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_chart_of_speedups_is_an_svg(tmp_path):
+    chart = pytest.importorskip("benchmarks.chart")
+    path = tmp_path / "speedup.svg"
+    chart.draw_speedups(path, "title", scaling.speedups(_ROWS))
+    assert "hybrid-row" in path.read_text()
+
+
 @pytest.mark.process
 def test_a_small_run_writes_all_it_promises(tmp_path, run_forking):
     done = run_forking(
@@ -89,3 +106,11 @@ def test_a_small_run_writes_all_it_promises(tmp_path, run_forking):
     assert len((folder / "results.jsonl").read_text().splitlines()) == 2
     assert (folder / "scaling.png").exists() or "no chart" in done.stdout
     assert "  reached" in done.stdout
+    table = done.stdout.partition("variant")[2].partition("\n\n")[0]
+    again = run_forking(
+        "benchmarks.scaling",
+        *("--workload", "smoke", "--recorded", folder / "results.jsonl"),
+        *("--output", tmp_path / "again"),
+        ranks=2,
+    )
+    assert table in again.stdout

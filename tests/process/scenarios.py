@@ -49,3 +49,16 @@ def only(scenarios: list[str], names: set[str]) -> list[str]:
     every = {s.split(".")[1] for s in scenarios}
     assert names <= every, names - every
     return without(scenarios, every - names)
+
+
+def name_of_mode(value: object) -> str | None:
+    """The id of a mode of `consistency` in the name of a test.
+
+    Args:
+        value: the class and its arguments, or another parameter of the test.
+    """
+    match value:
+        case [str(name), dict(options)]:
+            parts = {"outer", "tables", "row_cache", "stale_scale"}
+            return "_".join([name, *sorted(parts & options.keys())])
+    return None

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from scenarios import name_of_mode
 
 pytestmark = pytest.mark.process
 
@@ -24,6 +25,7 @@ INVERSE = ["BAP", {"stale_scale": "inverse"}]
         (2, 2, CACHE, True),
         (3, 2, CACHE, False),
     ],
+    ids=name_of_mode,
 )
 def test_updates_are_those_of_one_process(
     run_scenario, ranks, keras, mode, in_loop
@@ -77,6 +79,7 @@ def test_copies_of_rows_are_not_too_old(run_scenario, ranks, keras, sharding):
         (2, 3, CACHE, "Adagrad", False, {}),
         (2, 2, CACHE, "Adam", False, {"steps_per_execution": 3}),
     ],
+    ids=name_of_mode,
 )
 def test_all_ranks_have_one_model_after_fit(
     run_scenario, ranks, keras, mode, optimizer, of_keras, options

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scenarios import name_of_mode
 
 pytestmark = pytest.mark.process
 
@@ -128,6 +129,7 @@ def test_ranks_with_unequal_shares(run_scenario, ranks, keras, accumulates):
         (LOCAL, "gradients", 0),
         (LOCAL, "consistency/weights", 4),
     ],
+    ids=name_of_mode,
 )
 def test_dense_bytes_fall(run_scenario, ranks, keras, mode, label, calls):
     """All modes send the same bytes at a time, and BSP k times as often."""
@@ -164,6 +166,7 @@ def test_dense_bytes_fall(run_scenario, ranks, keras, mode, label, calls):
         ("evaluated_and_saved", ASP, ()),
         ("guarded", ASP, ()),
     ],
+    ids=name_of_mode,
 )
 def test_scenario(run_scenario, ranks, keras, scenario, mode, arguments):
     run_scenario(
@@ -217,6 +220,7 @@ def test_accumulation_of_keras_is_resumed(run_scenario, ranks, keras):
         (3, 2, LOCAL),
         (3, 2, ["BAP", {}]),
     ],
+    ids=name_of_mode,
 )
 def test_ranks_need_not_delete_models_at_the_same_time(
     run_scenario, ranks, keras, mode
