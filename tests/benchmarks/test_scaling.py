@@ -34,14 +34,17 @@ def test_lines_of_a_variant_stand_together():
     assert "aborted: memory" in lines[-1]
 
 
-def test_speedups_are_those_over_the_fastest_other():
+def test_speedups_are_those_over_the_fastest_synchronous_one():
     rows = {
         **_ROWS,
-        ("parameter-server", 1): _row("parameter-server", 25.0, 1e9),
+        ("stock-dense", 1): _row("stock-dense", 25.0, 1e9),
+        ("parameter-server", 1): report.Row(
+            "parameter-server", "ok", milliseconds=2.0, asynchronous=True
+        ),
     }
     assert scaling.speedups(rows) == {"hybrid-row": {1: 2.5}}
     lines = scaling.table(rows).splitlines()
-    assert [line.split()[-1] for line in lines[:3]] == ["others", "2.5", "-"]
+    assert [line.split()[-1] for line in lines[:3]] == ["stock", "2.5", "-"]
 
 
 def test_a_share_is_tables_and_slots_over_ranks():
