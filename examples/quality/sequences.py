@@ -46,7 +46,7 @@ class Settings:
 
 SETTINGS = {
     "GRU4Rec": Settings(epochs=9, rate=0.002, dropout=0.3),
-    "SASRec": Settings(epochs=12, rate=0.002, dropout=0.3),
+    "SASRec": Settings(epochs=36, rate=0.002, dropout=0.3),
 }
 
 
