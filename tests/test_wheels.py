@@ -62,6 +62,10 @@ def build_wheel(
     return zipfile.ZipFile(wheel)
 
 
+def test_the_developers_environment_has_the_tools():
+    wheels.require_tools()
+
+
 def test_one_wheel_holds_the_libraries_of_all_minors(
     tmp_path: pathlib.Path,
     libraries: pathlib.Path,
