@@ -84,9 +84,9 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Marks the tiers; keeps on one worker what shares ranks.
 
-    That are the tests of one number of ranks and one Keras, or of one library
-    of kernels, or else of one file. Those with ranks come first, then slow
-    ones: the many short ones fill what is left of either worker.
+    That are the tests of one folder with one number of ranks and one Keras, or
+    of one library of kernels, or else of one file. Those with ranks come first,
+    then slow ones: the many short ones fill what is left of either worker.
     """
     if not any("::" in argument for argument in config.args):
         tiers.check(items)
@@ -100,19 +100,21 @@ def pytest_collection_modifyitems(
 def _group(item: pytest.Item, path: pathlib.Path) -> str:
     arguments = tiers.arguments(item)
     if {"ranks", "keras"} <= set(arguments):
-        return "{ranks} ranks, Keras {keras}".format(**arguments)
+        ranks, keras = arguments["ranks"], arguments["keras"]
+        return f"{path.parts[0]}, {ranks} ranks, Keras {keras}"
     if "gpu" in getattr(item, "fixturenames", ()):
         return "kernels for GPUs"
     return str(path)
 
 
-def _place(item: pytest.Item) -> tuple[bool, int, int]:
+def _place(item: pytest.Item) -> tuple[bool, int, int, str]:
     """Where an item comes: those that share ranks after each other."""
     path = item.path.relative_to(tiers.TESTS)
     arguments = tiers.arguments(item)
     fast = path.parts[0] not in tiers.TIERS
     if str(path) in tiers.SLOW:
-        return fast, 0, 0
+        return fast, 0, 0, ""
     if fast or not {"ranks", "keras"} <= set(arguments):
-        return fast, 9, 0
-    return fast, arguments["ranks"], -arguments["keras"]
+        return fast, 9, 0, ""
+    folder = path.parts[0]
+    return fast, arguments["ranks"], -arguments["keras"], folder

@@ -131,6 +131,7 @@ LEFT_OUT = {
         "counters_differ",
         "in_turns",
         "least_squares",
+        "compression_scenarios.optimizers",
     ),
     "process/test_consistency.py": (
         "larger_batches[2-3-SGD-False-options0",
@@ -156,6 +157,8 @@ LEFT_OUT = {
         "test_scenario[guarded-ASP",
         "test_scenario[resumed-LocalSteps_tables",
         "test_scenario[local_replicas-ASP",
+        "accumulation_of_keras_is_resumed",
+        "test_scenario[rolled_back",
     ),
     "process/test_deferred_rows.py": (
         "sums_of_rounds[2-3-Adagrad-True",
@@ -172,8 +175,12 @@ LEFT_OUT = {
         "grid/row_wise_adagrad",
         "grid/adagrad",
         "dedup/mixed",
+        "grid/own",
     ),
-    "process/test_exchange.py": ("prefetch_scenarios.prefetch]",),
+    "process/test_exchange.py": (
+        "prefetch_scenarios.prefetch]",
+        "exchange_scenarios.bfloat16",
+    ),
     "process/test_features.py": ("in_model",),
     "process/test_fit.py": (
         "rows_that_occur_again",
@@ -183,18 +190,24 @@ LEFT_OUT = {
         "split_optimizers",
         "fit_scenarios.memory",
         "moving_average",
+        "gradient_dtypes",
     ),
     "process/test_input.py": (
         "names_return",
         "input_scenarios.generators",
     ),
-    "process/test_nested_graphs.py": ("nested_graph_scenarios.inference",),
+    "process/test_nested_graphs.py": (
+        "nested_graph_scenarios.inference",
+        "built_by_evaluate",
+    ),
     "process/test_notebook.py": ("results_output_and_errors",),
     "process/test_placing.py": (
         "batches_that_are_known",
         "measured_at_start",
         "as_good_as_shared",
         "own_optimizers",
+        "placing_scenarios.fixed",
+        "placing_scenarios.shared",
     ),
     "process/test_ports.py": (
         "keras_rs_ranking/sas_rec",
@@ -202,7 +215,9 @@ LEFT_OUT = {
         "keras_io/collaborative_filtering",
         "keras_rs_ranking/dlrm_dcn_v2",
         "retrieval_trains_as_published",
+        "keras_rs_ranking/basic_ranking",
     ),
+    "process/test_prometheus.py": ("the_dashboard_asks",),
     "process/test_row_clip.py": (
         "numpy[2-3-row_wise]",
         "column_wise, unique rows",
