@@ -7,7 +7,7 @@
 Writes a table and its Adagrad slots as a `tf.train.Checkpoint`, reads them, and
 compares every row with what was written. A write ends when the files are on
 the disk (fsync). Before a read rank 0 drops the page cache, which needs root;
-without it reads are marked as warm. `dd` writes and reads as many bytes on
+without it, or with --warm, reads are marked as warm. `dd` writes and reads as many bytes on
 rank 0 alone, in the same folder, before each of the three turns.
 
 Columns: MB per second, also as a share of what `dd` reaches, and the most
@@ -50,11 +50,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rows", type=int, default=2_000_000, help=f"of {DIM} columns")
     add("--sharding", default="row", help="placement of the table")
     add("--folder", help="on the disk to be measured (a temporary folder)")
+    add("--warm", action="store_true", help="leave the page cache as it is")
     return parser
 
 
-def drop_page_cache() -> bool:
-    """Makes the next read come from the disk; returns whether it could."""
+def drop_page_cache(warm: bool) -> bool:
+    """Makes the next read come from the disk, unless it should be warm.
+
+    Returns:
+        Whether it does.
+    """
+    if warm:
+        return False
     os.sync()
     try:
         pathlib.Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -63,7 +70,7 @@ def drop_page_cache() -> bool:
     return True
 
 
-def of_dd(folder: str, size: int) -> tuple[float, float]:
+def of_dd(folder: str, size: int, warm: bool) -> tuple[float, float]:
     """Seconds in which `dd` writes `size` bytes with fsync, and reads them."""
     path = f"{folder}/dd"
 
@@ -79,7 +86,7 @@ def of_dd(folder: str, size: int) -> tuple[float, float]:
     written = seconds(
         "if=/dev/zero", f"of={path}", f"count={size}", "conv=fsync"
     )
-    drop_page_cache()
+    drop_page_cache(warm)
     read = seconds(f"if={path}", "of=/dev/null")
     pathlib.Path(path).unlink()
     return written, read
@@ -151,10 +158,10 @@ def main() -> None:
             files = list(pathlib.Path(path).parent.iterdir())
             size = sum(file.stat().st_size for file in files)
             if strategy.rank == 0:
-                of_write, of_read = of_dd(folder, size)
+                of_write, of_read = of_dd(folder, size, arguments.warm)
                 disk_written.append(of_write)
                 disk_read.append(of_read)
-                cold = drop_page_cache()
+                cold = drop_page_cache(arguments.warm)
             layer.kernel.assign(np.zeros_like(rows))
             restore = functools.partial(checkpoint.read, path)
             read.append(timed(restore, collectives))

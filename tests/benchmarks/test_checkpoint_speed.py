@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.process
 @pytest.mark.parametrize("sharding", ["row", "column"])
 def test_what_is_written_is_read_and_timed(tmp_path, sharding):
-    program = ["benchmarks.checkpoint_speed", "--rows", "10000"]
+    program = ["benchmarks.checkpoint_speed", "--rows", "10000", "--warm"]
     options = ["--sharding", sharding, "--folder", str(tmp_path)]
     launch = [sys.executable, "-m", "tfdist_ext.launch", "-n", "2", "-m"]
     done = subprocess.run(
@@ -20,6 +20,7 @@ def test_what_is_written_is_read_and_timed(tmp_path, sharding):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "warm reads" in done.stdout
     table = {
         line.split()[0]: line.split()[1:]
         for line in done.stdout.splitlines()
