@@ -7,8 +7,8 @@
 Writes a table and its Adagrad slots as a `tf.train.Checkpoint`, reads them, and
 compares every row with what was written. A write ends when the files are on
 the disk (fsync). Before a read rank 0 drops the page cache, which needs root;
-without it, or with --warm, reads are marked as warm. In each of three turns `dd`
-writes and reads as many bytes, on rank 0 alone and in the same folder.
+without it, or with --warm, reads are marked as warm. In each of three turns
+`dd` writes and reads as many bytes, on rank 0 alone and in the same folder.
 
 Columns: MB per second, also as a share of what `dd` reaches, and the most
 memory that a rank needs besides, in MB: the peak of its resident memory less
