@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test` runs with another TensorFlow than the default one."""
+"""What `make test` runs, and with another TensorFlow than the default one."""
 
 import os
 import subprocess
@@ -14,10 +14,18 @@ TESTS = ROOT / "tests"
 
 
 def test_files_and_folders_exist():
-    missing = [
-        name for name in tiers.VERSION_TESTS if not (TESTS / name).exists()
-    ]
+    names = (*tiers.VERSION_TESTS, *tiers.LEFT_OUT, *tiers.SLOW)
+    missing = [name for name in names if not (TESTS / name).exists()]
     assert not missing
+
+
+def test_tests_that_are_left_out_exist(monkeypatch, request):
+    path = str(request.node.path.relative_to(TESTS))
+    monkeypatch.setattr(tiers, "LEFT_OUT", {path: ("left_out_exist",)})
+    tiers.check([request.node])
+    monkeypatch.setattr(tiers, "LEFT_OUT", {path: ("of no test",)})
+    with pytest.raises(pytest.UsageError, match="has 'of no test'"):
+        tiers.check([request.node])
 
 
 def test_scenarios_are_tested():

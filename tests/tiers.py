@@ -17,7 +17,6 @@ SLOW = (
     "cuda_on_cpu/test_gpu_decoding.py",
     "cuda_on_cpu/test_gpu_ops.py",
     "examples/test_notebook.py",
-    "ops/test_huge_pages.py",
     "ops/test_large_tables.py",
     "optimizers/test_legacy_keras.py",
 )
@@ -27,8 +26,8 @@ SLOW = (
 EVERYDAY = {"ranks": 2, "keras": 3}
 EVERYDAY_PROGRAMS = "-tables-uneven-"
 # `make test` leaves these to `make test-all`, as it should take 9 minutes: by
-# file, parts of names. Another test of the same promise is in `make test`, or
-# no promise to users depends on it.
+# file, parts of names. `make test` has another test of the same feature, with
+# another model, option or mode; of examples and benchmarks it may have none.
 LEFT_OUT = {
     "benchmarks/test_kernels.py": ("ours_and_stock",),
     "benchmarks/test_large_batches.py": ("a_short_run_prints",),
@@ -41,8 +40,6 @@ LEFT_OUT = {
         "repeats_and_drops_nothing[5",
         "repeats_and_drops_nothing[16",
         "repeats_and_drops_nothing[30",
-        "a_second_signal_ends_at_once",
-        "deltas_that_save_nothing_are_told",
         "position_in_a_batch_of_own_data_is_refused",
         "another_batch_size_of_arrays",
         "epoch_of_given_steps_may_hold",
@@ -111,6 +108,7 @@ LEFT_OUT = {
         "step/tensordot",
         "sequence/recurrent/GRU",
     ),
+    "ops/test_huge_pages.py": ("updated_tables[1",),
     "optimizers/test_against_keras.py": (
         "mirrored_strategy[SGD",
         "mirrored_strategy[Adagrad",
@@ -157,7 +155,6 @@ LEFT_OUT = {
         "test_scenario[guarded-ASP",
         "test_scenario[resumed-LocalSteps_tables",
         "test_scenario[local_replicas-ASP",
-        "accumulation_of_keras_is_resumed",
         "test_scenario[rolled_back",
     ),
     "process/test_deferred_rows.py": (
@@ -184,11 +181,9 @@ LEFT_OUT = {
     "process/test_features.py": ("in_model",),
     "process/test_fit.py": (
         "rows_that_occur_again",
-        "int8_rows",
         "split_options",
         "split_steps_together",
         "split_optimizers",
-        "fit_scenarios.memory",
         "moving_average",
         "gradient_dtypes",
     ),
@@ -217,7 +212,6 @@ LEFT_OUT = {
         "retrieval_trains_as_published",
         "keras_rs_ranking/basic_ranking",
     ),
-    "process/test_prometheus.py": ("the_dashboard_asks",),
     "process/test_row_clip.py": (
         "numpy[2-3-row_wise]",
         "column_wise, unique rows",
@@ -243,7 +237,6 @@ LEFT_OUT = {
     "process/test_serving.py": (
         "deltas_of_keys",
         "deltas_of_int8",
-        "requests_for_a_server",
     ),
     "process/test_sharing.py": (
         "changes_no_result[other_wire",
@@ -252,7 +245,6 @@ LEFT_OUT = {
         "changes_no_result[subclassed",
         "changes_no_result[sequential",
     ),
-    "process/test_storage.py": ("tables_lie_where_they_should",),
     "strategy/test_tracebacks.py": ("the_reason_comes_first[all",),
 }
 

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
+from check_scenarios import said
 from fit_models import BATCH
 from fit_models import ROWS
 from fit_models import data
@@ -358,8 +359,10 @@ def checked(strategy, folder):
     collectives.check = "error"
     try:
         for compression in (TopK(0.01), RandomK(0.01)):
-            with compressed(strategy, compression):
+            with compressed(strategy, compression), said() as found:
                 make_model(strategy).fit(data(), epochs=1, verbose=0)
+            if strategy.rank == 0:
+                assert any("step 1 of" in text for _, text in found), found
     finally:
         collectives.check = before
 
