@@ -7,12 +7,14 @@
     python -m benchmarks.consistency --settings clicks --ml-100k FOLDER
 
 Every rank sleeps for each of its samples as if it computed, so more ranks than
-cores can be timed. Settings:
+cores can be timed. What a step computes besides takes its time from the cores:
+with --dilation auto, sleeps are longer and links slower by ranks per core, and
+times are divided by it, as if each rank had a core. Settings:
 
 - equal: ranks and links are fast.
 - slow: the last rank takes three times as long for a sample.
 - pauses: a step takes half a second, and each rank pauses for 2 seconds after
-  one of 10 steps, at random. SSP(4) can hide pauses of 4 steps.
+  a share of its steps (--pauses), at random. SSP(4) can hide pauses of 4 steps.
 - link150, link15, link5: each rank sends at most so many MB/s.
 - quality: no rank sleeps; the AUC after equal samples, with several seeds.
 - clicks: as quality, for clicks of ml-100k. FOLDER has the files that the
@@ -62,7 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "equal": {},
     "slow": {"slower": 3.0},
-    "pauses": {"microseconds": 8000.0, "pauses": 0.1},
+    "pauses": {"microseconds": 8000.0},
     "link150": {"egress": "150mbps"},
     "link15": {"egress": "15mbps"},
     "link5": {"egress": "5mbps"},
@@ -94,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, nargs="+", default=[4])
     add("--batch", type=int, default=64, help="samples of a rank")
     add("--microseconds", type=float, default=400.0, help="for a sample")
+    add("--pauses", type=float, default=0.1, help="share of steps (0.1)")
     add("--steps", type=int, default=150, help="between two tests")
     add("--parts", type=int, default=6, help="tests")
     add("--warm-up", type=int, default=10, help="steps")
@@ -105,21 +108,34 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, default=1, help="runs of an untimed setting")
     add("--ml-100k", metavar="FOLDER", help="data of `clicks`")
     add("--limit", type=float, default=600.0, help="seconds of a job")
+    run.add_dilation_argument(parser)
     add("--output", type=pathlib.Path, default=pathlib.Path("build/bench"))
     return parser
 
 
 def options_of(
-    arguments: argparse.Namespace, setting: str, mode: str
+    arguments: argparse.Namespace, setting: str, mode: str, dilation: float = 1
 ) -> dict[str, Any]:
-    """The options of a job; see `consistency_rank`."""
+    """The options of a job; see `consistency_rank`.
+
+    Args:
+        arguments: those of the command line.
+        setting: one of `SETTINGS`.
+        mode: one of `MODES`.
+        dilation: factor by which sleeps are longer and links slower.
+    """
     options = {name: getattr(arguments, name) for name in _OF_TASK}
     if setting != "clicks":
         options["ml_100k"] = None
     seeds = arguments.seeds if setting in UNTIMED else 1
-    options |= {"slower": 1.0, "pauses": 0.0, "pause_seconds": 2.0}
+    pauses = arguments.pauses if setting == "pauses" else 0.0
+    options |= {"slower": 1.0, "pauses": pauses, "pause_seconds": 2 * dilation}
     options |= {"balance": "equal", "seeds": list(range(seeds))}
-    return options | SETTINGS[setting] | MODES[mode]
+    options |= SETTINGS[setting] | MODES[mode]
+    options["microseconds"] *= dilation
+    if "egress" in options:
+        options["egress"] = network.dilated(options["egress"], dilation)
+    return options
 
 
 def _run(
@@ -130,7 +146,8 @@ def _run(
     ranks: int,
 ) -> list[dict[str, Any]]:
     """Runs a job; returns a record for each of its seeds."""
-    options = options_of(arguments, setting, mode)
+    dilation = run.dilation_of(arguments, ranks)
+    options = options_of(arguments, setting, mode, dilation)
     rate = options.pop("egress", None)
     place = folder / f"{setting}-{len(list(folder.iterdir()))}"
     task = ("consistency", options)
@@ -149,10 +166,21 @@ def _run(
             "steps": options["steps"],
             "status": outcome.status,
             "reason": outcome.reason,
-            "ranks": [result["runs"][i] for result in outcome.results],
+            "dilation": dilation,
+            "ranks": [
+                undilated(result["runs"][i], dilation)
+                for result in outcome.results
+            ],
         }
         for i, seed in enumerate(options["seeds"])
     ]
+
+
+def undilated(result: dict[str, Any], dilation: float) -> dict[str, Any]:
+    """What a rank has measured, with its times divided by the dilation."""
+    return result | {
+        "curve": [[seconds / dilation, auc] for seconds, auc in result["curve"]]
+    }
 
 
 def last_rate(curve: list[list[float]], steps: int) -> float:

@@ -211,7 +211,6 @@ def train(
         "bytes_per_step": sent / steps,
         "row_bytes_per_step": rows / steps,
         "row_cache_hits": statistics.get("row_cache_hits"),
-        "steps_per_second": steps / seconds,
         "shares": list(statistics.get("shares", ())),
         "staleness": dict(updates),
     }

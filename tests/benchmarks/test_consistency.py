@@ -60,6 +60,24 @@ def test_figures_are_those_of_the_slowest_rank_in_the_last_part():
     }
 
 
+def test_dilated_jobs_sleep_longer_and_are_timed_as_if_they_did_not():
+    given = ["--microseconds", "400", "--pauses", "0.2", "--ml-100k", "x"]
+    arguments = consistency.make_parser().parse_args(given)
+
+    def options(setting, dilation):
+        return consistency.options_of(arguments, setting, "BAP()", dilation)
+
+    plain, dilated = options("slow", 1.0), options("slow", 2.0)
+    assert plain | {"microseconds": 800.0, "pause_seconds": 4.0} == dilated
+    assert plain["pause_seconds"] == 2.0
+    assert plain["pauses"] == 0.0
+    assert options("link15", 4.0)["egress"] == "3.75mbps"
+    paused = options("pauses", 2.0)
+    assert (paused["pauses"], paused["microseconds"]) == (0.2, 16000.0)
+    found = consistency.undilated({"curve": [[3.0, 0.5], [8.0, 0.6]]}, 2.0)
+    assert found == {"curve": [[1.5, 0.5], [4.0, 0.6]]}
+
+
 def test_differences_are_of_runs_with_the_same_seed():
     def run(mode, seed, auc):
         return _record("quality", mode, [[[1.0, auc]]], seed=seed)
