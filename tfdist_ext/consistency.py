@@ -261,13 +261,16 @@ class SSP:
         row_cache: whether a rank answers its lookups from its own copy of a
             row while the copy has the updates of all but the last `staleness`
             steps, which is what the owner guarantees too. A copy lacks later
-            updates, also those of this rank. Row bytes from the owners fall by
-            the share `row_cache_hits`, in the logs of `fit` and in
-            `strategy.statistics()`; gradients are sent with their ids. It
-            acts on features whose rows are deduplicated, which the planner
-            chooses for features of one id per sample, and not on dynamic
-            vocabularies. Rows that the program itself assigns are read after
-            `strategy.synchronize()`.
+            updates, also those of this rank. The rank also adds up its
+            gradients of a row, and sends the sum once, `staleness // 2` steps
+            after the first of them. Ranks may then be ahead, and copies be
+            used, by the other half of the steps, so that the bound stays
+            that of all updates. Rows are read less often by the share
+            `row_cache_hits`, in the logs of `fit` and in
+            `strategy.statistics()`. It acts on features whose rows are
+            deduplicated, which the planner chooses for features of one id per
+            sample, and not on dynamic vocabularies. Rows that the program
+            itself assigns are read after `strategy.synchronize()`.
 
     Raises:
         ValueError: an argument is out of bounds, or `row_cache` is given with
@@ -337,6 +340,25 @@ def is_asynchronous(mode: Consistency) -> bool:
     return isinstance(mode, BAP) or (
         isinstance(mode, SSP) and mode.staleness > 0
     )
+
+
+def bounds_of(mode: Consistency) -> tuple[int | None, int]:
+    """How far ranks may be apart, and how long gradients wait, in steps.
+
+    A rank that has completed `t` steps then gets rows with the updates of the
+    first `t - staleness` steps of every rank.
+
+    Args:
+        mode: an asynchronous mode.
+
+    Returns:
+        Steps that a rank may be ahead, None for no bound, and steps for which
+        gradients of rows with copies wait.
+    """
+    if not isinstance(mode, SSP):
+        return None, 0
+    delay = mode.staleness // 2 if mode.row_cache else 0
+    return mode.staleness - delay, delay
 
 
 def checked(value: object) -> Consistency:

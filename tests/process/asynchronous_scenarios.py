@@ -107,15 +107,25 @@ def loop_over(strategy, model, data):
         strategy.synchronize()
 
 
+def bytes_of_gradients(strategy):
+    """Bytes that this rank has sent so far for gradients of rows."""
+    labels = strategy.statistics()["labels"]
+    return sum(
+        each[1] for name, each in labels.items() if name.endswith("/gradients")
+    )
+
+
 def seen(strategy, folder, sharding):
     """How many updates a row has had that a rank sees in its steps."""
-    start, rate = 100.0, 0.5
+    world = strategy.world_size
+    # So wide that gradients are most of the bytes.
+    start, every, dim = 128.0, 2.0, 256
     with strategy.scope():
         ids = keras.Input([1], dtype="int64")
         table = tfdist_ext.layers.Embedding(
             8,
-            4,
-            embeddings_initializer=keras.initializers.Constant(start / 4),
+            dim,
+            embeddings_initializer=keras.initializers.Constant(start / dim),
             sharding=once(strategy, sharding),
         )
         rows = keras.layers.Flatten()(table(ids))
@@ -123,18 +133,23 @@ def seen(strategy, folder, sharding):
             1, use_bias=False, kernel_initializer="ones", trainable=False
         )(rows)
         model = keras.Model(ids, total)
-        model.compile(tfdist_ext.optimizers.SGD(rate), "mae")
+        model.compile(tfdist_ext.optimizers.SGD(every / dim), "mae")
     batch = np.full([12, 1], 5), np.zeros([12, 1])
+    # The last rank begins later, so its gradients wait at other times.
+    ids = np.where(np.arange(12)[:, np.newaxis] < 12 - 12 // world, 5, 6)
     losses, found = [], []
     copies = strategy.collectives.row_copies
-    for _ in range(16):
+    before = bytes_of_gradients(strategy)
+    for _ in range(17):  # Then gradients of two steps wait.
         time.sleep(0.01 * strategy.rank)
-        losses.append(float(model.train_on_batch(*batch)))
+        this = batch if losses else (ids, batch[1])
+        losses.append(float(model.train_on_batch(*this)))
         found.append(0 if copies is None else copies.counts().numpy()[1])
+    sent = bytes_of_gradients(strategy) - before
     strategy.synchronize()
     (row,) = strategy.gather_table(table)[5:6]
-    every = 4 * rate  # of a step of all ranks
     return {
+        "bytes of gradients": sent,
         "updates": [(start - loss) / every for loss in losses],
         "updates after the round": (start - float(row.sum())) / every,
         "hits": np.diff(found),

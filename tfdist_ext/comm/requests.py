@@ -64,6 +64,7 @@ class Requests:
         group: process group of the ranks.
         bound: steps that a rank may be ahead of the slowest; None for no
             bound.
+        delay: steps for which gradients of rows with copies wait.
         steps: int64 variable, the clock of this rank.
         pushed: int64 variable that is written after the updates of a step.
         updating: lock that a handler holds while it reads or writes rows. An
@@ -80,10 +81,14 @@ class Requests:
     Args:
         group: see the attributes.
         bound: see the attributes.
+        delay: see the attributes.
     """
 
-    def __init__(self, group: ProcessGroup, bound: int | None) -> None:
+    def __init__(
+        self, group: ProcessGroup, bound: int | None, delay: int = 0
+    ) -> None:
         self.group = group
+        self.delay = delay
         self.updating = threading.Lock()
         self.staleness: collections.Counter[int] = collections.Counter()
         self.owners = weakref.WeakValueDictionary[int, Any]()

@@ -200,6 +200,23 @@ class OwnerRows:
             feature_tables=[used.index(each.table) for each in self._features],
         )
 
+    def waiting_gradients(self, collectives: Collectives) -> RowGradient:
+        """The gradients that this rank holds back, which are forgotten here."""
+        copies = collectives.row_copies
+        assert copies is not None
+        lists, values = [], []
+        for feature in self._features:
+            ids = tf.zeros([0], tf.int64)
+            sums = tf.zeros([0, feature.spec.dim])
+            if _has_copies(feature):
+                table = self._tables[feature.table]
+                ids, sums = copies.take_gradients(feature, table)
+            lists.append([exchange.each_alone(ids)])
+            values.append(sums)
+        return _gradient_with_ids(
+            values, lists, self._features, tf.zeros([]), self, self._wire
+        )
+
     def tables_of_gradients(self) -> list[Variable]:
         """The tables that `gradients` returns the gradients of, in order."""
         return [self._tables[i] for i in exchange.used_tables(self._features)]
@@ -288,20 +305,19 @@ def _look_up_with_copies(
 ) -> list[tf.Tensor]:
     """Asks only for rows of which this rank has no copy, or an old one.
 
-    Only features with unique rows and without a dynamic vocabulary have copies.
-    The gradients of all rows are sent with their ids.
+    Gradients of rows with copies wait. All gradients are sent with their ids.
     """
     requests = collectives.requests
     assert requests is not None and requests.bound is not None
     # Read before the owners answer: rows may have had later updates as well.
-    now = requests.oldest_clock()
-    age = Age(now, requests.steps.read_value() - requests.bound)
+    now, own = requests.oldest_clock(), requests.steps.read_value()
+    age = Age(now, own - requests.bound, own, own - requests.delay)
     found: dict[int, Found] = {
         i: collectives.row_copies.find(
             ids[i][0].values, feature, tables[feature.table], age
         )
         for i, feature in enumerate(features)
-        if feature.unique and feature.keys is None
+        if _has_copies(feature)
     }
     asked = [
         [exchange.each_alone(found[i].missing)] if i in found else lists
@@ -322,17 +338,28 @@ def _look_up_with_copies(
     assert step is not None
 
     def gradient(*upstream: tf.Tensor) -> list[Gradient]:
-        for each in found.values():
-            each.count()
         scale = route.gradient_scale
-        scaled = [tf.math.multiply_no_nan(each, scale) for each in upstream]
+        values = [tf.math.multiply_no_nan(each, scale) for each in upstream]
+        lists = list(ids)
+        for i, each in found.items():
+            each.count()
+            due, values[i] = each.add(values[i])
+            lists[i] = [exchange.each_alone(due)]
         step.row_gradients.append(
-            _gradient_with_ids(scaled, ids, features, samples, owner, wire)
+            _gradient_with_ids(values, lists, features, samples, owner, wire)
         )
         return [_at_owners(v.shape, marks.shard_spec(v)) for v in variables]
 
     internals.record_gradient(results, list(map(value_of, variables)), gradient)
     return results
+
+
+def _has_copies(feature: Feature) -> bool:
+    """Whether a rank keeps copies of its rows.
+
+    Without unique rows, a sum of rows is sent for each sample.
+    """
+    return feature.unique and feature.keys is None
 
 
 def _gradient_with_ids(
@@ -343,7 +370,7 @@ def _gradient_with_ids(
     owner: OwnerRows,
     wire: Wire,
 ) -> RowGradient:
-    """What is sent to the owners of all rows, also of those with copies.
+    """What is sent to the owners of rows.
 
     Args:
         upstream: per feature float32 `[b, dim]`, gradients of sums of rows.

@@ -3,7 +3,8 @@
 
 With `LocalSteps(tables=True)` the rows of tables change only where rounds end,
 so all copies of a round can be used until then. With `SSP` each copy has a
-clock, and can be used until it is too old.
+clock, and can be used until it is too old. The gradients of these rows are
+added up here as well, and each sum is sent when it is old enough.
 
 Source: Miao et al., HET: Scaling out Huge Embedding Model Training via
 Cache-enabled Distributed Framework, PVLDB 15(2), 2021, arXiv:2112.07221.
@@ -32,6 +33,10 @@ class _Copies:
         rows: float32 `[n, dim]`, their rows.
         clocks: int64 `[n]`, see `Age`.
         round: number of the round in which they were read.
+        ids_of_sums: int64 `[m]`, ascending, of rows with gradients that wait.
+        sums: float32 `[m, dim]`, sums of their gradients.
+        clocks_of_sums: int64 `[m]`, steps that this rank had completed before
+            the first of these gradients.
     """
 
     def __init__(self, dim: int) -> None:
@@ -47,6 +52,47 @@ class _Copies:
         self.round = local_variable(
             lambda: tf.constant(-1, tf.int64), "round_of_copies"
         )
+        self.ids_of_sums = local_variable(
+            lambda: tf.zeros([0], tf.int64), "ids_of_sums", [None]
+        )
+        self.sums = local_variable(
+            lambda: tf.zeros([0, dim]), "sums_of_gradients", [None, dim]
+        )
+        self.clocks_of_sums = local_variable(
+            lambda: tf.zeros([0], tf.int64), "clocks_of_sums", [None]
+        )
+
+    def add(
+        self, ids: tf.Tensor, gradients: tf.Tensor, age: Age
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Adds gradients to the sums of their rows; see `Found.add`."""
+        waiting = self.ids_of_sums.read_value()
+        unique, places = tf.unique(tf.concat([waiting, ids], 0))
+        count = tf.size(unique)
+        sums = tf.math.unsorted_segment_sum(
+            tf.concat([self.sums.read_value(), gradients], 0), places, count
+        )
+        new = tf.fill([count - tf.size(waiting)], age.own)
+        clocks = tf.concat([self.clocks_of_sums.read_value(), new], 0)
+        order = tf.argsort(unique)
+        unique, sums, clocks = (
+            tf.gather(each, order) for each in (unique, sums, clocks)
+        )
+        due = clocks <= age.due
+        self.keep_sums(unique, sums, clocks, ~due)
+        return tf.boolean_mask(unique, due), tf.boolean_mask(sums, due)
+
+    def keep_sums(
+        self,
+        ids: tf.Tensor,
+        sums: tf.Tensor,
+        clocks: tf.Tensor,
+        kept: tf.Tensor,
+    ) -> None:
+        """Makes some of the given sums those that wait."""
+        self.ids_of_sums.assign(tf.boolean_mask(ids, kept))
+        self.sums.assign(tf.boolean_mask(sums, kept))
+        self.clocks_of_sums.assign(tf.boolean_mask(clocks, kept))
 
 
 class Age(NamedTuple):
@@ -55,10 +101,15 @@ class Age(NamedTuple):
     Attributes:
         now: int64 scalar, the clock of rows that are asked for now.
         oldest: int64 scalar, the lowest clock of copies that can be used.
+        own: int64 scalar, steps that this rank has completed.
+        due: int64 scalar; a sum of gradients is sent if this rank had not
+            completed more steps when it computed the first of them.
     """
 
     now: tf.Tensor
     oldest: tf.Tensor
+    own: tf.Tensor
+    due: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +121,16 @@ class Found:
         complete: returns the rows of all ids, float32 `[u, dim]`, when it is
             given those of the missing ids, float32 `[m, dim]`.
         count: counts the rows. Called where the batch is trained.
+        add: adds gradients of the rows of all ids, float32 `[u, dim]`, to the
+            sums of their rows. Returns the ids and sums that are to be sent
+            now, int64 `[n]`, ascending, and float32 `[n, dim]`. Only with
+            `Age`.
     """
 
     missing: tf.Tensor
     complete: Callable[[tf.Tensor], tf.Tensor]
     count: Callable[[], None]
+    add: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
 
 class RowCopies:
@@ -160,7 +216,23 @@ class RowCopies:
             sent = tf.cast(tf.size(unique) - count, tf.float64)
             self._counts.assign_add(tf.stack([asked, asked - sent]))
 
-        return Found(unique[count:], complete, note)
+        def add(gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            assert age is not None
+            return copies.add(ids, gradients, age)
+
+        return Found(unique[count:], complete, note, add)
+
+    def take_gradients(
+        self, feature: Feature, table: Variable
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the ids and sums of all rows that wait, and forgets them."""
+        copies = self._copies(feature, table)
+        ids, sums = copies.ids_of_sums.read_value(), copies.sums.read_value()
+        clocks = copies.clocks_of_sums.read_value()
+        none = tf.zeros_like(clocks, tf.bool)
+        with tf.control_dependencies([ids, sums, clocks]):
+            copies.keep_sums(ids, sums, clocks, none)
+        return ids, sums
 
     def _copies(self, feature: Feature, table: Variable) -> _Copies:
         native = value_of(table)

@@ -23,6 +23,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.requests import Handler
+from tfdist_ext.comm.requests import Place
 from tfdist_ext.comm.requests import Requests
 from tfdist_ext.embedding.owner_rows import OwnerRows
 from tfdist_ext.embedding.owner_rows import is_at_owners
@@ -74,6 +75,7 @@ class OwnerRound(Round):
         self._owned: dict[int, tuple[Variable, int]] = {}
         self._bytes = [0] * steps.collectives.group.world_size
         self._served: set[int] = set()
+        self._lookups: dict[int, tuple[OwnerRows, Place]] = {}
         self._name = f"optimizer {self._requests.number_of(optimizer)}"
         weakref.finalize(optimizer, self._requests.forget, self._served)
         with tf.init_scope():
@@ -137,6 +139,7 @@ class OwnerRound(Round):
                     self._row_handler, rows, known, gradient.ids is not None
                 )
                 self._requests.serve_later(place, make)
+            self._lookups[gradient.tag] = rows, place
             message = message_of(gradient)
             replies, _ = self._requests.request(place, *message, number)
             sent.append(replies)
@@ -311,9 +314,12 @@ class OwnerRound(Round):
         return self._owned[key][1]
 
     def clear(self) -> None:
-        """Forgets copies of rows; updates are not held back."""
-        if self._copies is not None:
+        """Forgets copies of rows, and gradients that wait."""
+        collectives = self._steps.collectives
+        if self._copies is not None and collectives is not None:
             self._copies.clear()
+            for rows, _ in self._lookups.values():
+                rows.waiting_gradients(collectives)
 
     def is_complete(self) -> bool:
         """True: all ranks can synchronize after any step."""
@@ -337,12 +343,29 @@ class OwnerRound(Round):
         iterations = component(optimizer.iterations)
         if most[0]:
             with collectives.joint_call("synchronize"):
+                if self._copies is not None:
+                    self._send_waiting(strategy, collectives)
                 self._share(collectives, optimizer)
             iterations.assign(tf.cast(most[1], iterations.dtype))
         self._number.assign(tf.cast(iterations.read_value(), tf.int64))
         self._count.assign(0)
-        self.clear()
+        if self._copies is not None:
+            self._copies.clear()
         self._requests.reset(int(most[2]))
+
+    def _send_waiting(
+        self, strategy: Strategy, collectives: Collectives
+    ) -> None:
+        """Sends the gradients that wait, and awaits those of all ranks."""
+
+        def send() -> None:
+            for rows, place in self._lookups.values():
+                message = message_of(rows.waiting_gradients(collectives))
+                number = self._number.read_value()
+                self._requests.request(place, *message, number)
+
+        self._run_alone(strategy, len(self._lookups), send)
+        collectives.barrier("consistency/sent")
 
     def _share(self, collectives: Collectives, optimizer: Optimizer) -> None:
         owned = [

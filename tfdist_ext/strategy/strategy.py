@@ -216,8 +216,8 @@ class HybridParallelStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._consistency = mode
         asynchronous = consistency_lib.is_asynchronous(mode)
         if asynchronous and self.collectives is not None:
-            bound = getattr(mode, "staleness", None)
-            requests = Requests(self.collectives.group, bound)
+            bounds = consistency_lib.bounds_of(mode)
+            requests = Requests(self.collectives.group, *bounds)
             self.collectives.requests = requests
             self._reporter.staleness = requests.counts_of_staleness
         if not isinstance(mode, consistency_lib.BSP):
