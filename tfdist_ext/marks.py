@@ -518,6 +518,16 @@ def slicing(saved: Trackable) -> Callable[[tuple[int, ...]], str] | None:
     return getattr(saved, "_tfdist_slicing", None)
 
 
+def set_saved_shard(variable: tf.Variable, shard: Any) -> None:
+    """Sets the `SavedShard` that saves and restores a shard of a table."""
+    variable._tfdist_saved_shard = shard
+
+
+def saved_shard(variable: Trackable) -> Any:
+    """Value of `set_saved_shard`; None for other objects."""
+    return getattr(variable, "_tfdist_saved_shard", None)
+
+
 def set_feed(dataset: Any, feed: Any) -> None:
     """Sets the feed of a `PositionedDataset` that a dataset reads."""
     dataset._tfdist_feed = feed

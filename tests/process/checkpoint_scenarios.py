@@ -6,15 +6,29 @@ again in PATH.npz. `restore` builds the model anew with its own placement,
 restores, and must find the same, before and after training on.
 """
 
+import contextlib
+
 import numpy as np
 import tensorflow as tf
 
 import tfdist_ext
+from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.layers import FullSparse
+from tfdist_ext.tables.placement import TablePlacement
 
 keras = tf.keras
 ROWS, UNITS, BATCH = 53, 6, 12
 WEIGHTS = ".weights.h5" if hasattr(keras, "ops") else ""
+
+
+@contextlib.contextmanager
+def pieces(size):
+    """Tables of more than `size` bytes are written and read in pieces."""
+    usual, checkpoint_slices.PIECE = checkpoint_slices.PIECE, size
+    try:
+        yield
+    finally:
+        checkpoint_slices.PIECE = usual
 
 
 def data(first, steps):
@@ -29,6 +43,8 @@ def data(first, steps):
 
 
 def make_model(strategy, placement):
+    if placement == "grid":
+        placement = TablePlacement.grid(strategy.world_size // 2, 2)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -74,6 +90,9 @@ def write(model, path, form):
     if form == "checkpoint":
         saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
         saver.write(path)
+    elif form == "pieces":
+        with pieces(96):
+            write(model, path, "checkpoint")
     elif form == "weights":
         model.save_weights(path + WEIGHTS)
     else:
@@ -98,6 +117,9 @@ def read(strategy, path, placement, form):
         saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
         status = saver.read(path)
         status.assert_existing_objects_matched()
+    elif form == "pieces":
+        with pieces(96):
+            return read(strategy, path, placement, "checkpoint")
     elif form == "weights":
         model.load_weights(path + WEIGHTS)
     else:

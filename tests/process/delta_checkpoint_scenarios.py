@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
+from checkpoint_scenarios import pieces
 from resume_scenarios import SIGNALS
 from resume_scenarios import At
 from resume_scenarios import barrier
@@ -139,6 +140,16 @@ def end(strategy, folder, stopped, straight):
         np.testing.assert_array_equal(mine, theirs)
     for mine, theirs in zip(found, straight, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def begin_in_pieces(strategy, folder):
+    with pieces(2048):
+        return begin(strategy, folder)
+
+
+def end_in_pieces(strategy, folder, stopped, straight):
+    with pieces(2048):
+        end(strategy, folder, stopped, straight)
 
 
 def falls_back(strategy, folder):

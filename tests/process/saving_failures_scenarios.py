@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import tensorflow as tf
+from checkpoint_scenarios import pieces
 from saving_models import Model
 from saving_models import filled
 from saving_models import state
@@ -114,5 +115,37 @@ def read_fails(strategy, folder):
     for name, value in state(strategy, model).items():
         np.testing.assert_array_equal(value, before[name], name)
     saver.restore(old).assert_nontrivial_match()
+    for name, value in state(strategy, model).items():
+        np.testing.assert_array_equal(value, expected[name], name)
+
+
+def damaged_pieces(strategy, folder):
+    """A damaged piece is found late, by name; a short file at once."""
+    model = filled(strategy, Model.of(strategy))
+    saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    old, new = str(folder / "old"), str(folder / "new")
+    with pieces(64):
+        saver.write(old)
+        expected = state(strategy, model)
+        filled(strategy, model, seed=1)
+        saver.write(new)
+        unlike(strategy, model, expected)
+        before = state(strategy, model)
+        # The first files are those of rank 0's pieces.
+        (data,) = folder.glob("new.data-00001-of-*")
+        content = data.read_bytes()
+        strategy.collectives.barrier("read")
+        if strategy.rank == 1:
+            data.write_bytes(content[:-1])
+        strategy.collectives.barrier("short")
+        _fails_everywhere(strategy, lambda: saver.restore(new), "the index")
+        for name, value in state(strategy, model).items():
+            np.testing.assert_array_equal(value, before[name], name)
+        if strategy.rank == 1:
+            data.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        strategy.collectives.barrier("damaged")
+        texts = ("partly restored", "Checksum", "another checkpoint")
+        _fails_everywhere(strategy, lambda: saver.restore(new), *texts)
+        saver.restore(old).assert_nontrivial_match()
     for name, value in state(strategy, model).items():
         np.testing.assert_array_equal(value, expected[name], name)

@@ -8,6 +8,8 @@ import pytest
 import scenarios
 import tensorflow as tf
 
+from tfdist_ext.saving.checkpoint_index import Index
+
 pytestmark = pytest.mark.process
 
 HERE = pathlib.Path(__file__).parent
@@ -21,9 +23,13 @@ SAVED = {
         (4, "four_columns", "column", "checkpoint"),
         (4, "four_rows", "row", "checkpoint"),
         (1, "one", "row", "checkpoint"),
+        (2, "two_pieces", "row", "pieces"),
+        (4, "four_pieces", "column", "pieces"),
+        (4, "grid_pieces", "grid", "pieces"),
     ],
     2: [
         (2, "two", "row", "checkpoint"),
+        (2, "two_pieces", "row", "pieces"),
         (2, "two_weights", "column", "weights"),
     ],
 }
@@ -36,6 +42,14 @@ RESTORED = [
     (3, 2, "two_keras", "row", "keras"),
     (2, 2, "two_weights", "row", "weights"),
     (2, 1, "two", "row", "checkpoint"),
+    (3, 2, "two_pieces", "row", "pieces"),
+    (3, 4, "two_pieces", "grid", "pieces"),
+    (3, 4, "grid_pieces", "column", "pieces"),
+    (3, 2, "four_pieces", "row", "pieces"),
+    (3, 4, "four_pieces", "column", "pieces"),
+    (3, 2, "grid_pieces", "column", "checkpoint"),
+    (3, 2, "one", "row", "pieces"),
+    (2, 2, "two_pieces", "column", "pieces"),
 ]
 
 
@@ -77,6 +91,19 @@ def test_plain_tensorflow_reads_one_table(saved):
         assert len(tables) == 2  # the table and its Adagrad slot
         for table in tables:
             assert any(np.array_equal(table, value) for value in found)
+
+
+def test_pieces_are_small(saved):
+    found = 0
+    for path in saved[1].glob("*_pieces.index"):
+        index = Index(str(path.with_suffix("")))
+        reader = tf.train.load_checkpoint(str(path.with_suffix("")))
+        for name, shape in reader.get_variable_to_shape_map().items():
+            assert index.shape(name) == tuple(shape)
+            if shape == TABLE:
+                assert index.most_bytes(name) < 4 * 53 * 6 / 4
+                found += 1
+    assert found >= 2
 
 
 @pytest.mark.parametrize("point", ["part", "index"])

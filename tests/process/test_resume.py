@@ -35,9 +35,12 @@ def test_falls_back_over_deltas(run_scenario, ranks, keras):
     run_scenario(scenario, ranks=ranks, keras=keras)
 
 
-@pytest.mark.parametrize(("begun", "ended"), [(4, 1), (1, 2)])
-def test_deltas_at_another_number_of_ranks(run_scenario, begun, ended):
+@pytest.mark.parametrize(
+    ("begun", "ended", "how"),
+    [(4, 1, ""), (1, 2, ""), (4, 2, "_in_pieces"), (2, 4, "_in_pieces")],
+)
+def test_deltas_at_another_number_of_ranks(run_scenario, begun, ended, how):
     scenarios = "delta_checkpoint_scenarios"
-    begin, end = f"{scenarios}.begin", f"{scenarios}.end"
+    begin, end = f"{scenarios}.begin{how}", f"{scenarios}.end{how}"
     states, *_ = run_scenario(begin, ranks=begun, keras=3)
     run_scenario(end, *states, ranks=ended, keras=3)

@@ -2,11 +2,10 @@
 """Shards in TensorFlow checkpoints: slices of one table, never gathered.
 
 TensorFlow's format stores slices of a tensor. Every rank writes a block of rows
-or columns. After the index files are merged, plain TensorFlow reads the blocks
-as one table. The shards of a table that is not placed by column hold rows from
-all of the table, so ranks first exchange rows to make contiguous blocks. This
-needs memory for a second copy of the shard while a checkpoint is written or
-read.
+or columns, a large block in pieces of at most `PIECE` bytes. After the index
+files are merged, plain TensorFlow reads the pieces as one table. The shards of
+a table that is not placed by column hold rows from all of the table, so ranks
+first exchange rows to make contiguous blocks, piece by piece.
 """
 
 from __future__ import annotations
@@ -31,15 +30,18 @@ if TYPE_CHECKING:
     from tfdist_ext.comm.collectives import Collectives
 
 _KEY = "VARIABLE_VALUE"
+# Bytes of a piece. A rank needs memory for a few of them.
+PIECE = 2**25
 
 
 def attach(
     variable: tf.Variable, spec: ShardSpec, collectives: Collectives
 ) -> None:
     """Makes a shard save and restore itself as a slice of its table."""
-    shard = _SavedShard(variable, spec, collectives)
+    shard = SavedShard(variable, spec, collectives)
     save_by(variable, shard.serialize, shard.restore)
     marks.set_collectives(variable, collectives)
+    marks.set_saved_shard(variable, shard)
     if spec.grows:
         marks.set_slicing(variable, shard.slice_in)
 
@@ -88,8 +90,19 @@ def _check_rows(table: str, rows: int, saved: int) -> None:
         )
 
 
-class _SavedShard:
-    """Saves one shard to checkpoints and restores it."""
+class SavedShard:
+    """Saves one shard to checkpoints and restores it.
+
+    Args:
+        variable: the shard.
+        spec: its spec.
+        collectives: collectives of the strategy.
+
+    Attributes:
+        table: name of the table.
+        shape: shape of the entire table, or of a slot with a value per row.
+        dtype: dtype of the table.
+    """
 
     def __init__(
         self, variable: tf.Variable, spec: ShardSpec, collectives: Collectives
@@ -98,6 +111,9 @@ class _SavedShard:
         self._spec = spec
         self._collectives = collectives
         self._saved_rows = spec.rows
+        self.table = spec.table
+        self.shape = (spec.rows, spec.dim)[: variable.shape.rank]
+        self.dtype = variable.dtype
 
     @property
     def _by_column(self) -> bool:
@@ -113,21 +129,43 @@ class _SavedShard:
         rows = -(-spec.rows // spec.row_parts)
         return not self._by_column and rows < spec.world_size
 
-    def serialize(self) -> dict[str, object]:
-        """Returns the slice of this rank; it is computed when written."""
-        slice_spec = "" if self._whole else self._slice()
-        make = self._gather if self._whole else self._block
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of each rank's slice, the same on all ranks."""
+        spec = self._spec
+        if self._whole or spec.grows:
+            return 1
         if self._by_column:
-            make = self._variable.read_value
+            rows = fewest = spec.rows
+            columns = -(-spec.dim // spec.world_size)
+        else:
+            local = np.diff(self._local_rows())
+            rows, fewest = int(local.max()) * spec.row_parts, int(local.min())
+            columns = spec.dim if self._variable.shape.rank == 2 else 1
+        size = rows * columns * self._variable.dtype.size
+        return max(1, min(-(-size // PIECE), fewest))
+
+    def serialize(self) -> dict[str, object]:
+        """Returns the slices of this rank; each is computed when written."""
+        pieces = self.pieces
+
+        def made_by(make: Callable[[], tf.Tensor], slice_spec: str) -> Any:
+            return internals.SaveSpec(
+                tensor=make,
+                slice_spec=slice_spec,
+                name=_KEY,
+                dtype=self._variable.dtype,
+                device=self._variable.device,
+            )
+
+        if self._whole:
+            return {_KEY: {"": made_by(self._gather, "")}}
+        make = self._own_rows if self._by_column else self._block
+        slices = [self._slice(piece, pieces) for piece in range(pieces)]
         return {
             _KEY: {
-                slice_spec: internals.SaveSpec(
-                    tensor=make,
-                    slice_spec=slice_spec,
-                    name=_KEY,
-                    dtype=self._variable.dtype,
-                    device=self._variable.device,
-                )
+                each: made_by(functools.partial(make, piece, pieces), each)
+                for piece, each in enumerate(slices)
             }
         }
 
@@ -137,14 +175,59 @@ class _SavedShard:
         """Assigns this rank's part of the values that were read."""
         value = restored[_KEY]
         if isinstance(value, dict):
-            (value,) = value.values()
+            parts = list(value.values())
+            value = tf.concat(parts, 0) if len(parts) > 1 else parts[0]
         if self._saved_rows < self._spec.rows:
             value = self._padded_to_rows(value)
         if not self._by_column:
-            value = self._pick(value) if self._whole else self._spread(value)
+            spread = self._pick if self._whole else self._spread
+            value = self._padded(spread(value))
         if self._saved_rows < self._spec.rows:
             value = self._with_new_rows(value)
         return self._variable.assign(value)
+
+    def read_whole(
+        self, read: Callable[[str], tf.Tensor]
+    ) -> dict[str, tf.Tensor]:
+        """Reads what `restore` takes.
+
+        Args:
+            read: returns the values of a slice, in TensorFlow's notation.
+        """
+        return {_KEY: read(self._slice())}
+
+    def restore_in_pieces(
+        self,
+        read: Callable[[str], tf.Tensor],
+        agree: Callable[[Exception | None], None],
+    ) -> None:
+        """Reads and assigns piece by piece; a joint call of all ranks.
+
+        Args:
+            read: returns the values of a slice, in TensorFlow's notation.
+            agree: is given the error of this rank, or None, and raises it if
+                there is one on any rank.
+        """
+        pieces = self.pieces
+        for piece in range(pieces):
+            failure: Exception | None = None
+            rows: Any = None
+            try:
+                rows = read(self._slice(piece, pieces))
+            except Exception as error:
+                failure = error
+            agree(failure)
+            if self._by_column:
+                bounds = self._bounds(self._spec.rank, pieces)
+                local = np.arange(*bounds[piece : piece + 2])
+            else:
+                rows = self._spread(rows, piece, pieces)
+                local = np.concatenate(self._local_rows_of_all(piece, pieces))
+            with tf.device(self._variable.device):
+                self._variable.scatter_update(
+                    # The last part of a table may lack the last row.
+                    tf.IndexedSlices(rows, local[: rows.shape[0]])
+                )
 
     def slice_in(self, shape: tuple[int, ...]) -> str:
         """Returns the slice to read from a table with fewer rows.
@@ -157,21 +240,30 @@ class _SavedShard:
         """
         _check_rows(self._spec.table, self._spec.rows, shape[0])
         self._saved_rows = shape[0]
-        return "" if self._whole else self._slice(shape[0])
+        return "" if self._whole else self._slice(rows=shape[0])
 
-    def _slice(self, rows: int | None = None) -> str:
+    def _slice(
+        self, piece: int = 0, pieces: int = 1, rows: int | None = None
+    ) -> str:
+        """A piece of this rank's slice, in TensorFlow's notation.
+
+        Args:
+            piece: number of the piece.
+            pieces: number of pieces.
+            rows: rows of the table in the file; None for those of the table.
+        """
         spec = self._spec
         rows = rows or spec.rows
-        if self._by_column:
-            first, end = spec.columns
-            return f"{rows} {spec.dim} 0,{rows}:{first},{end - first}"
-        first, end = self._rows_of(spec.rank)
+        first, end = self._bounds(spec.rank, pieces)[piece : piece + 2]
+        if not self._by_column:
+            first, end = first * spec.row_parts, end * spec.row_parts
         # Of fewer rows, this rank may have none. It then reads an unused row.
         first, end = min(first, rows - 1), max(min(end, rows), 1)
         size = max(end - first, 1)
         if self._variable.shape.rank == 1:
             return f"{rows} {first},{size}"
-        return f"{rows} {spec.dim} {first},{size}:0,{spec.dim}"
+        left, right = spec.columns if self._by_column else (0, spec.dim)
+        return f"{rows} {spec.dim} {first},{size}:{left},{right - left}"
 
     def _padded_to_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Pads the values of fewer rows to the number of rows here."""
@@ -199,6 +291,16 @@ class _SavedShard:
         ranks = np.arange(spec.world_size + 1)
         return ranks * -(-spec.rows // spec.row_parts) // spec.world_size
 
+    def _bounds(self, rank: int, pieces: int) -> np.ndarray:
+        """First rows of a rank's pieces, and the end of the last; `[n + 1]`.
+
+        They are rows of the table if it is placed by column, else local rows.
+        """
+        first, end = 0, self._spec.rows
+        if not self._by_column:
+            first, end = self._local_rows()[rank : rank + 2]
+        return first + np.arange(pieces + 1) * (end - first) // pieces
+
     def _rows_of(self, rank: int) -> tuple[int, int]:
         """Returns the contiguous rows that a rank reads and writes."""
         first, end = self._local_rows()[rank : rank + 2] * self._spec.row_parts
@@ -225,7 +327,7 @@ class _SavedShard:
             ids = placement.ids_of_part(spec.cell[0], spec.row_parts, spec.rows)
         if whole.shape.rank == 2:
             whole = whole[:, slice(*spec.columns)]
-        return self._padded(tf.gather(whole, ids))
+        return tf.gather(whole, ids)
 
     def _padded(self, rows: tf.Tensor) -> tf.Tensor:
         """Appends padding, to make the variable's value."""
@@ -233,61 +335,108 @@ class _SavedShard:
         padding = [[0, missing]] + [[0, 0]] * (rows.shape.rank - 1)
         return tf.pad(rows, padding)
 
-    def _ids_in_block(self, rank: int, part: int) -> np.ndarray:
-        """Returns a part's ids among a rank's contiguous rows, ascending."""
-        ids = np.arange(*self._rows_of(rank))
-        return ids[placement.part_of(ids, self._spec.row_parts) == part]
+    def _own_rows(self, piece: int, pieces: int) -> tf.Tensor:
+        """Returns rows of this rank's columns."""
+        bounds = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
+        rows = self._read(np.arange(*bounds))
+        # It is written as it is, and never changed.
+        marks.set_assembly(rows, lambda found: found)
+        return rows
 
-    def _block(self) -> tf.Tensor:
-        """Exchanges rows to make this rank's contiguous block.
+    def _read(self, local: np.ndarray) -> tf.Tensor:
+        """Copies local rows; a read of the variable may copy all of them."""
+        with tf.device(self._variable.device):
+            return tf.raw_ops.ResourceGather(
+                resource=self._variable.handle,
+                indices=tf.constant(local, tf.int64),
+                dtype=self._variable.dtype,
+            )
+
+    def _local_rows_of_all(self, piece: int, pieces: int) -> list[np.ndarray]:
+        """The local rows in a piece of each rank."""
+        ranks = range(self._spec.world_size)
+        bounds = [self._bounds(rank, pieces) for rank in ranks]
+        return [np.arange(*each[piece : piece + 2]) for each in bounds]
+
+    def _ids(self, piece: int, pieces: int) -> np.ndarray:
+        """The ids of a piece of this rank, ascending."""
+        bounds = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
+        first, end = bounds * self._spec.row_parts
+        return np.arange(first, min(end, self._spec.rows))
+
+    def _block(self, piece: int, pieces: int) -> tf.Tensor:
+        """Exchanges rows to make a piece of this rank's contiguous block.
 
         The exchange ends before this returns. The parts are joined when they
         are written, which may be during training.
         """
         spec = self._spec
         width = self._widths()[spec.rank]
-        sizes = np.diff(self._local_rows()) * width
+        wanted = self._local_rows_of_all(piece, pieces)
+        rows = self._read(np.concatenate(wanted) if width else wanted[0][:0])
         flat, received = self._collectives.all_to_all(
-            tf.reshape(self._variable.read_value(), [-1]),
-            tf.constant(sizes, tf.int64),
+            tf.reshape(rows, [-1]),
+            tf.constant([len(each) * width for each in wanted], tf.int64),
             f"{spec.table}/save",
         )
-        marks.set_assembly(flat, functools.partial(self._assemble, received))
+        marks.set_assembly(
+            flat, functools.partial(self._assemble, received, piece, pieces)
+        )
         return flat
 
-    def _assemble(self, received: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+    def _assemble(
+        self, received: tf.Tensor, piece: int, pieces: int, flat: tf.Tensor
+    ) -> tf.Tensor:
         spec = self._spec
-        first, end = self._rows_of(spec.rank)
-        dims = self._variable.shape.rank
-        block = np.empty((end - first, spec.dim)[:dims], flat.numpy().dtype)
-        pieces = np.split(flat.numpy(), np.cumsum(received.numpy())[:-1])
-        for rank, piece in enumerate(pieces):
-            part = spec.at(rank)
-            if part.cell is None:
-                continue
-            ids = self._ids_in_block(spec.rank, part.cell[0])
-            columns: Any = (slice(*part.columns),)[: dims - 1]
-            shape = (-1, part.local_dim)[:dims]
-            block[(ids - first, *columns)] = piece.reshape(shape)[: len(ids)]
-        return tf.constant(block)
+        ids = self._ids(piece, pieces)
+        local = ids // spec.row_parts
+        count = local[-1] + 1 - local[0]
+        # Each part has one of the ids of a local row.
+        parts = placement.part_of(ids, spec.row_parts)
+        places = parts * count + local - local[0]
+        found = {
+            cell: tf.reshape(values, [-1, self._widths()[rank]])
+            for rank, values in enumerate(tf.split(flat, received))
+            if (cell := spec.at(rank).cell) is not None
+        }
+        with tf.device("CPU:0"):
+            columns = [
+                tf.gather(
+                    tf.concat([found[i, j] for i in range(spec.row_parts)], 0),
+                    places,
+                )
+                for j in self._columns()
+            ]
+            block = tf.concat(columns, 1) if len(columns) > 1 else columns[0]
+            shape = (-1, spec.dim)[: self._variable.shape.rank]
+            return tf.reshape(block, shape)
 
-    def _spread(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns this rank's shard, given the contiguous rows it has read."""
+    def _columns(self) -> range:
+        """Column parts; ranks with the same rows have equal slots by row."""
+        per_row = self._variable.shape.rank == 1
+        return range(1 if per_row else self._spec.column_parts)
+
+    def _spread(
+        self, rows: tf.Tensor, piece: int = 0, pieces: int = 1
+    ) -> tf.Tensor:
+        """Returns this rank's rows of the pieces that all ranks have read."""
         spec = self._spec
-        block = rows.numpy()
-        first, _ = self._rows_of(spec.rank)
-        pieces = []
+        parts = placement.part_of(self._ids(piece, pieces), spec.row_parts)
+        grouped = tf.split(
+            tf.gather(rows, np.argsort(parts, kind="stable")),
+            np.bincount(parts, minlength=spec.row_parts),
+        )
+        pieces_of_ranks = []
         for part in map(spec.at, range(spec.world_size)):
-            piece = block[:0]
+            sent = grouped[0][:0]
             if part.cell is not None:
-                ids = self._ids_in_block(spec.rank, part.cell[0])
-                columns = (slice(*part.columns),)[: block.ndim - 1]
-                piece = block[(ids - first, *columns)]
-            pieces.append(piece.reshape(-1))
+                sent = grouped[part.cell[0]]
+                if sent.shape.rank == 2 and spec.column_parts > 1:
+                    sent = sent[:, slice(*part.columns)]
+            pieces_of_ranks.append(tf.reshape(sent, [-1]))
         flat, _ = self._collectives.all_to_all(
-            tf.concat(pieces, 0),
-            tf.constant([len(piece) for piece in pieces], tf.int64),
+            tf.concat(pieces_of_ranks, 0),
+            tf.constant([len(each) for each in pieces_of_ranks], tf.int64),
             f"{spec.table}/restore",
         )
-        shape = (-1, spec.local_dim)[: block.ndim]
-        return self._padded(tf.reshape(flat, shape))
+        return tf.reshape(flat, (-1, spec.local_dim)[: rows.shape.rank])

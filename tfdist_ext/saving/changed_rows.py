@@ -16,6 +16,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.embedding import sharded_variable
+from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.embedding.sharded_variable import fingerprints
 from tfdist_ext.keras_internals import value_of
 from tfdist_ext.saving.checkpoint_files import Opened
@@ -329,6 +330,15 @@ class ChangedRows:
 def trackable_of(tensor: SavedTensor) -> Trackable:
     """The object that a saver's tensor belongs to."""
     return getattr(tensor.trackable, "obj", tensor.trackable)
+
+
+def saved_shard(trackable: Trackable) -> SavedShard | None:
+    """What saves and restores a shard; None for other objects."""
+    found = variable_of(trackable)
+    if isinstance(found, tf.distribute.DistributedValues):
+        return None
+    shard: SavedShard | None = marks.saved_shard(found)
+    return shard
 
 
 def is_table(tensor: SavedTensor) -> bool:

@@ -4,6 +4,10 @@
 All ranks first read the tensors and check their shapes. Only when every rank
 has all that it needs do they exchange rows and assign. So a file that is
 damaged, or that one rank cannot read, changes no variable of any rank.
+
+Large tables are the exception, if the file has them in pieces: they are read
+and assigned piece by piece. That the files are there and complete is checked
+before, and checksums with each piece.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 
@@ -21,8 +26,11 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
+from tfdist_ext.embedding import checkpoint_slices
+from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
+from tfdist_ext.saving.checkpoint_index import Index
 from tfdist_ext.type_names import Original
 from tfdist_ext.type_names import TensorLike
 from tfdist_ext.type_names import Trackable
@@ -62,20 +70,120 @@ def restore(
         No operations, as all is done.
     """
     read: Read = []
+    large = _large_shards(saver)
+    in_pieces: dict[str, SavedShard] = {}
     failure: Exception | None = None
+    path = _text(file_prefix)
     try:
-        if full is None:
-            _read(original, saver, file_prefix, options, collectives, read)
-        else:
-            path = _text(file_prefix)
-            _read_over(original, saver, path, options, collectives, read, full)
+        with _only(saver, lambda key: key not in large):
+            if full is None:
+                _read(original, saver, path, options, collectives, read)
+            else:
+                _read_over(
+                    original, saver, path, options, collectives, read, full
+                )
+        in_pieces = _read_large(large, path, full, read)
     except Exception as error:
         failure = error
     raise_on_all_ranks(failure, collectives)
     while read:  # frees each value once it is assigned
         fn, tensors = read.pop(0)
         fn(tensors)
+    for key, shard in in_pieces.items():
+        _restore_in_pieces(key, shard, path, collectives)
     return {}
+
+
+def _large_shards(saver: internals.MultiDeviceSaver) -> dict[str, SavedShard]:
+    """Shards that are written in several pieces, by key."""
+    shards = {
+        tensor.checkpoint_key: changed_rows.saved_shard(found)
+        for tensors in saver._shardable_tensors_by_task.values()
+        for tensor in tensors
+        for found in _objects(tensor.trackable)
+    }
+    return {k: each for k, each in shards.items() if each and each.pieces > 1}
+
+
+def _read_large(
+    large: dict[str, SavedShard], path: str, full: str | None, read: Read
+) -> dict[str, SavedShard]:
+    """Reads large shards, or returns those to be read in pieces.
+
+    Args:
+        large: shards by key.
+        path: path of the checkpoint.
+        full: see `restore`.
+        read: gets the functions and values of shards that are read whole.
+    """
+    if not large:
+        return {}
+    index = Index(path)
+    delta = None if full is None else DeltaRows(path)
+    in_pieces = {}
+    for key, shard in large.items():
+        reader = _reader(path, key, shard.dtype)
+        if full is not None and delta is not None and key in delta.keys:
+            put = functools.partial(delta.put_into, key)
+            reader = _reader(full, key, shard.dtype, put)
+        elif (
+            index.shape(key) == shard.shape
+            # Older checkpoints and those of one process have other slices.
+            and index.most_bytes(key) <= 2 * checkpoint_slices.PIECE
+        ):
+            in_pieces[key] = shard
+            continue
+        read.append((shard.restore, shard.read_whole(reader)))
+    return in_pieces
+
+
+def _reader(
+    path: str,
+    key: str,
+    dtype: tf.DType,
+    put: Callable[[str, tf.Tensor], tf.Tensor] | None = None,
+) -> Callable[[str], tf.Tensor]:
+    """Reads slices of a tensor.
+
+    Args:
+        path: path of the checkpoint.
+        key: name of the tensor.
+        dtype: its dtype.
+        put: changes the values of a slice.
+    """
+
+    def read(slice_spec: str) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            (value,) = tf.raw_ops.RestoreV2(
+                prefix=path,
+                tensor_names=[key],
+                shape_and_slices=[slice_spec],
+                dtypes=[dtype],
+            )
+        return value if put is None else put(slice_spec, value)
+
+    return read
+
+
+def _restore_in_pieces(
+    key: str,
+    shard: SavedShard,
+    path: str,
+    collectives: Collectives | None,
+) -> None:
+    def agree(failure: Exception | None) -> None:
+        try:
+            raise_on_all_ranks(failure, collectives)
+        except tf.errors.OpError as error:
+            raise tf.errors.DataLossError(
+                None,
+                None,
+                f"Table '{shard.table}' is partly restored, and those before "
+                f"it are restored: '{path}' is damaged ({error.message}). "
+                "Restore another checkpoint before you train or save.",
+            ) from error
+
+    shard.restore_in_pieces(_reader(path, key, shard.dtype), agree)
 
 
 def raise_on_all_ranks(

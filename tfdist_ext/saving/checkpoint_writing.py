@@ -8,6 +8,8 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
+from collections.abc import Iterator
+from concurrent import futures
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -16,6 +18,7 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.comm.exchanges import text_of_first_rank
+from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving import checkpoint_files
 from tfdist_ext.saving.changed_rows import ChangedRows
@@ -45,41 +48,46 @@ def files_of(
         changed: records the rows, and says which of them have changed.
     """
     rank = collectives.group.rank if collectives else 0
+    shards, others = _shards_and_others(saver, rank)
     if changed is not None and changed.since_full:
-        return _changed_files(saver, rank, changed, collectives)
-    return _files(saver, options, rank, changed)
+        return _changed_files(saver, shards, others, rank, changed, collectives)
+    files = list(_files(saver, shards, others, rank, options))
+    if changed is not None:
+        tables = _tables(shards)
+        noted = {tensor.checkpoint_key for tensor in tables}
+        entries = [each for each in _flat(files) if each[0] not in noted]
+        changed.note(tables, entries)
+    return files
 
 
 def _files(
     saver: internals.MultiDeviceSaver,
-    options: tf.train.CheckpointOptions,
+    shards: ByTask,
+    others: ByTask,
     rank: int,
-    changed: ChangedRows | None,
-) -> list[list[Entry]]:
-    """This rank's entries by file; exchanges rows with other ranks."""
-    shards, others = _shards_and_others(saver, rank)
-    files = _split(saver, shards, None)
+    options: tf.train.CheckpointOptions,
+) -> Iterator[list[Entry]]:
+    """This rank's entries by file, which exchange rows as they are made."""
     callback = options.experimental_sharding_callback if rank == 0 else None
-    files += _others(saver, others, rank, callback)
-    if changed is not None:
-        tables = list(filter(changed_rows.is_table, _flat(shards.values())))
-        noted = {tensor.checkpoint_key for tensor in tables}
-        entries = [each for each in _flat(files) if each[0] not in noted]
-        changed.note(tables, entries)
-    if callback is not None:
-        return files
-    return [_flat(files)] if files else []
+    entries = _computed(saver, shards)
+    if callback is None:
+        rest = _others(saver, others, rank, None)
+        yield from _grouped(itertools.chain(entries, _flat(rest)))
+    else:
+        yield from _grouped(entries)
+        yield from _others(saver, others, rank, callback)
 
 
 def _changed_files(
     saver: internals.MultiDeviceSaver,
+    shards: ByTask,
+    others: ByTask,
     rank: int,
     changed: ChangedRows,
     collectives: Collectives | None,
 ) -> list[list[Entry]]:
-    """This rank's entries of a delta, in one file."""
-    shards, others = _shards_and_others(saver, rank)
-    tables = list(filter(changed_rows.is_table, _flat(shards.values())))
+    """This rank's entries of a delta, by file."""
+    tables = _tables(shards)
     keys = {tensor.checkpoint_key for tensor in tables}
     rest = {
         task: [each for each in tensors if each.checkpoint_key not in keys]
@@ -113,7 +121,41 @@ def _changed_files(
     for each in rows:
         if each.object in by_row:
             written += each.entries(rank)
-    return [written] if written else []
+    return list(_grouped(written))
+
+
+def _tables(shards: ByTask) -> list[SavedTensor]:
+    """The shards of tables, each once: large ones are in several pieces."""
+    found = {
+        each.checkpoint_key: each
+        for each in _flat(shards.values())
+        if changed_rows.is_table(each)
+    }
+    return list(found.values())
+
+
+def _computed(
+    saver: internals.MultiDeviceSaver, by_task: ByTask
+) -> Iterator[Entry]:
+    """The entries of tensors, each computed when it is asked for."""
+    for task, tensors in by_task.items():
+        for tensor in tensors:
+            yield from _flat(_split(saver, {task: [tensor]}, None))
+
+
+def _grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Files of at most `PIECE` bytes, unless one entry has more."""
+    file: list[Entry] = []
+    size = 0
+    for entry in entries:
+        more = entry[2].shape.num_elements() * entry[2].dtype.size
+        if file and size + more > checkpoint_slices.PIECE:
+            yield file
+            file, size = [], 0
+        file.append(entry)
+        size += more
+    if file:
+        yield file
 
 
 def _others(
@@ -211,11 +253,9 @@ class Parts:
 
     def write(self) -> None:
         """Writes this rank's files, without communication."""
-        for number, entries in enumerate(self.files):
-            path = f"{self.folder}/{self.rank}-{number}"
-            _write(path, entries, self.options)
-            checkpoint_files.sync(*_files_at(path))
-        checkpoint_files.sync(self.folder)
+        with _Writer(self.folder, self.rank, self.options) as writer:
+            for entries in self.files:
+                writer.write(entries)
 
     def put_into_place(self) -> None:
         """Merges the files of all ranks into one checkpoint, on rank 0."""
@@ -238,6 +278,47 @@ class Parts:
         _clean(self.folder, self.rank)
 
 
+class _Writer:
+    """Writes files of a rank, and syncs each while the next one is made.
+
+    Args:
+        folder: folder of the files of all ranks.
+        rank: number of this process.
+        options: `tf.train.CheckpointOptions`.
+
+    Attributes:
+        count: number of files that have been written.
+    """
+
+    def __init__(
+        self, folder: str, rank: int, options: tf.train.CheckpointOptions
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._options = options
+        self.count = 0
+        self._thread = futures.ThreadPoolExecutor(1, "tfdist_ext sync")
+        self._synced: list[futures.Future[None]] = []
+
+    def write(self, entries: list[Entry]) -> None:
+        path = f"{self._folder}/{self._rank}-{self.count}"
+        _write(path, entries, self._options)
+        self.count += 1
+        written = (f"{path}.data-00000-of-00001", f"{path}.index")
+        sync = self._thread.submit(checkpoint_files.sync, *written)
+        self._synced.append(sync)
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._thread.shutdown()
+        if error is None:
+            for each in self._synced:
+                each.result()
+            checkpoint_files.sync(self._folder)
+
+
 def save(
     saver: internals.MultiDeviceSaver,
     file_prefix: str | tf.Tensor,
@@ -252,19 +333,40 @@ def save(
         options: `tf.train.CheckpointOptions` or None.
         collectives: collectives of the strategy.
     """
-    parts = gather(saver, file_prefix, options, collectives)
+    options = options or tf.train.CheckpointOptions()
+    rank = collectives.group.rank
+    prefix = _path_of_first(file_prefix, collectives)
+    parts = Parts(prefix, rank, [], [], options)
     try:
-        if parts.rank == 0:
+        if rank == 0:
             remove(parts.folder)
             gfile.makedirs(parts.folder)
         collectives.barrier("checkpoint/folder")
-        parts.write()
+        shards, others = _shards_and_others(saver, rank)
+        with _Writer(parts.folder, rank, options) as writer:
+            files: list[list[Entry]] = []
+            for file in _files(saver, shards, others, rank, options):
+                files.append(file)
+                # The last two of rank 0 may become one or three.
+                if len(files) > (2 if rank == 0 else 0):
+                    writer.write(files.pop(0))
+            counts = _counts(prefix, files, collectives, writer.count)
+            for file in files:
+                writer.write(file)
+        parts = dataclasses.replace(parts, counts=counts)
         collectives.barrier("checkpoint/written")
-        if parts.rank == 0:
+        if rank == 0:
             parts.put_into_place()
         collectives.barrier("checkpoint/placed")
     finally:
         parts.clean()
+
+
+def _path_of_first(
+    file_prefix: str | tf.Tensor, collectives: Collectives | None
+) -> str:
+    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
+    return text_of_first_rank(mine, collectives, "checkpoint/prefix")
 
 
 def gather(
@@ -286,8 +388,7 @@ def gather(
     """
     options = options or tf.train.CheckpointOptions()
     rank = collectives.group.rank if collectives else 0
-    mine = tf.get_static_value(tf.convert_to_tensor(file_prefix)).decode()
-    prefix = text_of_first_rank(mine, collectives, "checkpoint/prefix")
+    prefix = _path_of_first(file_prefix, collectives)
     files = files_of(saver, options, collectives, changed)
     counts = _counts(prefix, files, collectives)
     return Parts(prefix, rank, counts, files, options)
@@ -313,14 +414,24 @@ def _copy(value: tf.Tensor) -> tf.Tensor:
 
 
 def _counts(
-    prefix: str, files: list[list[Entry]], collectives: Collectives | None
+    prefix: str,
+    files: list[list[Entry]],
+    collectives: Collectives | None,
+    written: int = 0,
 ) -> list[int]:
-    """Number of files of every rank; the total differs from the old one."""
+    """Number of files of every rank; the total differs from the old one.
+
+    Args:
+        prefix: path of the checkpoint.
+        files: files that this rank will write; their number may change.
+        collectives: collectives of the strategy; None in one process.
+        written: number of files that it has written.
+    """
     if collectives is None:
         if len(files) == data_files_in_use(prefix):
             _change_number(files)
         return [len(files)]
-    mine = tf.constant([len(files)], tf.int64)
+    mine = tf.constant([written + len(files)], tf.int64)
     counts: list[int] = (
         collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
     )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a TensorFlow checkpoint: which slices its files have.
+
+TensorFlow's own reader does not tell them. The index is a sorted string table,
+as LevelDB writes it, without compression.
+
+Source: https://github.com/google/leveldb/blob/main/doc/table_format.md and
+tensorflow/core/util/tensor_bundle of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensor_bundle_pb2
+
+gfile = tf.io.gfile
+_FOOTER, _MAGIC = 48, 0xDB4775248B80FB57
+
+
+class Index:
+    """The index of a checkpoint.
+
+    Args:
+        path: path of the checkpoint.
+
+    Raises:
+        tf.errors.DataLossError: the index or a data file is missing, shorter
+            than it was written, or damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            with gfile.GFile(f"{path}.index", "rb") as file:
+                entries = dict(_table(file.read()))
+            header = tensor_bundle_pb2.BundleHeaderProto.FromString(
+                entries.pop(b"")
+            )
+        except Exception as error:
+            raise tf.errors.DataLossError(
+                None, None, f"{path}.index: {error}"
+            ) from error
+        self._entries = {
+            key: tensor_bundle_pb2.BundleEntryProto.FromString(value)
+            for key, value in entries.items()
+        }
+        self._check_files(header.num_shards)
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if there is no such tensor."""
+        entry = self._entries.get(key.encode())
+        if entry is None:
+            return None
+        return tuple(dim.size for dim in entry.shape.dim)
+
+    def most_bytes(self, key: str) -> int:
+        """Bytes of the largest slice of a tensor, or of all if it has none.
+
+        TensorFlow reads a slice whole, whatever part of it is wanted.
+        """
+        entry = self._entries[key.encode()]
+        shape = [dim.size for dim in entry.shape.dim]
+        size = tf.as_dtype(entry.dtype).size
+        return size * max(
+            (
+                math.prod(
+                    extent.length if extent.HasField("length") else rows
+                    for extent, rows in zip(each.extent, shape, strict=True)
+                )
+                for each in entry.slices
+            ),
+            default=math.prod(shape),
+        )
+
+    def _check_files(self, count: int) -> None:
+        """Checks that the data files are there and as long as they must be."""
+        ends = [0] * count
+        for entry in self._entries.values():
+            end = entry.offset + entry.size
+            ends[entry.shard_id] = max(ends[entry.shard_id], end)
+        for number, end in enumerate(ends):
+            file = f"{self._path}.data-{number:05d}-of-{count:05d}"
+            try:
+                size = gfile.stat(file).length
+            except tf.errors.OpError as error:
+                raise tf.errors.DataLossError(
+                    None, None, f"{file}: {error.message}"
+                ) from error
+            if size < end:
+                raise tf.errors.DataLossError(
+                    None,
+                    None,
+                    f"{file} has {size} bytes; the index names {end}.",
+                )
+
+
+def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a sorted string table."""
+    footer = data[-_FOOTER:]
+    (magic,) = struct.unpack("<Q", footer[-8:])
+    if magic != _MAGIC:
+        raise ValueError("it does not end as an index does")
+    _, place = _handle(footer, 0)
+    (offset, size), _ = _handle(footer, place)
+    for _, value in _block(data, offset, size):
+        (offset, size), _ = _handle(value, 0)
+        yield from _block(data, offset, size)
+
+
+def _block(
+    data: bytes, offset: int, size: int
+) -> Iterator[tuple[bytes, bytes]]:
+    if data[offset + size] != 0:
+        raise ValueError("it is compressed")
+    block = data[offset : offset + size]
+    (restarts,) = struct.unpack("<I", block[-4:])
+    end, place, key = size - 4 * (restarts + 1), 0, b""
+    while place < end:
+        shared, place = _varint(block, place)
+        unshared, place = _varint(block, place)
+        length, place = _varint(block, place)
+        key = key[:shared] + block[place : place + unshared]
+        place += unshared
+        yield key, block[place : place + length]
+        place += length
+
+
+def _handle(data: bytes, place: int) -> tuple[tuple[int, int], int]:
+    offset, place = _varint(data, place)
+    size, place = _varint(data, place)
+    return (offset, size), place
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, place
