@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from collections.abc import Mapping
+from concurrent import futures
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 _KEY = "VARIABLE_VALUE"
 # Bytes of a piece. A rank needs memory for a few of them.
-PIECE = 2**25
+PIECE = 2**24
+_READ_AHEAD = 2  # pieces
 
 
 def attach(
@@ -199,35 +201,42 @@ class SavedShard:
     def restore_in_pieces(
         self,
         read: Callable[[str], tf.Tensor],
-        agree: Callable[[Exception | None], None],
+        agree: Callable[[BaseException | None], None],
     ) -> None:
         """Reads and assigns piece by piece; a joint call of all ranks.
 
         Args:
             read: returns the values of a slice, in TensorFlow's notation.
-            agree: is given the error of this rank, or None, and raises it if
-                there is one on any rank.
+            agree: is given the error of this rank, or None, and raises an
+                error if there is one on any rank.
         """
         pieces = self.pieces
-        for piece in range(pieces):
-            failure: Exception | None = None
-            rows: Any = None
-            try:
-                rows = read(self._slice(piece, pieces))
-            except Exception as error:
-                failure = error
-            agree(failure)
-            if self._by_column:
-                bounds = self._bounds(self._spec.rank, pieces)
-                local = np.arange(*bounds[piece : piece + 2])
-            else:
-                rows = self._spread(rows, piece, pieces)
-                local = np.concatenate(self._local_rows_of_all(piece, pieces))
-            with tf.device(self._variable.device):
-                self._variable.scatter_update(
-                    # The last part of a table may lack the last row.
-                    tf.IndexedSlices(rows, local[: rows.shape[0]])
-                )
+        slices = [self._slice(piece, pieces) for piece in range(pieces)]
+        with futures.ThreadPoolExecutor(_READ_AHEAD) as threads:
+            ahead = [threads.submit(read, s) for s in slices[:_READ_AHEAD]]
+            for piece in range(pieces):
+                reading = ahead.pop(0)
+                agree(reading.exception())
+                rows = reading.result()
+                del reading
+                if piece + _READ_AHEAD < pieces:
+                    following = slices[piece + _READ_AHEAD]
+                    ahead.append(threads.submit(read, following))
+                self._assign(rows, piece, pieces)
+
+    def _assign(self, rows: tf.Tensor, piece: int, pieces: int) -> None:
+        """Assigns what the ranks have read of their pieces."""
+        if self._by_column:
+            bounds = self._bounds(self._spec.rank, pieces)
+            local = np.arange(*bounds[piece : piece + 2])
+        else:
+            rows = self._spread(rows, piece, pieces)
+            local = np.concatenate(self._local_rows_of_all(piece, pieces))
+        with tf.device(self._variable.device):
+            self._variable.scatter_update(
+                # The last part of a table may lack the last row.
+                tf.IndexedSlices(rows, local[: rows.shape[0]])
+            )
 
     def slice_in(self, shape: tuple[int, ...]) -> str:
         """Returns the slice to read from a table with fewer rows.
@@ -358,12 +367,6 @@ class SavedShard:
         bounds = [self._bounds(rank, pieces) for rank in ranks]
         return [np.arange(*each[piece : piece + 2]) for each in bounds]
 
-    def _ids(self, piece: int, pieces: int) -> np.ndarray:
-        """The ids of a piece of this rank, ascending."""
-        bounds = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
-        first, end = bounds * self._spec.row_parts
-        return np.arange(first, min(end, self._spec.rows))
-
     def _block(self, piece: int, pieces: int) -> tf.Tensor:
         """Exchanges rows to make a piece of this rank's contiguous block.
 
@@ -387,29 +390,40 @@ class SavedShard:
     def _assemble(
         self, received: tf.Tensor, piece: int, pieces: int, flat: tf.Tensor
     ) -> tf.Tensor:
-        spec = self._spec
-        ids = self._ids(piece, pieces)
-        local = ids // spec.row_parts
-        count = local[-1] + 1 - local[0]
-        # Each part has one of the ids of a local row.
-        parts = placement.part_of(ids, spec.row_parts)
-        places = parts * count + local - local[0]
-        found = {
-            cell: tf.reshape(values, [-1, self._widths()[rank]])
-            for rank, values in enumerate(tf.split(flat, received))
-            if (cell := spec.at(rank).cell) is not None
-        }
+        spec, widths = self._spec, self._widths()
+        places = self._places_of_parts(piece, pieces)
         with tf.device("CPU:0"):
+            found = {
+                cell: tf.reshape(values, [-1, widths[rank]])
+                for rank, values in enumerate(tf.split(flat, received))
+                if (cell := spec.at(rank).cell) is not None
+            }
             columns = [
-                tf.gather(
-                    tf.concat([found[i, j] for i in range(spec.row_parts)], 0),
-                    places,
+                tf.raw_ops.ParallelDynamicStitch(
+                    indices=places,
+                    # The last row of a shard may be padding.
+                    data=[
+                        found[part, j][: len(each)]
+                        for part, each in enumerate(places)
+                    ],
                 )
                 for j in self._columns()
             ]
             block = tf.concat(columns, 1) if len(columns) > 1 else columns[0]
             shape = (-1, spec.dim)[: self._variable.shape.rank]
             return tf.reshape(block, shape)
+
+    def _places_of_parts(self, piece: int, pieces: int) -> list[np.ndarray]:
+        """For each row part, the places of its ids in a piece; int32."""
+        parts = self._spec.row_parts
+        first, end = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
+        local = np.arange(first, end)
+        found = []
+        for part in range(parts):
+            ids = placement.ids_at(local, part, parts)
+            ids = ids[ids < self._spec.rows]
+            found.append((ids - first * parts).astype(np.int32))
+        return found
 
     def _columns(self) -> range:
         """Column parts; ranks with the same rows have equal slots by row."""
@@ -421,22 +435,25 @@ class SavedShard:
     ) -> tf.Tensor:
         """Returns this rank's rows of the pieces that all ranks have read."""
         spec = self._spec
-        parts = placement.part_of(self._ids(piece, pieces), spec.row_parts)
-        grouped = tf.split(
-            tf.gather(rows, np.argsort(parts, kind="stable")),
-            np.bincount(parts, minlength=spec.row_parts),
-        )
-        pieces_of_ranks = []
-        for part in map(spec.at, range(spec.world_size)):
-            sent = grouped[0][:0]
-            if part.cell is not None:
-                sent = grouped[part.cell[0]]
-                if sent.shape.rank == 2 and spec.column_parts > 1:
-                    sent = sent[:, slice(*part.columns)]
-            pieces_of_ranks.append(tf.reshape(sent, [-1]))
-        flat, _ = self._collectives.all_to_all(
-            tf.concat(pieces_of_ranks, 0),
-            tf.constant([len(each) for each in pieces_of_ranks], tf.int64),
-            f"{spec.table}/restore",
-        )
+        places = self._places_of_parts(piece, pieces)
+        cells = [spec.at(rank).cell for rank in range(spec.world_size)]
+        wanted = [places[cell[0]] if cell else places[0][:0] for cell in cells]
+        with tf.device("CPU:0"):
+            found = tf.gather(rows, np.concatenate(wanted))
+            if spec.column_parts > 1 and rows.shape.rank == 2:
+                of_ranks = tf.split(found, list(map(len, wanted)))
+                found = tf.concat(
+                    [
+                        tf.reshape(each[:, slice(*spec.at(rank).columns)], [-1])
+                        for rank, each in enumerate(of_ranks)
+                    ],
+                    0,
+                )
+            flat, _ = self._collectives.all_to_all(
+                tf.reshape(found, [-1]),
+                tf.constant(
+                    np.multiply(list(map(len, wanted)), self._widths())
+                ),
+                f"{spec.table}/restore",
+            )
         return tf.reshape(flat, (-1, spec.local_dim)[: rows.shape.rank])

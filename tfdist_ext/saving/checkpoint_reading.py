@@ -171,7 +171,7 @@ def _restore_in_pieces(
     path: str,
     collectives: Collectives | None,
 ) -> None:
-    def agree(failure: Exception | None) -> None:
+    def agree(failure: BaseException | None) -> None:
         try:
             raise_on_all_ranks(failure, collectives)
         except tf.errors.OpError as error:
@@ -187,7 +187,7 @@ def _restore_in_pieces(
 
 
 def raise_on_all_ranks(
-    failure: Exception | None, collectives: Collectives | None
+    failure: BaseException | None, collectives: Collectives | None
 ) -> None:
     """Raises on all ranks if one has failed; all ranks must call.
 
