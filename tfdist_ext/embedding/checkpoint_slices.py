@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _KEY = "VARIABLE_VALUE"
 # Bytes of a piece. A rank needs memory for a few of them.
 PIECE = 2**24
+# Of a table: TensorFlow opens as many files to read it in one process.
+_MOST_PIECES = 512
 _READ_AHEAD = 2  # pieces
 
 
@@ -137,15 +139,28 @@ class SavedShard:
         spec = self._spec
         if self._whole or spec.grows:
             return 1
+        fewest = spec.rows
+        if not self._by_column:
+            fewest = int(np.diff(self._local_rows()).min())
+        most = max(1, _MOST_PIECES // spec.world_size)
+        return max(1, min(-(-self._slice_bytes // PIECE), fewest, most))
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece of a rank."""
+        return max(PIECE, self._slice_bytes // self.pieces)
+
+    @property
+    def _slice_bytes(self) -> int:
+        """Bytes of the largest slice of a rank."""
+        spec = self._spec
         if self._by_column:
-            rows = fewest = spec.rows
-            columns = -(-spec.dim // spec.world_size)
+            numbers = spec.rows * -(-spec.dim // spec.world_size)
         else:
-            local = np.diff(self._local_rows())
-            rows, fewest = int(local.max()) * spec.row_parts, int(local.min())
+            local = int(np.diff(self._local_rows()).max())
             columns = spec.dim if self._variable.shape.rank == 2 else 1
-        size = rows * columns * self._variable.dtype.size
-        return max(1, min(-(-size // PIECE), fewest))
+            numbers = local * spec.row_parts * columns
+        return numbers * int(self._variable.dtype.size)
 
     def serialize(self) -> dict[str, object]:
         """Returns the slices of this rank; each is computed when written."""
@@ -414,7 +429,7 @@ class SavedShard:
             return tf.reshape(block, shape)
 
     def _places_of_parts(self, piece: int, pieces: int) -> list[np.ndarray]:
-        """For each row part, the places of its ids in a piece; int32."""
+        """Returns places of the ids of each row part in a piece, int32."""
         parts = self._spec.row_parts
         first, end = self._bounds(self._spec.rank, pieces)[piece : piece + 2]
         local = np.arange(first, end)

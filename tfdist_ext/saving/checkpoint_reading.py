@@ -26,7 +26,6 @@ from tfdist_ext import marks
 from tfdist_ext import tensorflow_internals as internals
 from tfdist_ext.comm import calls
 from tfdist_ext.comm.collectives import Collectives
-from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.embedding.checkpoint_slices import SavedShard
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving.changed_rows import DeltaRows
@@ -129,7 +128,7 @@ def _read_large(
         elif (
             index.shape(key) == shard.shape
             # Older checkpoints and those of one process have other slices.
-            and index.most_bytes(key) <= 2 * checkpoint_slices.PIECE
+            and index.most_bytes(key) <= 2 * shard.piece_bytes
         ):
             in_pieces[key] = shard
             continue
