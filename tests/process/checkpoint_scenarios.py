@@ -6,7 +6,7 @@ again in PATH.npz. `restore` builds the model anew with its own placement,
 restores, and must find the same, before and after training on.
 """
 
-import contextlib
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -21,14 +21,9 @@ ROWS, UNITS, BATCH = 53, 6, 12
 WEIGHTS = ".weights.h5" if hasattr(keras, "ops") else ""
 
 
-@contextlib.contextmanager
 def pieces(size):
     """Tables of more than `size` bytes are written and read in pieces."""
-    usual, checkpoint_slices.PIECE = checkpoint_slices.PIECE, size
-    try:
-        yield
-    finally:
-        checkpoint_slices.PIECE = usual
+    return mock.patch.object(checkpoint_slices, "PIECE", size)
 
 
 def data(first, steps):

@@ -79,17 +79,24 @@ def write_fails(strategy, folder):
     model.fit(tf.data.Dataset.from_tensors((ids, ids[:, :1])), verbose=0)
 
 
-def read_fails(strategy, folder):
-    """`try: restore(new) except: restore(old)` works at every rank."""
+def _two_checkpoints(strategy, place):
+    """A model, its saver, two paths, the first one's state, and that of now."""
     model = filled(strategy, Model.of(strategy))
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    old, new = str(folder / "old"), str(folder / "new")
+    old, new = str(place / "old"), str(folder / "new")
     saver.write(old)
     expected = state(strategy, model)
     filled(strategy, model, seed=1)
     saver.write(new)
     unlike(strategy, model, expected)
-    before = state(strategy, model)
+    return model, saver, old, new, expected, state(strategy, model)
+
+
+def read_fails(strategy, place):
+    """`try: restore(new) except: restore(old)` works at every rank."""
+    model, saver, old, new, expected, before = _two_checkpoints(
+        strategy, folder
+    )
     if strategy.rank == 0:
         data = folder / "new.data-00001-of-00002"
         content = bytearray(data.read_bytes())
@@ -121,16 +128,10 @@ def read_fails(strategy, folder):
 
 def damaged_pieces(strategy, folder):
     """A damaged piece is found late, by name; a short file at once."""
-    model = filled(strategy, Model.of(strategy))
-    saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    old, new = str(folder / "old"), str(folder / "new")
     with pieces(64):
-        saver.write(old)
-        expected = state(strategy, model)
-        filled(strategy, model, seed=1)
-        saver.write(new)
-        unlike(strategy, model, expected)
-        before = state(strategy, model)
+        model, saver, old, new, expected, before = _two_checkpoints(
+            strategy, folder
+        )
         # The first files are those of rank 0's pieces.
         (data,) = folder.glob("new.data-00001-of-*")
         content = data.read_bytes()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist_ext.saving import checkpoint_index
 from tfdist_ext.saving import checkpoint_writing
 
 
@@ -33,9 +34,9 @@ def read(prefix):
 @pytest.mark.parametrize("count", [1, 2, 127, 128, 300])
 def test_data_files_are_counted(tmp_path, count):
     prefix = str(tmp_path / "path")
-    assert checkpoint_writing.data_files_in_use(prefix) == 0
+    assert checkpoint_index.data_files_in_use(prefix) == 0
     write(prefix, np.arange(300), count)
-    assert checkpoint_writing.data_files_in_use(prefix) == count
+    assert checkpoint_index.data_files_in_use(prefix) == count
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -68,7 +69,7 @@ def test_a_crash_leaves_the_old_or_the_new(tmp_path, monkeypatch, steps):
     # Three data files, the index, then two old data files.
     np.testing.assert_array_equal(read(prefix), new if steps >= 4 else old)
     # The next save is not disturbed by what is left.
-    count = checkpoint_writing.data_files_in_use(prefix) + 1
+    count = checkpoint_index.data_files_in_use(prefix) + 1
     write(merged, new + 1, count)
     checkpoint_writing.place(merged, prefix)
     np.testing.assert_array_equal(read(prefix), new + 1)

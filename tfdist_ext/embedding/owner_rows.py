@@ -200,21 +200,26 @@ class OwnerRows:
             feature_tables=[used.index(each.table) for each in self._features],
         )
 
-    def waiting_gradients(self, collectives: Collectives) -> RowGradient:
-        """The gradients that this rank holds back, which are forgotten here."""
+    def take_waiting(
+        self, collectives: Collectives
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Ids and gradients that wait, by feature; they are forgotten here."""
         copies = collectives.row_copies
         assert copies is not None
-        lists, values = [], []
-        for feature in self._features:
-            ids = tf.zeros([0], tf.int64)
-            sums = tf.zeros([0, feature.spec.dim])
-            if _has_copies(feature):
-                table = self._tables[feature.table]
-                ids, sums = copies.take_gradients(feature, table)
-            lists.append([exchange.each_alone(ids)])
-            values.append(sums)
+        return [
+            copies.take_gradients(feature, self._tables[feature.table])
+            if _has_copies(feature)
+            else (tf.zeros([0], tf.int64), tf.zeros([0, feature.spec.dim]))
+            for feature in self._features
+        ]
+
+    def waiting_gradients(self, collectives: Collectives) -> RowGradient:
+        """The gradients that wait, to be sent now; they are forgotten here."""
+        waiting = self.take_waiting(collectives)
         return _gradient_with_ids(
-            values, lists, self._features, tf.zeros([]), self, self._wire
+            [sums for _, sums in waiting],
+            [[exchange.each_alone(ids)] for ids, _ in waiting],
+            *(self._features, tf.zeros([]), self, self._wire),
         )
 
     def tables_of_gradients(self) -> list[Variable]:

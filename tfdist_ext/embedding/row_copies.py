@@ -25,74 +25,80 @@ from tfdist_ext.keras_internals import value_of
 from tfdist_ext.type_names import Variable
 
 
-class _Copies:
-    """Copies for one feature.
+class _Rows:
+    """Rows with an id and a clock each.
 
     Attributes:
         ids: int64 `[n]`, unique ids.
-        rows: float32 `[n, dim]`, their rows.
+        values: float32 `[n, dim]`.
         clocks: int64 `[n]`, see `Age`.
+    """
+
+    def __init__(self, dim: int, name: str) -> None:
+        self.ids = local_variable(
+            lambda: tf.zeros([0], tf.int64), f"ids_of_{name}", [None]
+        )
+        self.values = local_variable(
+            lambda: tf.zeros([0, dim]), name, [None, dim]
+        )
+        self.clocks = local_variable(
+            lambda: tf.zeros([0], tf.int64), f"clocks_of_{name}", [None]
+        )
+
+    def read(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Ids, values and clocks."""
+        return (
+            self.ids.read_value(),
+            self.values.read_value(),
+            self.clocks.read_value(),
+        )
+
+    def assign(
+        self, ids: tf.Tensor, values: tf.Tensor, clocks: tf.Tensor
+    ) -> None:
+        self.ids.assign(ids)
+        self.values.assign(values)
+        self.clocks.assign(clocks)
+
+
+class _Copies:
+    """What a rank has for one feature.
+
+    Attributes:
+        rows: copies of rows.
         round: number of the round in which they were read.
-        ids_of_sums: int64 `[m]`, ascending, of rows with gradients that wait.
-        sums: float32 `[m, dim]`, sums of their gradients.
-        clocks_of_sums: int64 `[m]`, steps that this rank had completed before
-            the first of these gradients.
+        sums: sums of gradients that wait, by ascending id. Their clocks are
+            the steps that this rank had completed before the first gradient.
     """
 
     def __init__(self, dim: int) -> None:
-        self.ids = local_variable(
-            lambda: tf.zeros([0], tf.int64), "ids_of_copies", [None]
-        )
-        self.rows = local_variable(
-            lambda: tf.zeros([0, dim]), "copies_of_rows", [None, dim]
-        )
-        self.clocks = local_variable(
-            lambda: tf.zeros([0], tf.int64), "clocks_of_copies", [None]
-        )
+        self.rows = _Rows(dim, "copies_of_rows")
+        self.sums = _Rows(dim, "sums_of_gradients")
         self.round = local_variable(
             lambda: tf.constant(-1, tf.int64), "round_of_copies"
-        )
-        self.ids_of_sums = local_variable(
-            lambda: tf.zeros([0], tf.int64), "ids_of_sums", [None]
-        )
-        self.sums = local_variable(
-            lambda: tf.zeros([0, dim]), "sums_of_gradients", [None, dim]
-        )
-        self.clocks_of_sums = local_variable(
-            lambda: tf.zeros([0], tf.int64), "clocks_of_sums", [None]
         )
 
     def add(
         self, ids: tf.Tensor, gradients: tf.Tensor, age: Age
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Adds gradients to the sums of their rows; see `Found.add`."""
-        waiting = self.ids_of_sums.read_value()
+        waiting, sums, clocks = self.sums.read()
         unique, places = tf.unique(tf.concat([waiting, ids], 0))
         count = tf.size(unique)
         sums = tf.math.unsorted_segment_sum(
-            tf.concat([self.sums.read_value(), gradients], 0), places, count
+            tf.concat([sums, gradients], 0), places, count
         )
         new = tf.fill([count - tf.size(waiting)], age.own)
-        clocks = tf.concat([self.clocks_of_sums.read_value(), new], 0)
+        clocks = tf.concat([clocks, new], 0)
         order = tf.argsort(unique)
         unique, sums, clocks = (
             tf.gather(each, order) for each in (unique, sums, clocks)
         )
         due = clocks <= age.due
-        self.keep_sums(unique, sums, clocks, ~due)
+        self.sums.assign(
+            *(tf.boolean_mask(each, ~due) for each in (unique, sums, clocks))
+        )
         return tf.boolean_mask(unique, due), tf.boolean_mask(sums, due)
-
-    def keep_sums(
-        self,
-        ids: tf.Tensor,
-        sums: tf.Tensor,
-        clocks: tf.Tensor,
-        kept: tf.Tensor,
-    ) -> None:
-        """Makes some of the given sums those that wait."""
-        self.ids_of_sums.assign(tf.boolean_mask(ids, kept))
-        self.sums.assign(tf.boolean_mask(sums, kept))
-        self.clocks_of_sums.assign(tf.boolean_mask(clocks, kept))
 
 
 class Age(NamedTuple):
@@ -179,13 +185,14 @@ class RowCopies:
             age: clocks; None if all copies of a round can be used.
         """
         copies = self._copies(feature, table)
+        rows = copies.rows
         in_round = self._open.read_value() & tf.equal(
             copies.round.read_value(), self._round.read_value()
         )
         if age is None:
-            count = tf.where(in_round, tf.size(copies.ids.read_value()), 0)
+            count = tf.where(in_round, tf.size(rows.ids.read_value()), 0)
         else:
-            young = copies.clocks.read_value() >= age.oldest
+            young = rows.clocks.read_value() >= age.oldest
             chosen = tf.where(young & in_round)[:, 0]
             count = tf.size(chosen)
 
@@ -195,21 +202,21 @@ class RowCopies:
             return tf.gather(values.read_value(), chosen)
 
         # Copies come first, then missing ids, both in their order.
-        unique, places = tf.unique(tf.concat([usable(copies.ids), ids], 0))
+        unique, places = tf.unique(tf.concat([usable(rows.ids), ids], 0))
         places = places[count:]
 
         def complete(received: tf.Tensor) -> tf.Tensor:
-            rows = tf.concat([usable(copies.rows), received], 0)
+            values = tf.concat([usable(rows.values), received], 0)
             # If the exchange fails, the copies stay as they are.
-            with tf.control_dependencies([rows]):
+            with tf.control_dependencies([values]):
                 if age is not None:
                     new = tf.fill([tf.size(unique) - count], age.now)
-                    clocks = tf.concat([usable(copies.clocks), new], 0)
-                    copies.clocks.assign(clocks)
-                copies.ids.assign(unique)
-                copies.rows.assign(rows)
+                    clocks = tf.concat([usable(rows.clocks), new], 0)
+                    rows.clocks.assign(clocks)
+                rows.ids.assign(unique)
+                rows.values.assign(values)
                 copies.round.assign(self._round.read_value())
-            return tf.gather(rows, places)
+            return tf.gather(values, places)
 
         def note() -> None:
             asked = tf.cast(tf.size(places), tf.float64)
@@ -226,12 +233,11 @@ class RowCopies:
         self, feature: Feature, table: Variable
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the ids and sums of all rows that wait, and forgets them."""
-        copies = self._copies(feature, table)
-        ids, sums = copies.ids_of_sums.read_value(), copies.sums.read_value()
-        clocks = copies.clocks_of_sums.read_value()
-        none = tf.zeros_like(clocks, tf.bool)
-        with tf.control_dependencies([ids, sums, clocks]):
-            copies.keep_sums(ids, sums, clocks, none)
+        waiting = self._copies(feature, table).sums
+        found = waiting.read()
+        with tf.control_dependencies(found):
+            waiting.assign(*(each[:0] for each in found))
+        ids, sums, _ = found
         return ids, sums
 
     def _copies(self, feature: Feature, table: Variable) -> _Copies:

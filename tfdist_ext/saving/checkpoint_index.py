@@ -98,6 +98,20 @@ class Index:
                 )
 
 
+def data_files_in_use(path: str) -> int:
+    """Number of data files of the checkpoint at a path, 0 if none."""
+    if not gfile.exists(f"{path}.index"):
+        return 0
+    with gfile.GFile(f"{path}.index", "rb") as file:
+        start = file.read(16)
+    # The index begins with the entry of the empty name: two lengths of 0, the
+    # length of the header, and the header. Its first field is the number of
+    # files. What is written over may be damaged.
+    if len(start) < 16 or start[:2] != b"\0\0" or start[3:4] != b"\x08":
+        return 0
+    return _varint(start, 4)[0]
+
+
 def _table(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of a sorted string table."""
     footer = data[-_FOOTER:]

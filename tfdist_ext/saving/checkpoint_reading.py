@@ -72,16 +72,19 @@ def restore(
     large = _large_shards(saver)
     in_pieces: dict[str, SavedShard] = {}
     failure: Exception | None = None
+    delta: DeltaRows | None = None
     path = _text(file_prefix)
     try:
         with _only(saver, lambda key: key not in large):
             if full is None:
                 _read(original, saver, path, options, collectives, read)
             else:
+                delta = DeltaRows(path)
                 _read_over(
-                    original, saver, path, options, collectives, read, full
+                    *(original, saver, path, options, collectives, read),
+                    *(full, delta),
                 )
-        in_pieces = _read_large(large, path, full, read)
+        in_pieces = _read_large(large, path, full, delta, read)
     except Exception as error:
         failure = error
     raise_on_all_ranks(failure, collectives)
@@ -105,7 +108,11 @@ def _large_shards(saver: internals.MultiDeviceSaver) -> dict[str, SavedShard]:
 
 
 def _read_large(
-    large: dict[str, SavedShard], path: str, full: str | None, read: Read
+    large: dict[str, SavedShard],
+    path: str,
+    full: str | None,
+    delta: DeltaRows | None,
+    read: Read,
 ) -> dict[str, SavedShard]:
     """Reads large shards, or returns those to be read in pieces.
 
@@ -113,12 +120,12 @@ def _read_large(
         large: shards by key.
         path: path of the checkpoint.
         full: see `restore`.
+        delta: what changed since; None if the checkpoint is full.
         read: gets the functions and values of shards that are read whole.
     """
     if not large:
         return {}
     index = Index(path)
-    delta = None if full is None else DeltaRows(path)
     in_pieces = {}
     for key, shard in large.items():
         reader = _reader(path, key, shard.dtype)
@@ -221,9 +228,9 @@ def _read_over(
     collectives: Collectives | None,
     read: Read,
     full: str,
+    delta: DeltaRows,
 ) -> None:
     """Reads a delta, and the rest from the full checkpoint."""
-    delta = DeltaRows(path)
     with _only(saver, lambda key: key not in delta.keys):
         _read(original, saver, path, options, collectives, read)
     first = len(read)

@@ -21,6 +21,7 @@ from tfdist_ext.comm.exchanges import text_of_first_rank
 from tfdist_ext.embedding import checkpoint_slices
 from tfdist_ext.saving import changed_rows
 from tfdist_ext.saving import checkpoint_files
+from tfdist_ext.saving import checkpoint_index
 from tfdist_ext.saving.changed_rows import ChangedRows
 from tfdist_ext.saving.changed_rows import Entry
 from tfdist_ext.type_names import SavedTensor
@@ -428,7 +429,7 @@ def _counts(
         written: number of files that it has written.
     """
     if collectives is None:
-        if len(files) == data_files_in_use(prefix):
+        if len(files) == checkpoint_index.data_files_in_use(prefix):
             _change_number(files)
         return [len(files)]
     mine = tf.constant([written + len(files)], tf.int64)
@@ -436,7 +437,7 @@ def _counts(
         collectives.all_gather(mine, "checkpoint/files").numpy().tolist()
     )
     first, change = collectives.group.rank == 0, 0
-    if first and sum(counts) == data_files_in_use(prefix):
+    if first and sum(counts) == checkpoint_index.data_files_in_use(prefix):
         change = _change_number(files)
     mine = tf.constant([change] if first else [], tf.int64)
     counts[0] += int(collectives.all_gather(mine, "checkpoint/change")[0])
@@ -455,25 +456,6 @@ def _change_number(files: list[list[Entry]]) -> int:
     last = files.pop()
     files[-1] += last
     return -1
-
-
-def data_files_in_use(prefix: str) -> int:
-    """Number of data files of the checkpoint at a path, 0 if none."""
-    if not gfile.exists(f"{prefix}.index"):
-        return 0
-    with gfile.GFile(f"{prefix}.index", "rb") as file:
-        start = file.read(16)
-    # The index begins with the entry of the empty name: two lengths of 0, the
-    # length of the header, and the header. Its first field is the number of
-    # files, as a varint.
-    if start[:2] != b"\0\0" or start[3:4] != b"\x08":
-        return 0
-    count = 0
-    for place, byte in enumerate(start[4:]):
-        count |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            break
-    return count
 
 
 def _write(
@@ -522,7 +504,7 @@ def place(merged: str, prefix: str) -> None:
     checkpoint_files.sync(folder)  # before the index that names them
     gfile.rename(f"{merged}.index", f"{prefix}.index", overwrite=True)
     checkpoint_files.sync(folder)
-    count = data_files_in_use(prefix)
+    count = checkpoint_index.data_files_in_use(prefix)
     for path in _files_at(prefix):
         if not path.endswith((".index", f"-of-{count:05d}")):
             gfile.remove(path)

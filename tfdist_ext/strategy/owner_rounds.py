@@ -319,7 +319,7 @@ class OwnerRound(Round):
         if self._copies is not None and collectives is not None:
             self._copies.clear()
             for rows, _ in self._lookups.values():
-                rows.waiting_gradients(collectives)
+                rows.take_waiting(collectives)
 
     def is_complete(self) -> bool:
         """True: all ranks can synchronize after any step."""
