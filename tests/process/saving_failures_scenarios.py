@@ -83,7 +83,7 @@ def _two_checkpoints(strategy, place):
     """A model, its saver, two paths, the first one's state, and that of now."""
     model = filled(strategy, Model.of(strategy))
     saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    old, new = str(place / "old"), str(folder / "new")
+    old, new = str(place / "old"), str(place / "new")
     saver.write(old)
     expected = state(strategy, model)
     filled(strategy, model, seed=1)
@@ -92,7 +92,7 @@ def _two_checkpoints(strategy, place):
     return model, saver, old, new, expected, state(strategy, model)
 
 
-def read_fails(strategy, place):
+def read_fails(strategy, folder):
     """`try: restore(new) except: restore(old)` works at every rank."""
     model, saver, old, new, expected, before = _two_checkpoints(
         strategy, folder
