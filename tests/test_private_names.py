@@ -157,6 +157,8 @@ OVERRIDDEN = {
     "_clip_gradients",
     "_compute_current_learning_rate",
     "_deduplicate_sparse_grad",
+    "_distributed_apply_gradients_fn",
+    "_distributed_tf_update_step",
     "_internal_apply_gradients",
     "_overwrite_model_variables_with_average_value",
 }

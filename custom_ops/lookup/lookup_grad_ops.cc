@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <memory>
-#include <mutex>
 #include <vector>
 
 #include "custom_ops/common/allocate_output.h"
 #include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/lookup/entry_sorter.h"
 #include "custom_ops/lookup/lookup_grad_functor.h"
 #include "custom_ops/lookup/parallel_segments.h"
-#include "custom_ops/lookup/sorted_entries.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -66,17 +64,6 @@ row_grads: [u, d] for each table, gradients of these rows.
 feature_tables, table_shapes: as for Lookup.
 )doc");
 
-// The rows in [low, high) of a table, which one thread sorts.
-struct RowRange {
-  size_t table;
-  int64_t low;
-  int64_t high;
-  bool all;
-};
-
-// The temporary memory of a call, which the next call reuses.
-using Scratch = std::vector<std::unique_ptr<SortedEntries>>;
-
 class LookupGradOp : public OpKernel {
  public:
   explicit LookupGradOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -89,83 +76,18 @@ class LookupGradOp : public OpKernel {
     std::vector<TableEntries> tables;
     OP_REQUIRES_OK(ctx,
                    FindTableEntries(ctx, feature_tables_, shapes_, &tables));
-    // Taken by this call, because another call may run at the same time.
-    Scratch scratch;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      scratch.swap(scratch_);
-    }
-    // Processes a few tables at a time, so that the sorted entries are still in
-    // the cache when they are summed.
-    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    const int64_t at_once = kEntriesPerRange * std::max(4, pool->NumThreads());
-    for (size_t first = 0; first < tables.size();) {
-      size_t end = first;
-      for (int64_t entries = 0; end < tables.size() && entries < at_once;) {
-        entries += tables[end++].count;
-      }
-      OP_REQUIRES_OK(ctx, SumTables(ctx, tables, first, end, &scratch));
-      first = end;
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    scratch_.swap(scratch);
+    OP_REQUIRES_OK(ctx,
+                   sorter_.Run(ctx, tables,
+                               [&](size_t first, size_t end,
+                                   const std::vector<SortedRange>& ranges) {
+                                 return SumSorted(ctx, first, end, ranges);
+                               }));
   }
 
  private:
-  static constexpr int64_t kEntriesPerRange = 16384;
-
-  // Sorts the entries of tables [first, end) by row and sums them.
-  absl::Status SumTables(OpKernelContext* ctx,
-                         const std::vector<TableEntries>& tables, size_t first,
-                         size_t end, Scratch* scratch) const {
-    constexpr int64_t kNanosecondsPerEntry = 8;
-    auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
-    std::vector<RowRange> ranges;
-    std::vector<Task> tasks;
-    for (size_t t = first; t < end; ++t) {
-      TF_RETURN_IF_ERROR(CutRanges(pool->NumThreads(), t, tables[t], &ranges));
-      const int64_t parts = ranges.size() - tasks.size();
-      while (tasks.size() < ranges.size()) {
-        tasks.push_back({tables[t].count / parts + 1, kNanosecondsPerEntry});
-      }
-    }
-    while (scratch->size() < ranges.size()) {
-      scratch->push_back(std::make_unique<SortedEntries>());
-    }
-    ParallelTasks(pool, tasks, [&](size_t i, int64_t begin, int64_t) {
-      if (begin > 0) return;
-      const RowRange& range = ranges[i];
-      (*scratch)[i]->Build(tables[range.table], range.low, range.high,
-                           range.all);
-    });
-    return SumSorted(ctx, first, end, ranges, *scratch);
-  }
-
-  // Divides the rows of a table into ranges that are large enough for a thread.
-  static absl::Status CutRanges(int threads, size_t t,
-                                const TableEntries& table,
-                                std::vector<RowRange>* ranges) {
-    if (table.count == 0) return absl::OkStatus();
-    int64_t limit = 0;
-    TF_RETURN_IF_ERROR(RowLimit(table, &limit));
-    const int64_t size =
-        std::clamp<int64_t>(table.count / kEntriesPerRange, 1, threads);
-    for (int64_t i = 0; i < size; ++i) {
-      ranges->push_back(
-          {t, Cut(limit, i, size), Cut(limit, i + 1, size), size == 1});
-    }
-    return absl::OkStatus();
-  }
-
-  // Returns bound i of `size` equal ranges of [0, limit), without overflow.
-  static int64_t Cut(int64_t limit, int64_t i, int64_t size) {
-    return limit / size * i + limit % size * i / size;
-  }
-
   // The transposed lookup: sums the gradients of the samples for each row.
   absl::Status SumSorted(OpKernelContext* ctx, size_t first, size_t end,
-                         const std::vector<RowRange>& ranges,
-                         const Scratch& sorted) const {
+                         const std::vector<SortedRange>& ranges) const {
     const auto* grad = static_cast<const float*>(ctx->input(4).data());
     std::vector<RowGradSum> sums;
     std::vector<Task> tasks;
@@ -173,13 +95,13 @@ class LookupGradOp : public OpKernel {
     for (size_t t = first; t < end; ++t) {
       int64_t unique = 0;
       for (size_t j = i; j < ranges.size() && ranges[j].table == t; ++j) {
-        unique += sorted[j]->unique();
+        unique += ranges[j].entries->unique();
       }
       int64_t* rows;
       float* row_grads;
       TF_RETURN_IF_ERROR(AllocateOutputs(ctx, t, unique, &rows, &row_grads));
       for (; i < ranges.size() && ranges[i].table == t; ++i) {
-        const SortedEntries& range = *sorted[i];
+        const SortedEntries& range = *ranges[i].entries;
         sums.push_back({grad, shapes_.widths[t], range.row_splits(),
                         range.entries(), range.weights(), row_grads});
         rows = std::copy_n(range.rows(), range.unique(), rows);
@@ -191,7 +113,7 @@ class LookupGradOp : public OpKernel {
     ParallelTasks(ctx->device()->tensorflow_cpu_worker_threads()->workers,
                   tasks, [&](size_t task, int64_t low, int64_t high) {
                     const int64_t* splits = sums[task].row_splits;
-                    const int64_t unique = sorted[task]->unique();
+                    const int64_t unique = ranges[task].entries->unique();
                     RowGradSumCpu(sums[task],
                                   SegmentAtWork(splits, unique, low),
                                   SegmentAtWork(splits, unique, high));
@@ -213,8 +135,7 @@ class LookupGradOp : public OpKernel {
 
   std::vector<int64_t> feature_tables_;
   TableShapes shapes_;
-  std::mutex mutex_;
-  Scratch scratch_;
+  EntrySorter sorter_;
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -34,7 +34,7 @@ class ClipRowsOp : public tf::OpKernel {
   void Compute(tf::OpKernelContext* ctx) override {
     ClipInputs inputs;
     ShardAccess shard;
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     OP_REQUIRES_OK(ctx, inputs.Read(ctx, name(), shard));
     OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     const RowBuffers buffers = shard.Buffers(0, inputs.rounding);

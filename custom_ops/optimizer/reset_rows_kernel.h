@@ -27,7 +27,7 @@ class ResetRowsKernel : public tensorflow::OpKernel {
     const tensorflow::Tensor& ids = ctx->input(1);
     if (ids.NumElements() == 0) return;
     ShardAccess shard;
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     const Block& block = initial_.block();
     OP_REQUIRES(
         ctx,

@@ -40,7 +40,7 @@ TFDIST_INLINE void UpdateRowsIn(Table table, const Rule& rule,
                                 int64_t end) {
   const int64_t dim = batch.dim;
   for (int64_t i = begin; i < end; ++i) {
-    if (i + kRowsAhead < end) {
+    if (i + kRowsAhead < batch.size) {
       const int64_t ahead = batch.rows[i + kRowsAhead];
       table.Prefetch(ahead);
       PrefetchSlots<Rule>(buffers, ahead, dim);
@@ -61,14 +61,19 @@ TFDIST_INLINE void UpdateRowsIn(Table table, const RowWiseAdagradRule& rule,
                                 const RowBuffers& buffers, int64_t begin,
                                 int64_t end) {
   const int64_t dim = batch.dim;
+  const auto prefetch = [&](int64_t i) TFDIST_ALWAYS {
+    if (i >= batch.size) return;
+    __builtin_prefetch(buffers.slots[0] + batch.rows[i], 1);
+    table.Prefetch(batch.rows[i]);
+  };
+  for (int64_t k = 0; k < kLanes && begin + k < end; ++k) prefetch(begin + k);
   for (int64_t first = begin; first < end; first += kLanes) {
     const int64_t* rows = batch.rows + first;
     const float* grads = batch.grads + first * dim;
     const int64_t count = std::min(kLanes, end - first);
     float sums[kLanes] = {};
     for (int64_t k = 0; k < count; ++k) {
-      __builtin_prefetch(buffers.slots[0] + rows[k], 1);
-      table.Prefetch(rows[k]);
+      prefetch(first + kLanes + k);
       sums[k] = rule.mean_squares != nullptr ? rule.mean_squares[first + k]
                                              : MeanSquare(grads + k * dim, dim);
     }

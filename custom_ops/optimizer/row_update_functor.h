@@ -3,6 +3,7 @@
 // The update rules of the row optimizers, without TensorFlow. Every rule has
 //   kNumSlots                           number of slot buffers
 //   Apply(batch, buffers, begin, end)   updates rows begin to end - 1
+// It may prefetch later rows of the batch.
 // Apply changes only the given rows ("lazy" updates). Rows of a shard that a
 // step did not look up keep their weights and slots.
 #ifndef TFDIST_CUSTOM_OPS_OPTIMIZER_ROW_UPDATE_FUNCTOR_H_

@@ -47,7 +47,7 @@ template <>
 struct RuleInputs<SgdRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 0; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t, SgdRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, SgdRule* rule) {
     return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
 };
@@ -58,7 +58,7 @@ struct RuleInputs<MomentumRule> {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("nesterov", &nesterov));
   }
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t, MomentumRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, MomentumRule* rule) {
     rule->nesterov = nesterov;
     TF_RETURN_IF_ERROR(Scalar(ctx, "momentum", &rule->momentum));
     return Scalar(ctx, "learning_rate", &rule->learning_rate);
@@ -70,7 +70,7 @@ template <>
 struct RuleInputs<AdagradRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t, AdagradRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, AdagradRule* rule) {
     TF_RETURN_IF_ERROR(Scalar(ctx, "epsilon", &rule->epsilon));
     return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
@@ -80,32 +80,25 @@ template <>
 struct RuleInputs<RowWiseAdagradRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 1; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t num_rows,
-                    RowWiseAdagradRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, RowWiseAdagradRule* rule) {
+    rule->mean_squares = nullptr;
     TF_RETURN_IF_ERROR(Scalar(ctx, "epsilon", &rule->epsilon));
-    TF_RETURN_IF_ERROR(Scalar(ctx, "learning_rate", &rule->learning_rate));
-    const tf::Tensor* means;
-    TF_RETURN_IF_ERROR(ctx->input("mean_squares", &means));
-    if (means->dims() != 1 ||
-        (means->dim_size(0) != 0 && means->dim_size(0) != num_rows)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "mean_squares must be empty or have one value per row (", num_rows,
-          "); received shape ", means->shape().DebugString()));
-    }
-    rule->mean_squares =
-        means->dim_size(0) == 0 ? nullptr : means->flat<float>().data();
-    return absl::OkStatus();
+    return Scalar(ctx, "learning_rate", &rule->learning_rate);
   }
 };
 
 template <>
 struct RuleInputs<AdamRule> {
   explicit RuleInputs(tf::OpKernelConstruction* ctx) {
+    int num_hats = 0;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_hats", &num_hats));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("all_rows", &all_rows));
+    amsgrad = num_hats > 0;
+    if (ctx->HasAttr("all_rows")) {
+      OP_REQUIRES_OK(ctx, ctx->GetAttr("all_rows", &all_rows));
+    }
   }
-  int NumSlots() const { return 2 + num_hats; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t, AdamRule* rule) {
+  int NumSlots() const { return amsgrad ? 3 : 2; }
+  absl::Status Read(tf::OpKernelContext* ctx, AdamRule* rule) {
     double learning_rate = 0;
     double beta_1 = 0;
     double beta_2 = 0;
@@ -126,18 +119,18 @@ struct RuleInputs<AdamRule> {
                                      (1 - std::pow(beta_1, count)));
     rule->one_minus_beta_1 = static_cast<float>(1 - beta_1);
     rule->one_minus_beta_2 = static_cast<float>(1 - beta_2);
-    rule->amsgrad = num_hats == 1;
+    rule->amsgrad = amsgrad;
     return absl::OkStatus();
   }
-  int num_hats;
-  bool all_rows;
+  bool amsgrad = false;
+  bool all_rows = false;
 };
 
 template <>
 struct RuleInputs<FtrlRule> {
   explicit RuleInputs(tf::OpKernelConstruction*) {}
   int NumSlots() const { return 2; }
-  absl::Status Read(tf::OpKernelContext* ctx, int64_t, FtrlRule* rule) {
+  absl::Status Read(tf::OpKernelContext* ctx, FtrlRule* rule) {
     double learning_rate = 0;
     double power = 0;
     double l2 = 0;

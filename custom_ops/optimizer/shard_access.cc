@@ -13,14 +13,17 @@ namespace tfdist {
 
 namespace tf = ::tensorflow;
 
-absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int num_variables) {
+absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int first,
+                               int num_tables, int num_slots) {
+  tables_ = num_tables;
+  const int count = num_tables * (1 + num_slots);
   std::vector<decltype(variables_[0]->mu())> mutexes;
-  for (int index = 0; index < num_variables; ++index) {
-    const tf::ResourceHandle& handle = tf::HandleFromInput(ctx, index);
+  for (int index = 0; index < count; ++index) {
+    const tf::ResourceHandle& handle = tf::HandleFromInput(ctx, first + index);
     tf::core::RefCountPtr<tf::Var> variable;
     TF_RETURN_IF_ERROR(tf::LookupResource(ctx, handle, &variable));
     mutexes.push_back(variable->mu());
-    names_.push_back(handle.name());
+    names_.push_back(&handle.name());
     variables_.push_back(std::move(variable));
   }
   std::sort(mutexes.begin(), mutexes.end());
@@ -28,26 +31,33 @@ absl::Status ShardAccess::Lock(tf::OpKernelContext* ctx, int num_variables) {
     return absl::InvalidArgumentError(absl::StrCat(
         "the table and its slots must be different variables; received the "
         "same variable twice for ",
-        names_[0]));
+        name(0)));
   }
   // Reserved, because a lock must not move while it is held.
   locks_.reserve(mutexes.size());
   for (auto* mutex : mutexes) locks_.emplace_back(*mutex);
-  for (int index = 0; index < num_variables; ++index) {
-    if (!tensor(index).IsInitialized()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("variable ", names_[index], " is not initialized"));
-    }
-    const tf::DataType dtype = tensor(index).dtype();
-    if (dtype != tf::DT_FLOAT && (index > 0 || dtype != tf::DT_BFLOAT16)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(index > 0 ? "slot " : "table ", names_[index],
-                       index > 0 ? " must be float32; received "
-                                 : " must be float32 or bfloat16; received ",
-                       tf::DataTypeString(dtype)));
-    }
+  for (int index = 0; index < count; ++index) {
+    TF_RETURN_IF_ERROR(Check(index));
   }
   return absl::OkStatus();
+}
+
+absl::Status ShardAccess::Check(int index) const {
+  const tf::Tensor& tensor = *variables_[index]->tensor();
+  if (!tensor.IsInitialized()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("variable ", *names_[index], " is not initialized"));
+  }
+  const bool slot = index >= tables_;
+  const tf::DataType dtype = tensor.dtype();
+  if (dtype == tf::DT_FLOAT || (!slot && dtype == tf::DT_BFLOAT16)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(slot ? "slot " : "table ", *names_[index],
+                   slot ? " must be float32; received "
+                        : " must be float32 or bfloat16; received ",
+                   tf::DataTypeString(dtype)));
 }
 
 absl::Status CopyOnHost(const void* from, int64_t bytes, void* to) {
@@ -89,33 +99,50 @@ MatrixSize ShardAccess::TableSize() const {
   return size == 0 ? MatrixSize{0, 0} : MatrixSize{rows, size / rows};
 }
 
-RowBuffers ShardAccess::Buffers(int num_slots, const Rounding& rounding) const {
+RowBuffers ShardAccess::Buffers(int num_slots, const Rounding& rounding,
+                                int table) const {
   RowBuffers buffers = {};
   buffers.rounding = rounding;
-  void* table = variables_[0]->tensor()->data();
-  if (tensor(0).dtype() == tf::DT_FLOAT) {
-    buffers.table = static_cast<float*>(table);
+  void* data = variables_[table]->tensor()->data();
+  if (tensor(0, table).dtype() == tf::DT_FLOAT) {
+    buffers.table = static_cast<float*>(data);
   } else {
-    buffers.bfloat16_table = static_cast<uint16_t*>(table);
+    buffers.bfloat16_table = static_cast<uint16_t*>(data);
   }
   for (int i = 0; i < num_slots; ++i) {
-    void* slot = variables_[1 + i]->tensor()->data();
+    void* slot = variables_[(1 + i) * tables_ + table]->tensor()->data();
     buffers.slots[i] = static_cast<float*>(slot);
   }
   return buffers;
 }
 
 absl::Status ReadRounding(tf::OpKernelContext* ctx, Rounding* rounding) {
+  std::vector<Rounding> roundings;
+  TF_RETURN_IF_ERROR(ReadRoundings(ctx, 1, &roundings));
+  *rounding = roundings[0];
+  return absl::OkStatus();
+}
+
+absl::Status ReadRoundings(tf::OpKernelContext* ctx, int num_tables,
+                           std::vector<Rounding>* roundings) {
   tf::OpInputList seeds;
   TF_RETURN_IF_ERROR(ctx->input_list("rounding_seeds", &seeds));
-  *rounding = {};
+  roundings->assign(num_tables, {});
   if (seeds.size() == 0) return absl::OkStatus();
-  if (seeds.size() != 1 || seeds[0].dims() != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "rounding_seeds must be one scalar or none; received ", seeds.size(),
-        " of shape ", seeds[0].shape().DebugString()));
+  if (seeds.size() != num_tables) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rounding_seeds must be one scalar per table (",
+                     num_tables, ") or none; received ", seeds.size()));
   }
-  *rounding = {true, static_cast<uint64_t>(seeds[0].scalar<int64_t>()())};
+  for (int i = 0; i < num_tables; ++i) {
+    if (seeds[i].dims() != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rounding_seeds must be scalars; received shape ",
+                       seeds[i].shape().DebugString()));
+    }
+    (*roundings)[i] = {true,
+                       static_cast<uint64_t>(seeds[i].scalar<int64_t>()())};
+  }
   return absl::OkStatus();
 }
 

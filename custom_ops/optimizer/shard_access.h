@@ -25,16 +25,22 @@ struct MatrixSize {
   int64_t dim;
 };
 
-// Exclusive access to the variables in the first resource inputs of a kernel: a
-// table and its slots. The variables are locked during the life of this object.
-// They are locked in the order of their addresses, so that two kernels with the
-// same variables cannot deadlock.
+// Exclusive access to variables in the resource inputs of a kernel: tables and
+// their slots. The variables are locked during the life of this object. They
+// are locked in the order of their addresses, so that two kernels with the same
+// variables cannot deadlock.
 class ShardAccess {
  public:
-  // Looks up and locks inputs 0 to num_variables - 1. Each variable must be
-  // initialized. The first is the table, of dtype float or bfloat16; the others
-  // are slots, of dtype float.
-  absl::Status Lock(tensorflow::OpKernelContext* ctx, int num_variables);
+  // Looks up and locks inputs 0 to num_slots: a table, then its slots. Each
+  // variable must be initialized. The table is of dtype float or bfloat16, the
+  // slots are of dtype float.
+  absl::Status Lock(tensorflow::OpKernelContext* ctx, int num_slots) {
+    return Lock(ctx, 0, 1, num_slots);
+  }
+  // The same for several tables. The inputs from `first` on are the tables,
+  // then slot 0 of each table, then slot 1 of each table, and so on.
+  absl::Status Lock(tensorflow::OpKernelContext* ctx, int first, int num_tables,
+                    int num_slots);
 
   // Makes the buffers safe to write in place. Call it after all inputs have
   // been checked. If a buffer still has another reader, replaces it by a copy.
@@ -45,26 +51,37 @@ class ShardAccess {
   // Replaces the pages of the buffers by huge pages, at the first update.
   void UseHugePages();
 
-  const tensorflow::Tensor& tensor(int index) const {
-    return *variables_[index]->tensor();
+  // Returns table `table` for index 0, and its slot `index - 1` for others.
+  const tensorflow::Tensor& tensor(int index, int table = 0) const {
+    return *variables_[index * tables_ + table]->tensor();
   }
   // Returns 0 rows for a table without elements.
   MatrixSize TableSize() const;
-  // Returns the buffers of the table and of num_slots slots, for writing.
-  RowBuffers Buffers(int num_slots, const Rounding& rounding) const;
-  const std::string& name(int index) const { return names_[index]; }
+  // Returns the buffers of a table and of num_slots slots, for writing.
+  RowBuffers Buffers(int num_slots, const Rounding& rounding,
+                     int table = 0) const;
+  const std::string& name(int index, int table = 0) const {
+    return *names_[index * tables_ + table];
+  }
 
  private:
+  absl::Status Check(int index) const;
+
+  int tables_ = 1;
   // The references must outlive the locks. Members are destroyed in reverse
   // order.
   std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
-  std::vector<std::string> names_;
+  std::vector<const std::string*> names_;  // of the inputs' handles
   std::vector<tensorflow::mutex_lock> locks_;
 };
 
 // Reads the rounding of a bfloat16 table: stochastic with the seed in the input
 // list "rounding_seeds", or to nearest if the list is empty.
 absl::Status ReadRounding(tensorflow::OpKernelContext* ctx, Rounding* rounding);
+
+// The same for each of several tables.
+absl::Status ReadRoundings(tensorflow::OpKernelContext* ctx, int num_tables,
+                           std::vector<Rounding>* roundings);
 
 }  // namespace tfdist
 

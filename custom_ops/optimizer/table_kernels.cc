@@ -39,7 +39,7 @@ class ScaleTableOp : public tf::OpKernel {
     Rounding rounding;
     ShardAccess shard;
     OP_REQUIRES_OK(ctx, ReadScale(ctx, name(), &factor, &rounding));
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     OP_REQUIRES_OK(ctx, shard.PrepareToWrite(ctx));
     const RowBuffers buffers = shard.Buffers(0, rounding);
     const MatrixSize size = shard.TableSize();

@@ -87,7 +87,7 @@ class ClipRowsGpuOp : public tf::OpKernel {
   void Compute(tf::OpKernelContext* ctx) override {
     ShardAccess shard;
     ClipInputs given;
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     OP_REQUIRES_OK(ctx, given.Read(ctx, name(), shard));
     GpuWork work(ctx);
     OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
@@ -111,7 +111,7 @@ class ScaleTableGpuOp : public tf::OpKernel {
     Rounding rounding;
     ShardAccess shard;
     OP_REQUIRES_OK(ctx, ReadScale(ctx, name(), &factor, &rounding));
-    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 1));
+    OP_REQUIRES_OK(ctx, shard.Lock(ctx, 0));
     GpuWork work(ctx);
     OP_REQUIRES_OK(ctx, PrepareToWrite(ctx, work, &shard));
     const MatrixSize size = shard.TableSize();

@@ -139,8 +139,12 @@ def test_what_is_read_before_an_update_stays(gpu: EmulatedOps) -> None:
 
     def update() -> tuple[tf.Tensor, tf.Tensor]:
         before = table.read_value()
-        optimizer_ops.apply_row_sgd(
-            table, [1], tf.ones([1, 4]), learning_rate=0.5
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=0.5),
+            table,
+            [],
+            [1],
+            tf.ones([1, 4]),
         )
         return before, table.read_value()
 
@@ -313,8 +317,8 @@ def test_rows_that_nobody_has_refused_are_left_out(
 
 
 def update(table: tf.Variable, rows: Sequence[int], shape: Any) -> Any:
-    return optimizer_ops.apply_row_sgd(
-        table, rows, tf.zeros(shape), learning_rate=0.1
+    return optimizer_ops.update_rows(
+        optimizer_ops.sgd(learning_rate=0.1), table, [], rows, tf.zeros(shape)
     )
 
 

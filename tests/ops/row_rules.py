@@ -6,6 +6,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from tfdist_ext.ops import optimizer_ops
+
 
 def values(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
@@ -85,110 +87,72 @@ def ftrl(options):
     return update
 
 
-def run_ftrl(options):
-    def run(ops, v, rows, grads, step, **more):
-        ops.apply_row_ftrl(
-            v["table"],
-            v["a"],
-            v["z"],
-            rows,
-            grads,
-            learning_rate=0.3,
-            **options,
-            **more,
-        )
-
-    return run
-
-
-def run_sgd(ops, v, rows, grads, step, **options):
-    ops.apply_row_sgd(v["table"], rows, grads, learning_rate=0.3, **options)
-
-
-def run_momentum(ops, v, rows, grads, step, nesterov=False, **options):
-    ops.apply_row_momentum(
-        v["table"],
-        v["m"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        momentum=0.9,
-        nesterov=nesterov,
-        **options,
-    )
-
-
-def run_nesterov(ops, v, rows, grads, step, **options):
-    run_momentum(ops, v, rows, grads, step, nesterov=True, **options)
-
-
-def run_adagrad(ops, v, rows, grads, step, **options):
-    ops.apply_row_adagrad(
-        v["table"],
-        v["a"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        epsilon=1e-7,
-        **options,
-    )
-
-
-def run_row_wise(ops, v, rows, grads, step, **options):
-    ops.apply_row_wise_adagrad(
-        v["table"],
-        v["a"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        epsilon=1e-7,
-        **options,
-    )
-
-
-def run_adam(ops, v, rows, grads, step, hats=(), **options):
-    ops.apply_row_adam(
-        v["table"],
-        v["m"],
-        v["v"],
-        rows,
-        grads,
-        learning_rate=0.3,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-7,
-        step=tf.constant(step, tf.int64),
-        velocity_hats=hats,
-        **options,
-    )
-
-
 def adam_all_rows(state, rows, g):
     grads = np.zeros_like(state["table"])
     grads[rows] = g
     adam(state, np.arange(len(grads)), grads)
 
 
-def run_adam_all_rows(ops, v, rows, grads, step, **options):
-    run_adam(ops, v, rows, grads, step, all_rows=True, **options)
+def runner(slots, make, **numbers):
+    """A function that applies a rule to tables and slots by name.
+
+    Args:
+        slots: names of the slots.
+        make: makes the rule.
+        **numbers: its hyperparameters.
+    """
+
+    def run(ops, variables, rows, grads, step, **options):
+        more = {"step": tf.constant(step, tf.int64)} if "m v" in slots else {}
+        ops.update_rows(
+            make(learning_rate=0.3, **numbers, **more),
+            variables["table"],
+            [variables[slot] for slot in slots.split()],
+            rows,
+            grads,
+            **options,
+        )
+
+    return run
 
 
-def run_amsgrad(ops, v, rows, grads, step, **options):
-    run_adam(ops, v, rows, grads, step, hats=[v["hat"]], **options)
-
+ADAM = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+run_adagrad = runner("a", optimizer_ops.adagrad, epsilon=1e-7)
+run_row_wise = runner("a", optimizer_ops.row_wise_adagrad, epsilon=1e-7)
+run_adam = runner("m v", optimizer_ops.adam, **ADAM)
 
 # name: (op, NumPy twin, slots)
 RULES = {
-    "sgd": (run_sgd, sgd, []),
-    "momentum": (run_momentum, momentum, ["m"]),
-    "nesterov": (run_nesterov, nesterov_momentum, ["m"]),
+    "sgd": (runner("", optimizer_ops.sgd), sgd, []),
+    "momentum": (
+        runner("m", optimizer_ops.momentum, momentum=0.9),
+        momentum,
+        ["m"],
+    ),
+    "nesterov": (
+        runner("m", optimizer_ops.momentum, momentum=0.9, nesterov=True),
+        nesterov_momentum,
+        ["m"],
+    ),
     "adagrad": (run_adagrad, adagrad, ["a"]),
     "row_wise": (run_row_wise, row_wise_adagrad, ["a"]),
     "adam": (run_adam, adam, ["m", "v"]),
-    "adam, all rows": (run_adam_all_rows, adam_all_rows, ["m", "v"]),
-    "amsgrad": (run_amsgrad, amsgrad, ["m", "v", "hat"]),
+    "adam, all rows": (
+        runner("m v", optimizer_ops.adam, all_rows=True, **ADAM),
+        adam_all_rows,
+        ["m", "v"],
+    ),
+    "amsgrad": (
+        runner("m v hat", optimizer_ops.adam, **ADAM),
+        amsgrad,
+        ["m", "v", "hat"],
+    ),
     **{
-        name: (run_ftrl(options), ftrl(options), ["a", "z"])
+        name: (
+            runner("a z", optimizer_ops.ftrl, **options),
+            ftrl(options),
+            ["a", "z"],
+        )
         for name, options in FTRL.items()
     },
 }

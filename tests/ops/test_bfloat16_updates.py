@@ -73,8 +73,13 @@ def test_rounding_is_that_of_the_reference_bitwise(dim, seed):
     for ops in (optimizer_ops, reference_optimizer):
         table = tf.Variable(tf.zeros([NUM_ROWS, dim], tf.bfloat16))
         rows = np.arange(NUM_ROWS)
-        ops.apply_row_sgd(
-            table, rows, grads, learning_rate=1.0, rounding_seed=seed
+        ops.update_rows(
+            optimizer_ops.sgd(learning_rate=1.0),
+            table,
+            [],
+            rows,
+            grads,
+            rounding_seed=seed,
         )
         stored.append(as_float(table))
     np.testing.assert_array_equal(*stored)
@@ -85,10 +90,14 @@ def train(seeds, step=1e-3, rows=8, dim=58):
     table = tf.Variable(tf.ones([rows, dim], tf.bfloat16))
     grads = tf.fill([rows, dim], step)
     for seed in seeds:
-        optimizer_ops.apply_row_sgd(
-            table, tf.range(rows, dtype=tf.int64), grads, learning_rate=1.0,
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=1.0),
+            table,
+            [],
+            tf.range(rows, dtype=tf.int64),
+            grads,
             rounding_seed=seed,
-        )  # fmt: skip
+        )
     return as_float(table)
 
 
@@ -116,8 +125,13 @@ def test_the_order_of_the_rows_does_not_matter():
     for order in ([0, 1, 2], [2, 0, 1]):
         table = tf.Variable(tf.ones([9, 58], tf.bfloat16))
         rows = np.array([1, 4, 8])[order]
-        optimizer_ops.apply_row_sgd(
-            table, rows, grads[order], learning_rate=0.1, rounding_seed=3
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=0.1),
+            table,
+            [],
+            rows,
+            grads[order],
+            rounding_seed=3,
         )
         results.append(as_float(table))
     np.testing.assert_array_equal(*results)
@@ -140,13 +154,12 @@ def test_slots_must_be_float32():
     table = tf.Variable(tf.zeros([5, 3], tf.bfloat16))
     slot = tf.Variable(tf.zeros([5, 3], tf.bfloat16))
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"slot .*float32"):
-        optimizer_ops.apply_row_adagrad(
+        optimizer_ops.update_rows(
+            optimizer_ops.adagrad(learning_rate=0.1, epsilon=1e-7),
             table,
-            slot,
+            [slot],
             np.array([1]),
             np.ones((1, 3), np.float32),
-            learning_rate=0.1,
-            epsilon=1e-7,
         )
 
 

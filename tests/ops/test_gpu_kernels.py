@@ -5,7 +5,7 @@ import pathlib
 import re
 
 SOURCES = pathlib.Path(__file__).parents[2] / "custom_ops"
-OP = re.compile(r'REGISTER_OP\("(Tfdist>\w+)"\)')
+OP = re.compile(r'(?:REGISTER_OP|TFDIST_UPDATE_OP)\("(Tfdist>\w+)"')
 KERNEL = re.compile(
     r'Name\("(Tfdist>\w+)"\)\s*\.(?:Device\(kGpuDevice\)|TFDIST_ON_GPU)'
 )
@@ -14,6 +14,7 @@ BATCHES = "batches come from the input pipeline, on the host"
 KEYS = "vocabularies are hash maps on the host, where keys arrive"
 BYTES = "bytes for the wire are made by the host, which sends them"
 REQUESTS = "a thread of the host answers requests, in the memory of the host"
+UPDATES = "on a GPU, LookupGrad and the update of rows are two ops"
 GROUP = "it tells ranks of each other, with no numbers of a table"
 ON_HOST = {
     **dict.fromkeys(("EncodeIds", "MergeIds", "UniqueIds", "CheckPlan"), IDS),
@@ -26,6 +27,14 @@ ON_HOST = {
         KEYS,
     ),
     "SliceOfRank": BATCHES,
+    **dict.fromkeys(
+        (
+            *("ApplyLookupGradSgd", "ApplyLookupGradMomentum"),
+            *("ApplyLookupGradAdagrad", "ApplyLookupGradRowWiseAdagrad"),
+            *("ApplyLookupGradAdam", "ApplyLookupGradFtrl"),
+        ),
+        UPDATES,
+    ),
     **dict.fromkeys(("PackNumbers", "UnpackNumbers"), BYTES),
     **dict.fromkeys(("EncodeInt8", "DecodeInt8"), BYTES),
     **dict.fromkeys(("Request", "Serve", "Reply"), REQUESTS),

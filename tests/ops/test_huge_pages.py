@@ -37,7 +37,8 @@ block = lookup_ops.init_rows(
 made = huge()
 table = tf.Variable(np.ones((2**20, 16), np.float32))
 rows = tf.constant([1, 2**20 - 1], tf.int64)
-optimizer_ops.apply_row_sgd(table, rows, tf.ones([2, 16]), learning_rate=0.5)
+rule = optimizer_ops.sgd(learning_rate=0.5)
+optimizer_ops.update_rows(rule, table, [], rows, tf.ones([2, 16]))
 assert np.count_nonzero(table.numpy() - 1) == 32
 print("MB", given, made - before, huge() - made)
 """

@@ -97,14 +97,20 @@ def count_numbers(table: tf.Variable, block: int = 2**17) -> int:
 def sgd_and_decay_of_bfloat16() -> None:
     table = make_table(tf.bfloat16)
     grads = tf.fill([len(NAMED), DIM], -2.0)
-    optimizer_ops.apply_row_sgd(table, NAMED, grads, learning_rate=1.0)
+    optimizer_ops.update_rows(
+        optimizer_ops.sgd(learning_rate=1.0), table, [], NAMED, grads
+    )
     assert_only_named_rows_changed(table, 2.0)
     optimizer_ops.scale_table(table, 0.5)
     assert_only_named_rows_changed(table, 1.0)
     assert count_numbers(table) == NAMED.size * DIM
     with pytest.raises(tf.errors.InvalidArgumentError, match="is outside the"):
-        optimizer_ops.apply_row_sgd(
-            table, np.array([ROWS]), tf.ones([1, DIM]), learning_rate=1.0
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=1.0),
+            table,
+            [],
+            np.array([ROWS]),
+            tf.ones([1, DIM]),
         )
 
 
@@ -114,7 +120,9 @@ def sgd_of_float32() -> None:
     # Unsorted and repeated: the grouping path.
     rows = np.concatenate([NAMED[::-1], NAMED])
     grads = tf.fill([len(rows), DIM], -1.0)
-    optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=1.0)
+    optimizer_ops.update_rows(
+        optimizer_ops.sgd(learning_rate=1.0), table, [], rows, grads
+    )
     assert_only_named_rows_changed(table, 2.0)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert kilobytes < 1e6, "the table has been copied"

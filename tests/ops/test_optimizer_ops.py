@@ -159,7 +159,9 @@ def test_values_read_before_an_update_stay():
     rows = np.array([1], np.int64)
     grads = np.ones((1, 3), np.float32)
     for _ in range(2):
-        optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=1.0)
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=1.0), table, [], rows, grads
+        )
     np.testing.assert_array_equal(before, np.zeros((5, 3)))
     np.testing.assert_array_equal(table[1], -2 * np.ones(3))
 
@@ -169,10 +171,14 @@ def test_updates_in_order_inside_a_function():
 
     @tf.function
     def step(rows, grads, rate):
-        optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=rate)
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=rate), table, [], rows, grads
+        )
         between = table[1]
         optimizer_ops.scale_table(table, 0.5)
-        optimizer_ops.apply_row_sgd(table, rows, grads, learning_rate=rate)
+        optimizer_ops.update_rows(
+            optimizer_ops.sgd(learning_rate=rate), table, [], rows, grads
+        )
         return between
 
     between = step(
@@ -200,13 +206,12 @@ def test_mean_squares_given():
     halves = []
     for columns in (slice(0, 2), slice(2, 6)):
         half = tf.Variable(whole["table"][:, columns])
-        optimizer_ops.apply_row_wise_adagrad(
+        optimizer_ops.update_rows(
+            optimizer_ops.row_wise_adagrad(learning_rate=0.3, epsilon=1e-7),
             half,
-            tf.Variable(whole["a"]),
+            [tf.Variable(whole["a"])],
             rows,
             grads[:, columns],
-            learning_rate=0.3,
-            epsilon=1e-7,
             mean_squares=(grads**2).mean(axis=1),
         )
         halves.append(half.numpy())
@@ -217,13 +222,12 @@ def test_mean_squares_given():
 def test_mean_squares_that_do_not_fit(means, rows):
     state = make_state(np.random.default_rng(1), "row_wise", 5, 3)
     with pytest.raises(tf.errors.InvalidArgumentError, match="mean_squares"):
-        optimizer_ops.apply_row_wise_adagrad(
+        optimizer_ops.update_rows(
+            optimizer_ops.row_wise_adagrad(learning_rate=0.3, epsilon=1e-7),
             tf.Variable(state["table"]),
-            tf.Variable(state["a"]),
+            [tf.Variable(state["a"])],
             np.array(rows, np.int64),
             np.ones((2, 3), np.float32),
-            learning_rate=0.3,
-            epsilon=1e-7,
             mean_squares=np.array(means, np.float32),
         )
 
@@ -311,12 +315,19 @@ def test_what_is_no_scalar_is_refused():
     table = tf.Variable(tf.zeros([5, 3], tf.bfloat16))
     rows, grads = np.array([1], np.int64), np.ones([1, 3], np.float32)
     refused = {
-        "learning_rate": {"learning_rate": [0.1, 0.2]},
-        "rounding_seeds": {"learning_rate": 0.1, "rounding_seed": [1, 2]},
+        "learning_rate": ([0.1, 0.2], None),
+        "rounding_seeds": (0.1, [1, 2]),
     }
-    for name, arguments in refused.items():
+    for name, (rate, seed) in refused.items():
         with pytest.raises(
             tf.errors.InvalidArgumentError, match=f"{name} must be .*scalar"
         ):
-            optimizer_ops.apply_row_sgd(table, rows, grads, **arguments)
+            optimizer_ops.update_rows(
+                optimizer_ops.sgd(learning_rate=rate),
+                table,
+                [],
+                rows,
+                grads,
+                rounding_seed=seed,
+            )
     assert not np.any(tf.cast(table, tf.float32))

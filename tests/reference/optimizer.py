@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tests.reference import rounding as rounding
+from tfdist_ext.ops.optimizer_ops import RowRule
 
 
 def sum_duplicate_rows(
@@ -24,68 +25,85 @@ def sum_duplicate_rows(
     return unique_rows, sums
 
 
-def apply_row_sgd(
+def update_rows(
+    rule: RowRule,
     table: tf.Variable,
+    slots: Sequence[tf.Variable],
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
-    learning_rate: Any,
+    mean_squares: tf.Tensor | None = None,
     rounding_seed: Any = None,
 ) -> None:
-    """See `optimizer_ops.apply_row_sgd`."""
+    """See `optimizer_ops.update_rows`."""
     rows, grads = sum_duplicate_rows(rows, grads)
+    options = {"rounding_seed": rounding_seed, **rule.options}
+    if mean_squares is not None:
+        options["mean_squares"] = mean_squares
+    _UPDATES[rule.op](
+        table, *slots, rows, grads, *map(_number, rule.numbers), **options
+    )
+
+
+def _number(tensor: tf.Tensor) -> Any:
+    """A number that TensorFlow multiplies with float32 values."""
+    return tensor.numpy().item()
+
+
+def _sgd(
+    table: tf.Variable,
+    rows: tf.Tensor,
+    grads: tf.Tensor,
+    learning_rate: Any,
+    *,
+    rounding_seed: Any,
+) -> None:
     _move(table, rows, -learning_rate * grads, rounding_seed)
 
 
-def apply_row_momentum(
+def _momentum(
     table: tf.Variable,
     velocity: tf.Variable,
     rows: tf.Tensor,
     grads: tf.Tensor,
-    *,
     learning_rate: Any,
     momentum: Any,
-    nesterov: bool = False,
-    rounding_seed: Any = None,
+    *,
+    nesterov: bool,
+    rounding_seed: Any,
 ) -> None:
-    """See `optimizer_ops.apply_row_momentum`."""
-    rows, grads = sum_duplicate_rows(rows, grads)
     step = -learning_rate * grads
     m = momentum * tf.gather(velocity, rows) + step
     _set(velocity, rows, m)
     _move(table, rows, momentum * m + step if nesterov else m, rounding_seed)
 
 
-def apply_row_adagrad(
+def _adagrad(
     table: tf.Variable,
     accumulator: tf.Variable,
     rows: tf.Tensor,
     grads: tf.Tensor,
-    *,
     learning_rate: Any,
     epsilon: Any,
-    rounding_seed: Any = None,
+    *,
+    rounding_seed: Any,
 ) -> None:
-    """See `optimizer_ops.apply_row_adagrad`."""
-    rows, grads = sum_duplicate_rows(rows, grads)
     _add(accumulator, rows, tf.square(grads))
     root = tf.sqrt(tf.gather(accumulator, rows) + epsilon)
     _move(table, rows, -learning_rate * grads / root, rounding_seed)
 
 
-def apply_row_wise_adagrad(
+def _row_wise_adagrad(
     table: tf.Variable,
     accumulator: tf.Variable,
     rows: tf.Tensor,
     grads: tf.Tensor,
-    *,
     learning_rate: Any,
     epsilon: Any,
+    *,
     mean_squares: tf.Tensor | None = None,
-    rounding_seed: Any = None,
+    rounding_seed: Any,
 ) -> None:
-    """See `optimizer_ops.apply_row_wise_adagrad`."""
-    rows, grads = sum_duplicate_rows(rows, grads)
     if mean_squares is None:
         mean_squares = tf.reduce_mean(tf.square(grads), axis=1)
     _add(accumulator, rows, mean_squares)
@@ -95,24 +113,16 @@ def apply_row_wise_adagrad(
     )
 
 
-def apply_row_adam(
+def _adam(
     table: tf.Variable,
     momentum: tf.Variable,
     velocity: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
-    *,
-    learning_rate: Any,
-    beta_1: Any,
-    beta_2: Any,
-    epsilon: Any,
-    step: tf.Tensor,
-    velocity_hats: Sequence[tf.Variable] = (),
+    *more: Any,
     all_rows: bool = False,
-    rounding_seed: Any = None,
+    rounding_seed: Any,
 ) -> None:
-    """See `optimizer_ops.apply_row_adam`."""
-    rows, grads = sum_duplicate_rows(rows, grads)
+    """`more`: for AMSGrad the maximum of v; rows, grads and numbers."""
+    *hats, rows, grads, learning_rate, beta_1, beta_2, epsilon, step = more
     if all_rows:
         shape = tf.shape(table, tf.int64)
         grads = tf.scatter_nd(rows[:, tf.newaxis], grads, shape)
@@ -123,7 +133,7 @@ def apply_row_adam(
     v += (tf.square(grads) - v) * (1 - beta_2)
     _set(momentum, rows, m)
     _set(velocity, rows, v)
-    for hat in velocity_hats:
+    for hat in hats:
         v = tf.maximum(tf.gather(hat, rows), v)
         _set(hat, rows, v)
     # As constants: tf.cast would take the numbers through float32.
@@ -134,23 +144,21 @@ def apply_row_adam(
     _move(table, rows, -alpha * m / (tf.sqrt(v) + epsilon), rounding_seed)
 
 
-def apply_row_ftrl(
+def _ftrl(
     table: tf.Variable,
     accumulator: tf.Variable,
     linear: tf.Variable,
     rows: tf.Tensor,
     grads: tf.Tensor,
-    *,
     learning_rate: Any,
-    learning_rate_power: Any = -0.5,
-    l1: Any = 0.0,
-    l2: Any = 0.0,
-    l2_shrinkage: Any = 0.0,
-    beta: Any = 0.0,
-    rounding_seed: Any = None,
+    learning_rate_power: Any,
+    l1: Any,
+    l2: Any,
+    l2_shrinkage: Any,
+    beta: Any,
+    *,
+    rounding_seed: Any,
 ) -> None:
-    """See `optimizer_ops.apply_row_ftrl`."""
-    rows, grads = sum_duplicate_rows(rows, grads)
     w = tf.cast(tf.gather(table, rows), tf.float32)
     before = tf.gather(accumulator, rows)
     after = before + tf.square(grads)
@@ -163,6 +171,16 @@ def apply_row_ftrl(
     quadratic = power / learning_rate + 2 * l2 + beta / learning_rate
     leader = (tf.clip_by_value(z, -l1, l1) - z) / quadratic
     _replace(table, rows, leader, rounding_seed)
+
+
+_UPDATES = {
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adagrad": _adagrad,
+    "row_wise_adagrad": _row_wise_adagrad,
+    "adam": _adam,
+    "ftrl": _ftrl,
+}
 
 
 def clip_rows(

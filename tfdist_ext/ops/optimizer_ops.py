@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused updates of a shard's rows, in place.
 
-Every function takes the table, a float32 or bfloat16 resource variable
-`[num_rows, dim]`, its slots, float32 variables of that shape, `rows` int64
-`[n]` and `grads` float32 `[n, dim]`. A row that occurs more than once is
-updated once, with the sum of its gradients. Only the given rows change, except
-in exact Adam (`all_rows`) and `scale_table`. Hyperparameters are numbers or
-scalar tensors.
+A `RowRule` says how an optimizer updates a row. `update_rows` applies it to
+given rows, `update_looked_up_rows` to the rows of a lookup, whose gradients it
+computes. Only these rows change, except in exact Adam (`all_rows`) and
+`scale_table`. Hyperparameters are numbers or scalar tensors.
 
 A row is computed in float32. In a bfloat16 table it is then rounded. Rounding
-to nearest loses changes below 1/512 of a weight. With a `rounding_seed`, a
-value is rounded up or down at random, such that the expectation is exact. The
-random bits depend on the seed, the row and the column, so pass another seed in
-every step.
+to nearest loses changes below 1/512 of a weight. With a seed, a value is
+rounded up or down at random, such that the expectation is exact. The random
+bits depend on the seed, the row and the column, so pass another seed in every
+step.
 
 If a row is outside of the table, or a shape does not fit, the op raises an
 `InvalidArgumentError` and writes nothing.
@@ -20,7 +18,10 @@ If a row is outside of the table, or a shape does not fit, the op raises an
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -42,220 +43,86 @@ def _seeds(rounding_seed: tf.Tensor | None) -> list[tf.Tensor]:
     return [tf.cast(rounding_seed, tf.int64)]
 
 
-def apply_row_sgd(
-    table: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
-    *,
-    learning_rate: Rate,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies `w -= learning_rate * g` to the given rows.
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """The update of a row by an optimizer, made by `sgd`, `adam` and so on.
 
-    Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
-        learning_rate: scalar.
-        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
-
-    Returns:
-        The operation in a graph, None when executing eagerly.
+    Attributes:
+        op: the optimizer, as in the names of the ops.
+        numbers: hyperparameters, scalar tensors in the order of the op.
+        options: attributes of the op.
     """
-    return library().tfdist_apply_row_sgd(
-        table.handle,
-        rows,
-        grads,
-        _scalar(learning_rate),
-        _seeds(rounding_seed),
-    )
+
+    op: str
+    numbers: tuple[tf.Tensor, ...]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def apply_row_momentum(
-    table: tf.Variable,
-    velocity: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
-    *,
-    learning_rate: Rate,
-    momentum: Scalar,
-    nesterov: bool = False,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies SGD with momentum to the given rows.
+def sgd(*, learning_rate: Rate) -> RowRule:
+    """Makes `w -= learning_rate * g`. It has no slots."""
+    return RowRule("sgd", (_scalar(learning_rate),))
+
+
+def momentum(
+    *, learning_rate: Rate, momentum: Scalar, nesterov: bool = False
+) -> RowRule:
+    """Makes SGD with momentum, whose slot is the momentum m.
 
     `m = momentum * m - learning_rate * g`, then `w += m`, or with nesterov
     `w += momentum * m - learning_rate * g`. For other rows, neither the
     momentum nor the weights change.
-
-    Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        velocity: slot m, of the shape of the table.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
-        learning_rate: scalar.
-        momentum: scalar.
-        nesterov: whether to use Nesterov momentum.
-        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
-
-    Returns:
-        The operation in a graph, None when executing eagerly.
     """
-    return library().tfdist_apply_row_momentum(
-        table.handle,
-        velocity.handle,
-        rows,
-        grads,
-        _scalar(learning_rate),
-        _scalar(momentum),
-        _seeds(rounding_seed),
-        nesterov=nesterov,
+    numbers = (_scalar(learning_rate), _scalar(momentum))
+    return RowRule("momentum", numbers, {"nesterov": nesterov})
+
+
+def adagrad(*, learning_rate: Rate, epsilon: Scalar) -> RowRule:
+    """Makes `a += g^2; w -= learning_rate * g / sqrt(a + epsilon)`; slot a."""
+    return RowRule("adagrad", (_scalar(learning_rate), _scalar(epsilon)))
+
+
+def row_wise_adagrad(*, learning_rate: Rate, epsilon: Scalar) -> RowRule:
+    """Makes Adagrad with one accumulator per row: `a += mean(g^2)`.
+
+    The slot a is `[num_rows]`.
+    """
+    return RowRule(
+        "row_wise_adagrad", (_scalar(learning_rate), _scalar(epsilon))
     )
 
 
-def apply_row_adagrad(
-    table: tf.Variable,
-    accumulator: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
-    *,
-    learning_rate: Rate,
-    epsilon: Scalar,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies `a += g^2; w -= learning_rate * g / sqrt(a + epsilon)`.
-
-    Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        accumulator: slot a, of the shape of the table.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
-        learning_rate: scalar.
-        epsilon: scalar.
-        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
-
-    Returns:
-        The operation in a graph, None when executing eagerly.
-    """
-    return library().tfdist_apply_row_adagrad(
-        table.handle,
-        accumulator.handle,
-        rows,
-        grads,
-        _scalar(learning_rate),
-        _scalar(epsilon),
-        _seeds(rounding_seed),
-    )
-
-
-def apply_row_wise_adagrad(
-    table: tf.Variable,
-    accumulator: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
-    *,
-    learning_rate: Rate,
-    epsilon: Scalar,
-    mean_squares: tf.Tensor | None = None,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies Adagrad with one accumulator per row: `a += mean(g^2)`.
-
-    Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        accumulator: slot a, `[num_rows]`.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
-        learning_rate: scalar.
-        epsilon: scalar.
-        mean_squares: float32 `[n]`, the mean of g^2 over all columns of every
-            row, if this rank holds only some columns; rows must then be
-            strictly ascending. None computes it from grads.
-        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
-
-    Returns:
-        The operation in a graph, None when executing eagerly.
-    """
-    if mean_squares is None:
-        mean_squares = tf.zeros([0], tf.float32)
-    return library().tfdist_apply_row_wise_adagrad(
-        table.handle,
-        accumulator.handle,
-        rows,
-        grads,
-        mean_squares,
-        _scalar(learning_rate),
-        _scalar(epsilon),
-        _seeds(rounding_seed),
-    )
-
-
-def apply_row_adam(
-    table: tf.Variable,
-    momentum: tf.Variable,
-    velocity: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
+def adam(
     *,
     learning_rate: Rate,
     beta_1: Scalar,
     beta_2: Scalar,
     epsilon: Scalar,
     step: tf.Tensor,
-    velocity_hats: Sequence[tf.Variable] = (),
     all_rows: bool = False,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies Adam to the given rows ("lazy" Adam).
+) -> RowRule:
+    """Makes Adam of the given rows ("lazy" Adam).
 
     `m += (1 - beta_1) (g - m); v += (1 - beta_2) (g^2 - v)`, then
     `w -= learning_rate * c * m / (sqrt(v) + epsilon)` with the bias correction
     `c = sqrt(1 - beta_2^step) / (1 - beta_1^step)`. The moments of other rows
-    do not change, unless `all_rows` is set.
+    do not change, unless `all_rows` is set. The slots are m and v, and for
+    AMSGrad the maximum of v.
 
     Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        momentum: slot m, of the shape of the table.
-        velocity: slot v, of the shape of the table.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
         learning_rate: scalar.
         beta_1: scalar.
         beta_2: scalar.
         epsilon: scalar.
         step: int64 scalar, the global count of updates including this one.
-        velocity_hats: one slot of the shape of the table for the maximum of v
-            (AMSGrad), or none.
         all_rows: whether to update other rows too, with a gradient of zero, in
             one pass over the table: the result is that of Keras's dense Adam.
-        rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
-
-    Returns:
-        The operation in a graph, None when executing eagerly.
     """
-    return library().tfdist_apply_row_adam(
-        table.handle,
-        momentum.handle,
-        velocity.handle,
-        [hat.handle for hat in velocity_hats],
-        rows,
-        grads,
-        _scalar(learning_rate),
-        _scalar(beta_1),
-        _scalar(beta_2),
-        _scalar(epsilon),
-        step,
-        _seeds(rounding_seed),
-        all_rows=all_rows,
-    )
+    numbers = map(_scalar, (learning_rate, beta_1, beta_2, epsilon))
+    options = {"all_rows": True} if all_rows else {}
+    return RowRule("adam", (*numbers, step), options)
 
 
-def apply_row_ftrl(
-    table: tf.Variable,
-    accumulator: tf.Variable,
-    linear: tf.Variable,
-    rows: tf.Tensor,
-    grads: tf.Tensor,
+def ftrl(
     *,
     learning_rate: Rate,
     learning_rate_power: Scalar = -0.5,
@@ -263,9 +130,8 @@ def apply_row_ftrl(
     l2: Scalar = 0.0,
     l2_shrinkage: Scalar = 0.0,
     beta: Scalar = 0.0,
-    rounding_seed: tf.Tensor | None = None,
-) -> tf.Operation:
-    """Applies Keras's Ftrl ("follow the regularized leader") to the given rows.
+) -> RowRule:
+    """Makes Keras's Ftrl ("follow the regularized leader").
 
     With `p(x) = x^-learning_rate_power` and `l = l2 + beta / (2
     learning_rate)`:
@@ -274,37 +140,134 @@ def apply_row_ftrl(
         z += g + 2 * l2_shrinkage * w - s * w
         w = (clip(z, -l1, l1) - z) / (p(n) / learning_rate + 2 * l)
 
-    A power of -0.5 is fastest, because it is a square root.
+    A power of -0.5 is fastest, because it is a square root. The slots are n
+    and z.
 
     Args:
-        table: float32 or bfloat16 variable `[num_rows, dim]`.
-        accumulator: slot n, of the shape of the table.
-        linear: slot z, of the shape of the table.
-        rows: int64 `[n]`, local rows.
-        grads: float32 `[n, dim]`.
         learning_rate: scalar.
         learning_rate_power: scalar, zero or negative.
         l1: scalar, zero or positive.
         l2: scalar, zero or positive.
         l2_shrinkage: scalar, zero or positive.
         beta: scalar, zero or positive.
+    """
+    numbers = learning_rate, learning_rate_power, l1, l2, l2_shrinkage, beta
+    return RowRule("ftrl", tuple(map(_scalar, numbers)))
+
+
+def update_rows(
+    rule: RowRule,
+    table: tf.Variable,
+    slots: Sequence[tf.Variable],
+    rows: tf.Tensor,
+    grads: tf.Tensor,
+    *,
+    mean_squares: tf.Tensor | None = None,
+    rounding_seed: tf.Tensor | None = None,
+) -> tf.Operation:
+    """Updates the given rows of a table.
+
+    A row that occurs more than once is updated once, with the sum of its
+    gradients.
+
+    Args:
+        rule: the update.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
+        slots: float32 variables of the shape of the table, in the order of the
+            rule; `[num_rows]` for row-wise Adagrad.
+        rows: int64 `[n]`, local rows.
+        grads: float32 `[n, dim]`.
+        mean_squares: for row-wise Adagrad if this rank holds only some of the
+            columns: float32 `[n]`, the mean of g^2 over all columns of every
+            row; rows must then be strictly ascending.
         rounding_seed: int64 scalar; None rounds bfloat16 to nearest.
 
     Returns:
         The operation in a graph, None when executing eagerly.
     """
-    return library().tfdist_apply_row_ftrl(
+    more = []
+    if rule.op == "row_wise_adagrad":
+        more = [tf.zeros([0]) if mean_squares is None else mean_squares]
+    name = f"tfdist_apply_row_{rule.op.removeprefix('row_')}"
+    return getattr(library(), name)(
         table.handle,
-        accumulator.handle,
-        linear.handle,
+        *_slot_inputs(rule, [[slot.handle] for slot in slots], single=True),
         rows,
         grads,
-        *map(
-            _scalar,
-            (learning_rate, learning_rate_power, l1, l2, l2_shrinkage, beta),
-        ),
+        *more,
+        *rule.numbers,
         _seeds(rounding_seed),
+        **rule.options,
     )
+
+
+def update_looked_up_rows(
+    rule: RowRule,
+    tables: Sequence[tf.Variable],
+    slots: Sequence[Sequence[tf.Variable]],
+    row_splits: tf.Tensor,
+    rows: tf.Tensor,
+    weights: tf.Tensor,
+    served: tf.Tensor,
+    grad: tf.Tensor,
+    *,
+    feature_tables: Sequence[int],
+    rounding_seeds: Sequence[tf.Tensor] = (),
+) -> tf.Operation:
+    """Updates the rows that a lookup has read, in all of its tables.
+
+    The result is that of `lookup_ops.lookup_grad` followed by `update_rows`,
+    bit for bit. Gradients of rows stay in the processor's cache.
+
+    Args:
+        rule: the update, without `all_rows`.
+        tables: float32 or bfloat16 variables `[num_rows, dim]`.
+        slots: the slots of every table, as for `update_rows`.
+        row_splits: see `lookup_ops.lookup_grad`; so are the next four.
+        rows: int64 `[n]`.
+        weights: float32 `[n]`, or `[0]`.
+        served: int64 `[world_size, F]`.
+        grad: float32 `[V]`.
+        feature_tables: index of every feature's table, or -1.
+        rounding_seeds: int64 scalar of every table; none rounds bfloat16 to
+            nearest.
+
+    Returns:
+        The operation in a graph, None when executing eagerly.
+    """
+    handles = [
+        [slot.handle for slot in each] for each in zip(*slots, strict=True)
+    ]
+    return getattr(library(), f"tfdist_apply_lookup_grad_{rule.op}")(
+        row_splits,
+        rows,
+        weights,
+        served,
+        grad,
+        [table.handle for table in tables],
+        *_slot_inputs(rule, handles, single=False),
+        *rule.numbers,
+        [tf.cast(seed, tf.int64) for seed in rounding_seeds],
+        feature_tables=list(feature_tables),
+        **rule.options,
+    )
+
+
+def _slot_inputs(
+    rule: RowRule, handles: list[list[tf.Tensor]], *, single: bool
+) -> list[Any]:
+    """Returns the slots as inputs of an op.
+
+    Args:
+        rule: the update.
+        handles: for each slot, the handles of all tables.
+        single: whether the op has a single table.
+    """
+    own = handles[:2] if rule.op == "adam" else handles
+    inputs: list[Any] = [each[0] if single else each for each in own]
+    if rule.op == "adam":  # the maximum of v is a list of any length
+        inputs.append(handles[2] if len(handles) > 2 else [])
+    return inputs
 
 
 def sum_duplicate_rows(

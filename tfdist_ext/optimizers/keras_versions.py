@@ -171,6 +171,10 @@ class _Keras3Differences(_Optimizer):
         """Returns the learning rate as an argument of `update_step`."""
         return (self._get_current_learning_rate(),)
 
+    def _distributed_tf_update_step(self, *args: Any) -> None:
+        with self._collecting_updates():
+            super()._distributed_tf_update_step(*args)
+
     def _clip_gradients(self, grads: Sequence[Gradient]) -> Sequence[Gradient]:
         # Keras would clip here, which is before the sum over the ranks.
         return grads
@@ -299,6 +303,14 @@ class _LegacyDifferences(_Optimizer):
         for own in self.table_optimizers:
             own.iterations.assign_add(1)
         return result
+
+    def _distributed_apply_gradients_fn(
+        self, *args: Any, **kwargs: Any
+    ) -> object:
+        if self.use_ema:  # It reads the variables at once.
+            return super()._distributed_apply_gradients_fn(*args, **kwargs)
+        with self._collecting_updates():
+            return super()._distributed_apply_gradients_fn(*args, **kwargs)
 
     def rate_argument(self) -> tuple[Scalar, ...]:
         """Returns no argument: `update_step` reads the learning rate itself."""

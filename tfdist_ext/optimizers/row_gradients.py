@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of partitioned tables: duplicate and repeated rows, clipping."""
+"""Gradients of tables: duplicate and repeated rows, clipping, updates."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,14 @@ def without_duplicates(grad: Gradient) -> TensorOrSlices:
         )
     marks.set_row_source(rows, grad.indices)
     return tf.IndexedSlices(values, rows, grad.dense_shape)
+
+
+def is_of_one_lookup(grad: tf.IndexedSlices) -> bool:
+    """Whether a gradient is that of one lookup, whose rows are unique."""
+    return bool(
+        tf.is_symbolic_tensor(grad.indices)
+        and grad.indices.op.type == "Tfdist>LookupGrad"
+    )
 
 
 GradsAndVars = Sequence[tuple[Gradient, Variable]]
@@ -178,3 +187,94 @@ def _summed(grad: Gradient) -> TensorOrSlices:
         calls = grad.indices.op.type.startswith("Concat")
         return without_duplicates(grad) if calls else grad
     return without_duplicates(grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """An update of rows of a table.
+
+    Attributes:
+        rule: how a row is updated.
+        table: float32 or bfloat16 variable `[num_rows, dim]`.
+        slots: its slots, in the order of the rule.
+        rows: int64 `[n]`.
+        grads: float32 `[n, dim]`.
+        seed: int64 scalar for stochastic rounding, or None.
+    """
+
+    rule: optimizer_ops.RowRule
+    table: tf.Variable
+    slots: Sequence[Variable]
+    rows: tf.Tensor
+    grads: tf.Tensor
+    seed: tf.Tensor | None
+
+    def apply(self) -> None:
+        """Updates the rows."""
+        optimizer_ops.update_rows(
+            self.rule,
+            self.table,
+            self.slots,
+            self.rows,
+            self.grads,
+            rounding_seed=self.seed,
+        )
+
+    def lookup_gradient(self) -> tf.Operation | None:
+        """Returns the op that computes rows and grads for this update only.
+
+        None if there is no such op, if others use its results too, or if it
+        runs on a GPU.
+        """
+        slices = tf.IndexedSlices(self.grads, self.rows)
+        if not is_of_one_lookup(slices) or self.grads.op is not self.rows.op:
+            return None
+        op = self.rows.op
+        used = self.grads.consumers() or self.rows.consumers()
+        on_gpu = "GPU" in (self.table.device or "")
+        return (
+            None if used or on_gpu or self.rule.options.get("all_rows") else op
+        )
+
+
+class CollectedUpdates:
+    """Updates of tables, of which those of a lookup are applied by one op.
+
+    This op computes the gradients of rows as well, so that they are not written
+    to memory. Results are the same, bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, list[RowUpdate]] = {}
+
+    def add(self, update: RowUpdate, optimizer: Optimizer) -> None:
+        """Adds an update, or applies it if its gradient is of no lookup."""
+        op = update.lookup_gradient()
+        if op is None:
+            update.apply()
+            return
+        key = op.name, id(op.graph), id(optimizer), update.seed is None
+        self._groups.setdefault(key, []).append(update)
+
+    def apply(self) -> None:
+        """Applies the updates that were added."""
+        for updates in self._groups.values():
+            op = updates[0].grads.op
+            by_table = {update.rows.value_index: update for update in updates}
+            if len(by_table) == len(updates) == len(op.outputs) // 2:
+                _update_tables(op, [by_table[i] for i in sorted(by_table)])
+            else:
+                for update in updates:
+                    update.apply()
+
+
+def _update_tables(op: tf.Operation, updates: Sequence[RowUpdate]) -> None:
+    """Updates all tables of a lookup, whose gradients `op` would compute."""
+    optimizer_ops.update_looked_up_rows(
+        updates[0].rule,
+        [update.table for update in updates],
+        [update.slots for update in updates],
+        *op.inputs,
+        feature_tables=op.get_attr("feature_tables"),
+        rounding_seeds=[u.seed for u in updates if u.seed is not None],
+    )

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +18,15 @@ from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import own_optimizer
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.ops.optimizer_ops import RowRule
 from tfdist_ext.optimizers.keras_versions import KerasDifferences
 from tfdist_ext.optimizers.keras_versions import has_kernel
 from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
 from tfdist_ext.optimizers.row_clip import CowClip
 from tfdist_ext.optimizers.row_clip import as_row_clip
 from tfdist_ext.optimizers.row_clip import clipped
+from tfdist_ext.optimizers.row_gradients import CollectedUpdates
+from tfdist_ext.optimizers.row_gradients import RowUpdate
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.optimizers.supported import check_supported
 from tfdist_ext.patching import Need
@@ -154,11 +159,13 @@ class RowOptimizer(KerasDifferences):
     expectation is exact. `stochastic_rounding=False` rounds to nearest, which
     loses changes below 1/512 of a weight.
 
-    A subclass defines `_update_rows`.
+    A subclass defines `_rule` and `_slots`.
     """
 
     # Optimizers of single tables, see `rules.attach_optimizer`.
     table_optimizers: Sequence[RowOptimizer] = ()
+    # While Keras applies gradients, collects the updates of rows.
+    _collected: CollectedUpdates | None = None
 
     def __init__(
         self,
@@ -310,7 +317,46 @@ class RowOptimizer(KerasDifferences):
         learning_rate: Rate,
     ) -> None:
         """Updates rows int64 `[n]` of a variable with grads `[n, dim]`."""
+        update = RowUpdate(
+            self._rule(learning_rate),
+            variable,
+            self._slots_of(variable),
+            rows,
+            grads,
+            self.rounding_seed(variable),
+        )
+        if self._collected is None:
+            update.apply()
+        else:
+            self._collected.add(update, self)
+
+    def _rule(self, learning_rate: Rate) -> RowRule:
+        """Returns the update of rows."""
         raise NotImplementedError
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        """Returns the slots of all variables, in the order of the rule."""
+        raise NotImplementedError
+
+    def _slots_of(self, variable: Variable) -> list[Variable]:
+        return [self._slot(slots, variable) for slots in self._slots()]
+
+    @contextlib.contextmanager
+    def _collecting_updates(self) -> Iterator[None]:
+        """Applies the updates of rows at the end of the block.
+
+        Those of the tables of a lookup become one op.
+        """
+        optimizers = [self, *self.table_optimizers]
+        collected = CollectedUpdates()
+        for optimizer in optimizers:
+            optimizer._collected = collected
+        try:
+            yield
+        finally:
+            for optimizer in optimizers:
+                optimizer._collected = None
+        collected.apply()
 
     def _note_slot(
         self, variable: Variable, slot: Variable, value: float

@@ -15,6 +15,7 @@ from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.keras_internals import KERAS_3
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.ops.optimizer_ops import RowRule
 from tfdist_ext.optimizers.keras_versions import has_kernel
 from tfdist_ext.optimizers.keras_versions import is_bfloat16_table
 from tfdist_ext.optimizers.row_optimizer import RowOptimizer
@@ -58,32 +59,17 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
             self.momentums = [None] * len(variables)
             self._built = True
 
-    def _update_rows(
-        self,
-        variable: tf.Variable,
-        rows: tf.Tensor,
-        grads: tf.Tensor,
-        learning_rate: Rate,
-    ) -> None:
+    def _rule(self, learning_rate: Rate) -> RowRule:
         if not self.momentum:
-            optimizer_ops.apply_row_sgd(
-                variable,
-                rows,
-                grads,
-                learning_rate=learning_rate,
-                rounding_seed=self.rounding_seed(variable),
-            )
-            return
-        optimizer_ops.apply_row_momentum(
-            variable,
-            self._slot(self.momentums, variable),
-            rows,
-            grads,
+            return optimizer_ops.sgd(learning_rate=learning_rate)
+        return optimizer_ops.momentum(
             learning_rate=learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            rounding_seed=self.rounding_seed(variable),
         )
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        return [self.momentums] if self.momentum else []
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -119,22 +105,13 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         ]
         self._built = True
 
-    def _update_rows(
-        self,
-        variable: tf.Variable,
-        rows: tf.Tensor,
-        grads: tf.Tensor,
-        learning_rate: Rate,
-    ) -> None:
-        optimizer_ops.apply_row_adagrad(
-            variable,
-            self._slot(self._accumulators, variable),
-            rows,
-            grads,
-            learning_rate=learning_rate,
-            epsilon=self.epsilon,
-            rounding_seed=self.rounding_seed(variable),
+    def _rule(self, learning_rate: Rate) -> RowRule:
+        return optimizer_ops.adagrad(
+            learning_rate=learning_rate, epsilon=self.epsilon
         )
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        return [self._accumulators]
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -167,32 +144,20 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
     def get_config(self) -> Config:
         return {**super().get_config(), "lazy": self.lazy}
 
-    def _update_rows(
-        self,
-        variable: tf.Variable,
-        rows: tf.Tensor,
-        grads: tf.Tensor,
-        learning_rate: Rate,
-    ) -> None:
+    def _rule(self, learning_rate: Rate) -> RowRule:
         step = tf.cast(self.iterations, tf.int64) + 1
-        hats = []
-        if self.amsgrad:
-            hats = [self._slot(self._velocity_hats, variable)]
-        optimizer_ops.apply_row_adam(
-            variable,
-            self._slot(self._momentums, variable),
-            self._slot(self._velocities, variable),
-            rows,
-            grads,
+        return optimizer_ops.adam(
             learning_rate=learning_rate,
             beta_1=self.beta_1,
             beta_2=self.beta_2,
             epsilon=self._epsilon_hat(step),
             step=step,
-            velocity_hats=hats,
             all_rows=not self.lazy,
-            rounding_seed=self.rounding_seed(variable),
         )
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        hats = [self._velocity_hats] if self.amsgrad else []
+        return [self._momentums, self._velocities, *hats]
 
     def _rows_changed(
         self, gradient: Gradient, variable: Variable
@@ -252,27 +217,18 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
             self._linears.append(self._add_slot(variable, "linear", 0.0, False))
         self._built = True
 
-    def _update_rows(
-        self,
-        variable: tf.Variable,
-        rows: tf.Tensor,
-        grads: tf.Tensor,
-        learning_rate: Rate,
-    ) -> None:
-        optimizer_ops.apply_row_ftrl(
-            variable,
-            self._slot(self._accumulators, variable),
-            self._slot(self._linears, variable),
-            rows,
-            grads,
+    def _rule(self, learning_rate: Rate) -> RowRule:
+        return optimizer_ops.ftrl(
             learning_rate=learning_rate,
             learning_rate_power=self.learning_rate_power,
             l1=self.l1_regularization_strength,
             l2=self.l2_regularization_strength,
             l2_shrinkage=self.l2_shrinkage_regularization_strength,
             beta=self.beta,
-            rounding_seed=self.rounding_seed(variable),
         )
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        return [self._accumulators, self._linears]
 
 
 @tf.keras.utils.register_keras_serializable(package="tfdist_ext")
@@ -343,20 +299,27 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
         grads: tf.Tensor,
         learning_rate: Rate,
     ) -> None:
-        means = None
-        if _has_part_of_rows(variable):
-            rows, grads = optimizer_ops.sum_duplicate_rows(rows, grads)
-            means = _mean_squares(variable, grads)
-        optimizer_ops.apply_row_wise_adagrad(
+        if not _has_part_of_rows(variable):
+            super()._update_rows(variable, rows, grads, learning_rate)
+            return
+        rows, grads = optimizer_ops.sum_duplicate_rows(rows, grads)
+        optimizer_ops.update_rows(
+            self._rule(learning_rate),
             variable,
-            self._slot(self._accumulators, variable),
+            self._slots_of(variable),
             rows,
             grads,
-            learning_rate=learning_rate,
-            epsilon=self.epsilon,
-            mean_squares=means,
+            mean_squares=_mean_squares(variable, grads),
             rounding_seed=self.rounding_seed(variable),
         )
+
+    def _rule(self, learning_rate: Rate) -> RowRule:
+        return optimizer_ops.row_wise_adagrad(
+            learning_rate=learning_rate, epsilon=self.epsilon
+        )
+
+    def _slots(self) -> list[Sequence[Variable]]:
+        return [self._accumulators]
 
 
 def _has_part_of_rows(variable: tf.Variable) -> bool:

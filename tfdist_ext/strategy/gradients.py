@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.comm.collectives import Collectives
 from tfdist_ext.ops.optimizer_ops import sum_duplicate_rows
+from tfdist_ext.optimizers.row_gradients import is_of_one_lookup
 from tfdist_ext.optimizers.row_gradients import without_duplicates
 from tfdist_ext.strategy.bucket_sums import BucketSums
 from tfdist_ext.type_names import TensorOrSlices
@@ -101,6 +102,8 @@ def reduce_values(
         if not isinstance(value, tf.IndexedSlices):
             dense[i] = tf.convert_to_tensor(value)
         elif marks.gradient_spec(value) is not None:
+            if is_of_one_lookup(value):
+                continue
             # A layer that was called twice has added some rows twice.
             rows, summed = sum_duplicate_rows(value.indices, value.values)
             marks.set_row_source(rows, value.indices)
