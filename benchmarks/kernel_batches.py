@@ -11,6 +11,7 @@ from benchmarks import workloads
 
 LEARNING_RATE = 0.05
 EPSILON = 1e-7
+BETAS = (0.9, 0.999)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,20 +20,32 @@ class Case:
 
     Attributes:
         workload: name in `workloads.WORKLOADS`.
-        optimizer: "sgd" or "row_wise_adagrad".
+        optimizer: "sgd", "adagrad", "row_wise_adagrad" or "adam".
         batch_size: samples of a step.
         batches: different batches, used in turn.
+        dim: width of all tables, of at most 64 MiB each in float32; None for
+            the tables of the workload.
+        dtype: "float32" or "bfloat16".
     """
 
     workload: str
     optimizer: str
     batch_size: int = 256
     batches: int = 8
+    dim: int | None = None
+    dtype: str = "float32"
 
     @property
     def tables(self) -> tuple[workloads.Table, ...]:
-        """The tables of the workload."""
-        return workloads.WORKLOADS[self.workload].tables
+        """The tables of the workload, of another width if asked for."""
+        tables = workloads.WORKLOADS[self.workload].tables
+        if self.dim is None:
+            return tables
+        most = 2**24 // self.dim
+        return tuple(
+            dataclasses.replace(t, width=self.dim, rows=min(t.rows, most))
+            for t in tables
+        )
 
     @property
     def one_sample(self) -> Case:
@@ -47,7 +60,9 @@ def padded(width: int) -> int:
 
 def ids(case: Case, batch: int) -> list[np.ndarray]:
     """Per table int64 `[batch_size, hotness]`."""
-    workload = workloads.WORKLOADS[case.workload]
+    workload = dataclasses.replace(
+        workloads.WORKLOADS[case.workload], tables=case.tables
+    )
     made = workloads.make_batch(workload, case.batch_size, batch, 0)
     return list(made.ids)
 
@@ -74,7 +89,7 @@ def forward_bytes(case: Case, padding: bool) -> int:
         case.batch_size
         * table.hotness
         * (padded(table.width) if padding else table.width)
-        * 4
+        * (4 if case.dtype == "float32" else 2)
         for table in case.tables
     )
 

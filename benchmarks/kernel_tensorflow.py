@@ -9,13 +9,15 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import kernel_batches
+from benchmarks.kernel_batches import BETAS
 from benchmarks.kernel_batches import EPSILON
 from benchmarks.kernel_batches import LEARNING_RATE
 from benchmarks.kernel_batches import Case
-from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.ops.library import library
 
 _TABLES: dict[tuple[int, int], tf.Variable] = {}
+Output = list[tf.Tensor]
 
 
 def set_threads(threads: int) -> None:
@@ -28,7 +30,9 @@ def _table(case: Case, i: int, width: int) -> tf.Variable:
     """Ours and stock share the tables: those of `ads` have a gigabyte."""
     if (i, width) not in _TABLES:
         values = kernel_batches.weights(case, i, width)
-        _TABLES[i, width] = tf.Variable(np.ascontiguousarray(values))
+        _TABLES[i, width] = tf.Variable(
+            np.ascontiguousarray(values), dtype=case.dtype
+        )
     return _TABLES[i, width]
 
 
@@ -42,6 +46,7 @@ class _Tables:
     Attributes:
         as_function: whether a step is one `tf.function`, which costs a call to
             another thread, or its ops are called as torch calls FBGEMM's.
+        output: what the last lookup returned.
     """
 
     as_function: bool
@@ -64,48 +69,81 @@ class _Tables:
     def _batch(self, case: Case, batch: int) -> Any:
         raise NotImplementedError
 
-    def _forward(self, batch: Any) -> list[tf.Tensor]:
+    def _forward(self, batch: Any) -> Output:
         raise NotImplementedError
 
-    def _backward(self, batch: Any) -> tf.Tensor:
+    def _backward(self, batch: Any) -> None:
         raise NotImplementedError
 
-    def forward(self, step: int) -> list[np.ndarray]:
+    def forward(self, step: int) -> None:
         """Looks up the ids of a batch; waits for the result."""
         batch = self.batches[step % len(self.batches)]
-        return [output.numpy() for output in self.forward_step(batch)]
+        self.output = self.forward_step(batch)
+
+    def outputs(self) -> list[np.ndarray]:
+        """Results of the last lookup, per table."""
+        return [tf.cast(each, tf.float32).numpy() for each in self.output]
 
     def call(self) -> None:
         """Looks up one sample: what a call costs, whatever it does."""
-        for output in self.forward_step(self.one_sample):
-            output.numpy()
+        self.forward_step(self.one_sample)
 
     def backward(self, step: int) -> None:
         """Sums the gradients of the rows and updates them; waits."""
-        self.backward_step(self.batches[step % len(self.batches)]).numpy()
+        self.backward_step(self.batches[step % len(self.batches)])
 
     def rows(self, table: int, rows: np.ndarray) -> np.ndarray:
         """Values of some rows of a table."""
-        return tf.gather(self.tables[table], rows).numpy()
+        return tf.cast(tf.gather(self.tables[table], rows), tf.float32).numpy()
 
     def reset(self) -> None:
         """Gives the rows of the first batch their initial values."""
         for i, table in enumerate(self.tables):
             rows = kernel_batches.touched(self.case, i)
             values = kernel_batches.weights(self.case, i, self.widths[i])
-            table.scatter_update(tf.IndexedSlices(values[rows], rows))
+            values = tf.cast(values[rows], table.dtype)
+            table.scatter_update(tf.IndexedSlices(values, rows))
+
+
+_SLOTS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 1, "adam": 2}
+
+
+def _rule(optimizer: str) -> optimizer_ops.RowRule:
+    rate = {"learning_rate": LEARNING_RATE}
+    if optimizer == "sgd":
+        return optimizer_ops.sgd(**rate)
+    if optimizer == "adam":
+        step = tf.constant(1, tf.int64)
+        betas = dict(zip(("beta_1", "beta_2"), BETAS, strict=True))
+        return optimizer_ops.adam(**rate, **betas, epsilon=EPSILON, step=step)
+    return getattr(optimizer_ops, optimizer)(**rate, epsilon=EPSILON)
 
 
 class OursTables(_Tables):
-    """The ops of tfdist_ext: all tables in one lookup and one gradient."""
+    """The ops of tfdist_ext, as a step calls them: each for all tables.
+
+    A step is a graph, which has the arguments ready, so they are prepared here
+    as well. The attributes of a lookup for its gradient are left out.
+    """
 
     as_function = False
 
     def __init__(self, case: Case, padding: bool) -> None:
-        self.slots = [
-            tf.Variable(tf.zeros([table.rows])) for table in case.tables
-        ]
         super().__init__(case, padding)
+        per_row = case.optimizer == "row_wise_adagrad"
+        self.slots = [
+            [
+                tf.Variable(
+                    tf.zeros(table.shape[:1] if per_row else table.shape)
+                )
+                for _ in range(_SLOTS[case.optimizer])
+            ]
+            for table in self.tables
+        ]
+        self.handles = [table.handle for table in self.tables]
+        self.rule = _rule(case.optimizer)
+        self.ones = tf.zeros([0])
+        self.features = list(range(len(self.tables)))
 
     def _batch(self, case: Case, batch: int) -> tuple[tf.Tensor, ...]:
         ids = kernel_batches.ids(case, batch)
@@ -122,63 +160,49 @@ class OursTables(_Tables):
         )
         return tuple(map(tf.constant, made))
 
-    def _forward(self, batch: Any) -> list[tf.Tensor]:
+    def _forward(self, batch: Any) -> Output:
         row_splits, rows, _, served = batch
-        values, _ = lookup_ops.lookup(
-            self.tables,
+        values, _ = library().tfdist_lookup(
+            self.handles,
             row_splits,
             rows,
-            tf.zeros([0]),
+            self.ones,
             served,
-            feature_tables=range(len(self.tables)),
+            feature_tables=self.features,
+            table_shapes=[],
+            shards=[],
         )
         return [values]
 
-    def forward(self, step: int) -> list[np.ndarray]:
-        """Looks up the ids of a batch; as FBGEMM's, results are one array."""
-        (values,) = super().forward(step)
+    def outputs(self) -> list[np.ndarray]:
+        """Results of the last lookup, per table; as FBGEMM's, one array."""
         sizes = self.case.batch_size * np.array(self.widths)
-        parts = np.split(values, np.cumsum(sizes)[:-1])
+        parts = np.split(self.output[0].numpy(), np.cumsum(sizes)[:-1])
         return [
             part.reshape(-1, width)
             for part, width in zip(parts, self.widths, strict=True)
         ]
 
-    def _backward(self, batch: Any) -> tf.Tensor:
+    def _backward(self, batch: Any) -> None:
         row_splits, rows, grads, served = batch
-        found = lookup_ops.lookup_grad(
+        optimizer_ops.update_looked_up_rows(
+            self.rule,
+            self.tables,
+            self.slots,
             row_splits,
             rows,
-            tf.zeros([0]),
+            self.ones,
             served,
             grads,
-            feature_tables=range(len(self.tables)),
-            table_shapes=[table.shape for table in self.tables],
-        )
-        for i, (unique, sums) in enumerate(zip(*found, strict=True)):
-            self._update(i, unique, sums)
-        return tf.zeros([])
-
-    def _update(self, i: int, rows: tf.Tensor, grads: tf.Tensor) -> None:
-        if self.case.optimizer == "sgd":
-            optimizer_ops.apply_row_sgd(
-                self.tables[i], rows, grads, learning_rate=LEARNING_RATE
-            )
-            return
-        optimizer_ops.apply_row_wise_adagrad(
-            self.tables[i],
-            self.slots[i],
-            rows,
-            grads,
-            learning_rate=LEARNING_RATE,
-            epsilon=EPSILON,
+            feature_tables=self.features,
         )
 
 
 class StockTables(_Tables):
     """`embedding_lookup_sparse`, its gradient, and stock's sparse update.
 
-    Stock has no row-wise Adagrad; its place takes ordinary Adagrad.
+    Stock has no row-wise Adagrad and is measured with ordinary Adagrad. Its
+    Adam is that of Keras, which passes over the whole table.
     """
 
     # A dozen ops, slower one by one.
@@ -186,7 +210,7 @@ class StockTables(_Tables):
 
     def __init__(self, case: Case, padding: bool) -> None:
         super().__init__(case, padding)
-        if case.optimizer != "sgd":
+        if "adagrad" in case.optimizer:
             self.slots = [tf.Variable(tf.zeros(t.shape)) for t in self.tables]
 
     def _batch(self, case: Case, batch: int) -> list[tuple[Any, ...]]:
@@ -203,13 +227,13 @@ class StockTables(_Tables):
             made.append((sparse, tf.constant(grad), known))
         return made
 
-    def _forward(self, batch: Any) -> list[tf.Tensor]:
+    def _forward(self, batch: Any) -> Output:
         return [
             tf.nn.embedding_lookup_sparse(table, ids, None, combiner="sum")
             for table, (ids, *_) in zip(self.tables, batch, strict=True)
         ]
 
-    def _backward(self, batch: Any) -> tf.Tensor:
+    def _backward(self, batch: Any) -> None:
         for i, (_, grad, known) in enumerate(batch):
             unique, positions, samples = known
             # The op that TensorFlow's gradient of the lookup runs.
@@ -220,7 +244,6 @@ class StockTables(_Tables):
                 output_dim0=tf.size(unique),
             )
             self._update(i, tf.IndexedSlices(values, unique))
-        return tf.zeros([])
 
     def _update(self, i: int, slices: tf.IndexedSlices) -> None:
         # The rows are distinct: the lookup itself works on distinct ids.

@@ -50,7 +50,8 @@ class Worker:
         tables = self.subjects[subject]
         tables.reset()
         arrays = {}
-        for i, output in enumerate(tables.forward(0)):
+        tables.forward(0)
+        for i, output in enumerate(tables.outputs()):
             arrays[f"output {i}"] = np.array(output)
         tables.backward(0)
         for i in range(len(tables.tables)):

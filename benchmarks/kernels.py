@@ -6,6 +6,11 @@ that they see the same machine; a row of the table shows medians. `ours` has
 rows as wide as FBGEMM's, which must be a multiple of 4. `copy` is the share
 of the rate at which this many threads copy a large array. `call` is a lookup of
 one sample: what TensorFlow or torch needs to call anything at all.
+
+Ours and FBGEMM's are called without Python code of theirs, each as one op for
+the lookup and one for the gradient with the update. Stock is a `tf.function`.
+Stock has no Adam of rows, and FBGEMM none on CPUs. FBGEMM's tables are float16
+where ours are bfloat16, and stock's gradient needs float32.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +36,7 @@ from benchmarks.kernel_batches import Case
 from benchmarks.kernel_worker import SUBJECTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-OPTIMIZERS = ("sgd", "row_wise_adagrad")
+OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam")
 # Torch's threads would spin while others use the cores, and its tables would
 # lie on small pages.
 FASTEST_TORCH = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -109,6 +116,8 @@ def copy_rate(threads: int, megabytes: int = 256) -> float:
 def differences(case: Case, files: dict[str, pathlib.Path]) -> list[str]:
     """Names results that differ from ours beyond rounding."""
     found = []
+    # Of float16 and bfloat16: sums of rows, each with an error of 2^-9.
+    rtol, atol = (1e-3, 1e-4) if case.dtype == "float32" else (2**-6, 2e-2)
     ours = np.load(files["ours"])
     for subject, path in files.items():
         theirs = np.load(path)
@@ -116,12 +125,12 @@ def differences(case: Case, files: dict[str, pathlib.Path]) -> list[str]:
             if (
                 subject in ("stock", "ours, true width")
                 and name.startswith("rows")
-                and case.optimizer != "sgd"
+                and case.optimizer == "row_wise_adagrad"
             ):
                 continue  # Not row-wise; a mean over other columns.
             a, b = ours[name], theirs[name]
             width = min(a.shape[1], b.shape[1])
-            if not np.allclose(a[:, :width], b[:, :width], 1e-3, 1e-4):
+            if not np.allclose(a[:, :width], b[:, :width], rtol, atol):
                 worst = abs(a[:, :width] - b[:, :width]).max()
                 found.append(f"{subject}, {name}: off by {worst:.2g}")
     return found
@@ -163,6 +172,8 @@ def show(case: Case, threads: int, times: Times, copy: float) -> list[Any]:
         size = kernel_batches.forward_bytes(case, SUBJECTS[subject][2])
         rate = size / each["forward"] / 1e6
         line = f"{case.workload:<10}{case.optimizer:<17}{threads:>2}  "
+        if case.dim is not None or case.dtype != "float32":
+            line += f"{case.dim or '':>4} {case.dtype:<9}"
         line += f"{subject:<17}{each['forward']:>8.2f}{each['backward']:>8.2f}"
         line += f"{each['call']:>6.2f}"
         line += f"{rate:>7.1f}{rate / copy:>6.2f}"
@@ -177,6 +188,7 @@ def show(case: Case, threads: int, times: Times, copy: float) -> list[Any]:
             {
                 **dataclasses.asdict(case),
                 "threads": threads,
+                "processor": processor(),
                 "subject": subject,
                 "forward_ms": each["forward"],
                 "backward_ms": each["backward"],
@@ -194,8 +206,12 @@ def run_case(
 ) -> list[Any]:
     """Starts the processes of one case, measures and shows it."""
     tensorflow = Process(sys.executable, threads)
-    processes = dict.fromkeys(("ours", "ours, true width", "stock"), tensorflow)
-    if arguments.fbgemm_python:
+    processes = {"ours": tensorflow}
+    if any(table.width % 4 for table in case.tables):
+        processes["ours, true width"] = tensorflow
+    if case.optimizer != "adam" and case.dtype == "float32":
+        processes["stock"] = tensorflow
+    if arguments.fbgemm_python and case.optimizer != "adam":
         processes["fbgemm"] = Process(arguments.fbgemm_python, threads)
     try:
         times = measure(processes, case, arguments.rounds, arguments.repeats)
@@ -222,6 +238,40 @@ def fbgemm_reason(python: str | None) -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
+def processor() -> str:
+    """The processor, and the widest vectors that the kernels use on it."""
+    text = pathlib.Path("/proc/cpuinfo").read_text()
+    fields = dict(
+        map(str.strip, line.split(":", 1))
+        for line in text.split("\n\n")[0].splitlines()
+        if ":" in line
+    )
+    flags = set(fields.get("flags", "").split())
+    level = "SSE2"
+    if {"avx2", "fma", "bmi2"} <= flags:
+        level = "AVX2"
+    if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
+        level = "AVX-512"
+    family, model = fields.get("cpu family"), fields.get("model")
+    name = fields.get("model name", "unknown")
+    return f"{name}, family {family}, model {model}; kernels for {level}"
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, int]]:
+    """Cases to measure, with their numbers of threads."""
+    for workload, optimizer, dim, dtype, threads in itertools.product(
+        arguments.workloads,
+        arguments.optimizers,
+        arguments.dims,
+        arguments.dtypes,
+        arguments.threads,
+    ):
+        made = Case(
+            workload, optimizer, arguments.batch_size, dim=dim, dtype=dtype
+        )
+        yield made, threads
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -229,7 +279,26 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--workloads", nargs="+", default=["timelines", "ads"])
-    add("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
+    add(
+        "--optimizers",
+        nargs="+",
+        default=["sgd", "row_wise_adagrad"],
+        choices=OPTIMIZERS,
+    )
+    add(
+        "--dims",
+        nargs="+",
+        type=int,
+        default=[None],
+        help="width of all tables, of at most 64 MiB in float32 (the "
+        "workload's)",
+    )
+    add(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        choices=["float32", "bfloat16"],
+    )
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--batch-size", type=int, default=256)
     add("--rounds", type=int, default=8, help="turns of every subject (8)")
@@ -246,16 +315,14 @@ def main() -> None:
     if reason:
         print(f"fbgemm: skipped ({reason})")
         arguments.fbgemm_python = None
+    print(f"processor: {processor()}")
     print(f"{'':31}{'':<17}{'fwd':>8}{'bwd+upd':>8}{'call':>6}", end="")
     print(f"{'gather':>7}{'':>6}{'x fbgemm':>14}{'x stock':>14}")
     print(f"{'':31}{'':<17}{'ms':>8}{'ms':>8}{'ms':>6}", end="")
     print(f"{'GB/s':>7}{'copy':>6}" + f"{'fwd':>7}{'bwd':>7}" * 2)
     records = []
-    for workload in arguments.workloads:
-        for optimizer in arguments.optimizers:
-            for threads in arguments.threads:
-                case = Case(workload, optimizer, arguments.batch_size)
-                records += run_case(case, threads, arguments)
+    for case, threads in cases(arguments):
+        records += run_case(case, threads, arguments)
     if arguments.output:
         arguments.output.write_text(json.dumps(records, indent=2) + "\n")
 

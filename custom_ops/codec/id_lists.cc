@@ -1,10 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/codec/id_lists.h"
 
+#include "custom_ops/common/target_clones.h"
+
 namespace tfdist {
 
 using tensorflow::Tensor;
 using tensorflow::errors::InvalidArgument;
+
+namespace {
+
+// Whether splits [count + 1] ascend.
+TFDIST_CLONES
+bool Ascend(const int64_t* splits, int64_t count) {
+  int64_t descents = 0;
+  for (int64_t i = 0; i < count; ++i) descents |= splits[i] > splits[i + 1];
+  return descents == 0;
+}
+
+}  // namespace
 
 absl::Status CheckIdListShapes(int index, const Tensor& ids,
                                const Tensor& row_splits, const Tensor& weights,
@@ -48,9 +62,8 @@ absl::Status CheckIdList(int index, const Tensor& ids, const Tensor& row_splits,
       CheckIdListShapes(index, ids, row_splits, weights, samples));
   const int64_t count = ids.NumElements();
   const auto splits = row_splits.vec<int64_t>();
-  bool ascending = splits(0) == 0 && splits(samples) == count;
-  for (int64_t i = 0; i < samples; ++i) ascending &= splits(i) <= splits(i + 1);
-  if (!ascending) {
+  if (splits(0) != 0 || splits(samples) != count ||
+      !Ascend(splits.data(), samples)) {
     return InvalidArgument(
         "List ", index, ": row_splits must ascend from 0 to the number of ids,",
         " ", count, ". Received: first ", splits(0), ", last ",

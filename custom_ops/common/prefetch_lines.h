@@ -19,7 +19,9 @@ TFDIST_INLINE void PrefetchLines(const T* first, int64_t count) {
   for (int64_t at = 0; at < count; at += kLine) {
     __builtin_prefetch(first + at, kWrite);
   }
-  __builtin_prefetch(first + count - 1, kWrite);
+  // Elements that do not begin with a line reach into one more.
+  const auto offset = reinterpret_cast<uintptr_t>(first) % kLineBytes;
+  if (offset != 0) __builtin_prefetch(first + count - 1, kWrite);
 }
 
 }  // namespace tfdist

@@ -16,9 +16,11 @@ TFDIST_INLINE bool IsSingle(const int64_t* row_splits, int64_t begin,
                             int64_t end) {
   const int64_t shift = row_splits[begin] - begin;
   if (row_splits[end] - end != shift) return false;
-  bool all = true;
-  for (int64_t s = begin; s < end; ++s) all &= row_splits[s] - s == shift;
-  return all;
+  int64_t difference = 0;
+  for (int64_t s = begin; s < end; ++s) {
+    difference |= (row_splits[s] - s) ^ shift;
+  }
+  return difference == 0;
 }
 
 // Sums columns [column, column + columns) of the segments, in kVectors vectors

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "custom_ops/lookup/parallel_segments.h"
 
+#include <algorithm>
+
 #include "custom_ops/common/parallel_tasks.h"
+#include "custom_ops/lookup/row_vectors.h"
 
 namespace tfdist {
 
@@ -20,6 +23,24 @@ int64_t SegmentAtWork(const int64_t* row_splits, int64_t segments,
   return low;
 }
 
+namespace {
+
+void PrefetchFirstRows(const SegmentBlock& block) {
+  const SegmentSum& sum = block.args;
+  const int64_t first = sum.row_splits[0];
+  const int64_t count = std::min(kPrefetchAhead, block.Entries());
+  for (int64_t i = first; i < first + count; ++i) {
+    const int64_t offset = sum.rows[i] * sum.width;
+    if (block.bfloat16_table != nullptr) {
+      PrefetchRow(block.bfloat16_table + offset, sum.width);
+    } else {
+      PrefetchRow(sum.table + offset, sum.width);
+    }
+  }
+}
+
+}  // namespace
+
 void ParallelSegmentSums(
     tensorflow::thread::ThreadPool* pool,
     const std::vector<SegmentBlock>& blocks,
@@ -36,8 +57,14 @@ void ParallelSegmentSums(
   ParallelTasks(pool, tasks, [&](size_t i, int64_t low, int64_t high) {
     const SegmentBlock& block = blocks[i];
     const int64_t* splits = block.args.row_splits;
-    const int64_t begin = SegmentAtWork(splits, block.segments, low);
-    const int64_t end = SegmentAtWork(splits, block.segments, high);
+    const bool last = high == tasks[i].units;
+    const int64_t begin =
+        low == 0 ? 0 : SegmentAtWork(splits, block.segments, low);
+    const int64_t end =
+        last ? block.segments : SegmentAtWork(splits, block.segments, high);
+    // The first rows of the next block, which the loop over this block's rows
+    // does not reach.
+    if (last && i + 1 < blocks.size()) PrefetchFirstRows(blocks[i + 1]);
     if (begin == end || !may_read(i, splits[begin], splits[end])) return;
     if (block.bfloat16_table != nullptr) {
       SegmentSumBfloat16Cpu(block.args, block.bfloat16_table, begin, end);

@@ -3,7 +3,6 @@
 #define TFDIST_CUSTOM_OPS_LOOKUP_READ_TABLES_H_
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "tensorflow/core/framework/op_kernel.h"
@@ -29,9 +28,9 @@ class ReadTables {
     // do, to prevent deadlocks.
     std::sort(mutexes.begin(), mutexes.end());
     mutexes.erase(std::unique(mutexes.begin(), mutexes.end()), mutexes.end());
-    for (auto* mutex : mutexes) {
-      locks_.push_back(std::make_unique<tensorflow::tf_shared_lock>(*mutex));
-    }
+    // Reserved, because a lock must not move while it is held.
+    locks_.reserve(mutexes.size());
+    for (auto* mutex : mutexes) locks_.emplace_back(*mutex);
     return Check();
   }
 
@@ -64,7 +63,7 @@ class ReadTables {
   // The references must outlive the locks. Members are destroyed in reverse
   // order.
   std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables_;
-  std::vector<std::unique_ptr<tensorflow::tf_shared_lock>> locks_;
+  std::vector<tensorflow::tf_shared_lock> locks_;
 };
 
 }  // namespace tfdist
