@@ -91,7 +91,13 @@ template <>
 struct RuleInputs<AdamRule> {
   explicit RuleInputs(tf::OpKernelConstruction* ctx) {
     int num_hats = 0;
+    int tables = 1;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_hats", &num_hats));
+    if (ctx->HasAttr("N")) OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &tables));
+    OP_REQUIRES(ctx, num_hats == 0 || num_hats == tables,
+                absl::InvalidArgumentError(
+                    absl::StrCat("velocity_hats must be one per table (",
+                                 tables, ") or none; received ", num_hats)));
     amsgrad = num_hats > 0;
     if (ctx->HasAttr("all_rows")) {
       OP_REQUIRES_OK(ctx, ctx->GetAttr("all_rows", &all_rows));

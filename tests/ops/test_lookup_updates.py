@@ -11,6 +11,7 @@ from tests.ops import row_rules
 from tests.ops.csr_batches import csr_batch
 from tfdist_ext.ops import lookup_ops
 from tfdist_ext.ops import optimizer_ops
+from tfdist_ext.ops.library import library
 
 ROWS = 60
 # Per case: widths of the tables, table of each feature, ranks, samples.
@@ -188,3 +189,21 @@ def test_nothing_is_written_if_an_input_is_bad(what, found):
     after = [v.numpy() for v in (*tables, *slots[0], *slots[1])]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_slots_that_only_some_tables_have():
+    batch = make_batch([4, 4], [0, 1], 1, 9, False)
+    tables, slots = make_tables("amsgrad", [4, 4], tf.float32)
+    handles = [
+        [slot.handle for slot in each] for each in zip(*slots, strict=True)
+    ]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one per table"):
+        library().tfdist_apply_lookup_grad_adam(
+            *batch,
+            [table.handle for table in tables],
+            *handles[:2],
+            handles[2][:1],
+            *rule_of("amsgrad").numbers,
+            [],
+            feature_tables=[0, 1],
+        )
