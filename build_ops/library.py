@@ -27,9 +27,11 @@ WARNINGS = [
     "-Wno-deprecated-declarations",
 ]
 # Without -fno-math-errno gcc does not vectorise loops over square roots.
+# Without -ffp-contract=off a sum of products is rounded once on processors that
+# can do so and twice on others, and replicated rows of two ranks would differ.
 # gcc inlines less in a large unit, which that of a folder is.
 OPTIMIZE = [
-    *("-O3", "-fno-math-errno", "-DNDEBUG"),
+    *("-O3", "-fno-math-errno", "-ffp-contract=off", "-DNDEBUG"),
     *("--param", "large-unit-insns=1000000"),
 ]
 # vptr checks need type information that TensorFlow's library does not export;

@@ -29,7 +29,7 @@ EVERYDAY_PROGRAMS = "-tables-uneven-"
 # file, parts of names. `make test` has another test of the same feature, with
 # another model, option or mode; of examples and benchmarks it may have none.
 LEFT_OUT = {
-    "benchmarks/test_kernels.py": ("ours_and_stock",),
+    "benchmarks/test_kernels.py": ("ours_and_stock", "other_widths"),
     "benchmarks/test_large_batches.py": ("a_short_run_prints",),
     "callbacks/test_nan_guard.py": (
         "good_batches[bad1",
@@ -108,6 +108,7 @@ LEFT_OUT = {
         "step/tensordot",
         "sequence/recurrent/GRU",
     ),
+    "ops/test_equal_processors.py": ("same_bits",),
     "ops/test_huge_pages.py": ("updated_tables[1",),
     "optimizers/test_against_keras.py": (
         "mirrored_strategy[SGD",

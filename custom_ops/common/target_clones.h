@@ -5,10 +5,11 @@
 // The wheel runs on any x86-64 processor. The dynamic linker selects the
 // fastest clone of a function. Inlined callees are also compiled for the
 // clone's processor. The selection runs before a sanitizer is initialized, so
-// clones are disabled under sanitizers.
+// clones are disabled under sanitizers. TFDIST_NO_CLONES lets a test compile a
+// function for one processor.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__CUDACC__) && !defined(__SANITIZE_ADDRESS__) &&          \
-    !defined(__SANITIZE_THREAD__)
+    !defined(__SANITIZE_THREAD__) && !defined(TFDIST_NO_CLONES)
 #define TFDIST_CLONES \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

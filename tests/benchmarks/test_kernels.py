@@ -36,7 +36,6 @@ def test_ours_and_stock(optimizer, tmp_path, run_forking):
         assert record["forward_ms"] > 0 and record["gathered_gb_s"] > 0
 
 
-@pytest.mark.extended
 def test_other_widths_and_types(tmp_path, run_forking):
     output = tmp_path / "records.json"
     run = run_forking(
