@@ -202,6 +202,25 @@ def test_who_waits_sleeps(monkeypatch):
     assert said == ["[Errno -2] Name or service not known"]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_listener_of_this_host_is_found_at_once(host, free_port, monkeypatch):
+    """However long ranks have waited for the last one."""
+    clock, tries = Clock(monkeypatch), []
+    resolve = connector.resolve
+    address = (host, free_port()) if host else "tfdist nobody listens here"
+
+    def try_again(address):
+        tries.append(clock.now - 1000)
+        return resolve(address)
+
+    monkeypatch.setattr(connector, "resolve", try_again)
+    with pytest.raises(OSError, match="refused"):
+        connect(address, JOB, 1, deadline(100))
+    gaps = [second - first for first, second in itertools.pairwise(tries)]
+    assert max(gaps) < 0.15
+    assert min(gaps[:-1]) > 0.05  # it sleeps, too
+
+
 def test_checks_go_on_while_it_waits(free_port):
     calls = itertools.count()
 

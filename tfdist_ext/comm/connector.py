@@ -23,6 +23,7 @@ from typing import Any
 from tfdist_ext.comm import handshake
 from tfdist_ext.comm import listener
 from tfdist_ext.comm.addresses import Address
+from tfdist_ext.comm.addresses import is_local_name
 from tfdist_ext.comm.listener import CHECK_SECONDS
 from tfdist_ext.comm.listener import HANDSHAKE_SECONDS
 from tfdist_ext.comm.listener import peer_process
@@ -95,20 +96,33 @@ def connect(
         if report is not None and now - began >= REPORT_SECONDS:
             report(str(failure))
             report = None
-        _sleep(min(pause(now - began), deadline - now), check)
+        seconds = pause(now - began, on_this_host=is_on_this_host(address))
+        _sleep(min(seconds, deadline - now), check)
 
 
-def pause(waited: float) -> float:
+def pause(waited: float, *, on_this_host: bool = False) -> float:
     """Seconds until the next attempt, a tenth of the time so far.
 
     Pauses grow because many ranks may wait, and each attempt asks the name
-    server.
+    server. On one host an attempt is a system call that fails at once, so
+    pauses stay short: the ranks that wait go on as soon as the last one comes.
 
     Args:
         waited: seconds since the first attempt.
+        on_this_host: whether the listener is on this host.
     """
-    seconds = min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-    return seconds * random.uniform(0.8, 1.2)
+    seconds = max(waited / 10, _SHORTEST_PAUSE)
+    longest = _SHORTEST_PAUSE if on_this_host else _LONGEST_PAUSE
+    return min(seconds, longest) * random.uniform(0.8, 1.2)
+
+
+def is_on_this_host(address: Address) -> bool:
+    """Whether an address is a Unix socket or a name of loopback.
+
+    Args:
+        address: see `connect`.
+    """
+    return isinstance(address, str) or is_local_name(address[0])
 
 
 def _sleep(seconds: float, check: Check | None) -> None:
