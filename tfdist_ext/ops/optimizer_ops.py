@@ -158,7 +158,7 @@ def ftrl(
 def update_rows(
     rule: RowRule,
     table: tf.Variable,
-    slots: Sequence[tf.Variable],
+    slots: Sequence[tf.Variable | tf.Tensor],
     rows: tf.Tensor,
     grads: tf.Tensor,
     *,
@@ -173,8 +173,8 @@ def update_rows(
     Args:
         rule: the update.
         table: float32 or bfloat16 variable `[num_rows, dim]`.
-        slots: float32 variables of the shape of the table, in the order of the
-            rule; `[num_rows]` for row-wise Adagrad.
+        slots: float32 variables of the shape of the table, or their handles,
+            in the order of the rule; `[num_rows]` for row-wise Adagrad.
         rows: int64 `[n]`, local rows.
         grads: float32 `[n, dim]`.
         mean_squares: for row-wise Adagrad if this rank holds only some of the
@@ -191,7 +191,7 @@ def update_rows(
     name = f"tfdist_apply_row_{rule.op.removeprefix('row_')}"
     return getattr(library(), name)(
         table.handle,
-        *_slot_inputs(rule, [[slot.handle] for slot in slots], single=True),
+        *_slot_inputs(rule, [[_handle(slot)] for slot in slots], single=True),
         rows,
         grads,
         *more,
@@ -204,7 +204,7 @@ def update_rows(
 def update_looked_up_rows(
     rule: RowRule,
     tables: Sequence[tf.Variable],
-    slots: Sequence[Sequence[tf.Variable]],
+    slots: Sequence[Sequence[tf.Variable | tf.Tensor]],
     row_splits: tf.Tensor,
     rows: tf.Tensor,
     weights: tf.Tensor,
@@ -236,7 +236,7 @@ def update_looked_up_rows(
         The operation in a graph, None when executing eagerly.
     """
     handles = [
-        [slot.handle for slot in each] for each in zip(*slots, strict=True)
+        [_handle(slot) for slot in each] for each in zip(*slots, strict=True)
     ]
     return getattr(library(), f"tfdist_apply_lookup_grad_{rule.op}")(
         row_splits,
@@ -251,6 +251,10 @@ def update_looked_up_rows(
         feature_tables=list(feature_tables),
         **rule.options,
     )
+
+
+def _handle(variable: tf.Variable | tf.Tensor) -> tf.Tensor:
+    return getattr(variable, "handle", variable)
 
 
 def _slot_inputs(

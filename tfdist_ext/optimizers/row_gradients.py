@@ -196,7 +196,8 @@ class RowUpdate:
     Attributes:
         rule: how a row is updated.
         table: float32 or bfloat16 variable `[num_rows, dim]`.
-        slots: its slots, in the order of the rule.
+        slots: handles of its slots, in the order of the rule. A slot of a
+            strategy has no handle after the update, so it is taken before.
         rows: int64 `[n]`.
         grads: float32 `[n, dim]`.
         seed: int64 scalar for stochastic rounding, or None.
@@ -204,7 +205,7 @@ class RowUpdate:
 
     rule: optimizer_ops.RowRule
     table: tf.Variable
-    slots: Sequence[Variable]
+    slots: Sequence[tf.Tensor]
     rows: tf.Tensor
     grads: tf.Tensor
     seed: tf.Tensor | None

@@ -320,7 +320,7 @@ class RowOptimizer(KerasDifferences):
         update = RowUpdate(
             self._rule(learning_rate),
             variable,
-            self._slots_of(variable),
+            [slot.handle for slot in self._slots_of(variable)],
             rows,
             grads,
             self.rounding_seed(variable),
