@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "custom_ops/vocabulary/free_slots.h"
+#include "custom_ops/vocabulary/hash_keys.h"
 #include "custom_ops/vocabulary/key_table.h"
 #include "custom_ops/vocabulary/vocabulary.h"
 
@@ -193,36 +194,41 @@ class BucketKeys : public Vocabulary {
   // false if another rank owns one of them.
   template <typename Visitor>
   bool Visit(const KeyRequest& request, const Visitor& visit) {
-    constexpr uint64_t kAhead = 64;  // number of keys to prefetch ahead
-    struct Coming {
-      K key;
-      uint64_t hash;
-      int64_t bucket;
-    };
-    Coming coming[kAhead];
+    constexpr int64_t kAhead = 64;  // number of keys to prefetch ahead
+    uint64_t hashes[2 * kAhead];    // of the keys at i % (2 * kAhead)
     const int bits = bits_;
     const HashKey hash_key = this->hash_key();
     const int64_t first_bucket = first_;
     const uint64_t owned = buckets_.size();
-    // Stores key i in place of the key that was visited last.
-    const auto call = [&](uint64_t i) {
-      Coming& next = coming[i % kAhead];
-      next.key = K::At(request.keys, i);
-      next.hash = next.key.Hash(hash_key);
-      next.bucket = BucketOf(next.hash, bits) - first_bucket;
-      if (static_cast<uint64_t>(next.bucket) >= owned) return false;
-      keys_.Prefetch(next.bucket, next.hash);
+    const auto hash_from = [&](int64_t first) {
+      HashKeys<kWords>(
+          static_cast<const char*>(request.keys) + first * sizeof(K),
+          std::min(kAhead, request.size - first), hash_key,
+          hashes + first % (2 * kAhead));
+    };
+    const auto bucket_at = [&](int64_t i) {
+      return BucketOf(hashes[i % (2 * kAhead)], bits) - first_bucket;
+    };
+    const auto prefetch = [&](int64_t i) {
+      const int64_t bucket = bucket_at(i);
+      if (static_cast<uint64_t>(bucket) >= owned) return false;
+      keys_.Prefetch(bucket, hashes[i % (2 * kAhead)]);
       return true;
     };
-    const uint64_t size = request.size;
-    for (uint64_t i = 0; i < std::min(size, kAhead); ++i) {
-      if (!call(i)) return false;
+    if (request.size > 0) hash_from(0);
+    for (int64_t i = 0; i < std::min(kAhead, request.size); ++i) {
+      if (!prefetch(i)) return false;
     }
-    for (uint64_t i = 0; i < size; ++i) {
-      const Coming now = coming[i % kAhead];
-      if (i + kAhead < size && !call(i + kAhead)) return false;
-      visit(i, now.bucket, now.hash, now.key,
-            keys_.Find(now.bucket, now.hash, now.key));
+    for (int64_t i = 0; i < request.size; ++i) {
+      const int64_t next = i + kAhead;
+      if (next < request.size) {
+        if (next % kAhead == 0) hash_from(next);
+        if (!prefetch(next)) return false;
+      }
+      const uint64_t hash = hashes[i % (2 * kAhead)];
+      const int64_t bucket = bucket_at(i);
+      const K key = K::At(request.keys, i);
+      visit(i, bucket, hash, key, keys_.Find(bucket, hash, key));
     }
     return true;
   }

@@ -45,12 +45,7 @@ struct Key {
   }
 
   uint64_t Hash(const HashKey& key) const {
-    if (__builtin_expect(!key.IsZero(), 1)) return SipHash(words, key);
-    // The finalizer of MurmurHash3 in 64 bits, which is invertible.
-    uint64_t x = words[0];
-    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD;
-    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53;
-    return x ^ x >> 33;
+    return key.IsZero() ? HashWithoutSecret(words[0]) : SipHash(words, key);
   }
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "custom_ops/codec/header_bytes.h"
+#include "custom_ops/vocabulary/hash_keys.h"
 #include "custom_ops/vocabulary/key_table.h"
 #include "custom_ops/vocabulary/vocabulary.h"
 
@@ -43,6 +44,8 @@ class UniqueKeys {
     unique_ = size_ < std::numeric_limits<uint16_t>::max()
                   ? Number(lists, hash_key, &few_places_, positions)
                   : Number(lists, hash_key, &places_, positions);
+    // Only these keys need the hash that determines the buckets.
+    HashKeys<kWords>(keys_.data(), unique_, hash_key, hashes_.data());
     FindGroups(vocabulary);
   }
 
@@ -97,6 +100,20 @@ class UniqueKeys {
 
   int64_t SizeOf(int64_t group) const { return sizes_[group]; }
 
+  // Returns a hash for the places of keys within one call. It takes less time
+  // than that of the buckets. It is secret too: a user who does not know the
+  // hash key cannot choose ids that share a place.
+  static uint64_t PlaceHash(const Key<kWords>& key, const HashKey& secret) {
+    uint64_t hash = secret.words[0] ^ 0xA0761D6478BD642F;
+    const uint64_t factor = (secret.words[1] ^ 0xE7037ED1A0B428DB) | 1;
+    for (const uint64_t word : key.words) {
+      const auto product = static_cast<unsigned __int128>(hash ^ word) * factor;
+      hash =
+          static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    }
+    return hash;
+  }
+
   // Numbers keys in order of first occurrence. Whether a key is new is
   // unpredictable, so no branch depends on it: the next new key is always
   // written, and a free place contains a number above all others.
@@ -111,17 +128,14 @@ class UniqueKeys {
     const uint64_t mask = memory->size() - 1;
     Place* const places = memory->data();
     Key<kWords>* const keys = keys_.data();
-    uint64_t* const hashes = hashes_.data();
     uint32_t* const counts = counts_.data();
     uint32_t unique = 0;
     for (const KeyList& list : lists) {
       for (int64_t i = 0; i < list.size; ++i) {
         const auto key = Key<kWords>::At(list.keys, i);
-        const uint64_t hash = key.Hash(hash_key);
-        uint64_t at = hash & mask;
+        uint64_t at = PlaceHash(key, hash_key) & mask;
         uint32_t place = std::min<uint32_t>(places[at], unique);
         keys[unique] = key;
-        hashes[unique] = hash;
         counts[unique] = 0;
         while (__builtin_expect(!(keys[place] == key), 0)) {
           at = (at + 1) & mask;

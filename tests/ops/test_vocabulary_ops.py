@@ -5,6 +5,8 @@ All ranks of a world are in this process: each asks, messages are carried, each
 answers.
 """
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -218,6 +220,44 @@ def test_many_keys_of_a_list_are_made_unique_too():
     rows = World(DynamicVocabulary(80_000), 1).rows(keys)
     assert len(set(rows)) == 22_000 and rows.min() > 0
     np.testing.assert_array_equal(rows[22_000:], rows[: 70_000 - 22_000])
+
+
+@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 193])
+def test_lists_of_any_length_get_the_rows_of_their_keys(count, words):
+    rules = {"key_dtype": "string"} if words == 2 else {}
+    config = InFourBuckets(800, **rules)
+    keys = np.random.default_rng(6).integers(0, 2**63, [count, words])
+    keys = keys[:, 0] if words == 1 else keys
+    for hash_key in (HASH_KEY, (0, 0)):
+        expected = Vocabulary(config, hash_key).learn(keys)
+        for size in (1, 2):
+            world = World(config, size, hash_key=hash_key)
+            np.testing.assert_array_equal(world.rows(keys), expected)
+
+
+@pytest.mark.parametrize("words", [1, 2])
+def test_ids_in_regular_distances_are_made_unique_as_fast(words):
+    def seconds(ids):
+        keys = ids if words == 1 else np.column_stack([ids, ids[::-1]])
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            _, _, positions, *_ = vocabulary_ops.ask_keys(
+                world.handles, [tf.constant(keys)], [0]
+            )
+            times.append(time.process_time() - start)
+            assert len(set(positions.numpy())) == len(keys)
+        return min(times)
+
+    rules = {"key_dtype": "string"} if words == 2 else {}
+    world = World(DynamicVocabulary(100_000, **rules), 1)
+    numbers = np.arange(60_000)
+    random = np.random.default_rng(7).permutation(2**20)[:60_000] << 40
+    # If all keys shared a place, it would take 1000 times as long.
+    most = 20 * seconds(random) + 0.05
+    for ids in (numbers, numbers << 16, numbers << 32, numbers << 47):
+        assert seconds(ids) < most
 
 
 @pytest.mark.parametrize(
