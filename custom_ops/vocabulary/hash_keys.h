@@ -9,8 +9,8 @@
 namespace tfdist {
 
 // Hashes `count` keys of kWords 64-bit words each, which follow each other in
-// memory. The results are those of Key::Hash(), and take a quarter of its time
-// per key, because vectors hold several keys.
+// memory. The results are those of Key::Hash(). With AVX-512 a key takes a
+// quarter of the time, because vectors hold several keys.
 template <int kWords>
 void HashKeys(const void* keys, int64_t count, const HashKey& key,
               uint64_t* hashes);
