@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist_ext import marks
 from tfdist_ext.comm.exchanges import sum_over_ranks
 from tfdist_ext.keras_internals import KERAS_3
+from tfdist_ext.keras_internals import value_of
 from tfdist_ext.marks import own_optimizer
 from tfdist_ext.marks import shard_spec
 from tfdist_ext.ops import optimizer_ops
@@ -320,7 +321,7 @@ class RowOptimizer(KerasDifferences):
         update = RowUpdate(
             self._rule(learning_rate),
             variable,
-            [slot.handle for slot in self._slots_of(variable)],
+            [value_of(slot).handle for slot in self._slots_of(variable)],
             rows,
             grads,
             self.rounding_seed(variable),
@@ -334,7 +335,7 @@ class RowOptimizer(KerasDifferences):
         """Returns the update of rows."""
         raise NotImplementedError
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         """Returns the slots of all variables, in the order of the rule."""
         raise NotImplementedError
 

@@ -68,7 +68,7 @@ class SGD(RowOptimizer, tf.keras.optimizers.SGD):
             nesterov=self.nesterov,
         )
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         return [self.momentums] if self.momentum else []
 
 
@@ -110,7 +110,7 @@ class Adagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             learning_rate=learning_rate, epsilon=self.epsilon
         )
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         return [self._accumulators]
 
 
@@ -155,7 +155,7 @@ class Adam(RowOptimizer, tf.keras.optimizers.Adam):
             all_rows=not self.lazy,
         )
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         hats = [self._velocity_hats] if self.amsgrad else []
         return [self._momentums, self._velocities, *hats]
 
@@ -227,7 +227,7 @@ class Ftrl(RowOptimizer, tf.keras.optimizers.Ftrl):
             beta=self.beta,
         )
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         return [self._accumulators, self._linears]
 
 
@@ -318,7 +318,7 @@ class RowWiseAdagrad(RowOptimizer, tf.keras.optimizers.Adagrad):
             learning_rate=learning_rate, epsilon=self.epsilon
         )
 
-    def _slots(self) -> list[Sequence[Variable]]:
+    def _slots(self) -> list[Sequence[Any]]:
         return [self._accumulators]
 
 
