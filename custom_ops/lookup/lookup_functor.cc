@@ -82,6 +82,30 @@ TFDIST_INLINE void CopyColumns(const SegmentSum& args, const T* table,
   }
 }
 
+// Like CopyColumns, for all columns of wide rows in one pass, with the same
+// number of cache lines on their way as for narrow rows.
+template <typename T>
+TFDIST_INLINE void CopyWideRows(const SegmentSum& args, const T* table,
+                                int64_t begin, int64_t end) {
+  constexpr int64_t kLine = kLineBytes / sizeof(T);
+  constexpr int64_t kLinesAhead = 4 * kPrefetchAhead;
+  const int64_t width = args.width;
+  const int64_t rows_ahead =
+      std::max<int64_t>(1, kLinesAhead / (width / kLine));
+  const int64_t* rows = args.rows + args.row_splits[begin];
+  const int64_t count = end - begin;
+  float* out = args.out + begin * width;
+  for (int64_t i = 0; i < count; ++i, out += width) {
+    const int64_t ahead = std::min(i + rows_ahead, count - 1);
+    PrefetchLines<false>(table + rows[ahead] * width, width);
+    const T* row = table + rows[i] * width;
+    for (int64_t j = 0; j < width; j += 16) {
+      const int64_t offset = std::min(j, width - 16);
+      Load<16>(row + offset, reinterpret_cast<Floats<16>*>(out + offset));
+    }
+  }
+}
+
 // Calls SumColumns or CopyColumns with the number of vectors as a constant.
 template <typename T, int kLanes, int kVectors>
 TFDIST_INLINE void SumVectors(const SegmentSum& args, const T* table,
@@ -124,6 +148,10 @@ TFDIST_INLINE void Sum(const SegmentSum& args, const T* table, int64_t begin,
     SumVectors<T, 8, 2>(args, table, begin, end, 0, width, single);
   } else {
     constexpr int64_t kMostColumns = 16 * kMaxVectors;
+    if (single && args.weights == nullptr && width > kMostColumns) {
+      CopyWideRows(args, table, begin, end);
+      return;
+    }
     int64_t column = 0;
     for (; width - column > kMostColumns; column += kMostColumns) {
       SumVectors<T, 16, kMaxVectors>(args, table, begin, end, column,
