@@ -201,8 +201,7 @@ class OursTables(_Tables):
 class StockTables(_Tables):
     """`embedding_lookup_sparse`, its gradient, and stock's sparse update.
 
-    Stock has no row-wise Adagrad and is measured with ordinary Adagrad. Its
-    Adam is that of Keras, which passes over the whole table.
+    Stock has no row-wise Adagrad and is measured with ordinary Adagrad.
     """
 
     # A dozen ops, slower one by one.
