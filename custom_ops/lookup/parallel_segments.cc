@@ -25,11 +25,10 @@ int64_t SegmentAtWork(const int64_t* row_splits, int64_t segments,
 
 namespace {
 
-void PrefetchFirstRows(const SegmentBlock& block) {
+// Prefetches the rows of the entries [begin, end).
+void PrefetchRows(const SegmentBlock& block, int64_t begin, int64_t end) {
   const SegmentSum& sum = block.args;
-  const int64_t first = sum.row_splits[0];
-  const int64_t count = std::min(kPrefetchAhead, block.Entries());
-  for (int64_t i = first; i < first + count; ++i) {
+  for (int64_t i = begin; i < end; ++i) {
     const int64_t offset = sum.rows[i] * sum.width;
     if (block.bfloat16_table != nullptr) {
       PrefetchRow(block.bfloat16_table + offset, sum.width);
@@ -64,7 +63,12 @@ void ParallelSegmentSums(
         last ? block.segments : SegmentAtWork(splits, block.segments, high);
     // The first rows of the next block, which the loop over this block's rows
     // does not reach.
-    if (last && i + 1 < blocks.size()) PrefetchFirstRows(blocks[i + 1]);
+    if (last && i + 1 < blocks.size()) {
+      const SegmentBlock& next = blocks[i + 1];
+      const int64_t first = next.args.row_splits[0];
+      const int64_t stop = first + std::min(kPrefetchAhead, next.Entries());
+      if (may_read(i + 1, first, stop)) PrefetchRows(next, first, stop);
+    }
     if (begin == end || !may_read(i, splits[begin], splits[end])) return;
     if (block.bfloat16_table != nullptr) {
       SegmentSumBfloat16Cpu(block.args, block.bfloat16_table, begin, end);

@@ -15,19 +15,28 @@ from benchmarks import kernels
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def measure(tmp_path, run_forking):
+    """Runs the benchmark; returns what it printed, and its records."""
+
+    def run(*arguments):
+        output = tmp_path / "records.json"
+        done = run_forking(
+            *("benchmarks.kernels", "--workloads", "smoke", *arguments),
+            *("--threads", "1", "--rounds", "1", "--output", output),
+            ranks=1,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, json.loads(output.read_text())
+
+    return run
+
+
 @pytest.mark.parametrize("optimizer", kernels.OPTIMIZERS)
-def test_ours_and_stock(optimizer, tmp_path, run_forking):
+def test_ours_and_stock(optimizer, measure):
     """They compute the same, or the run would end with an error."""
-    output = tmp_path / "records.json"
-    run = run_forking(
-        *("benchmarks.kernels", "--workloads", "smoke"),
-        *("--optimizers", optimizer, "--threads", "1", "--rounds", "1"),
-        *("--output", output),
-        ranks=1,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "fbgemm: skipped (no --fbgemm-python)" in run.stdout
-    records = json.loads(output.read_text())
+    printed, records = measure("--optimizers", optimizer)
+    assert "fbgemm: skipped (no --fbgemm-python)" in printed
     subjects = ["ours", "ours, true width", "stock"]
     if optimizer == "adam":
         subjects.remove("stock")
@@ -36,17 +45,12 @@ def test_ours_and_stock(optimizer, tmp_path, run_forking):
         assert record["forward_ms"] > 0 and record["gathered_gb_s"] > 0
 
 
-def test_other_widths_and_types(tmp_path, run_forking):
-    output = tmp_path / "records.json"
-    run = run_forking(
-        *("benchmarks.kernels", "--workloads", "smoke", "--dims", "16"),
-        *("--dtypes", "float32", "bfloat16", "--optimizers", "sgd"),
-        *("--threads", "1", "--rounds", "1", "--output", output),
-        ranks=1,
+def test_other_widths_and_types(measure):
+    printed, records = measure(
+        *("--dims", "16", "--optimizers", "sgd"),
+        *("--dtypes", "float32", "bfloat16"),
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "; kernels for " in run.stdout
-    records = json.loads(output.read_text())
+    assert "; kernels for " in printed
     found = [(r["subject"], r["dim"], r["dtype"]) for r in records]
     assert found == [
         ("ours", 16, "float32"),
